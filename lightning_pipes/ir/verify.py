@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from lightning_pipes.ir.deadlock import deadlock
@@ -12,6 +13,7 @@ from lightning_pipes.ir.instruction import COMPUTE, Instruction, Kind
 from lightning_pipes.ir.lowering import lower, window
 from lightning_pipes.ir.plan import Plan
 from lightning_pipes.ir.program import Program
+from lightning_pipes.ir.regular import IrregularError, Unit, is_regular, walk_program
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,12 @@ def verify(program: Program, plan: Plan, batches: int | None = None) -> Facts:
     if program.endless:
         least = batches if batches is not None else program.head_batches + 3
         program = program.unroll(least)
-    lowered = lower(program, plan)
-    _check_complete(lowered, plan, least)
-    order = _run(lowered, plan)
-    facts = _facts(order, plan)
+    facts = _facts_of_regular(program, plan, least)
+    if facts is None:
+        lowered = lower(program, plan)
+        _check_complete(lowered, plan, least)
+        order = _run(lowered, plan)
+        facts = _facts(order, plan)
     for stage in range(plan.n_stages):
         if facts.versions[stage] > plan.versions[stage] and plan.shared_weights:
             raise PlanError(
@@ -61,6 +65,61 @@ def verify(program: Program, plan: Plan, batches: int | None = None) -> Facts:
                 f"{plan.limits[stage]}; start fewer forwards before its first backward, or raise the limit"
             )
     return facts
+
+
+def _facts_of_regular(program: Program, plan: Plan, least: int) -> Facts | None:
+    """Return the facts about a program that holds, of a regular plan and without transfers; None about any other one.
+
+    Transfers follow from complete computations: see `lower`. A stage's facts follow from the order of its rank alone.
+    """
+    if not is_regular(program, plan):
+        return None
+    n = plan.n_stages
+    spans, rows, peak_spans, peak_rows = [0] * n, [0] * n, [0] * n, [0] * n
+    ends = _Ends.of(plan)
+    units: dict[tuple[Kind, int, int, int], Unit] = {}
+    last = Kind.W if plan.split_backward else Kind.B
+    try:
+        for _, i, unit, _ in walk_program(program, plan):
+            kind, s, job, batch, (start, stop) = i
+            if unit.note is None:
+                unit.note = units[unit.key] = unit
+                if kind is Kind.F:
+                    ends.begin(s, job, batch)
+            if kind is Kind.F:
+                spans[s] += 1
+                rows[s] += stop - start
+                if spans[s] > peak_spans[s]:
+                    peak_spans[s] = spans[s]
+                if rows[s] > peak_rows[s]:
+                    peak_rows[s] = rows[s]
+            elif kind is last:
+                spans[s] -= 1
+                rows[s] -= stop - start
+            elif kind is Kind.STEP:
+                ends.step(s, job, batch)
+    except IrregularError:
+        return None
+    if any(0 in unit.ran for unit in units.values()) or units.keys() != _wanted_units(units, plan, least):
+        return None
+    return Facts(tuple(peak_spans), tuple(peak_rows), tuple(ends.versions), tuple(ends.staleness))
+
+
+def _wanted_units(
+    units: Collection[tuple[Kind, int, int, int]], plan: Plan, least: int
+) -> set[tuple[Kind, int, int, int]]:
+    """Return the kind, stage, job and batch of all that a program has to have with those that it has."""
+    kinds = (Kind.F, Kind.I, Kind.W, Kind.STEP) if plan.split_backward else (Kind.F, Kind.B, Kind.STEP)
+    batches = [least] * len(plan.jobs)
+    for _, _, job, batch in units:
+        batches[job] = max(batches[job], batch + 1)
+    return {
+        (kind, stage, job, batch)
+        for job, count in enumerate(batches)
+        for batch in range(count)
+        for stage in range(plan.n_stages)
+        for kind in kinds
+    }
 
 
 def _check_complete(program: Program, plan: Plan, least: int) -> None:
@@ -98,28 +157,59 @@ def _run(program: Program, plan: Plan) -> list[Instruction]:
     return list(done)
 
 
+@dataclass
+class _Ends:
+    """The weight versions that live on each stage, as batches begin and end there.
+
+    Attributes:
+        versions, staleness: by stage, as in `Facts`.
+        updates: by stage and job.
+        read: by stage, (job, batch) -> oldest version in use.
+    """
+
+    versions: list[int]
+    staleness: list[int]
+    updates: list[Counter[int]]
+    read: list[dict[tuple[int, int], int]]
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Ends:
+        n = plan.n_stages
+        return cls([1] * n, [0] * n, [Counter() for _ in range(n)], [{} for _ in range(n)])
+
+    def begin(self, s: int, job: int, batch: int) -> None:
+        self.read[s].setdefault((job, batch), self.updates[s][job])
+
+    def step(self, s: int, job: int, batch: int) -> None:
+        read, updates = self.read[s], self.updates[s]
+        self.staleness[s] = max(self.staleness[s], updates[job] - read.pop((job, batch)))
+        updates[job] += 1
+        oldest = min((v for (other, _), v in read.items() if other == job), default=updates[job])
+        self.versions[s] = max(self.versions[s], updates[job] - oldest + 1)
+
+
 def _facts(order: list[Instruction], plan: Plan) -> Facts:
     n = plan.n_stages
-    peak_spans, peak_rows, versions, staleness = [0] * n, [0] * n, [1] * n, [0] * n
+    peak_spans, peak_rows = [0] * n, [0] * n
     held: list[dict[Instruction, int]] = [{} for _ in range(n)]  # forward -> samples without backward yet
-    updates: list[Counter[int]] = [Counter() for _ in range(n)]  # by job
-    read: list[dict[tuple[int, int], int]] = [{} for _ in range(n)]  # (job, batch) -> oldest version in use
+    rows = [0] * n  # of all of those
+    ends = _Ends.of(plan)
     for i in order:
-        s, item = i.stage, (i.job, i.batch)
+        s = i.stage
         if i.kind is Kind.F:
             held[s][i] = i.span.rows
-            read[s].setdefault(item, updates[s][i.job])
+            rows[s] += i.span.rows
+            ends.begin(s, i.job, i.batch)
             peak_spans[s] = max(peak_spans[s], len(held[s]))
-            peak_rows[s] = max(peak_rows[s], sum(held[s].values()))
+            peak_rows[s] = max(peak_rows[s], rows[s])
         elif i.kind is Kind.B or i.kind is Kind.W:
             for span in plan.overlapping(Kind.F, s, i.job, i.span):
                 forward = Instruction(Kind.F, s, i.job, i.batch, span)
-                held[s][forward] -= min(span.stop, i.span.stop) - max(span.start, i.span.start)
+                freed = min(span.stop, i.span.stop) - max(span.start, i.span.start)
+                held[s][forward] -= freed
+                rows[s] -= freed
                 if not held[s][forward]:
                     del held[s][forward]
         elif i.kind is Kind.STEP:
-            staleness[s] = max(staleness[s], updates[s][i.job] - read[s].pop(item))
-            updates[s][i.job] += 1
-            oldest = min((v for (job, _), v in read[s].items() if job == i.job), default=updates[s][i.job])
-            versions[s] = max(versions[s], updates[s][i.job] - oldest + 1)
-    return Facts(tuple(peak_spans), tuple(peak_rows), tuple(versions), tuple(staleness))
+            ends.step(s, i.job, i.batch)
+    return Facts(tuple(peak_spans), tuple(peak_rows), tuple(ends.versions), tuple(ends.staleness))

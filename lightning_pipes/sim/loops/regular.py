@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lightning_pipes.ir import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Plan, Program, needs, send_of
+from lightning_pipes.ir import RECEIVES, Instruction, Kind, Plan, Program, needs, send_of
 from lightning_pipes.ir.lowering import sends_after
+from lightning_pipes.ir.regular import IrregularError, Unit, is_regular, walk_program
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,10 @@ class Numbered:
     pairs: list[tuple[int, int]] = field(default_factory=list)
 
 
-class _Unit(NamedTuple):
-    """All micro-batches of one kind, stage, job and batch."""
+class _Costs(NamedTuple):
+    """All micro-batches of one computation, as they are numbered."""
 
-    places: list[int]  # of each micro-batch in `Numbered`, -1 until it is there
-    own: tuple[list[int], ...]  # places of what it needs on its rank, micro-batch by micro-batch
-    whole: tuple[list[int], ...]  # places of what it needs entirely: of a STEP the gradients of all micro-batches
-    messages: tuple[list[int], ...]  # places of the messages that it needs
+    messages: tuple[list[int], ...]  # places of the messages that it needs, micro-batch by micro-batch
     sends: tuple[_Send, ...]
     groups: dict[int, int]  # by rows
 
@@ -61,108 +59,68 @@ class _Send(NamedTuple):
 def numbered(program: Program, plan: Plan) -> Numbered | None:
     """The finite `program`, which has no transfers yet; None where the plan is not regular, or where the program can't
     run: whoever looks at each instruction says why."""
-    if plan.after or not all(plan.uniform) or program.n_ranks != plan.n_ranks:
-        return None
-    return _Numbering(plan).run(program)
+    return _Numbering(plan).run(program) if is_regular(program, plan) else None
 
 
 class _Numbering:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._found = Numbered()
-        self._units: dict[tuple[Kind, int, int, int], _Unit] = {}
-        self._places: dict[tuple[Kind, int, int, int], list[int]] = {}
+        self._places: dict[tuple[Kind, int, int, int], list[int]] = {}  # of messages
         self._links: dict[tuple[int, int], int] = {}
-        self._at = [{span: n for n, span in enumerate(cut.forward[0])} for cut in plan.jobs]
 
     def run(self, program: Program) -> Numbered | None:
-        found, units, where = self._found, self._units, self._plan.ranks
+        found = self._found
         instructions, ranks, links, groups = found.instructions, found.ranks, found.links, found.groups
-        before = found.before
+        first, before, like = found.first, found.before, found.like
+        try:
+            for rank, i, unit, n in walk_program(program, self._plan):
+                costs = unit.note
+                if costs is None:
+                    costs = unit.note = self._costs(i, unit)
+                assert isinstance(costs, _Costs)
+                for places in costs.messages:
+                    before.append(places[n])
+                start, stop = i[4]
+                group = costs.groups.get(stop - start)
+                if group is None:
+                    group = costs.groups[stop - start] = len(like)
+                    like.append(i)
+                instructions.append(i)
+                ranks.append(rank)
+                links.append(-1)
+                groups.append(group)
+                first.append(len(before))
+                for places, kind, stage, link, known in costs.sends:
+                    send = Instruction(kind, stage, i[2], i[3], i[4])
+                    group = known.get(stop - start)
+                    if group is None:
+                        group = known[stop - start] = len(like)
+                        like.append(send)
+                    places[n] = len(instructions)
+                    instructions.append(send)
+                    ranks.append(rank)
+                    links.append(link)
+                    groups.append(group)
+                    first.append(len(before))
+        except IrregularError:
+            return None
+        return found
 
-        def add(i: Instruction, rank: int, link: int, known: dict[int, int], places: list[int], n: int) -> None:
-            start, stop = i[4]
-            group = known.get(stop - start)
-            if group is None:
-                group = known[stop - start] = len(found.like)
-                found.like.append(i)
-            places[n] = len(instructions)
-            instructions.append(i)
-            ranks.append(rank)
-            links.append(link)
-            groups.append(group)
-            found.first.append(len(before))
-
-        awake = list(range(program.n_ranks - 1, -1, -1))
-        sleepers: dict[tuple[int, int], list[int]] = {}  # ranks that wait, by id of places and micro-batch
-        next_ = [0] * program.n_ranks
-        while awake:
-            rank = awake.pop()
-            row = program.head[rank]
-            for at in range(next_[rank], len(row)):
-                i = row[at]
-                kind, stage, job, batch, span = i
-                unit = units.get((kind, stage, job, batch))
-                if unit is None:
-                    if kind not in COMPUTE or stage >= self._plan.n_stages or job >= len(self._at):
-                        return None
-                    unit = self._unit(i)
-                there, own, whole, messages, sends, known = unit
-                n = 0 if kind is Kind.STEP else self._at[job].get(span, -1)
-                if n < 0 or there[n] >= 0 or where[stage] != rank:
-                    return None  # no such micro-batch, twice, or elsewhere
-                for places in own:
-                    if places[n] < 0:
-                        return None  # its own rank runs later what it needs
-                for places in whole:
-                    if min(places) < 0:
-                        return None
-                for places in messages:
-                    if places[n] < 0:
-                        sleepers.setdefault((id(places), n), []).append(rank)
-                        break
-                else:
-                    for places in messages:
-                        before.append(places[n])
-                    add(i, rank, -1, known, there, n)
-                    for places, sent, source, link, alike in sends:
-                        add(Instruction(sent, source, job, batch, span), rank, link, alike, places, n)
-                        if (id(places), n) in sleepers:
-                            awake += sleepers.pop((id(places), n))
-                    continue
-                next_[rank] = at
-                break
-            else:
-                next_[rank] = len(row)
-        return found if all(at == len(row) for at, row in zip(next_, program.head, strict=True)) else None
-
-    def _unit(self, i: Instruction) -> _Unit:
-        """The needs and messages of all micro-batches like `i`."""
-        plan = self._plan
-        own: list[list[int]] = []
-        whole: list[list[int]] = []
-        messages: list[list[int]] = []
-        for n in {n[:4]: n for n in needs(i, plan)}.values():  # a STEP needs all micro-batches of a kind
-            places = self._placed(send_of(n) if n.kind in RECEIVES else n)
-            if n.kind in RECEIVES or n.kind in SENDS or plan.ranks[n.stage] != plan.ranks[i.stage]:
-                messages.append(places)
-            elif n.span == i.span:
-                own.append(places)
-            else:
-                whole.append(places)
+    def _costs(self, i: Instruction, unit: Unit) -> _Costs:
+        """The messages that all micro-batches like `i` need and send."""
+        received = {n[:4]: n for n in needs(i, self._plan) if n.kind in RECEIVES}.values()
+        messages = tuple(self._placed(send_of(n), len(unit.ran)) for n in received)
         sends = tuple(
-            _Send(self._placed(s), s.kind, s.stage, self._link(s), {}) for s in sends_after(i, plan) if s.span == i.span
+            _Send(self._placed(s, len(unit.ran)), s.kind, s.stage, self._link(s), {})
+            for s in sends_after(i, self._plan)
+            if s.span == i.span
         )
-        unit = _Unit(self._placed(i), tuple(own), tuple(whole), tuple(messages), sends, {})
-        self._units[i[:4]] = unit
-        return unit
+        return _Costs(messages, sends, {})
 
-    def _placed(self, i: Instruction) -> list[int]:
-        """Where the micro-batches like `i` are."""
-        key = i[:4]
-        if key not in self._places:
-            self._places[key] = [-1] * (1 if i.kind is Kind.STEP else len(self._at[i.job]))
-        return self._places[key]
+    def _placed(self, send: Instruction, count: int) -> list[int]:
+        """Where the messages like `send` are."""
+        return self._places.setdefault(send[:4], [-1] * count)
 
     def _link(self, i: Instruction) -> int:
         pair = (self._plan.ranks[i.stage], self._plan.ranks[i.stage + 1 if i.kind is Kind.SF else i.stage - 1])

@@ -1,0 +1,119 @@
+"""A walk through a program in an order in which it can run, without asking for each micro-batch what it needs.
+
+Where every stage, direction and link cuts a batch alike, micro-batches do not mix before the STEP: what the first one
+needs, every other needs likewise. So `ir.needs` is asked once a kind and stage, which makes a walk through a large
+program more than ten times faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_pipes.ir.dependencies import needs
+from lightning_pipes.ir.instruction import COMPUTE, NO_SPAN, RECEIVES, Instruction, Kind, send_of
+from lightning_pipes.ir.plan import Plan
+from lightning_pipes.ir.program import Program
+
+
+class IrregularError(Exception):
+    """The program can't run, or the plan is not regular; a look at each instruction says why."""
+
+
+class Unit:
+    """All micro-batches of one kind, stage, job and batch.
+
+    Attributes:
+        key: that kind, stage, job and batch.
+        ran: 1 for each micro-batch that has run, in the order of the plan's spans; 0 for the others.
+        own: those units of the same rank whose micro-batch must have run before.
+        whole: those whose micro-batches must all have run before, as the gradients of a STEP.
+        foreign: those of other ranks whose micro-batch must have run before, to send its message.
+        note: whatever the caller keeps with it; None at first.
+    """
+
+    __slots__ = ("foreign", "key", "note", "own", "ran", "whole")
+
+    def __init__(self, key: tuple[Kind, int, int, int], count: int) -> None:
+        self.key = key
+        self.ran = bytearray(count)
+        self.own: list[bytearray] = []
+        self.whole: list[bytearray] = []
+        self.foreign: list[bytearray] = []
+        self.note: object = None
+
+
+def is_regular(program: Program, plan: Plan) -> bool:
+    """Whether `walk_program` can go through the program."""
+    return not plan.after and all(plan.uniform) and program.n_ranks == plan.n_ranks
+
+
+def walk_program(program: Program, plan: Plan) -> Iterator[tuple[int, Instruction, Unit, int]]:
+    """Yield the rank, the instruction, its unit and its number there, each after all that it waits for.
+
+    Args:
+        program: finite, without transfers; see `is_regular`.
+
+    Raises:
+        IrregularError: an instruction belongs to another plan or rank, is there twice, or never runs.
+    """
+    units: dict[tuple[Kind, int, int, int], Unit] = {}
+    known: dict[tuple[Kind, int, int, int], Unit] = {}  # those whose needs are known
+    where = plan.ranks
+    numbers = [{span: n for n, span in enumerate(cut.forward[0])} for cut in plan.jobs]
+
+    def find_unit(i: Instruction) -> Unit:
+        key = i[:4]
+        if key not in units:
+            units[key] = Unit(key, 1 if i.kind is Kind.STEP else len(numbers[i.job]))
+        return units[key]
+
+    def find_needs(i: Instruction) -> Unit:
+        if i.kind not in COMPUTE or not 0 <= i.stage < plan.n_stages or not 0 <= i.job < len(numbers):
+            raise IrregularError
+        unit = find_unit(i)
+        for n in {n[:4]: n for n in needs(i, plan)}.values():  # a STEP needs all micro-batches of a kind
+            if n.kind in RECEIVES:
+                unit.foreign += [find_unit(sent).ran for sent in needs(send_of(n), plan)]
+            elif n.span == i.span:
+                unit.own.append(find_unit(n).ran)
+            else:
+                unit.whole.append(find_unit(n).ran)
+        known[i[:4]] = unit
+        return unit
+
+    awake = list(range(program.n_ranks - 1, -1, -1))
+    sleepers: dict[tuple[int, int], list[int]] = {}  # ranks that wait, by id of `ran` and micro-batch
+    next_ = [0] * program.n_ranks
+    while awake:
+        rank = awake.pop()
+        row = program.head[rank]
+        for at in range(next_[rank], len(row)):
+            i = row[at]
+            kind, stage, job, batch, span = i
+            unit = known.get((kind, stage, job, batch)) or find_needs(i)
+            ran = unit.ran
+            n = numbers[job].get(span, -1) if kind is not Kind.STEP else 0 if span == NO_SPAN else -1
+            if n < 0 or ran[n] or where[stage] != rank:
+                raise IrregularError  # no such micro-batch, twice, or elsewhere
+            for others in unit.foreign:
+                if not others[n]:
+                    sleepers.setdefault((id(others), n), []).append(rank)
+                    break
+            else:
+                for others in unit.own:
+                    if not others[n]:
+                        raise IrregularError  # its own rank runs later what it needs
+                for others in unit.whole:
+                    if 0 in others:
+                        raise IrregularError
+                ran[n] = 1
+                yield rank, i, unit, n
+                if sleepers and (id(ran), n) in sleepers:
+                    awake += sleepers.pop((id(ran), n))
+                continue
+            next_[rank] = at
+            break
+        else:
+            next_[rank] = len(row)
+    if any(at < len(row) for at, row in zip(next_, program.head, strict=True)):
+        raise IrregularError
