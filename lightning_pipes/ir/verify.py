@@ -49,6 +49,7 @@ def verify(program: Program, plan: Plan, batches: int | None = None) -> Facts:
         program = program.unroll(least)
     facts = _facts_of_regular(program, plan, least)
     if facts is None:
+        _check_known(program, plan)
         lowered = lower(program, plan)
         _check_complete(lowered, plan, least)
         order = _run(lowered, plan)
@@ -120,6 +121,13 @@ def _wanted_units(
         for stage in range(plan.n_stages)
         for kind in kinds
     }
+
+
+def _check_known(program: Program, plan: Plan) -> None:
+    for rank, row in enumerate(program.head):
+        for i in row:
+            if not (0 <= i.stage < plan.n_stages and 0 <= i.job < len(plan.jobs)):
+                raise ProgramError(f"rank {rank}: {i} does not belong there")
 
 
 def _check_complete(program: Program, plan: Plan, least: int) -> None:

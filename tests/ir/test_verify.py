@@ -1,6 +1,8 @@
 """Each fault is made by hand, alone, in a program that is right otherwise."""
 
+import random
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 
@@ -21,10 +23,14 @@ from lightning_pipes.ir import (
     W,
     even_spans,
     lower,
+    prepared,
     verify,
 )
-from lightning_pipes.testing.generators import tiny_plan
+from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.ir.regular import walk
+from lightning_pipes.testing.generators import random_plan, tiny_plan
 
+proof = import_module("lightning_pipes.ir.verify")  # a function has its name
 PLAN = tiny_plan(2, 2)
 RIGHT = ["F0.0 F0.1 B0.0 B0.1 STEP0", "F1.0 B1.0 F1.1 B1.1 STEP1"]
 ONE = Span(0, 1)
@@ -218,3 +224,91 @@ def test_backward_in_halves_frees_halves():
 def test_input_and_weight_gradients_are_named():
     assert (str(I(0, ONE)), str(W(1, ONE))) == ("I0[0:1]", "W1[0:1]")
     assert str(Instruction(Kind.STEP, 2)) == "STEP2"
+
+
+VARIANTS = [
+    make_schedule("1f1b"),
+    make_schedule("kfkb", k=2),
+    make_schedule("gpipe"),
+    make_schedule("interleaved", stages_per_rank=2),
+    make_schedule("hanayo"),
+    make_schedule("zero_bubble"),
+    make_schedule("pipedream"),
+    make_schedule("pipedream_2bw"),
+]
+
+
+def outcome(program, plan):
+    try:
+        return verify(program, plan)
+    except (ProgramError, PlanError) as error:
+        return type(error), str(error)
+
+
+def change(rows, rng, plan):
+    """One fault, or none, in a random place."""
+    rows = [list(row) for row in rows]
+    row = rng.choice(rows)
+    at, other = rng.randrange(len(row)), rng.randrange(len(row))
+    i = row[at]
+    match rng.randrange(9):
+        case 0:
+            row[at], row[other] = row[other], row[at]
+        case 1:
+            del row[at]
+        case 2:
+            row.insert(other, i)
+        case 3:
+            row[at] = i._replace(kind=rng.choice(list(Kind)))
+        case 4:
+            row[at] = i._replace(span=Span(i.span.start, i.span.stop + 1))
+        case 5:
+            row[at] = i._replace(stage=(i.stage + 1) % plan.n_stages)
+        case 6:
+            row[at] = i._replace(batch=i.batch + 1)
+        case 7:
+            rng.choice(rows).append(row.pop(at))
+        case 8:
+            row[at] = i._replace(span=Span(0, 0)) if rng.random() < 0.5 else i._replace(job=i.job + 1)
+    return Program(tuple(map(tuple, rows)))
+
+
+@pytest.mark.parametrize("schedule", VARIANTS, ids=lambda schedule: schedule.name)
+def test_the_quick_way_proves_the_same(schedule, monkeypatch):
+    """As a look at every instruction, on right programs and on wrong ones; a quarter of these are right by chance."""
+    rng, right = random.Random(0), 0
+    for ranks, m, rows in ((1, 1, 1), (2, 4, 4), (3, 5, 7), (4, 8, 16)):
+        where = schedule.placement(ranks)
+        plan = prepared(Plan.even(len(where), m, rows, ranks=where), schedule)
+        order = schedule.program(plan)
+        finite = order.unroll(order.head_batches + 2) if order.endless else order
+        bounded = replace(plan, limits=(rows // 2 + 1,) * plan.n_stages)
+        cases = [(order, plan), (finite, plan), (finite, bounded), (lower(finite, plan), plan)]
+        cases += [(change(finite.head, rng, plan), plan) for _ in range(60)]
+        for program, given in cases:
+            found = outcome(program, given)
+            right += isinstance(found, proof.Facts)
+            with monkeypatch.context() as patch:
+                patch.setattr(proof, "_facts_of_regular", lambda *_: None)
+                assert outcome(program, given) == found
+    assert right > 12
+
+
+def test_irregular_plans_are_looked_at_one_by_one(monkeypatch):
+    monkeypatch.setattr(proof, "_facts", None)
+    for seed in range(5):
+        plan = random_plan(seed, unequal=True)
+        if not all(plan.uniform):
+            with pytest.raises(TypeError):
+                verify(make_schedule("gpipe").program(plan), plan)
+
+
+def test_needs_are_asked_once_a_kind_and_stage(monkeypatch):
+    """Not for each of 16 x 200 micro-batches: ranks verify at every start, and for each new size of a batch."""
+    asked = []
+    needs = walk.needs
+    monkeypatch.setattr(walk, "needs", lambda i, plan: asked.append(i) or needs(i, plan))
+    monkeypatch.setattr(proof, "needs", None)
+    plan = Plan.even(16, 200)
+    assert verify(make_schedule("1f1b").program(plan), plan).peak_spans == tuple(range(16, 0, -1))
+    assert len(asked) < 100

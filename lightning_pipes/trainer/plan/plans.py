@@ -80,8 +80,8 @@ class Plans:
             given: the plan for batches of its size, as with other spans on every stage; the schedule's planner cuts
                 those of another size, with the same layers in every stage. Where it names no layers, and nothing to
                 recompute, those of the run count.
-            verified: samples of the batches for which somebody has verified the order: doing so takes up to a hundred
-                times what making it does.
+            verified: samples of the batches for which somebody has verified the order: doing so takes longer
+                than making it does.
 
         Raises:
             PlanError: the schedule moves stages to other ranks, flushes between batches where that of the run does not
