@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 
 def release_free_memory() -> None:
     """Collect garbage and give free memory back to the system, where the C library is glibc."""
     gc.collect()
+    trim_heap()
+
+
+def trim_heap() -> None:
+    """Give free memory back to the system, where the C library is glibc; takes some milliseconds."""
     libc = load_libc()
     if libc is not None:
         libc.malloc_trim(0)
+
+
+@contextmanager
+def trimmed_heap() -> Iterator[None]:
+    """Give free memory back to the system before and after the block, which takes blocks of other sizes than a step."""
+    trim_heap()
+    try:
+        yield
+    finally:
+        trim_heap()
 
 
 @cache

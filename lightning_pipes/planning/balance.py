@@ -11,13 +11,15 @@ import numpy as np
 
 from lightning_pipes.cost import Cluster, Deployment, Device, ModelProfile
 from lightning_pipes.ir import Kind, Plan, PlanError, Policy, Schedule, Span
-from lightning_pipes.planning.fit import edge_seconds, evaluated, fit_layers, ordered, stage_seconds
+from lightning_pipes.planning.fit import edge_seconds, evaluated, fit_layers, ordered, reduce_peak, stage_seconds
 from lightning_pipes.planning.partition import light_partitions
 from lightning_pipes.planning.planner import Planner, Problem, Solution
 from lightning_pipes.sim.units import seconds_text
 
 WORTH_IT = 0.05
 """The share of a step that another cut must save: what is measured once, in a second, is not exact."""
+EQUAL = 0.03
+"""The share by which steps may differ and count as equally fast: the cut with the smallest peak is taken then."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,9 @@ def balanced(
 ) -> Balance:
     """The fastest cut within the devices' memory if it saves enough, else `even`.
 
+    Of cuts that are nearly as fast, the one whose fullest rank needs least memory is taken, as far as cuts moved by a
+    layer lead to it.
+
     Where no cut fits by the profile, `even` is kept: a run that was asked for may fit after all.
 
     Raises:
@@ -119,6 +124,8 @@ def balanced(
         now, then = seconds_text(1e9 * before.seconds), seconds_text(1e9 * best.seconds)
         why = f"stages begin at layers {at}, evenly by parameters: by measured time a step takes {now}"
         return Balance(tuple(even), before.seconds, why + (f", and {then} with {best.cuts}" if best.cuts != at else ""))
+    slowest = min(best.seconds * (1 + EQUAL), before.seconds * (1 - WORTH_IT) if fits else math.inf)
+    best = reduce_peak(profile, best, slowest, deployment)
     saved = f"instead of {seconds_text(1e9 * before.seconds)} with {at}, evenly by parameters"
     return Balance(
         best.plan.layers,

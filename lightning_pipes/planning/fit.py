@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -151,7 +151,25 @@ def fit_layers(
 def improved(profile: ModelProfile, fit: Fit, cluster: Cluster | Deployment, trials: int = 60) -> Fit:
     """The same plan with cuts moved by a layer as long as that makes it faster, in at most `trials` simulations, fewer
     where the plan is large. The heaviest stages give layers away first."""
-    deployment = as_deployment(cluster)
+    return _move_cuts(profile, fit, as_deployment(cluster), trials, lambda other, best: other.seconds < best.seconds)
+
+
+def reduce_peak(profile: ModelProfile, fit: Fit, slowest: float, cluster: Cluster | Deployment, trials: int = 60) -> Fit:
+    """Return the plan with cuts moved by a layer as long as its fullest rank needs less memory.
+
+    Args:
+        slowest: seconds that a step may take.
+    """
+
+    def is_smaller(other: Fit, best: Fit) -> bool:
+        return other.seconds <= slowest and max(other.peak_bytes) < max(best.peak_bytes)
+
+    return _move_cuts(profile, fit, as_deployment(cluster), trials, is_smaller)
+
+
+def _move_cuts(
+    profile: ModelProfile, fit: Fit, deployment: Deployment, trials: int, is_better: Callable[[Fit, Fit], bool]
+) -> Fit:
     seen = {fit.plan.layers}
     left = min(trials, _affordable(fit.order, fit.plan))
     moved = True
@@ -165,7 +183,7 @@ def improved(profile: ModelProfile, fit: Fit, cluster: Cluster | Deployment, tri
             left -= 1
             seen.add(layers)
             other = _evaluated(profile, fit.order, replace(fit.plan, layers=layers), deployment)
-            if other is not None and other.seconds < fit.seconds:
+            if other is not None and is_better(other, fit):
                 fit, moved = other, True
                 break
     return fit

@@ -79,6 +79,16 @@ def test_memory_is_kept_to() -> None:
     assert "needs" in found.why
 
 
+@pytest.mark.parametrize(("small", "at"), [(0.02, 3), (0.2, 2)])
+def test_of_equally_fast_cuts_the_one_with_the_smaller_peak_is_taken(small: float, at: int) -> None:
+    """Stages that begin at layer 2 are equal in time and keep 2 and 8 MiB of a sample; at layer 3 they keep 6 and 4."""
+    layers = zip(profile(1.0, 1.0, small, 2.0 - small).layers, (1, 1, 4, 4), strict=True)
+    known = ModelProfile(tuple(replace(layer, saved=((1, size * MIB),)) for layer, size in layers))
+    plan = even_plan(GPIPE, 2, 1000, 1000)
+    found = balanced(known, GPIPE, plan, cut(1, 4), place())
+    assert found.layers == cut(at, 4)
+
+
 def test_messages_count() -> None:
     """A cut where much passes is avoided, although it is the even one."""
     layers = list(profile(1, 1, 1, 1).layers)

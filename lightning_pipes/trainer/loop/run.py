@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
+from lightning_pipes.engine.allocator import trimmed_heap
 from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.reducer import Reducer
 from lightning_pipes.engine.compute.stage import Body, Stage
@@ -364,9 +365,10 @@ class PipelineRun:
     def check_loss(self, item: Item) -> None:
         """Called after a batch, before anything steps by its gradients."""
         if self._sample_check is not None and item.data.entered:
-            for number, stage in self.stages.items():
-                if number in item.data.entered:
-                    self._sample_check.compare(stage, item)
+            with trimmed_heap():  # a whole batch fits into no hole that micro-batches have left
+                for number, stage in self.stages.items():
+                    if number in item.data.entered:
+                        self._sample_check.compare(stage, item)
         if self._loss_check is not None:
             self._loss_check.compare(self.stages[self.engine.plan.n_stages - 1], item)
 
