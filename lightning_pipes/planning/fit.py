@@ -154,7 +154,9 @@ def improved(profile: ModelProfile, fit: Fit, cluster: Cluster | Deployment, tri
     return _move_cuts(profile, fit, as_deployment(cluster), trials, lambda other, best: other.seconds < best.seconds)
 
 
-def reduce_peak(profile: ModelProfile, fit: Fit, slowest: float, cluster: Cluster | Deployment, trials: int = 60) -> Fit:
+def reduce_peak(
+    profile: ModelProfile, fit: Fit, slowest: float, cluster: Cluster | Deployment, trials: int = 60
+) -> Fit:
     """Return the plan with cuts moved by a layer as long as its fullest rank needs less memory.
 
     Args:
