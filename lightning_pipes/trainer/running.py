@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.watch.fault_points import fault_point
@@ -18,6 +19,7 @@ from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.prediction import Prediction
+from lightning_pipes.trainer.reports.peaks import describe_memory
 from lightning_pipes.trainer.reports.report import About, Window
 
 
@@ -79,6 +81,9 @@ class Running:
             about = describe_run(host, links.trainings)
             reported = gather_run(self.run, ranks.pipeline, host.optimizers, ranks.device, gather, about)
             links.check()
+            told = "" if reported is None else describe_memory(*reported)
+            if told:
+                rank_zero_info(told)
         fault_point("teardown.gathered")
         self.run.close()
         fault_point("teardown.closed")

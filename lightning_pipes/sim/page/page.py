@@ -13,6 +13,7 @@ from lightning_pipes.ir import Kind
 from lightning_pipes.sim.labels import WORDS
 from lightning_pipes.sim.page.charts import charts
 from lightning_pipes.sim.page.picture import SENT, picture_json, timelines
+from lightning_pipes.sim.shown.memory_use import MEASURED, estimate_alternatives
 from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.sim.shown.slowest import Slowest
 from lightning_pipes.sim.spread import SLOW, Spread, spread
@@ -210,7 +211,9 @@ def _ranks(record: RunRecord) -> str:
     peaks = record.predicted.peak_bytes if any(record.predicted.peak_bytes) else ()
     heads = {"rank": False, "stages": False, "busy": True, "bubble": True}
     heads |= {"predicted": True} if record.measured else {}
-    heads |= {"peak memory": True} if peaks else {}
+    measured = record.peaks if any(record.peaks) and record.siblings == 1 else ()
+    heads |= {"peak memory, predicted" if measured else "peak memory": True} if peaks else {}
+    heads |= {"peak memory, measured": True} if measured else {}
     rows = []
     for rank, stages in enumerate(record.plan.stages):
         busy = 1 - shown.bubble[rank]
@@ -221,9 +224,22 @@ def _ranks(record: RunRecord) -> str:
             f"{shown.bubble[rank]:.1%}",
             *([f"{record.predicted.bubble[rank]:.1%}"] if record.measured else []),
             *([bytes_text(peaks[rank])] if peaks else []),
+            *([bytes_text(measured[rank] or 0)] if measured else []),
         ]
         rows.append(("slow" if rank == slowest.rank and slowest.uneven else "", cells))
-    return _section("Ranks", _table(heads, rows))
+    return _section("Ranks", _table(heads, rows) + _alternatives(record, bool(measured)))
+
+
+def _alternatives(record: RunRecord, measured: bool) -> str:
+    """A hint on the columns of memory, and what other ways of training would need."""
+    found = estimate_alternatives(record.plan, record.costs)
+    if found is None or not any(record.predicted.peak_bytes):
+        return ""
+    text = (
+        f"Predicted are tensors{f'; measured is memory {MEASURED}' if measured else ''}. Estimated for the same batch: "
+        f"{bytes_text(found.one_process)} in one process, {bytes_text(found.ddp)} in each process of DDP."
+    )
+    return f'<p class="hint">{escape(text)}</p>'
 
 
 def _stages(record: RunRecord) -> str:

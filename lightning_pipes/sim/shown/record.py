@@ -12,6 +12,7 @@ from lightning_pipes.cost.json_files import check_json_fields
 from lightning_pipes.cost.links.link import LONGEST
 from lightning_pipes.ir import InputError, Plan, PlanError, check_count, check_fields, check_number, shown
 from lightning_pipes.ir.checks import hints
+from lightning_pipes.sim.shown.memory_use import describe_peaks, estimate_alternatives
 from lightning_pipes.sim.shown.monitored import Curves, curves_of
 from lightning_pipes.sim.shown.saved import costs_data, costs_of, read_json, timeline_data, timeline_of, write_json
 from lightning_pipes.sim.timeline import Timeline
@@ -20,6 +21,8 @@ FILE = "run.json"
 """Its name in the directory of a run."""
 _WRITTEN = ("predicted", "measured", "costs", "profile")
 """Entries that every file has, in a form of their own."""
+_PLAIN = ("schedule", "memory", "between", "facts", "choice", "siblings", "peaks")
+"""Entries that are written as they are."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class RunRecord:
         choice: why this schedule was chosen, or this cut; lines of a table among them.
         siblings: how many trainings at a time shared the ranks, as in a job array. With more than one, what is idle in
             `measured` is idle for this one only.
+        peaks: bytes that every rank needed at most while it trained; None where nothing counts them; empty for all.
         monitored: what a monitor saw on every rank while it trained; empty without one.
     """
 
@@ -54,6 +58,7 @@ class RunRecord:
     choice: str = ""
     siblings: int = 1
     monitored: tuple[Curves, ...] = field(default=(), hash=False)
+    peaks: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, entries=False)
@@ -65,6 +70,8 @@ class RunRecord:
             raise InputError(f"costs are of {self.costs.n_stages} stages, the plan has {stages}")
         if len(self.memory) not in (0, ranks) or min((size for size in self.memory if size is not None), default=0) < 0:
             raise InputError(f"memory needs the bytes of each of {ranks} devices, or None, got {shown(self.memory)}")
+        if len(self.peaks) not in (0, ranks) or min((size for size in self.peaks if size is not None), default=0) < 0:
+            raise InputError(f"peaks needs the bytes of each of {ranks} ranks, or None, got {shown(self.peaks)}")
         if len(self.monitored) not in (0, ranks):
             raise InputError(f"{len(self.monitored)} ranks were monitored, the plan has {ranks}")
         if self.between is not None:
@@ -82,6 +89,14 @@ class RunRecord:
             f"This was one of up to {self.siblings} siblings at a time of a job array. Ranks computed for the others "
             "while it waited, so what is measured does not say how much they idled; the array's timeline does"
         )
+
+    @property
+    def memory_text(self) -> str:
+        """Sentences on the peak of each rank; empty where nothing is known, or where siblings shared the ranks."""
+        if self.siblings > 1:
+            return ""
+        predicted = self.predicted.peak_bytes if any(self.predicted.peak_bytes) else ()
+        return describe_peaks(predicted, self.peaks, estimate_alternatives(self.plan, self.costs))
 
     @property
     def plan(self) -> Plan:
@@ -106,7 +121,7 @@ class RunRecord:
             "costs": costs_data(self.costs),
             "profile": None if self.profile is None else self.profile.to_dict(),
         }
-        data |= {name: getattr(self, name) for name in ("schedule", "memory", "between", "facts", "choice", "siblings")}
+        data |= {name: getattr(self, name) for name in _PLAIN}
         if self.monitored:
             data["monitored"] = [curves.data() for curves in self.monitored]
         settings = {name: value if _is_plain(value) else repr(value) for name, value in self.settings.items()}

@@ -10,6 +10,7 @@ from statistics import median
 import torch
 from torch.optim import Optimizer
 
+from lightning_pipes.engine.allocator import read_peak_bytes
 from lightning_pipes.planning.wording import schedule_settings
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.run import PipelineRun
@@ -74,6 +75,7 @@ def gather_run(
             memory,
             curves,
             run.weighed_by,
+            read_peak_bytes(device),
         )
     unsaved = run.cut.unsaved(run.part.holdings.local)
     gathered = pipeline.all_gather((unsaved, facts))
@@ -82,7 +84,7 @@ def gather_run(
     if facts is None:
         return None
     ranks = [gathered[pipeline.ranks.index(rank)][1] for rank in run.global_ranks]
-    windows, took, held, memories, seen, weighed = zip(*ranks, strict=True)
+    windows, took, held, memories, seen, weighed, peaks = zip(*ranks, strict=True)
     stages = {number: size for found in held for number, size in found.items()}
     steps = [max(step) for step in zip(*took, strict=True)]
     measured = median(steps) / 1e9 if steps else None
@@ -90,5 +92,5 @@ def gather_run(
     weights = next(filter(None, weighed), "")
     if weights:
         about = replace(about, facts={**about.facts, "micro-batches weighed by": weights})
-    about = replace(about, stages=stages, memory=memories, measured=measured, monitored=monitored)
+    about = replace(about, stages=stages, memory=memories, measured=measured, monitored=monitored, peaks=peaks)
     return list(windows), about

@@ -63,6 +63,7 @@ class About:
         siblings: how many trainings at a time shared the ranks.
         measured: seconds of a step up to the optimizers' part, the median of the first `KEPT_STEPS`.
         monitored: what a monitor saw on every rank; empty without one.
+        peaks: bytes that every rank has needed at most, None where nothing counts them.
     """
 
     schedule: str = ""
@@ -76,6 +77,7 @@ class About:
     siblings: int = 1
     measured: float | None = None
     monitored: tuple[Curves, ...] = ()
+    peaks: tuple[int | None, ...] = ()
 
 
 class Saved(NamedTuple):
@@ -135,6 +137,7 @@ class PipelineReport:
             _choice(about, measured),
             about.siblings,
             about.monitored,
+            about.peaks,
         )
         return cls(record)
 
@@ -189,7 +192,7 @@ class PipelineReport:
         from lightning_pipes.sim import compare
 
         found = self.record.shared or str(compare(self.predicted, self.measured))
-        return "\n\n".join(filter(None, [self.record.choice, found]))
+        return "\n\n".join(filter(None, [self.record.choice, found, self.record.memory_text]))
 
 
 def _choice(about: About, measured: Timeline) -> str:

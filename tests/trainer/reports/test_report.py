@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from html import escape
@@ -22,6 +25,7 @@ from lightning_pipes.ir import B, F, Kind, Plan, Span
 from lightning_pipes.sim import simulate, spread
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.shown.record import RunRecord
+from lightning_pipes.sim.units import bytes_text
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.reports.report import AMONG_SIBLINGS, About, PipelineReport, Window
@@ -59,7 +63,8 @@ def measured(rank: int, folder: str) -> dict[str, Any]:
     loaded = RunRecord.load(saved.record)
     assert "makespan" in str(report)
     uneven = PipelineStrategy("1f1b", microbatches=2, partition=[1])
-    fit(LitUneven(), uneven, 2)
+    with told() as lines:
+        fit(LitUneven(), uneven, 2)
     return {
         "numbers": [
             report.bubble_measured,
@@ -73,7 +78,27 @@ def measured(rank: int, folder: str) -> dict[str, Any]:
         "between": report.record.between,
         "advice": report.advice.sentence,
         "costs": uneven.report.record.costs,
+        "peaks": uneven.report.record.peaks,
+        "memory": [uneven.report.record.memory_text, str(uneven.report).splitlines()[-1]],
+        "told": [line for line in lines if "Peak memory" in line],
     }
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """The lines of Lightning's log in the block."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +140,27 @@ def test_bytes_of_stages(ranks):
     # tanh needs its result (10), and the last layer's scores (3), of which the loss keeps probabilities (3).
     assert costs.activation_bytes[0] == 0
     assert 8 * (10 + 3) <= costs.activation_bytes[1] <= 8 * (10 + 10 + 3 * 4)
+
+
+def test_the_peak_of_each_rank_is_told(ranks):
+    """1F1B holds both micro-batches of four samples on the first rank, and one on the second.
+
+    In one process both stages hold all eight samples; each of two processes of DDP has four, and gradients twice.
+    """
+    costs, (record, text) = ranks[0]["costs"], ranks[0]["memory"]
+    held = [w + s for w, s in zip(costs.weight_bytes, costs.state_bytes, strict=True)]
+    alone = sum(held) + 8 * sum(costs.activation_bytes)
+    ddp = sum(held) + sum(costs.weight_bytes) + 4 * sum(costs.activation_bytes)
+    first, second = held[0] + 8 * costs.activation_bytes[0], held[1] + 4 * costs.activation_bytes[1]
+    assert record == text
+    assert f"{bytes_text(alone)} in one process, {bytes_text(ddp)} in each process of DDP" in text
+    assert all(size is None or 0 < size < 2**33 for size in ranks[0]["peaks"])
+    assert "measured" in text
+    assert len(ranks[0]["told"]) == 1
+    assert f"rank 0 {bytes_text(first)} predicted" in ranks[0]["told"][0]
+    assert f"rank 1 {bytes_text(second)} predicted" in ranks[0]["told"][0]
+    assert ranks[0]["told"][0] == text
+    assert not ranks[1]["told"]
 
 
 def among_siblings(rank: int, folder: str) -> dict[str, Any]:

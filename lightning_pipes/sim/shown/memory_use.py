@@ -1,0 +1,60 @@
+"""Peak memory of each rank, beside estimates of what one process and data parallelism would need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lightning_pipes.cost import CostModel
+from lightning_pipes.ir import Plan
+from lightning_pipes.sim.units import bytes_text
+
+MEASURED = "above what a process has after its imports, or allocated on its GPU"
+"""The memory that counts as measured."""
+
+
+class Alternatives(NamedTuple):
+    """Estimated bytes of a process that trains the same batch in another way: tensors alone.
+
+    Attributes:
+        one_process: weights, gradients, optimizer states, and the activations of the whole batch.
+        ddp: the same with the batch spread over as many processes as the pipeline has, and a copy of the gradients.
+    """
+
+    one_process: int
+    ddp: int
+
+
+def estimate_alternatives(plan: Plan, costs: CostModel) -> Alternatives | None:
+    """Return estimates from the bytes of all stages; None where these are unknown."""
+    if not costs.weight_bytes or not costs.activation_bytes:
+        return None
+    weights = sum(costs.weight_bytes)
+    held, of_sample = weights + sum(costs.state_bytes), sum(costs.activation_bytes)
+    rows = plan.jobs[0].rows
+    return Alternatives(held + of_sample * rows, held + weights + of_sample * -(-rows // plan.n_ranks))
+
+
+def describe_peaks(predicted: Sequence[int], measured: Sequence[int | None], others: Alternatives | None) -> str:
+    """Return a sentence on the peak of each rank, and one on the alternatives; empty where nothing is known.
+
+    Args:
+        predicted: bytes of each rank, or empty.
+        measured: bytes of each rank, or empty.
+        others: what the same training would need in other ways.
+    """
+    ranks = []
+    for rank in range(max(len(predicted), len(measured))):
+        known = [f"{bytes_text(predicted[rank])} predicted"] if predicted else []
+        seen = measured[rank] if measured else None
+        known += [f"{bytes_text(seen)} measured"] if seen is not None else []
+        ranks += [f"rank {rank} {', '.join(known)}"] if known else []
+    if not ranks:
+        return ""
+    told = f"Peak memory: {'; '.join(ranks)}"
+    if others is None or len(ranks) < 2:
+        return told
+    return (
+        f"{told}. Estimated for the same batch: {bytes_text(others.one_process)} in one process, "
+        f"{bytes_text(others.ddp)} in each process of DDP"
+    )
