@@ -98,7 +98,7 @@ def test_vanilla_is_the_sum_of_its_blocks(epoch):
     total = 0.0
     for number, rows in enumerate(one.sizes):
         batches = SMALL["iterations"] * 8 // rows
-        walk = sum(one.line.time(kind, s, rows) for kind in (Kind.F, Kind.B) for s in range(8))
+        walk = sum(one.line.seconds_at(kind, s, rows) for kind in (Kind.F, Kind.B) for s in range(8))
         walk += 2 * sum(size * rows / 300e9 for size in one.line.forward_bytes) + one.line.seconds_at(Kind.STEP, 0)
         total += batches * walk
         assert number < 8
@@ -115,7 +115,7 @@ def test_utilisation_is_a_share_and_nothing_is_faster_than_the_work_of_a_stage(b
         assert spent.time * 8 >= spent.forward + spent.backward + spent.overhead
     busiest = max(
         sum(
-            SMALL["iterations"] * 8 // rows * (one.line.time(Kind.F, s, rows) + one.line.time(Kind.B, s, rows))
+            SMALL["iterations"] * 8 // rows * (one.line.seconds_at(Kind.F, s, rows) + one.line.seconds_at(Kind.B, s, rows))
             for rows in one.sizes
         )
         for s in range(8)
