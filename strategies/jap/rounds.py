@@ -7,9 +7,8 @@ from functools import lru_cache
 
 from lightning_pipes.cost import CostModel
 from lightning_pipes.cost.lookup import lookup_name
-from lightning_pipes.ir import Cut, Plan, Program, check_count, check_fields
-from lightning_pipes.strategies.jap.costs import program_of
-from lightning_pipes.strategies.jap.problem import ArrayProblem, problem_of
+from lightning_pipes.ir import STEP, B, Cut, F, Instruction, Kind, Plan, Program, check_count, check_fields
+from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, problem_of
 from lightning_pipes.strategies.jap.solvers.proof import proven, require_ortools
 from lightning_pipes.strategies.jap.solvers.rules import RULES
 from lightning_pipes.strategies.jap.solvers.search import Effort
@@ -76,6 +75,24 @@ def _order(order: RoundOrder, rows: tuple[int, ...], stages: int) -> Program:
     plan = Plan(tuple(range(stages)), tuple(Cut.even(each, 1, stages) for each in rows))
     problem = problem_of(plan, CostModel.uniform(stages, 1e-3, 2e-3, rows=1))
     return program_of(order.solve(problem).order, plan)
+
+
+def program_of(order: Array, plan: Plan) -> Program:
+    """One batch of each job of `plan`, in one micro-batch each, in an order of block numbers as `Solution.order` is; a
+    STEP follows each backward."""
+    jobs = len(plan.jobs)
+    rows = []
+    for stage, blocks in enumerate(order.tolist()):
+        row: list[Instruction] = []
+        for block in blocks:
+            job = block % jobs
+            span = plan.spans(Kind.F, stage, job)[0]
+            if block % (2 * jobs) < jobs:
+                row.append(F(stage, span, job))
+            else:
+                row += [B(stage, span, job), STEP(stage, job)]
+        rows.append(tuple(row))
+    return Program(tuple(rows))
 
 
 round_order = RoundOrder()

@@ -15,7 +15,7 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import Problem, planned
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.jap import Effort, Job, problem_of, solved, streamed
-from lightning_pipes.strategies.jap.costs import program_of
+from lightning_pipes.strategies.jap.rounds import program_of
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.strategies.ready import Ready
 from lightning_pipes.testing.generators import uniform

@@ -24,11 +24,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness.report import make_parser
+from benchmarks.papers.dynpipe.models import MODELS, Trees
 from lightning_pipes.planning.replanning import Hosting
 from lightning_pipes.strategies.dynpipe.interference import Predictor
 from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset, Score, cross_validated
 from lightning_pipes.strategies.dynpipe.interference.features import NAMES, STAGE, Array
-from lightning_pipes.strategies.dynpipe.interference.models import MODELS, Corrected, Model, Trees
+from lightning_pipes.strategies.dynpipe.interference.models import Corrected, Model
 from lightning_pipes.tune.interference import collect_windows
 
 # ---- What pipelines lose that are cut by predicted slow-downs, and not by true ones.

@@ -115,7 +115,10 @@ def test_utilisation_is_a_share_and_nothing_is_faster_than_the_work_of_a_stage(b
         assert spent.time * 8 >= spent.forward + spent.backward + spent.overhead
     busiest = max(
         sum(
-            SMALL["iterations"] * 8 // rows * (one.line.seconds_at(Kind.F, s, rows) + one.line.seconds_at(Kind.B, s, rows))
+            SMALL["iterations"]
+            * 8
+            // rows
+            * (one.line.seconds_at(Kind.F, s, rows) + one.line.seconds_at(Kind.B, s, rows))
             for rows in one.sizes
         )
         for s in range(8)

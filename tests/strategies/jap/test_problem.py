@@ -7,10 +7,11 @@ from benchmarks.papers.jap.jobs import batch_sizes, random_array, random_costs
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Cut, DeadlockError, Kind, Plan, PlanError, verify
 from lightning_pipes.sim import simulate
-from lightning_pipes.strategies.jap.costs import ArrayCosts, plan_of, program_of
 from lightning_pipes.strategies.jap.problem import ArrayProblem, problem_of
+from lightning_pipes.strategies.jap.rounds import program_of
 from lightning_pipes.strategies.jap.solvers import rules
 from lightning_pipes.strategies.jap.solvers.machine import PYTHON
+from tests.strategies.jap.array_costs import ArrayCosts, plan_of
 from tests.strategies.jap.by_hand import random_problem, rows_of_a_stage, timed
 
 

@@ -9,12 +9,13 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
+from benchmarks.papers.dynpipe.models import MODELS, Constant, Linear, Trees
 from lightning_pipes.ir import InputError
 from lightning_pipes.planning.replanning import Hosting, Interference
 from lightning_pipes.strategies.dynpipe.interference import Forest, Predictor
 from lightning_pipes.strategies.dynpipe.interference.features import NAMES, RUN, WAIT, formula, table
 from lightning_pipes.strategies.dynpipe.interference.forest import train
-from lightning_pipes.strategies.dynpipe.interference.models import MODELS, Constant, Corrected, Formula, Linear, Trees
+from lightning_pipes.strategies.dynpipe.interference.models import Corrected, Formula
 from lightning_pipes.testing.timeouts import scale_timeout
 
 BUSY = "host.machine_busy_share"

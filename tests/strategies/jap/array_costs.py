@@ -1,12 +1,12 @@
-"""An array's problem as a plan and a program, for the simulator and for drawing."""
+"""An array's problem as a plan and costs, for the simulator."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from lightning_pipes.cost import FREE, Link
-from lightning_pipes.ir import STEP, B, Cut, F, InputError, Instruction, Kind, Plan, Program
-from lightning_pipes.strategies.jap.problem import Array, ArrayProblem
+from lightning_pipes.ir import Cut, InputError, Instruction, Kind, Plan
+from lightning_pipes.strategies.jap.problem import ArrayProblem
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,21 +60,3 @@ class ArrayCosts:
 def plan_of(problem: ArrayProblem) -> Plan:
     """The problem's jobs, a sample each."""
     return Plan(tuple(range(problem.stages)), (Cut.even(1, 1, problem.stages),) * problem.jobs)
-
-
-def program_of(order: Array, plan: Plan) -> Program:
-    """One batch of each job of `plan`, in one micro-batch each, in an order of block numbers as `Solution.order` is; a
-    STEP follows each backward."""
-    jobs = len(plan.jobs)
-    rows = []
-    for stage, blocks in enumerate(order.tolist()):
-        row: list[Instruction] = []
-        for block in blocks:
-            job = block % jobs
-            span = plan.spans(Kind.F, stage, job)[0]
-            if block % (2 * jobs) < jobs:
-                row.append(F(stage, span, job))
-            else:
-                row += [B(stage, span, job), STEP(stage, job)]
-        rows.append(tuple(row))
-    return Program(tuple(rows))
