@@ -211,7 +211,7 @@ class PipelineSetup:
             Steps(self._module, precision, self._interceptor, self._plan, holdings.rank, seed, ranks.device),
             seed,
             settings.transport,
-            settings.check_loss and not settings.verify.batches,
+            settings.check_loss,
             training,
             settings.moves,
         )

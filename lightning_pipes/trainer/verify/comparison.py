@@ -125,11 +125,15 @@ class Comparison:
     def _compare(self, number: int, key: Key, ours: Any, theirs: Any, rounding: Rounding) -> Difference | None:
         if isinstance(ours, dict):
             return self._compare_spans(number, key, ours, theirs, rounding)
-        if isinstance(ours, (int, float)) and not isinstance(ours, bool):
+        if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (ours, theirs)):
             ours, theirs = torch.tensor(float(ours)).double(), torch.as_tensor(theirs).double()
-        if not isinstance(ours, torch.Tensor):
-            return None if ours == theirs else Difference(number, key, shown(ours), shown(theirs), "", self.rank)
-        return self._compare_tensors(number, key, ours, torch.as_tensor(theirs), rounding)
+        if not (isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)):
+            return (
+                None
+                if shown(ours) == shown(theirs)
+                else Difference(number, key, shown(ours), shown(theirs), "", self.rank)
+            )
+        return self._compare_tensors(number, key, ours, theirs, rounding)
 
     def _compare_spans(
         self,

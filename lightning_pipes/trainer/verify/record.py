@@ -167,12 +167,13 @@ def add_settings(record: Record, number: int, optimizer: Optimizer) -> None:
 
 
 def add_results(record: Record, out: Any) -> None:
-    """Keep the loss of a training step and the numbers beside it."""
+    """Keep the loss of a training step, and the tensors, numbers and words beside it."""
     if not isinstance(out, dict):
         out = {"loss": out}
     for name, value in out.items():
-        if isinstance(value, (int, float, torch.Tensor)):
-            record.add(Phase.LOSS, OUTSIDE, str(name), value)
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            if isinstance(leaf, (int, float, str, torch.Tensor)):
+                record.add(Phase.LOSS, OUTSIDE, f"{name}{pytree.keystr(path)}", leaf)
 
 
 class LayerInputs:

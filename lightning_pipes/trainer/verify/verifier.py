@@ -21,7 +21,7 @@ from lightning_pipes.trainer.loop.run import Listener, PipelineRun
 from lightning_pipes.trainer.module.batches import fingerprint
 from lightning_pipes.trainer.plan.settings import Verify
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.verify.comparison import GRADIENTS, Comparison, Difference, Rounding
+from lightning_pipes.trainer.verify.comparison import GRADIENTS, Comparison, Difference, Rounding, shown
 from lightning_pipes.trainer.verify.findings import Finding, is_awaited, save_finding
 from lightning_pipes.trainer.verify.reasons import sentence
 from lightning_pipes.trainer.verify.record import (
@@ -348,6 +348,9 @@ class Verifier(Listener):
         for key in _gradients(ours).keys() - theirs.keys():
             if ours[key].any():
                 found.append(Difference(record.number, key, _size(ours[key]), "none", "", self._rank))
+        if self._run.last:
+            results = {key for key in ours.keys() ^ theirs.keys() if key.phase is Phase.LOSS}
+            found += [Difference(record.number, key, *_one_sided(ours, theirs, key), "", self._rank) for key in results]
         several = len(self._run.engine.plan.spans(Kind.F, 0)) > 1
         return [replace(each, several=several) for each in found]
 
@@ -379,6 +382,11 @@ class Verifier(Listener):
         if is_awaited():
             self._trainer.should_stop = True
         self.close()
+
+
+def _one_sided(ours: Mapping[Key, Any], theirs: Mapping[Key, Any], key: Key) -> tuple[str, str]:
+    here, there = (shown(values[key]) if key in values else "none" for values in (ours, theirs))
+    return here, there
 
 
 def _size(gradient: torch.Tensor) -> str:

@@ -105,6 +105,21 @@ def memory_swap(*args: Any) -> MemorySwap:
     return memory
 
 
+class Returns(Net):
+    """Numbers beside the loss, and labels that do not count."""
+
+    def loss(self, h: torch.Tensor, y: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(h, y, ignore_index=-100)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss, "rows": len(batch[0]), "more": {"name": "n", "doubled": loss.detach() * 2}}
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return x, y.masked_fill(torch.arange(len(y)) < 3, -100)
+
+
 EQUALS: dict[str, Fault] = {
     "1f1b": Fault("", Rich, "", trainer={"limit_train_batches": 4, "max_epochs": 1}),
     "clipping": Fault("", Rich, "", trainer={"gradient_clip_val": 0.1}),
@@ -124,6 +139,7 @@ EQUALS: dict[str, Fault] = {
     "recompute": Fault("", Rich, "", strategy={"recompute": True}),
     "single precision": Fault("", Single, ""),
     "bf16": Fault("", Net, "", trainer={"precision": "bf16-mixed"}),
+    "returned": Fault("", Returns, ""),
     "checkpointed": Fault("", Checkpointed, ""),
     "csp": Fault("", Search, "", strategy={"schedule": "csp"}),
     "csp, cut by batch": Fault("", Search, "", strategy={"schedule": "csp", "schedule_args": {"balanced": True}}),
