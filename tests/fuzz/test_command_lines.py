@@ -203,6 +203,25 @@ def plan(rng: random.Random, folder: Path) -> list[str]:
     return [each for each in fine if each.partition("=")[0] not in changed] + odd + flags(rng)
 
 
+def stages(rng: random.Random, folder: Path) -> list[str]:
+    """The same question, with odd numbers of batches or constants."""
+    fine = [each for each in plan(rng, folder) if not each.startswith("microbatches=[2")]
+    theory = "loss=10,lipschitz=5,noise=0.04,lr=0.01,target=0.1"
+    odd = (
+        "1:196,4:222",
+        "1:1,2:1",
+        "0:1,2:3",
+        "1:-1,2:nan",
+        "1:1e300,2:1",
+        "x",
+        "",
+        theory,
+        theory.replace("0.1", "0"),
+        "loss=inf",
+    )
+    return [*fine, *rng.choice(([], ["--batches", rng.choice(odd)], ["--theory", rng.choice(odd)], ["--all-shapes"]))]
+
+
 def profile(rng: random.Random, folder: Path) -> list[str]:
     fine = ["model=mlp", "data=digits", "rows=[1,2]", "repeats=1", "out=made.json"]
     odd = settings(rng, PROFILE, folder)
@@ -225,6 +244,7 @@ def schedules(rng: random.Random, folder: Path) -> list[str]:
 COMMANDS: dict[str, tuple[Callable[[random.Random, Path], list[str]], int]] = {
     "simulate": (simulate, 10),
     "plan": (plan, 6),
+    "stages": (stages, 2),
     "profile": (profile, 3),
     "report": (report, 10),
     "schedules": (schedules, 1),

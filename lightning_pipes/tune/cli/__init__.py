@@ -1,4 +1,4 @@
-"""The command line: `lightning-pipes schedules | simulate | profile | plan | report | compare`."""
+"""The command line `lightning-pipes COMMAND`; `main.COMMANDS` lists what there is."""
 
 from lightning_pipes.tune.cli.main import main
 
