@@ -17,7 +17,7 @@ with harmless("the configuration schemas"):
 
 
 class Schemas(SearchPathPlugin):
-    """Makes Hydra import this module where it finds plugins by entry points; no path is added."""
+    """Makes Hydra import this module where it finds plugins by entry points; adds no path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         pass

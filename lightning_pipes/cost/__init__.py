@@ -1,4 +1,4 @@
-"""The costs of a plan: seconds and bytes of stages and links. Numbers only; who runs when is `sim`'s business."""
+"""Costs of a plan: seconds and bytes of stages and links. The order of execution belongs to `sim`."""
 
 from lightning_pipes.cost.cluster import Cluster, Device
 from lightning_pipes.cost.costs import Costs

@@ -13,10 +13,10 @@ from lightning_pipes.ir import MOST_STAGES, InputError, check_count, check_field
 
 @dataclass(frozen=True)
 class Device:
-    """The device that one rank computes on.
+    """A device that one rank computes on.
 
     Attributes:
-        memory: bytes that stages may use; None where nobody asked.
+        memory: bytes that stages may use; None for no limit.
         speed: relative to the device that costs were measured on; 2 takes half the time.
         host: devices of one host are joined by the cluster's inner link.
 
@@ -41,16 +41,16 @@ class Cluster:
     """Devices in the order of ranks, and the links between them.
 
     Attributes:
-        inside: the link between two devices of one host, either direction.
-        between: the link between two hosts, either direction.
-        links: exceptions, by (from rank, to rank); each direction for itself.
-        shared: what goes from one host to others shares a wire, its network card; without it every pair of devices
-            has `between` to itself.
-        regime: what ranks and wires do while a message is on its way, by its name; see `cost.Regime`.
+        inside: the link between two devices of one host, in either direction.
+        between: the link between two hosts, in either direction.
+        links: exceptions, by (from rank, to rank); each direction separately.
+        shared: whether all messages that leave a host share one wire, its network card. By default every pair of
+            devices has its own `between`.
+        regime: the name of the regime of messages in flight; see `cost.Regime`.
 
     Raises:
-        InputError: no devices, more of them than a plan can have stages, an exception for a rank that has none, or a
-            regime that nobody knows.
+        InputError: no devices, more devices than a plan can have stages, an exception for a missing rank, or an
+            unknown regime.
     """
 
     devices: tuple[Device, ...]
@@ -74,10 +74,10 @@ class Cluster:
     def from_counts(
         cls, hosts: int, devices_per_host: int, memory: int | None = None, inside: Link = FREE, between: Link = FREE
     ) -> Cluster:
-        """Equal devices, those of one host in a row.
+        """Create a cluster of equal devices; consecutive devices share a host.
 
         Raises:
-            InputError: no hosts or no devices, or more of them than a plan can have stages.
+            InputError: no hosts or no devices, or more devices than a plan can have stages.
         """
         hosts = check_count("hosts", hosts, most=MOST_STAGES)
         check_count("devices_per_host", devices_per_host, most=MOST_STAGES // hosts)
@@ -85,7 +85,7 @@ class Cluster:
         return cls(tuple(Device(memory, host=name) for name in names), inside, between)
 
     def link_between(self, source: int, target: int) -> Link:
-        """The link from rank `source` to rank `target`."""
+        """Return the link from rank `source` to rank `target`."""
         host, other = self.devices[source].host, self.devices[target].host
         link = self.inside if host == other else self.between
         if self.shared and host != other:

@@ -1,4 +1,4 @@
-"""Clusters as settings describe them."""
+"""Creates clusters from settings."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def make_cluster(
     inside: LinkSettings | None = None,
     between: LinkSettings | None = None,
 ) -> Cluster:
-    """Equal devices on equal hosts; those of one host in a row.
+    """Create a cluster of equal devices on equal hosts; consecutive devices share a host.
 
     Args:
-        memory: of a device, such as "16GiB"; None where nobody asks.
+        memory: bytes of a device, such as "16GiB"; None for no limit.
         inside: the link between two devices of one host; free by default.
         between: the link between two devices of different hosts; free by default.
 
     Raises:
-        InputError: no hosts or devices, or a unit that nobody knows; names the setting.
+        InputError: no hosts or devices, or an unknown unit; names the setting.
     """
     size = None if memory is None else parse_setting("memory", parse_bytes, memory)
     return Cluster.from_counts(hosts, devices_per_host, size, _link("inside", inside), _link("between", between))

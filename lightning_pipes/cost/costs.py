@@ -1,4 +1,4 @@
-"""The costs that a simulation asks for, whoever knows them."""
+"""The interface of costs that the simulator reads."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from lightning_pipes.ir import Instruction, Plan
 
 
 class Costs(Protocol):
-    """The costs that a simulation asks for, in integer nanoseconds and bytes. `CostModel` answers it for most; give
-    your own where cost depends on more than kind, stage and rows, such as on the batch. What an object says is
-    remembered: for other costs make another."""
+    """Costs that a simulation reads, in integer nanoseconds and bytes. `CostModel` is enough for most. Implement your
+    own where costs depend on more than kind, stage and rows, such as on the batch. The simulator caches the answers of
+    an object, so create another object for other costs."""
 
     @property
     def overhead_ns(self) -> int:
-        """Nanoseconds that a rank needs before each computation."""
+        """Nanoseconds that a rank spends before each computation."""
 
     def duration_ns(self, i: Instruction, plan: Plan) -> int:
-        """Nanoseconds of the computation `i`, all of its `ir.passes`; equal kind, stage, job, batch and `ir.alike` mean
-        equal cost."""
+        """Return the nanoseconds of the computation `i`, all of its `ir.passes`. Equal kind, stage, job, batch and
+        `ir.alike` mean equal cost."""
 
     def transfer_ns(self, i: Instruction, plan: Plan) -> tuple[int, int]:
-        """Nanoseconds that the send `i` occupies its link at the link's bandwidth, and nanoseconds until it is there
-        after that."""
+        """Return the nanoseconds that the send `i` occupies its link at the link's bandwidth, and the nanoseconds from
+        then to its arrival."""
 
     def link_between(self, source: int, target: int) -> Link:
-        """The link from rank `source` to rank `target`: what `transfer` does not say of it."""
+        """Return the link from rank `source` to rank `target`, for all that `transfer_ns` does not cover."""
 
     def memory_change(self, i: Instruction, plan: Plan) -> tuple[int, int]:
-        """Bytes that the computation `i` takes when it starts, and bytes that it gives back when it ends."""
+        """Return the bytes that the computation `i` allocates at its start, and the bytes that it frees at its end."""
 
     def resident_bytes(self, rank: int, plan: Plan) -> int:
-        """Bytes that `rank` holds throughout."""
+        """Return the bytes that `rank` holds throughout."""
 
 
 @runtime_checkable
 class PerInstructionCosts(Protocol):
-    """Costs that may say that operations of one size cost different times: each is then asked for by itself."""
+    """Costs that may differ between operations of one size; the simulator then asks for each operation."""
 
     @property
     def per_instruction(self) -> bool:
-        """Whether they do."""
+        """Whether operations of one size may differ in cost."""

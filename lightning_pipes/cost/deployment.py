@@ -1,4 +1,4 @@
-"""Equal pipelines side by side: which devices form each, and what averaging their gradients takes."""
+"""Equal pipelines side by side: the devices of each, and the cost of averaging their gradients."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Deployment:
     """Replicas of a pipeline on a cluster.
 
     Attributes:
-        pipeline: the devices of one pipeline in the order of its ranks; where replicas differ, what is worst.
-        replicas: the pipelines that train the same weights, each on its own samples.
-        rings: of each rank, the slowest link of the ring that it forms with the same rank of the other replicas.
+        pipeline: the devices of one pipeline in the order of its ranks; where replicas differ, the worst of each.
+        replicas: the number of pipelines that train the same weights, each on its own samples.
+        rings: for each rank, the slowest link of its ring with the same rank of the other replicas.
 
     Raises:
         InputError: no replicas, or rings that are not one for each rank.
@@ -46,15 +46,14 @@ class Deployment:
 
     @classmethod
     def from_cluster(cls, cluster: Cluster, ranks: int, replicas: int = 1, neighbours: str = "ranks") -> Deployment:
-        """`replicas` pipelines of `ranks` devices each, on the first devices of `cluster`.
+        """Create `replicas` pipelines of `ranks` devices each, on the first devices of `cluster`.
 
         Args:
-            neighbours: what consecutive devices are: the "ranks" of one pipeline, as the engine places them, so that
-                messages stay inside hosts and gradients go between them; or the "replicas" of one rank, the other way
-                round.
+            neighbours: the meaning of consecutive devices. "ranks" of one pipeline, as the engine places them, keep
+                messages inside hosts and send gradients between hosts; "replicas" of one rank do the opposite.
 
         Raises:
-            InputError: too few devices, or another word.
+            InputError: too few devices, or an unknown value of `neighbours`.
         """
         check_type("cluster", cluster, Cluster)
         check_count("ranks", ranks)
@@ -73,7 +72,7 @@ class Deployment:
         return cls(_worst_pipeline(cluster, pipelines), replicas, tuple(rings))
 
     def all_reduce_seconds(self, rank: int, size: Array) -> Array:
-        """Seconds in which a ring averages `size` bytes of gradients of `rank`.
+        """Return the seconds in which a ring averages `size` bytes of gradients of `rank`.
 
         Of n devices each sends (n - 1) / n of the bytes twice, in 2(n - 1) messages for each bucket.
         """
@@ -83,20 +82,20 @@ class Deployment:
         return 2 * (n - 1) * (size / n / link.bandwidth + count_buckets(size) * link.latency)
 
     def exposed_seconds(self, rank: int, size: Array, backward: Array) -> Array:
-        """Seconds of that which are left after the backward of so many seconds in which the gradients become complete:
-        buckets leave meanwhile, but for the last one."""
+        """Return the seconds of the all-reduce that backward does not hide. Buckets leave during `backward` seconds,
+        except the last one."""
         whole = self.all_reduce_seconds(rank, size)
         last = whole / np.maximum(count_buckets(size), 1)
         return np.maximum(last, whole - np.maximum(backward, 0.0) * (1 - 1 / np.maximum(count_buckets(size), 1)))
 
 
 def count_buckets(size: Array) -> Array:
-    """In how many pieces gradients of `size` bytes leave."""
+    """Return the number of buckets for gradients of `size` bytes."""
     return np.ceil(np.asarray(size, float) / BUCKET_BYTES)
 
 
 def as_deployment(cluster: Cluster | Deployment) -> Deployment:
-    """A cluster as one pipeline, a deployment as it is."""
+    """Return `cluster` as one pipeline; return a deployment unchanged."""
     return cluster if isinstance(cluster, Deployment) else Deployment(cluster)
 
 
@@ -110,7 +109,7 @@ def _slowest_link(links: Iterable[Link]) -> Link:
 
 
 def _worst_pipeline(cluster: Cluster, pipelines: Sequence[Sequence[int]]) -> Cluster:
-    """The first pipeline; where replicas are not equal, with the least memory, speed and links of all."""
+    """Return the first pipeline. Where replicas differ, it has the least memory, speed and links of all."""
     devices = []
     for places in zip(*pipelines, strict=True):
         those = [cluster.devices[place] for place in places]

@@ -1,4 +1,4 @@
-"""Files of JSON, read as what they should be: what is damaged, or of another kind, is named by its place."""
+"""Reads JSON files and checks their fields; an error names the damaged or mistyped place."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lightning_pipes.ir import InputError, check_type, shown
 
 
 def read_object(path: str | Path) -> dict[str, Any]:
-    """The one object in a file.
+    """Return the one object in a file.
 
     Raises:
-        InputError: there is no such file, or something else in it.
+        InputError: there is no such file, or it holds no object.
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -28,10 +28,10 @@ def read_object(path: str | Path) -> dict[str, Any]:
 def check_json_fields(
     what: str, found: object, kinds: Mapping[str, Any], optional: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The entries of what was read, each as its type says; lists as tuples where that is a tuple.
+    """Return the checked entries of a JSON object. Lists become tuples where the type is a tuple.
 
     Args:
-        optional: those that may be absent.
+        optional: names of fields that may be absent.
 
     Raises:
         InputError: an entry is absent, unknown or of another type; names it.
@@ -42,5 +42,5 @@ def check_json_fields(
         raise InputError(f"{what} has no {' and no '.join(map(repr, lacking))}")
     unknown = [name for name in entries if name not in kinds]
     if unknown:
-        raise InputError(f"{what} has {shown(unknown[0])}, which nobody knows here; there is {', '.join(kinds)}")
+        raise InputError(f"{what} has an unknown field {shown(unknown[0])}; there is {', '.join(kinds)}")
     return {name: check_type(f"{what}.{name}", value, kinds[name]) for name, value in entries.items()}

@@ -1,4 +1,4 @@
-"""The costs of one layer: seconds and bytes by numbers of rows."""
+"""The costs of one layer: seconds and bytes by number of rows."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class LayerProfile:
     Attributes:
         forward: seconds.
         backward: seconds of the full backward.
-        input_backward: seconds of the gradients of inputs alone (I); empty where nobody measured it.
+        input_backward: seconds of the gradients of inputs alone (I); empty where it was not measured.
         weight_backward: seconds of the gradients of weights alone (W).
         step: seconds of its share of the optimizer step.
-        weight_bytes: of its parameters and buffers.
-        gradient_bytes: of the gradients of its parameters.
-        optimizer_bytes: of its optimizer state.
-        saved: bytes that it keeps from forward to backward: not weights, and not what an earlier layer keeps.
-        keeps_input: whether it keeps its input too, which an earlier layer counts where they share a stage.
-        output: bytes that it hands on, and that come back as gradients.
-        working: bytes that it needs besides while it runs, forward or backward, whichever is more.
+        weight_bytes: bytes of its parameters and buffers.
+        gradient_bytes: bytes of the gradients of its parameters.
+        optimizer_bytes: bytes of its optimizer state.
+        saved: bytes that it keeps from forward to backward, without weights and without tensors of an earlier layer.
+        keeps_input: whether it keeps its input too, which an earlier layer of the same stage counts.
+        output: bytes of its output, and of the gradient of its output.
+        working: temporary bytes while it runs, the larger of forward and backward.
 
     Raises:
         InputError: a negative or infinite number, or rows that do not ascend.
@@ -68,7 +68,7 @@ class LayerProfile:
                 check_number(f"{where}: {name}", value, "finite and not negative", lambda x: 0 <= x < math.inf)
 
     def seconds_of(self, kind: Kind) -> Table:
-        """Seconds of F, B, I or W; without weights I is all of B.
+        """Return the seconds of F, B, I or W; for a layer without weights, I is all of B.
 
         Raises:
             InputError: I or W, which were not measured.
@@ -88,7 +88,7 @@ class LayerProfile:
         return table
 
     def scaled(self, factor: float) -> LayerProfile:
-        """The same layer whose forward and backward take that many times as long."""
+        """Return this layer with forward and backward times multiplied by `factor`."""
         times: dict[str, Any] = {
             name: tuple((rows, value * factor) for rows, value in getattr(self, name)) for name in _TIMES
         }
@@ -96,24 +96,24 @@ class LayerProfile:
 
     @staticmethod
     def mean_of(parts: Sequence[LayerProfile]) -> LayerProfile:
-        """The first of several profiles of one layer with the mean seconds of all."""
+        """Return the first of several profiles of one layer, with the mean seconds of all."""
         means: dict[str, Any] = {name: _mean_table([getattr(p, name) for p in parts]) for name in _TIMES}
         return replace(parts[0], step=sum(p.step for p in parts) / len(parts), **means)
 
 
 def sum_tables(tables: Iterable[Table]) -> Table:
-    """The sum of tables, at all rows that any of them has; linear between them, as each of them is."""
+    """Return the sum of tables at all rows that any of them has; linear between them, as each table is."""
     given = [table for table in tables if table]
     rows = sorted(set(chain.from_iterable((r for r, _ in table) for table in given)))
     return tuple((r, sum(at_rows(table, r) for table in given)) for r in rows) or ((1, 0.0),)
 
 
 def per_row(table: Table) -> float:
-    """Bytes per row at the most rows that the table has."""
+    """Return the bytes per row at the largest number of rows of the table."""
     return table[-1][1] / max(table[-1][0], 1) if table else 0.0
 
 
 def _mean_table(tables: Sequence[Table]) -> Table:
-    """Means where tables have entries; those that are not empty have the same rows."""
+    """Return the means of the tables that have entries; these have the same rows."""
     given = [table for table in tables if table]
     return tuple((at[0][0], sum(value for _, value in at) / len(at)) for at in zip(*given, strict=True))

@@ -1,4 +1,4 @@
-"""A model's layers as arrays, so that a thousand partitions can be priced without visiting each layer again."""
+"""The layers of a model as arrays, which price a thousand partitions without visiting each layer again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = npt.NDArray[np.float64]
 
 
 class LayerArrays:
-    """Seconds and bytes of the parts of a model: what runs before the layers, the layers, what runs after them.
+    """Seconds and bytes of a model's parts: the code before the layers, the layers, the code after them.
 
     Args:
         seconds: by kind, a table of each part.
@@ -33,25 +33,25 @@ class LayerArrays:
         self._at: dict[tuple[Kind, int], Array] = {}
 
     def stage_tables(self, kind: Kind, layers: Sequence[Span], speeds: Sequence[float]) -> list[Table]:
-        """Seconds of the stages that `layers` cuts: the sums of their parts at all rows that any part has; linear
+        """Return the seconds of each stage that `layers` defines. A table has all rows that any part has; it is linear
         between them, as each part is."""
         sums = _reduce_by_stage(self._seconds[kind], layers, np.add) / np.array(speeds or [1.0] * len(layers))[:, None]
         return [tuple(zip(self._rows, row, strict=True)) for row in sums.tolist()]
 
     def stage_sums(self, name: str, layers: Sequence[Span]) -> list[float]:
-        """The sum of a number over each stage."""
+        """Return the sum of a number over each stage."""
         return list(_reduce_by_stage(self._numbers[name], layers, np.add).tolist())
 
     def stage_maxima(self, name: str, layers: Sequence[Span]) -> list[float]:
-        """The largest number of each stage."""
+        """Return the largest number of each stage."""
         return list(_reduce_by_stage(self._numbers[name], layers, np.maximum).tolist())
 
     def layer_values(self, name: str) -> Array:
-        """A number of each layer; not of what runs before and after."""
+        """Return a number of each layer, without the parts before and after the layers."""
         return self._numbers[name][1:-1]
 
     def seconds_at(self, kind: Kind, rows: int) -> Array:
-        """Seconds of each part for one number of rows."""
+        """Return the seconds of each part for one number of rows."""
         known = self._at.get((kind, rows))
         if known is None:
             known = self._at[kind, rows] = np.array([at_rows(table, rows) for table in self._tables[kind]])
@@ -59,8 +59,8 @@ class LayerArrays:
 
 
 def _reduce_by_stage(values: Array, layers: Sequence[Span], join: np.ufunc) -> Array:
-    """Of each stage, all its parts joined; the first stage has what runs before the layers, the last what runs after.
-    Where a stage is empty, zeros."""
+    """Reduce the parts of each stage by `join`. The first stage includes the part before the layers, the last stage the
+    part after them. An empty stage gives zeros."""
     starts = np.array([span.start + 1 for span in layers])
     stops = np.array([span.stop + 1 for span in layers])
     starts[0], stops[-1] = 0, len(values)

@@ -1,4 +1,4 @@
-"""Things by name."""
+"""Looks up entries by name, with a suggestion for a misspelt one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _T = TypeVar("_T")
 
 
 def lookup_name(things: Mapping[str, _T], name: str, what: str) -> _T:
-    """The entry `name`, however it is capitalised.
+    """Return the entry `name`; capitals do not matter.
 
     Raises:
-        InputError: there is none; says which there are, and which was meant if that is clear.
+        InputError: there is none; lists all names, and suggests a close one.
     """
     check_type(what, name, str)
     folded = {each.casefold(): each for each in things}

@@ -1,4 +1,4 @@
-"""Costs out of what was recorded: medians by size, how operations scatter around them, and each one for itself."""
+"""Costs derived from recorded timelines: medians by size, their scatter, and the times of single operations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Latency = Callable[[Instruction, Plan], int]
 
 @runtime_checkable
 class RecordedTimeline(Protocol):
-    """The measurements that a model is made from; a `Timeline` is one."""
+    """A recorded run from which a model can be measured, such as a `Timeline`."""
 
     @property
     def plan(self) -> Plan:
@@ -40,12 +40,12 @@ class RecordedTimeline(Protocol):
 
 
 class Measurement(NamedTuple):
-    """Some timelines in numbers.
+    """Numbers derived from timelines.
 
     Attributes:
-        seconds: medians by kind and stage, at the numbers of rows that ran.
-        scatter: by kind and stage, what each operation took as a multiple of the median of those of its size.
-        overhead: seconds, the median of what passed before a computation; None where none could be seen.
+        seconds: medians by kind and stage, at the recorded numbers of rows.
+        scatter: by kind and stage, the time of each operation as a multiple of the median of its size.
+        overhead: the median of seconds between a computation being ready and its start; None where unknown.
     """
 
     seconds: Mapping[tuple[Kind, int], Table]
@@ -54,7 +54,7 @@ class Measurement(NamedTuple):
 
     @classmethod
     def from_timelines(cls, timelines: Iterable[RecordedTimeline], latency: Latency) -> Measurement:
-        """The numbers of `timelines`."""
+        """Return the numbers of `timelines`."""
         computed: list[tuple[Instruction, int, Plan]] = []
         sent: dict[tuple[Kind, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         alike: dict[tuple[Kind, int], dict[tuple[Pass, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -84,12 +84,12 @@ class Measurement(NamedTuple):
 
 
 def operation_seconds(timeline: RecordedTimeline, latency: Latency) -> dict[Instruction, float]:
-    """Seconds of each operation of a timeline."""
+    """Return the seconds of each operation of a timeline."""
     return {i: took / 1e9 for i, took in _occupancy_ns(timeline, latency)}
 
 
 def _occupancy_ns(timeline: RecordedTimeline, latency: Latency) -> Iterable[tuple[Instruction, int]]:
-    """Nanoseconds that each computation occupies its rank, and each message its link."""
+    """Yield the nanoseconds that each computation occupies its rank, and each message its link."""
     for _, i, start, end in timeline.events:
         if i.kind in COMPUTE:
             yield i, end - start
@@ -105,10 +105,10 @@ def _ratios_to_median(times: Sequence[float]) -> list[float]:
 def times_of_passes(
     computed: Iterable[tuple[Instruction, float, Plan]],
 ) -> dict[tuple[Kind, int], dict[int, list[float]]]:
-    """Nanoseconds of single passes, by kind and stage, and by rows, from those of whole computations.
+    """Return the nanoseconds of single passes, by kind and stage, then by rows.
 
-    Passes share the time of their computation by their samples, as no more is to be seen from outside. Forwards that a
-    backward ran again are taken off: the median of those that were seen.
+    Passes share the time of their computation in proportion to their samples. The recomputed forward of a backward is
+    subtracted, as the median of recorded forwards.
     """
     found: dict[tuple[Kind, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     later: list[tuple[Instruction, float, tuple[Pass, ...]]] = []
@@ -134,8 +134,8 @@ def times_of_passes(
 
 
 def dispatch_delays(timeline: RecordedTimeline, of: Set[Kind] = COMPUTE) -> list[int]:
-    """Nanoseconds from the moment when a computation had its inputs and its rank was free until it started, for those
-    kinds of computations."""
+    """Return the nanoseconds between a computation becoming ready (inputs there, rank free) and its start, for
+    computations of the kinds `of`."""
     arrivals = {i: end for _, i, _, end in timeline.events if i.kind in SENDS}
     free: dict[int, int] = {}
     found = []

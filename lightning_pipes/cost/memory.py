@@ -1,4 +1,4 @@
-"""Bytes that ranks hold, by what is known of stages: activations by instruction, and the rest throughout."""
+"""Bytes that ranks hold, derived from bytes of stages: activations by instruction, and the rest throughout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_pipes.ir import Instruction, Kind, Plan, passes
 
 
 class StageByteCosts(Protocol):
-    """Bytes of stages and messages, as `CostModel` explains each."""
+    """Bytes of stages and messages; `CostModel` documents each."""
 
     @property
     def forward_bytes(self) -> tuple[float, ...]: ...
@@ -34,8 +34,8 @@ class StageByteCosts(Protocol):
 
 
 def held_bytes(of: StageByteCosts, i: Instruction, plan: Plan) -> tuple[int, int]:
-    """Bytes of activations that `i` takes when it starts, and bytes that it gives back when it ends. A forward in
-    several passes takes what it comes to hold at most; a backward starts with all that it has to make again."""
+    """Return the bytes of activations that `i` allocates at its start, and the bytes that it frees at its end. A
+    forward in several passes allocates its peak. A backward starts with all activations that it recomputes."""
     if i.kind is Kind.STEP or not (of.activation_bytes or of.working_bytes):
         return 0, 0
     s = i.stage
@@ -60,8 +60,8 @@ def held_bytes(of: StageByteCosts, i: Instruction, plan: Plan) -> tuple[int, int
 
 
 def resident_bytes(of: StageByteCosts, rank: int, plan: Plan) -> int:
-    """Bytes that `rank` holds throughout: weights, of every weight version that the plan allows, gradients,
-    optimizer states and messages that wait to be taken."""
+    """Return the bytes that `rank` holds throughout: weights of every version that the plan allows, gradients,
+    optimizer states and messages that wait at their receiver."""
     stages = plan.stages[rank]
     weights = sum(of.weight_bytes[s] * plan.versions[s] for s in stages) if of.weight_bytes else 0
     states = sum(of.state_bytes[s] for s in stages) if of.state_bytes else 0

@@ -1,4 +1,4 @@
-"""How long each instruction takes, and how many bytes it moves and holds."""
+"""Seconds of each instruction, and the bytes that it moves and holds."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ class CostModel:
         overhead: seconds that a rank spends before each computation once its inputs are there.
         joining: seconds per byte of samples that a computation joins from several parts, see `ir.joined`: where stages
             and links cut a batch in different ways.
-        regime: what ranks and wires do while a message is on its way, by its name; see `cost.Regime`.
-        each: seconds of single operations in place of `seconds`: micro-batches or batches that take another time than
-            others of their size. Of a backward all that it does, of a send the time that it occupies its link.
-        scatter: by (kind, stage), what operations were seen to take as multiples of `seconds`. A simulation is without
-            chance and leaves it out; `sim.spread` draws from it.
+        regime: the name of the regime of messages in flight; see `cost.Regime`.
+        each: seconds of single operations in place of `seconds`, for micro-batches or batches that differ from others
+            of their size. For a backward with its recomputation, for a send the time that it occupies its link.
+        scatter: by (kind, stage), recorded times as multiples of `seconds`. Simulations are deterministic and ignore
+            it; `sim.spread` samples from it.
 
     Raises:
-        InputError: a negative or infinite number, rows that do not ascend, tables of different lengths, or a regime
-            that nobody knows.
+        InputError: a negative or infinite number, rows that do not ascend, tables of different lengths, or an unknown
+            regime.
     """
 
     seconds: Mapping[tuple[Kind, int], Table] = field(hash=False)
@@ -135,7 +135,7 @@ class CostModel:
         overhead: float = 0.0,
         regime: str = Regime.ASYNCHRONOUS,
     ) -> CostModel:
-        """Equal stages: seconds of a forward, a backward (I and W take half of it each) and a step.
+        """Create a model of equal stages: seconds of a forward, a backward (I and W take half each) and a step.
 
         The times hold for any micro-batch; with `rows` they hold for that many rows, and others take proportionally
         long. `message_bytes` and `activation_bytes` are per row.
@@ -174,11 +174,11 @@ class CostModel:
     def from_timelines(
         cls, timelines: RecordedTimeline | Iterable[RecordedTimeline], base: CostModel | None = None
     ) -> CostModel:
-        """Medians by (kind, stage, rows) of what was recorded, transfers and the overhead of computations included.
+        """Return medians of recorded times by (kind, stage, rows), with transfers and the overhead of computations.
 
-        A kind seen with one number of rows only is taken as proportional to rows, STEP excepted. What timelines do not
-        show is kept from `base`: bytes, links (whose latency is taken off the transfers), kinds that did not run. Where
-        transfers were recorded, links have no bucket: what they took shows what it did.
+        A kind recorded with one number of rows only is taken as proportional to rows, except STEP. The rest comes from
+        `base`: bytes, links (their latency is subtracted from the transfers), and kinds that did not run. Where
+        transfers were recorded, links have no bucket, because the recorded times include its effect.
 
         Raises:
             InputError: nothing was recorded.
@@ -196,12 +196,11 @@ class CostModel:
         return replace(base, seconds=seconds, scatter=scatter, overhead=overhead)
 
     def with_recorded_times(self, timeline: RecordedTimeline) -> CostModel:
-        """The same model where each operation of `timeline` takes what it took there, and others what they take here;
-        the overhead of computations is their mean there.
+        """Return this model with the recorded seconds of each operation of `timeline`. Other operations keep their
+        seconds; the overhead of computations becomes the mean of the timeline.
 
-        Medians hide what is slow now and then, and the pipeline waits for it: an operation, or what a rank does between
-        two batches. So what is simulated with this and the order that ran is what this model explains of the timeline;
-        the rest is something else.
+        Medians hide rare slow operations, for which the pipeline waits. A simulation of the same order with this model
+        therefore shows the part of the timeline that the model explains.
         """
         waited = dispatch_delays(timeline)
         overhead = fmean(waited) / 1e9 if waited else self.overhead
@@ -211,7 +210,8 @@ class CostModel:
         return to_nanoseconds(self._link_of_send(i, plan).latency)
 
     def on_cluster(self, cluster: Cluster, ranks: tuple[int, ...]) -> CostModel:
-        """The same model on `cluster`, for stages that sit on `ranks`: its links, and times by its devices' speed."""
+        """Return this model on `cluster`, for stages placed on `ranks`: with the links of the cluster, and times
+        divided by the speeds of its devices."""
         pairs = {(a, b) for a, b in (*pairwise(ranks), *pairwise(ranks[::-1])) if a != b}
         scaled = {
             (kind, stage): tuple((rows, seconds / cluster.devices[ranks[stage]].speed) for rows, seconds in table)
@@ -225,14 +225,14 @@ class CostModel:
 
     @cached_property
     def n_stages(self) -> int:
-        """The number of stages that have times."""
+        """Number of stages that have times."""
         return max((stage + 1 for _, stage in self.seconds), default=0)
 
     def seconds_at(self, kind: Kind, stage: int, rows: int = 0) -> float:
-        """Seconds of one computation, or that one send occupies its link where that was given or measured.
+        """Return the seconds of one computation, or of one send on its link where that is given or measured.
 
         Raises:
-            InputError: the model does not know this kind on this stage.
+            InputError: the model has no times of this kind on this stage.
         """
         table = self.seconds.get((kind, stage))
         if table is None:
@@ -244,11 +244,12 @@ class CostModel:
 
     @property
     def overhead_ns(self) -> int:
-        """Nanoseconds that a rank needs before each computation."""
+        """Nanoseconds that a rank spends before each computation."""
         return to_nanoseconds(self.overhead)
 
     def duration_ns(self, i: Instruction, plan: Plan) -> int:
-        """Nanoseconds of the computation `i`, pass by pass; a backward includes the forward that it runs again."""
+        """Return the nanoseconds of the computation `i`, summed over its passes; a backward includes its
+        recomputation."""
         if self.each and i in self.each:
             return to_nanoseconds(self.each[i])
         found = 0
@@ -278,7 +279,8 @@ class CostModel:
         return {}
 
     def transfer_ns(self, i: Instruction, plan: Plan) -> tuple[int, int]:
-        """Nanoseconds that the send `i` occupies its link at the link's bandwidth, and of latency after that."""
+        """Return the nanoseconds that the send `i` occupies its link at the link's bandwidth, and the latency after
+        that."""
         link = self._link_of_send(i, plan)
         if self.each and i in self.each:
             return to_nanoseconds(self.each[i]), to_nanoseconds(link.latency)
@@ -294,17 +296,17 @@ class CostModel:
         return self.links.get((plan.ranks[i.stage], plan.ranks[target]), self.link)
 
     def link_between(self, source: int, target: int) -> Link:
-        """The link from rank `source` to rank `target`, in the model's regime."""
+        """Return the link from rank `source` to rank `target`, in the model's regime."""
         return Regime(self.regime).apply_to(self.links.get((source, target), self.link), source, target)
 
     @property
     def per_instruction(self) -> bool:
-        """Whether operations of one size may cost different times."""
+        """Whether operations of one size may differ in cost."""
         return bool(self.each)
 
     def check(self, plan: Plan) -> None:
-        """Refuse a plan that the model does not know all stages of, and warn of what it says in vain; the simulator
-        asks.
+        """Refuse a plan with more stages than the model, and warn of settings that no message of the plan uses. The
+        simulator calls this.
 
         Raises:
             InputError: the plan has more stages.
@@ -313,7 +315,7 @@ class CostModel:
         if n < plan.n_stages:
             lacking = ", ".join(map(str, range(n, plan.n_stages)[:4])) + (", ..." if plan.n_stages - n > 4 else "")
             raise InputError(
-                f"the cost model has times of {n} stages and the plan has {plan.n_stages}: nothing is known of stage "
+                f"the cost model has times of {n} stages and the plan has {plan.n_stages}: there are no times of stage "
                 f"{lacking}. Give seconds of each kind that it runs, as in seconds[Kind.F, {n}] = ((1, 0.01),), or "
                 f"make the model with stages={plan.n_stages}"
             )
@@ -325,9 +327,10 @@ class CostModel:
                 warnings.warn(sentence, stacklevel=2)
 
     def memory_change(self, i: Instruction, plan: Plan) -> tuple[int, int]:
-        """Bytes that `i` takes when it starts, and bytes that it gives back when it ends; see `memory.held_bytes`."""
+        """Return the bytes that `i` allocates at its start, and the bytes that it frees at its end; see
+        `memory.held_bytes`."""
         return held_bytes(self, i, plan)
 
     def resident_bytes(self, rank: int, plan: Plan) -> int:
-        """Bytes that `rank` holds throughout; see `memory.resident_bytes`."""
+        """Return the bytes that `rank` holds throughout; see `memory.resident_bytes`."""
         return resident_bytes(self, rank, plan)

@@ -1,4 +1,4 @@
-"""The costs of layers, one by one, as measured on a device or computed from shapes; stages are sums of them."""
+"""Profiles: the costs of each layer, measured on a device or computed from shapes. Stages are sums of layers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from lightning_pipes.ir.checks import hints
 FORMAT = 1
 """Of the file; raised when a reader of an older one would misread it."""
 MAX_LAYERS = MOST_STAGES
-"""More would never be cut apart."""
+"""A plan can't have more stages than this, so more layers are of no use."""
 LEAST_ROWS = "least_rows"
-"""In a profile's notes: the fewest samples that the model was found to run on, where fewer were tried in vain."""
+"""In a profile's notes: the fewest samples on which the model ran, where fewer failed."""
 _NOTHING_BEFORE, _NOTHING_AFTER = (LayerProfile(name, ((1, 0.0),), ((1, 0.0),)) for name in ("before", "after"))
 
 
@@ -32,14 +32,14 @@ class ModelProfile:
     """The layers of a model, in order.
 
     Attributes:
-        before: what the first stage runs before the layers, such as user code; its output is what enters them.
-        after: what the last stage runs after them, such as the loss.
+        before: the code that the first stage runs before the layers; its output is their input.
+        after: the code that the last stage runs after the layers, such as the loss.
         overhead: seconds that a rank spends before each computation.
         joining: seconds per byte of samples that are joined from parts; see `CostModel`.
         widened: bytes of gradients on their way between replicas, as a multiple of those in memory: 2 for half
             precision, which the engine sums in float32.
-        device: what was measured, for people.
-        source: how it came about: "measured", or the formula.
+        device: the name of the measured device, for display.
+        source: the origin of the numbers: "measured", or the formula.
 
     Raises:
         InputError: no layers.
@@ -65,17 +65,17 @@ class ModelProfile:
 
     @property
     def has_split(self) -> bool:
-        """Whether the backward of every layer with weights was measured in its two parts."""
+        """Whether both parts of the backward of every layer with weights were measured."""
         parts = (self.before, *self.layers, self.after)
         return all(part.input_backward and part.weight_backward for part in parts if part.gradient_bytes)
 
     @property
     def least_rows(self) -> int:
-        """The fewest samples of a micro-batch that the model runs on, as far as it is known."""
+        """The fewest samples of a micro-batch on which the model is known to run."""
         return int(self.notes.get(LEAST_ROWS, 1))
 
     def seconds(self, kind: Kind, layer: int, rows: int) -> float:
-        """Seconds of one computation of a layer; STEP has no rows.
+        """Return the seconds of one computation of a layer; STEP has no rows.
 
         Raises:
             InputError: I or W, which were not measured.
@@ -104,12 +104,12 @@ class ModelProfile:
 
     @cached_property
     def timed_kinds(self) -> tuple[Kind, ...]:
-        """The computations with rows whose seconds it knows."""
+        """The computations with rows that have measured seconds."""
         return (Kind.F, Kind.B, Kind.I, Kind.W) if self.has_split else (Kind.F, Kind.B)
 
     def stage_costs(self, layers: Sequence[Span], speeds: Sequence[float] = ()) -> CostModel:
-        """Seconds and bytes of the stages that `layers` cuts; `speeds` divide the times of each stage, and links are
-        free until `CostModel.on_cluster` gives some."""
+        """Return the seconds and bytes of the stages that `layers` defines. `speeds` divide the times of each stage.
+        Links are free until `CostModel.on_cluster` sets them."""
         columns = self.layer_arrays
         seconds = {
             (kind, stage): table
@@ -133,11 +133,11 @@ class ModelProfile:
         )
 
     def edge_bytes(self, cut: int) -> float:
-        """Bytes per row that pass between layer `cut - 1` and layer `cut`."""
+        """Return the bytes per row that pass between layer `cut - 1` and layer `cut`."""
         return per_row(self.layers[cut - 1].output if cut else self.before.output)
 
     def activation_bytes(self, layers: Sequence[Span], stage: int) -> int:
-        """Bytes per row that a stage keeps from F to B, its input included where its first layer keeps that."""
+        """Return the bytes per row that a stage keeps from F to B, with its input where its first layer keeps it."""
         span = layers[stage]
         kept = sum(per_row(layer.saved) for layer in self.layers[span.start : span.stop])
         if stage == 0:
@@ -149,19 +149,19 @@ class ModelProfile:
         return round(kept)
 
     def scaled(self, factors: Sequence[float], before: float = 1.0, after: float = 1.0) -> ModelProfile:
-        """The same where each layer's forward and backward take that many times as long, as does what runs `before` and
-        `after` the layers."""
+        """Return this profile with scaled times: each layer by its factor, and the code `before` and `after` the
+        layers."""
         layers = tuple(layer.scaled(factor) for layer, factor in zip(self.layers, factors, strict=True))
         return replace(self, layers=layers, before=self.before.scaled(before), after=self.after.scaled(after))
 
     def without_steps(self) -> ModelProfile:
-        """The same where steps of optimizers take no time: up to them."""
+        """Return this profile with optimizer steps that take no time."""
         return replace(self, layers=tuple(replace(layer, step=0.0) for layer in self.layers))
 
     @staticmethod
     def mean_of(profiles: Sequence[ModelProfile]) -> ModelProfile:
-        """The first of several profiles of the same layers with the mean seconds of all; an end that one has not
-        measured is empty there."""
+        """Return the first of several profiles of the same layers, with the mean seconds of all. A part that one
+        profile did not measure stays empty."""
         return replace(
             profiles[0],
             layers=tuple(map(LayerProfile.mean_of, zip(*(p.layers for p in profiles), strict=True))),
@@ -170,15 +170,15 @@ class ModelProfile:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data for JSON."""
+        """Return plain data for JSON."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> ModelProfile:
-        """The profile of `data`, after its way through JSON.
+        """Return the profile of `to_dict`, after a round trip through JSON.
 
         Raises:
-            InputError: it is another object, or damaged.
+            InputError: `found` is damaged, or no profile.
         """
         kinds = {"format": int, **hints(cls), "layers": list[Any], "before": Any, "after": Any}
         parts = check_json_fields("profile", found, kinds, optional=_defaults(cls) | {"format"})
@@ -188,12 +188,12 @@ class ModelProfile:
         return cls(**parts)
 
     def save(self, path: str | Path) -> None:
-        """Writes JSON."""
+        """Write the profile as JSON."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> ModelProfile:
-        """Reads what `save` wrote.
+        """Read a profile that `save` wrote.
 
         Raises:
             InputError: the file is no profile, or of a format that this version does not read.
@@ -212,5 +212,5 @@ def _layer(where: str, found: object) -> LayerProfile:
 
 
 def _defaults(kind: type) -> frozenset[str]:
-    """The fields that have a default."""
+    """Return the names of fields that have a default."""
     return frozenset(f.name for f in fields(kind) if f.default is not MISSING or f.default_factory is not MISSING)

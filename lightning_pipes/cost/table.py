@@ -1,4 +1,4 @@
-"""Seconds by numbers of rows, and nanoseconds of them."""
+"""Tables of seconds by number of rows, and their conversion to nanoseconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Table = tuple[tuple[int, float], ...]
 
 
 def at_rows(table: Table, rows: int) -> float:
-    """`table` at `rows`: linear, beyond its ends too, never negative; 0 where it is empty."""
+    """Return `table` at `rows`: linear, also beyond its ends, and never negative; 0 for an empty table."""
     if not table:
         return 0.0
     if len(table) == 1:
@@ -28,18 +28,18 @@ def at_rows(table: Table, rows: int) -> float:
 
 
 def to_nanoseconds(seconds: float) -> int:
-    """The nearest whole number of them.
+    """Return the nearest whole number of nanoseconds.
 
     Raises:
-        InputError: there are too many to be simulated.
+        InputError: the time is too long to simulate.
     """
     if not seconds < LONGEST:
-        raise InputError(f"{seconds:g} s are more than can be simulated; look for a unit that is wrong, or a slow link")
+        raise InputError(f"{seconds:g} s is too long to simulate; check the units, and look for a slow link")
     return round(seconds * 1e9)
 
 
 def check_table(what: str, table: Table) -> None:
-    """InputError unless rows ascend and times are finite and not negative; `what` they are the times of."""
+    """Raise InputError unless rows ascend and times are finite and not negative; `what` names the table."""
     rows = [r for r, _ in table]
     if not table or rows != sorted(set(rows)) or not all(0 <= t < math.inf for _, t in table):
         raise InputError(
@@ -48,7 +48,8 @@ def check_table(what: str, table: Table) -> None:
 
 
 def check_tables(seconds: object) -> None:
-    """InputError where an entry of `seconds`, tables by kind and stage, is written otherwise: says how to write it."""
+    """Raise InputError where an entry of `seconds` has another form than a table by kind and stage; the error shows the
+    right form."""
     if not isinstance(seconds, Mapping):
         return
     for key, table in seconds.items():

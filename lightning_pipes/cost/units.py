@@ -1,4 +1,4 @@
-"""Sizes, rates and times as people write them: "16GiB", "12.5GB/s", "10us"."""
+"""Parses sizes, rates and times such as "16GiB", "12.5GB/s" and "10us"."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_pipes.ir import InputError, shown
 
 _T = TypeVar("_T")
 MAX_VALUE = 1e30
-"""Of any unit: what is larger, or smaller than one in so many, is a slip."""
+"""The largest value of any unit. A larger value, or a value below its reciprocal, is taken for a typo."""
 _POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
 _BYTES = {f"{prefix}B": Fraction(1000**power) for prefix, power in _POWERS.items()} | {
     f"{prefix.upper()}iB": Fraction(1024**power) for prefix, power in _POWERS.items() if prefix
@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|inf)\s*([A-Za-
 
 
 def parse_bytes(value: str | float) -> int:
-    """Whole bytes: `"16GiB"` is 16 * 2**30, `"16GB"` 16e9; a number is bytes.
+    """Return whole bytes: `"16GiB"` is 16 * 2**30, `"16GB"` 16e9; a number is bytes.
 
     Raises:
         InputError: anything else, a negative or an infinite size.
@@ -37,7 +37,7 @@ def parse_bytes(value: str | float) -> int:
 
 
 def parse_rate(value: str | float) -> float:
-    """Bytes per second: `"12.5GB/s"` and `"100Gbit/s"` are the same; a number is bytes per second, `"inf"` free.
+    """Return bytes per second: `"12.5GB/s"` equals `"100Gbit/s"`; a number is bytes per second, `"inf"` is free.
 
     Raises:
         InputError: anything else, or a rate that is not positive.
@@ -49,7 +49,7 @@ def parse_rate(value: str | float) -> float:
 
 
 def parse_seconds(value: str | float) -> float:
-    """Seconds: `"10us"` is 1e-5; a number is seconds.
+    """Return seconds: `"10us"` is 1e-5; a number is seconds.
 
     Raises:
         InputError: anything else, or a negative or infinite time.
@@ -61,7 +61,7 @@ def parse_seconds(value: str | float) -> float:
 
 
 def parse_setting(name: str, parse: Callable[[Any], _T], value: Any) -> _T:
-    """`value`, read by a function above; its errors begin with the name of the setting.
+    """Return `value` parsed by `parse`, one of the functions above; errors begin with the name of the setting.
 
     Raises:
         InputError: it can't be read.
@@ -73,7 +73,7 @@ def parse_setting(name: str, parse: Callable[[Any], _T], value: Any) -> _T:
 
 
 def _text(value: object) -> str:
-    """The text that may be a number with a unit; empty where it can't be one."""
+    """Return the text of a possible number with a unit; empty where it can't be one."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, Real):

@@ -1,4 +1,4 @@
-"""Supernets: networks of which each batch trains one path, many batches at once, as if one after another."""
+"""Supernets: each batch trains one path, and many batches overlap, with the result of one after another."""
 
 from lightning_pipes.supernets.bulk_synchronous import bulk_synchronous
 from lightning_pipes.supernets.costs import measure_layer_costs

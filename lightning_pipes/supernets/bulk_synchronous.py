@@ -1,4 +1,4 @@
-"""Subnets in bulks, as systems train them that flush between bulks: to compare with."""
+"""Bulk-synchronous training of subnets, for comparison with systems that flush between bulks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_pipes.ir import Delayed, InputError, check_count, check_type, sho
 
 
 def bulk_synchronous(layers: Mapping[str, bool | Delayed], number: int, bulk: int) -> dict[str, bool | Delayed]:
-    """The layers of subnet `number`, read as they were at the start of its bulk: GPipe's bulk-synchronous order over
+    """Return the layers of subnet `number`, read at the start of its bulk. This is GPipe's bulk-synchronous order over
     subnets (NASPipe, Zhao et al. 2022, S2.2, BSP). Updates come in the order of subnets, at the next bulk's start all
     of them are there.
 

@@ -1,4 +1,4 @@
-"""Costs of a supernet's candidates, measured."""
+"""Measures the costs of a supernet's candidates."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MAX_REPEATS = 1000
 
 
 def measure_layer_costs(net: Supernet, x: Any, repeats: int = 3) -> dict[str, float]:
-    """Seconds of a forward and its backward of every layer and candidate, by the names of `Supernet.layers_of`; of a
-    block the mean of its candidates. They are for a module's `costs_of_layers`: `CSP(balanced=True)` cuts by them.
+    """Return the seconds of forward and backward of every layer and candidate, by the names of `Supernet.layers_of`. A
+    block has the mean of its candidates. Use them in a module's `costs_of_layers`: `CSP(balanced=True)` cuts by them.
 
     As many subnets are run as the largest block has candidates, so that each candidate is in one. Weights, buffers and
     random numbers are afterwards as they were. Call it where the network is whole, as in the module's `__init__`: in a

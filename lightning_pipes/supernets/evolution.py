@@ -1,4 +1,4 @@
-"""Evolution: later subnets descend from the best ones before."""
+"""Evolutionary search: later subnets descend from the best earlier ones."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from lightning_pipes.supernets.subnet import SearchSpace
 
 
 class Evolution(Explorer):
-    """Generations of subnets: the first by lot; the next ones half by crossover, half by mutation of the `parents` best
-    so far (as SPOS searches, Guo et al. 2020, arXiv:1904.00420, Algorithm 1).
+    """Evolves generations of subnets. The first one is random. Later ones are half crossover, half mutation of the
+    `parents` best subnets so far (SPOS, Guo et al. 2020, arXiv:1904.00420, Algorithm 1).
 
     A generation is scored when all of it has been trained, at a batch that is known before, so that search and weights
     are the same on any number of stages. Of equal losses the earlier subnet counts as better; a loss that is not a
@@ -51,7 +51,7 @@ class Evolution(Explorer):
 
     def report_loss(self, number: int, loss: float) -> None:
         if number not in self._pending:
-            raise InputError(f"the loss of subnet {number} was told, which was not asked for, or told twice")
+            raise InputError(f"the loss of subnet {number} was reported twice, or before the subnet was requested")
         score = loss if loss == loss else float("inf")
         self._best = sorted([*self._best, (score, number, self._pending.pop(number))])
         if (number + 1) % self.population == 0:
@@ -86,5 +86,6 @@ class Evolution(Explorer):
         )
 
     def _best_before(self, number: int) -> list[tuple[float, int, Choices]]:
-        """The best of the generations before that of `number`, of which some results may have been told already."""
+        """Return the best subnets of generations before that of `number`; results of its own generation are left
+        out."""
         return [each for each in self._best if each[1] < self.results_needed(number)][: self.parents]

@@ -1,4 +1,4 @@
-"""A callback that tells a stream of subnets what became of them."""
+"""A callback that reports losses to a stream of subnets."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lightning_pipes.trainer.loop.run import Listener
 
 
 class ExplorerFeedback(pl.Callback):
-    """Tells the stream the training loss of each subnet, in their order, with any strategy.
+    """Reports the training loss of each subnet to the stream, in order, with any strategy.
 
     Where batches overlap losses come late. When the next subnet depends on them, as it does between two generations of
     an evolution, the batches under way are ended first: at the same subnet on any number of stages.
 
     Args:
-        stream: whose subnets are the last entry of the batches, as `stream.pair_with` makes them.
+        stream: the stream whose subnets end the batches, as `stream.pair_with` makes them.
 
     Raises:
         InputError: it is no stream of subnets.
@@ -53,7 +53,7 @@ class _LossListener(Listener):
 
 
 def subnet_of_batch(batch: Any) -> Subnet:
-    """The subnet at the end of a batch.
+    """Return the subnet at the end of a batch.
 
     Raises:
         PipelineError: there is none.
@@ -67,7 +67,7 @@ def subnet_of_batch(batch: Any) -> Subnet:
 
 
 def loss_of_output(out: Any) -> float:
-    """The loss in what a training step gave."""
+    """Return the loss in the output of a training step."""
     return float(out["loss"] if isinstance(out, dict) else out)
 
 

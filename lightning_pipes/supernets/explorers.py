@@ -1,4 +1,6 @@
-"""Explorers: which subnet comes when. Their answers depend on the number, the seed, and the losses that they were told.
+"""Explorers choose the subnet of each batch. Their answers depend on the number, the seed, and the reported losses.
+
+Every rank asks for numbers in order, from 0.
 
 They are asked for numbers in order, from 0, on every rank alike.
 """
@@ -17,11 +19,11 @@ Choices = tuple[int, ...]
 
 
 class Explorer(ABC):
-    """Says which subnet has a number.
+    """Chooses subnets by number.
 
     Attributes:
-        space: that it explores.
-        instant: whether it answers at once, so that nobody has to watch how long it takes.
+        space: the search space.
+        instant: whether it answers at once, so that no timeout is needed.
     """
 
     space: SearchSpace
@@ -29,34 +31,35 @@ class Explorer(ABC):
 
     @abstractmethod
     def choose_subnet(self, number: int) -> Choices:
-        """The choices of subnet `number`; all results before `results_needed(number)` have been told.
+        """Return the choices of subnet `number`; all results before `results_needed(number)` are reported.
 
         Raises:
             InputError: there are no more, or what gives them has failed.
         """
 
     def results_needed(self, number: int) -> int:
-        """How many results, those of subnets 0, 1, ..., have to be told before subnet `number` can be."""
+        """Return the number of results, of subnets 0, 1, ..., that must be reported before subnet `number` can be
+        chosen."""
         return 0
 
     def report_loss(self, number: int, loss: float) -> None:  # noqa: B027  # most learn nothing from results
-        """The result of subnet `number`, told in the order of numbers."""
+        """Record the loss of subnet `number`; losses are reported in the order of numbers."""
 
     def space_index(self, number: int) -> int:
-        """The number of its space, where there are several."""
+        """Return the number of the subnet's space, where there are several."""
         return 0
 
     def state_dict(self) -> dict[str, Any]:
-        """All that results have taught it; plain values."""
+        """Return everything learned from results, as plain values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
-        """Goes on where `state_dict` was."""
+        """Restore the state that `state_dict` returned."""
 
 
 class Uniform(Explorer):
-    """Each choice is as likely as any other, block by block: single path one-shot, SPOS (Guo et al. 2020,
-    arXiv:1904.00420, S3.3).
+    """Draws each choice uniformly, block by block: single path one-shot, SPOS (Guo et al. 2020, arXiv:1904.00420,
+    S3.3).
 
     Args:
         space: to draw from.
@@ -73,7 +76,7 @@ class Uniform(Explorer):
 
 
 class FromList(Explorer):
-    """These subnets, in this order.
+    """Yields the given subnets, in order.
 
     Args:
         subnets: choices for all blocks of each.
@@ -102,7 +105,7 @@ class FromList(Explorer):
 
 
 class FromIterable(Explorer):
-    """The subnets that a generator of yours gives. To resume it is asked again for those that were given.
+    """Yields the subnets of your generator. A resumed training asks it again for earlier subnets.
 
     Args:
         subnets: an iterable of choices for all blocks.
@@ -139,8 +142,8 @@ class FromIterable(Explorer):
 
 
 class RoundRobin(Explorer):
-    """Several explorers take turns: subnets of other spaces have fewer layers in common, so more of them overlap
-    (NASPipe, Zhao et al. 2022, S5.5).
+    """Alternates between explorers. Subnets of different spaces share fewer layers, so more of them overlap (NASPipe,
+    Zhao et al. 2022, S5.5).
 
     Args:
         explorers: subnet number n is the next one of explorer n modulo their number.
@@ -203,15 +206,15 @@ def as_iterator(what: str, value: object) -> Iterator[Any]:
 
 
 def draw_subnet(space: SearchSpace, key: str) -> Choices:
-    """A subnet by lot; equal keys, equal subnets."""
+    """Draw a subnet; equal keys give equal subnets."""
     return tuple(draw_candidate(candidates, f"{key}/{block}") for block, candidates in enumerate(space))
 
 
 def draw_candidate(entries: Sequence[int], key: str) -> int:
-    """One of them by lot, each as likely."""
+    """Draw one entry uniformly, by `key`."""
     return entries[hash64(key) % len(entries)]
 
 
 def hash64(key: str) -> int:
-    """A number of 64 bits that depends on the key alone, the same on any machine."""
+    """Return a 64-bit number that depends on the key alone, equal on all machines."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")

@@ -58,7 +58,7 @@ class ChoiceBlock(nn.ModuleList):
 
 
 class PerChoice(ChoiceBlock):
-    """A layer that each candidate of a block has for itself: equal copies of it at the start.
+    """A layer that each candidate of a block has for itself; the copies are equal at the start.
 
     Args:
         layer: of which copies are made.
@@ -110,7 +110,7 @@ class SharedLayer(nn.Module):
         return y if self.last else (y, subnet)
 
     def train(self, mode: bool = True) -> SharedLayer:
-        """As of any module; of a frozen layer, the parts that keep statistics stay as in evaluation."""
+        """Set the mode as for any module; in a frozen layer, parts that keep statistics stay in evaluation mode."""
         super().train(mode)
         if self.shared == "frozen":
             for part in self.layer.modules():
@@ -120,7 +120,7 @@ class SharedLayer(nn.Module):
 
 
 def check_sharing(shared: object, delay: object) -> None:
-    """Refuse a way to share a layer that there is not, and a delay that makes no sense for it.
+    """Refuse an unknown way to share a layer, and a delay that is out of range for it.
 
     Raises:
         InputError: it is one.
@@ -136,7 +136,7 @@ def check_sharing(shared: object, delay: object) -> None:
 
 
 def split_input(given: Any) -> tuple[Any, Any]:
-    """x and the subnet.
+    """Return x and the subnet.
 
     Raises:
         InputError: it is another thing.
@@ -149,5 +149,5 @@ def split_input(given: Any) -> tuple[Any, Any]:
 
 
 def has_state(layer: nn.Module) -> bool:
-    """Whether it has parameters or buffers, so that who comes first may matter."""
+    """Return whether the layer has parameters or buffers, so that the order of its users may matter."""
     return any(True for _ in (*layer.parameters(), *layer.buffers()))

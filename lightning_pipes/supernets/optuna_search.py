@@ -1,4 +1,4 @@
-"""Optuna as a front-end: it is asked for subnets and told their losses."""
+"""Optuna as a front-end: it suggests subnets and receives their losses."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class OptunaExplorer(Explorer):
-    """An Optuna study over the choices, one parameter a block: batches of trials are asked for together and told
-    together, so that the study is the same on every rank and on any number of stages.
+    """An Optuna study over the choices, one parameter per block. A batch of trials is requested together and scored
+    together, so that the study is equal on every rank and on any number of stages.
 
     Each rank has the study in memory and gives it the same results; so the sampler needs a seed.
 
@@ -47,7 +47,7 @@ class OptunaExplorer(Explorer):
 
     def report_loss(self, number: int, loss: float) -> None:
         if number != len(self._losses):
-            raise InputError(f"the loss of subnet {number} was told, and that of subnet {len(self._losses)} comes next")
+            raise InputError(f"the loss of subnet {number} was reported; the next one is subnet {len(self._losses)}")
         self._losses.append(loss)
         if len(self._losses) % self.population == 0:
             self._score()
@@ -61,7 +61,7 @@ class OptunaExplorer(Explorer):
         return {"told": list(self._losses), "asked": len(self._asked)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Asks and tells all again: a sampler has a state of its own, which nobody can look at."""
+        """Replay all requests and results, because a sampler's own state is not accessible."""
         self._begin()
         self._losses = []
         for number, loss in enumerate(state["told"]):

@@ -20,18 +20,18 @@ from lightning_pipes.supernets.subnet import Subnet
 
 
 class SubnetStream(Iterable[Subnet]):
-    """Gives the subnets of an explorer, numbered on from epoch to epoch; a loader that never ends, with a state.
+    """Yields the subnets of an explorer, numbered across epochs; an endless loader with a state.
 
-    An explorer that learns from results gets them by `report_loss`; in a Trainer the callback `ExplorerFeedback` does
-    that, and has the pipeline end what is under way where the next subnet depends on it.
+    An explorer that learns from results gets them by `report_loss`. In a Trainer the callback `ExplorerFeedback` calls
+    it, and finishes the batches under way where the next subnet depends on them.
 
     Args:
-        explorer: says which subnets.
+        explorer: chooses the subnets.
         timeout: seconds that it may take for one.
 
     Attributes:
         next: the number of the next subnet.
-        told: how many results were told.
+        n_reported: the number of reported losses.
     """
 
     def __init__(self, explorer: Explorer, timeout: float = 300.0) -> None:
@@ -47,7 +47,7 @@ class SubnetStream(Iterable[Subnet]):
         number, needed = self.next, self.explorer.results_needed(self.next)
         if self.n_reported < needed:
             raise InputError(
-                f"subnet {number} depends on the results of the {needed} before, of which {self.n_reported} were told. "
+                f"subnet {number} depends on the results of the {needed} before, and {self.n_reported} were reported. "
                 f"In a "
                 "Trainer give it the callback ExplorerFeedback(stream), and loaders that know their length; in a loop "
                 "of your "
@@ -59,41 +59,40 @@ class SubnetStream(Iterable[Subnet]):
         return Subnet(choices, number, self.explorer.space_index(number))
 
     def __len__(self) -> int:
-        """As long as anything: what it is paired with ends first."""
+        """The largest length: the paired loader ends first."""
         return sys.maxsize
 
     def report_loss(self, subnet: Subnet, loss: float) -> None:
-        """The result of a subnet; results come in the order of subnets.
+        """Report the loss of a subnet; losses are reported in the order of subnets.
 
         Raises:
             InputError: another one comes next.
         """
         if subnet.id != self.n_reported:
-            raise InputError(
-                f"the result of subnet {subnet.id} was told, and that of subnet {self.n_reported} comes next"
-            )
+            raise InputError(f"the loss of subnet {subnet.id} was reported; the next one is subnet {self.n_reported}")
         self.explorer.report_loss(subnet.id, float(loss))
         self.n_reported += 1
 
     def must_wait_after(self, number: int) -> bool:
-        """Whether the subnet after `number` depends on the result of `number`."""
+        """Return whether the subnet after `number` depends on the result of `number`."""
         return self.explorer.results_needed(number + 1) > number
 
     def pair_with(self, loader: Iterable[Any]) -> CombinedLoader:
-        """Batches with a subnet each, [batch, subnet], for a Trainer; as many as the loader has."""
+        """Return batches with a subnet each, [batch, subnet], for a Trainer; as many as the loader has."""
         return CombinedLoader([loader, self], "min_size")
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is, for a checkpoint; a Trainer asks by itself."""
+        """Return the position, for a checkpoint; a Trainer calls this itself."""
         return {"next": self.next, "told": self.n_reported, "explorer": self.explorer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on there."""
+        """Continue at the position of `state`."""
         self.next, self.n_reported = state["next"], state["told"]
         self.explorer.load_state_dict(state["explorer"])
 
     def _choose_with_timeout(self, number: int) -> tuple[int, ...]:
-        """The explorer's answers, by a thread of its own: it may be a program of its own, or a network away."""
+        """Return the explorer's answer from a thread of its own, because it may be another program, or a network
+        away."""
         answers: queue.Queue[tuple[int, ...] | BaseException] = queue.Queue()
 
         def ask_explorer() -> None:
@@ -107,8 +106,8 @@ class SubnetStream(Iterable[Subnet]):
             found = answers.get(timeout=self.timeout)
         except queue.Empty:
             raise InputError(
-                f"{type(self.explorer).__name__} has not said in {self.timeout:g} s which is subnet {number}; all "
-                "ranks wait for it. See what it waits for, or raise timeout"
+                f"{type(self.explorer).__name__} has not chosen subnet {number} within {self.timeout:g} s, and all "
+                "ranks wait for it. Find out why it is slow, or raise timeout"
             ) from None
         if isinstance(found, BaseException):
             raise found

@@ -1,4 +1,4 @@
-"""One network out of a supernet, and the networks that there are."""
+"""Subnets of a supernet, and the space of all subnets."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from lightning_pipes.ir import InputError, check_count, check_fields, check_type
 
 
 class Subnet:
-    """A choice for each block, as it goes with a batch and from layer to layer: `subnet[3]` is that of block 3.
+    """A choice for each block, as it travels with a batch and from layer to layer: `subnet[3]` is the choice of block
+    3.
 
-    It is no tuple: whatever cuts batches into micro-batches would take one with an entry for each sample apart.
+    It is no tuple, because code that cuts batches into micro-batches would split a tuple with one entry per sample.
 
     Args:
         choices: the candidate of each block.
@@ -71,7 +72,7 @@ MAX_CANDIDATES = 2**20
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The subnets that there are: any of its candidates for each block.
+    """All subnets: any candidate of each block.
 
     Attributes:
         blocks: the candidates of each block, by number.
@@ -93,7 +94,7 @@ class SearchSpace:
 
     @classmethod
     def from_sizes(cls, sizes: Sequence[int]) -> SearchSpace:
-        """All candidates of blocks that have so many.
+        """Return the space of blocks with `sizes` candidates each.
 
         Raises:
             InputError: a block has none.
@@ -104,7 +105,7 @@ class SearchSpace:
         )
 
     def restrict_to(self, candidates: Mapping[int, Sequence[int]]) -> SearchSpace:
-        """The part of it in which some blocks have these candidates only, by number of the block.
+        """Return the subspace in which some blocks, by number, have only the given candidates.
 
         Raises:
             InputError: there is no such block, or it has no such candidate.
@@ -118,7 +119,7 @@ class SearchSpace:
         return SearchSpace(tuple(kept))
 
     def check(self, choices: Sequence[int]) -> tuple[int, ...]:
-        """These choices, if they are one for each block, and candidates of it.
+        """Return the choices, checked to be one candidate for each block.
 
         Raises:
             InputError: they are not.
@@ -134,7 +135,7 @@ class SearchSpace:
         return tuple(map(int, choices))
 
     def __len__(self) -> int:
-        """How many blocks it has."""
+        """Number of blocks."""
         return len(self.blocks)
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
@@ -142,7 +143,7 @@ class SearchSpace:
 
     @property
     def size(self) -> int:
-        """How many subnets there are."""
+        """Number of subnets."""
         found = 1
         for candidates in self.blocks:
             found *= len(candidates)

@@ -20,7 +20,7 @@ Choices = Subnet | Sequence[int]
 
 
 class Supernet(nn.Sequential):
-    """Takes (x, subnet), gives y. Its layers hand the subnet on; the last one leaves it out.
+    """Takes (x, subnet) and returns y. Its layers pass the subnet on; the last one drops it.
 
     Blocks are numbered in their order, from 0. An ordinary layer becomes a `Shared` one, as `shared` and `delay` say,
     unless it is one already. x may be a tensor, or a tuple or dict of them.
@@ -63,7 +63,7 @@ class Supernet(nn.Sequential):
         self.space = SearchSpace.from_sizes([len(block) for block in blocks.values()])
 
     def __getitem__(self, index: int | slice) -> Any:
-        """A layer; of several a plain nn.Sequential, with the numbers that they have here."""
+        """Return a layer; a slice gives a plain nn.Sequential of the layers, renumbered."""
         return nn.Sequential(*list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
 
     def _last(self) -> Any:
@@ -76,8 +76,9 @@ class Supernet(nn.Sequential):
         return found
 
     def layers_of(self, subnet: Choices) -> dict[str, bool | Delayed]:
-        """The layers that a batch of this subnet uses, for `layers_of_batch`: "5.2" is candidate 2 of layer 5. Of each
-        whether the batch steps it, or by how much it reads it late. Layers without parameters and buffers are left out.
+        """Return the layers that a batch of this subnet uses, for `layers_of_batch`: "5.2" is candidate 2 of layer 5.
+        The value tells whether the batch steps the layer, or by how much it reads it late. Layers without state are
+        left out.
 
         Raises:
             InputError: a choice that there is not, or the subnet uses a layer twice, which several blocks share.
@@ -96,13 +97,13 @@ class Supernet(nn.Sequential):
         return found
 
     def extract_subnet(self, subnet: Choices) -> nn.Sequential:
-        """The layers of one subnet as a module of its own, which takes x: the same ones, not copies."""
+        """Return the layers of one subnet as a module that takes x: the same layers, not copies."""
         choices = self.space.check(subnet.choices if isinstance(subnet, Subnet) else subnet)
         return nn.Sequential(*(m[choices[m.place]] if isinstance(m, ChoiceBlock) else m.layer for m in self))  # type: ignore[arg-type]
 
 
 def _wrap_layers(named: Mapping[str, nn.Module], shared: Sharing, delay: int | None) -> Iterator[tuple[str, nn.Module]]:
-    """The layers, ordinary ones as shared."""
+    """Yield the layers, ordinary ones as shared."""
     seen: set[int] = set()
     made: dict[str, nn.Module] = {}
     for name, layer in named.items():
@@ -133,7 +134,7 @@ def _as_shared(layer: nn.Module, shared: Sharing, delay: int | None) -> SharedLa
 
 
 def _pair_with_blocks(layers: Mapping[str, nn.Module | None]) -> list[tuple[ChoiceBlock, nn.Module]]:
-    """Each other layer with the block that follows, or the last one."""
+    """Return each other layer with the block that follows, or with the last block."""
     found: list[tuple[ChoiceBlock, nn.Module]] = []
     block: ChoiceBlock | None = None
     waiting: list[nn.Module] = []
@@ -149,7 +150,7 @@ def _pair_with_blocks(layers: Mapping[str, nn.Module | None]) -> list[tuple[Choi
 
 
 class _SharedState:
-    """Who has the same parameters and buffers as whom."""
+    """Which layers share parameters and buffers."""
 
     def __init__(self, layers: Mapping[str, nn.Module | None]) -> None:
         owners: dict[int, set[str]] = defaultdict(set)

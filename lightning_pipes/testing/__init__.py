@@ -1,1 +1,1 @@
-"""For tests, ours and those of schedules elsewhere: conformance, generated problems, references, ranks as processes."""
+"""Test helpers for our own and other schedules: conformance, generated problems, references, ranks as processes."""

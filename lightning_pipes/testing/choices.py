@@ -1,4 +1,4 @@
-"""Random problems of planning, and their answer by trying everything."""
+"""Random planning problems, and exhaustive answers to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_pipes.planning.planner import even_plan
 
 
 class PlanningProblem(NamedTuple):
-    """How best to train batches of `rows` samples on all devices of a cluster?"""
+    """A planning problem: train batches of `rows` samples on all devices of a cluster, as fast as possible."""
 
     profile: ModelProfile
     ranks: int
@@ -24,8 +24,8 @@ class PlanningProblem(NamedTuple):
 
 
 def random_problem(seed: int) -> PlanningProblem:
-    """A model whose times are not proportional to rows, ranks, rows, and a cluster with a tight memory
-    whose devices are not all equally fast."""
+    """Return a random problem: a model with times not proportional to rows, and a cluster with tight memory and unequal
+    devices."""
     rng = np.random.default_rng(seed)
     ranks, rows = int(rng.choice([2, 3, 4])), int(rng.choice([8, 12, 16, 30]))
     layers = []
@@ -61,8 +61,8 @@ def random_problem(seed: int) -> PlanningProblem:
 
 
 def every_fit(problem: PlanningProblem) -> Iterator[Fit]:
-    """All installed schedules in all their variants, with 1, 2, 4, 8, ... micro-batches and one for each sample, with
-    and without recomputation: those that fit."""
+    """Yield the fits of all installed schedules in all variants, with 1, 2, 4, 8, ... micro-batches and one per sample,
+    with and without recomputation."""
     p = problem
     for schedule in installed_variants(p.ranks, p.rows):
         for m in sorted({*(2**n for n in range(p.rows.bit_length())), p.rows}):

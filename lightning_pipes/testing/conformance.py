@@ -1,4 +1,4 @@
-"""The suite that every schedule passes, ours and anybody's.
+"""The test suite that every schedule passes.
 
 class TestMine(ScheduleConformance):
     schedules = [Mine(), Mine(depth=3)]
@@ -56,7 +56,7 @@ class ScheduleConformance:
     stages_per_rank: ClassVar[int | None] = None
 
     def plan(self, schedule: AnySchedule, ranks: int, microbatches: int) -> Plan:
-        """The plan to order; override it for a schedule that needs more than even spans."""
+        """Return the plan to order; override it for a schedule that needs more than even spans."""
         if self.stages_per_rank is None:
             where = schedule.placement(ranks)
         else:
@@ -64,17 +64,17 @@ class ScheduleConformance:
         return prepared(Plan.even(len(where), microbatches, ranks=where), schedule)
 
     def most_held(self, schedule: AnySchedule, plan: Plan, stage: int) -> int:
-        """The most micro-batches that `stage` may hold between F and B; by default all of them."""
+        """Return the most micro-batches that `stage` may hold between F and B; by default all of them."""
         return len(plan.spans(Kind.F, stage)) * len(plan.jobs) * plan.batches
 
     def order(self, schedule: AnySchedule, plan: Plan) -> Program:
-        """The order of the schedule; for a policy, its order if everything takes equally long."""
+        """Return the order of the schedule; for a policy, its order if everything takes equally long."""
         if isinstance(schedule, Schedule):
             return schedule.program(plan)
         return simulate(schedule, plan, CostModel.uniform(plan.n_stages, 1e-6, 1e-6)).program()
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """Every test with every schedule, and with every plan where it wants one."""
+        """Run every test with every schedule, and with every plan where it takes one."""
         names = metafunc.fixturenames
         if "p" in names:
             cases = list(product(self.schedules, self.ranks, self.microbatches))
@@ -134,9 +134,9 @@ class ScheduleConformance:
 
     def test_is_a_value(self, schedule: AnySchedule) -> None:
         """Frozen, hashable, equal to its copies, and sent to other processes."""
-        twin = pickle.loads(pickle.dumps(schedule))
-        assert twin == schedule
-        assert hash(twin) == hash(schedule)
+        copied = pickle.loads(pickle.dumps(schedule))
+        assert copied == schedule
+        assert hash(copied) == hash(schedule)
         assert isinstance(schedule.name, str)
         assert schedule.name
         with pytest.raises(AttributeError):

@@ -1,6 +1,5 @@
-"""Layers that take the time that a profile says and compute nothing, so that two cores can stand for eight devices:
-right for order, transport and overhead, and for nothing else.
-"""
+"""Layers that take the time of a profile and compute nothing, so that two cores can emulate eight devices. They are
+valid for order, transport and overhead only."""
 
 from __future__ import annotations
 
@@ -25,14 +24,14 @@ SPIN = 0.00005
 
 
 def request_realtime_priority() -> None:
-    """Asks for priority, where allowed: on a shared machine other programs would be measured too."""
+    """Request priority where allowed, so that other programs on a shared machine do not distort measurements."""
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(10))
 
 
 def pause_until(end: float) -> None:
-    """Returns at `end` of the performance counter, to some microseconds: sleeps, and spins at the end, because a sleep
-    alone ends late by as much as an engine's whole overhead."""
+    """Return at `end` of the performance counter, to some microseconds. It sleeps, then spins, because a sleep alone
+    ends late by as much as an engine's whole overhead."""
     left = end - time.perf_counter() - SPIN
     if left > 0:
         time.sleep(left)
@@ -41,8 +40,8 @@ def pause_until(end: float) -> None:
 
 
 def sleeping_layer(forward: float, backward: float, weights: float = 0.0, message_bytes: int = 4) -> LayerProfile:
-    """A layer that takes so many seconds, whatever the rows; `weights` of the backward are for the gradients of weights
-    and can be had apart. It hands on `message_bytes` a row, a multiple of 4."""
+    """Return a layer that takes fixed seconds for any number of rows. `weights` seconds of the backward belong to
+    weight gradients. The output has `message_bytes` per row, a multiple of 4."""
     layer = LayerProfile("sleeping", ((1, forward),), ((1, backward),), gradient_bytes=4, output=((1, message_bytes),))
     if not weights:
         return layer
@@ -83,7 +82,7 @@ class _SleepLater(torch.autograd.Function):
 
 
 class EmulatedLayer(nn.Module):
-    """Sleeps as its profile says of as many rows as come in, on a device of relative `speed`; passes its input on."""
+    """Sleeps according to its profile and the number of rows, on a device of relative `speed`; passes its input on."""
 
     def __init__(self, profile: LayerProfile, speed: float = 1.0) -> None:
         super().__init__()
@@ -124,7 +123,7 @@ class Emulation:
         return self.plan.jobs[0].rows
 
     def stages(self, rank: int) -> list[Stage]:
-        """Those of a rank, without an update."""
+        """Return the stages of a rank, without an update."""
         (size,) = {layer.output[-1][1] / layer.output[-1][0] for layer in self.layers}
         x = torch.zeros(self.rows, int(size) // 4)
         last = self.plan.n_stages - 1
@@ -160,7 +159,7 @@ def run_steps(
     steps: int,
     warm_up: Sequence[int],
 ) -> StepRecord:
-    """Trains with so many steps: a collective call of all ranks of the default group, which start every step together.
+    """Train for `steps` steps: a collective call of all ranks of the default group, which start every step together.
 
     Args:
         warm_up: samples of batches before, which do not count; a few are enough to set channels up.
@@ -180,7 +179,7 @@ def run_steps(
 
 
 def step_seconds(by_rank: Sequence[StepRecord]) -> list[float]:
-    """Seconds of each step, from the first rank's start to the last one's end."""
+    """Return the seconds of each step, from the first rank's start to the last one's end."""
     each = zip(*(found.spans for found in by_rank), strict=True)
     return [(max(end for _, end in spans) - min(start for start, _ in spans)) / 1e9 for spans in each]
 

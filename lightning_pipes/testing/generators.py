@@ -10,7 +10,7 @@ from lightning_pipes.ir import Cut, Kind, Plan, Span
 
 
 def tiny_plan(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Plan:
-    """One job, one batch with one sample a micro-batch, one stage a rank unless `ranks` says otherwise."""
+    """Return one job and one batch with one sample a micro-batch, and one stage a rank unless `ranks` is given."""
     return Plan.even(stages, microbatches, ranks=ranks)
 
 
@@ -28,7 +28,7 @@ def uniform(
     activation_bytes: int = 0,
     ranks: Sequence[int] | None = None,
 ) -> tuple[Plan, CostModel]:
-    """A tiny plan with equal stages, in integer nanoseconds: simulated times are exact.
+    """Return a tiny plan with equal stages, in integer nanoseconds, so that simulated times are exact.
 
     Args:
         f: a forward.
@@ -50,13 +50,14 @@ def uniform(
 
 
 def random_spans(rng: random.Random, rows: int) -> tuple[Span, ...]:
-    """Spans of random sizes that cover `rows` samples."""
+    """Return spans of random sizes that cover `rows` samples."""
     cuts = sorted(rng.sample(range(1, rows), rng.randrange(rows))) if rows > 1 else []
     return tuple(Span(a, b) for a, b in zip([0, *cuts], [*cuts, rows], strict=True))
 
 
 def random_plan(seed: int, *, unequal: bool = True, split_backward: bool = False) -> Plan:
-    """One job and batch on up to five stages; with `unequal`, every stage, direction and link has spans of its own."""
+    """Return one job and batch on up to five stages; with `unequal`, every stage, direction and link has spans of its
+    own."""
     rng = random.Random(seed)
     stages, rows = rng.randint(1, 5), rng.randint(1, 8)
 
@@ -71,7 +72,7 @@ def random_plan(seed: int, *, unequal: bool = True, split_backward: bool = False
 
 
 def random_costs(plan: Plan, seed: int, *, limit: int = 20) -> CostModel:
-    """Integer nanoseconds up to `limit` for everything, also nothing at all; affine in rows; latencies too."""
+    """Return integer nanoseconds up to `limit` for everything, including zero; affine in rows; with latencies."""
     rng = random.Random(seed)
     compute = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.SF, Kind.SB)
     seconds = {}

@@ -1,4 +1,4 @@
-"""Runs whose processes are interpreters of their own, whoever has started them: found by a token in their environment.
+"""Runs with separate interpreters as processes, found by a token in their environment.
 
 They end as a user's do, which forked ones that leave by `os._exit` do not.
 """
@@ -15,14 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 
 TOKEN = "LIGHTNING_PIPES_RUN"
-"""The environment variable that all processes of a run have from who started it."""
+"""The environment variable that all processes of a run inherit."""
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PET_", "LIGHTNING_PIPES_")
 _LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 _CLONE_NEWNS = 0x20000
 
 
 def run_environment(token: str, temporary: Path) -> dict[str, str]:
-    """The whole environment of a run's first process, without what another launcher has left in ours.
+    """Return the whole environment of a run's first process, without variables of another launcher.
 
     One thread a process, so that sums are the same whatever starts it.
     """
@@ -41,7 +41,7 @@ def run_environment(token: str, temporary: Path) -> dict[str, str]:
 
 
 def find_processes(token: str) -> dict[int, dict[str, str]]:
-    """The environment of each process that was started with this token and has not ended."""
+    """Return the environment of each living process that was started with this token."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -56,12 +56,12 @@ def find_processes(token: str) -> dict[int, dict[str, str]]:
 
 
 def rank_of(env: Mapping[str, str]) -> int:
-    """The rank of the process with that environment, on one host."""
+    """Return the rank of the process with that environment, on one host."""
     return int(env.get("RANK", env.get("LOCAL_RANK", "0")))
 
 
 def wait_until(ready: Callable[[], object], seconds: float) -> bool:
-    """Whether `ready()` came about in so many seconds."""
+    """Return whether `ready()` became true within `seconds`."""
     until = time.monotonic() + seconds
     while not ready():
         if time.monotonic() > until:
@@ -71,7 +71,7 @@ def wait_until(ready: Callable[[], object], seconds: float) -> bool:
 
 
 def end_all(token: str) -> None:
-    """Ends what is left of a run. Who has `faulthandler` enabled says where it was."""
+    """End all remaining processes of a run. Processes with `faulthandler` enabled print their stacks."""
     for number, seconds in ((signal.SIGABRT, 3.0), (signal.SIGKILL, 30.0)):
         for pid in find_processes(token):
             with suppress(ProcessLookupError):
@@ -82,8 +82,8 @@ def end_all(token: str) -> None:
 
 
 def isolate_shared_memory() -> bool:
-    """Gives this process, and those that it starts, a /dev/shm of their own, in which nothing of others is; whether
-    that can be had: it needs root on Linux."""
+    """Give this process and its children an empty /dev/shm of their own. Return whether that succeeded: it needs root
+    on Linux."""
     libc = ctypes.CDLL(None)
     if os.geteuid() != 0 or not hasattr(libc, "unshare") or libc.unshare(_CLONE_NEWNS):
         return False
@@ -92,5 +92,5 @@ def isolate_shared_memory() -> bool:
 
 
 def list_entries(*folders: Path) -> set[str]:
-    """The names of what is in some folders."""
+    """Return the names of all entries of some folders."""
     return {str(path) for folder in folders for path in folder.iterdir()}

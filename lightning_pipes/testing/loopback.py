@@ -1,4 +1,4 @@
-"""All ranks of a pipeline in one process, in turn: for tests that need real tensors and no processes."""
+"""All ranks of a pipeline in one process, in turn, for tests with real tensors and without processes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Loopback:
         ]
 
     def inject(self, make: Callable[[], Item]) -> None:
-        """Adds a batch on every rank; `make` is called once for each."""
+        """Add a batch on every rank; `make` is called once for each."""
         for engine in self.engines:
             engine.inject(make())
 
     def progress(self) -> None:
-        """Returns when no rank can run anything."""
+        """Run until no rank can run anything."""
         while sum(engine.progress(wait=False) for engine in self.engines):
             pass
 
     def drain(self) -> None:
-        """Runs what is left and closes the window.
+        """Run all remaining instructions and close the window.
 
         Raises:
             AssertionError: the ranks wait for each other.
@@ -42,12 +42,12 @@ class Loopback:
         for engine in self.engines:
             engine.end_window()
         self.progress()
-        self.progress()  # layers that were away come home when all ranks have sent them
+        self.progress()  # layers on other ranks return when all ranks have sent them
         for rank, engine in enumerate(self.engines):
             assert engine.satisfied, f"rank {rank} still waits, and so do all others"
             engine.drain()
 
     def adopt(self, plan: Plan, order: Program | Policy) -> None:
-        """Another plan or order for the next window, on every rank."""
+        """Adopt another plan or order for the next window, on every rank."""
         for engine in self.engines:
             engine.adopt(plan, order)

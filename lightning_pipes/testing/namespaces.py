@@ -1,4 +1,7 @@
-"""Hosts that are network namespaces of this machine: separate addresses, links that can be cut. Needs root on Linux.
+"""Hosts as network namespaces of this machine: separate addresses, and links that can be cut. Needs root on Linux.
+
+The namespaces have no names. A process holds each of them, and the kernel kills it with its owner. So they vanish with
+their creator, however that ends.
 
 The namespaces have no names and are held by a process each, which the kernel kills with its owner; so they vanish with
 whoever made them, however that ends.
@@ -21,21 +24,21 @@ from typing import Any, Self
 from lightning_pipes.testing.ranks import RankResult, die_with_parent, returned_values, watch_ranks
 
 DEVICE = "eth0"
-"""The network device of each host; gloo has to be told by GLOO_SOCKET_IFNAME."""
+"""The network device of each host; GLOO_SOCKET_IFNAME names it for gloo."""
 PORT = 29500
-"""Where ranks meet on the first host."""
+"""The port of the store on the first host."""
 _CLONE_NEWNET = 0x40000000
 _OWNER = "LIGHTNING_PIPES_HOSTS_OWNER"
-"""In the environment of what hosts hold and run: who made them."""
+"""The environment variable that names the owner of a host's processes."""
 
 
 def host_address(host: int) -> str:
-    """The address of a host in its network."""
+    """Return the address of a host in its network."""
     return f"10.77.0.{host + 1}"
 
 
 def enter(holder: int) -> None:
-    """Moves the calling thread, and those that it starts, into the namespace that the process `holder` is in.
+    """Move the calling thread and its children into the namespace of the process `holder`.
 
     Raises:
         OSError: not allowed, or no such process.
@@ -49,7 +52,7 @@ def enter(holder: int) -> None:
 
 
 def cut() -> None:
-    """Takes down the link of the host that the caller is in."""
+    """Take down the link of the caller's host."""
     run_command("ip", "link", "set", DEVICE, "down")
 
 
@@ -77,24 +80,24 @@ class Hosts:
         self._stack.close()
 
     def start(self, host: int, command: Sequence[str], env: Mapping[str, str], **more: Any) -> subprocess.Popen[str]:
-        """Starts a process on a host; it is killed, if it is still there, when the context ends."""
+        """Start a process on a host; it is killed when the context ends."""
         inside = [*_nsenter(self.holders[host]), *command]
         return self._popen(inside, {"GLOO_SOCKET_IFNAME": DEVICE, **env}, **more)
 
     def cut(self, host: int) -> None:
-        """Takes down the link of a host."""
+        """Take down the link of a host."""
         self._run_inside(self.holders[host], "ip", "link", "set", DEVICE, "down")
 
     def run_ranks(
         self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None
     ) -> list[Any]:
-        """`ranks.run_ranks` with one rank on each host."""
+        """Run `ranks.run_ranks` with one rank on each host."""
         return returned_values(self.watch_ranks(fn, *args, timeout=timeout, env=env))
 
     def watch_ranks(
         self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None
     ) -> list[RankResult]:
-        """`ranks.watch_ranks` with one rank on each host; the first one's hosts their store."""
+        """Run `ranks.watch_ranks` with one rank on each host; the first host has their store."""
         meeting = {
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "MASTER_ADDR": host_address(0),
@@ -140,7 +143,7 @@ class Hosts:
 
 @lru_cache(maxsize=1)
 def unavailable_reason() -> str:
-    """Why hosts can't be made here; empty if they can."""
+    """Return why hosts can't be created here; empty if they can."""
     if sys.platform != "linux":
         return "hosts need the network namespaces of Linux"
     if missing := [tool for tool in ("ip", "nsenter", "unshare") if not shutil.which(tool)]:
@@ -153,8 +156,8 @@ def unavailable_reason() -> str:
 
 
 def kill_orphans() -> list[int]:
-    """Kills what is left in hosts whose owner ended, and says which processes. There should be none: the kernel does
-    so, unless the owner was killed in the instant in which it started one."""
+    """Kill all processes in hosts with dead owners, and return their numbers. The kernel kills them itself, unless the
+    owner was killed while it started one."""
     numbers = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
     left = [pid for pid in numbers if _start_time(pid) and _is_orphan(pid)]
     for pid in left:
@@ -164,7 +167,7 @@ def kill_orphans() -> list[int]:
 
 
 def run_command(*command: str) -> None:
-    """Runs it to its end.
+    """Run a command to its end.
 
     Raises:
         OSError: it failed; with what it said.
@@ -189,7 +192,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _is_orphan(pid: int) -> bool:
-    """Whether the process belongs to hosts whose owner ended."""
+    """Return whether the owner of the process's hosts has ended."""
     with suppress(OSError):
         for entry in Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0"):
             name, _, owner = entry.partition("=")
@@ -200,7 +203,7 @@ def _is_orphan(pid: int) -> bool:
 
 
 def _start_time(pid: int) -> str:
-    """When a process was started, which tells it from a later one of the same number; empty if it has ended."""
+    """Return the start time of a process, which tells it from a later one of the same number; empty if it has ended."""
     with suppress(OSError):
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if state in "ZX" else rest[18]

@@ -1,4 +1,4 @@
-"""A pipeline in virtual time whose devices have neighbours: what a run would see, and what its steps would take."""
+"""A pipeline in virtual time on devices with neighbours: the observations of a run, and the seconds of its steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAST = Link(bandwidth=1e9)
 def layered_model(
     seconds: Sequence[float], edge: float = 1e3, weights: int = 10**6, backward: float = 2.0
 ) -> ModelProfile:
-    """Layers with these seconds of a forward for a sample, and backwards that take `backward` times as long.
+    """Return layers with these seconds of a forward per sample, and backwards that take `backward` times as long.
 
     Args:
         edge: bytes of the output of each layer for a sample.
@@ -53,7 +53,7 @@ def layered_model(
 
 @dataclass(frozen=True)
 class Neighbourhood:
-    """A model on as many ranks as a schedule has, on devices with neighbours.
+    """A model on the ranks of a schedule, on devices with neighbours.
 
     Attributes:
         slowdown: what neighbours do.
@@ -75,7 +75,7 @@ class Neighbourhood:
         return Deployment(Cluster((Device(self.memory),) * self.ranks, inside=self.link))
 
     def make_problem(self, layers: Sequence[Span] = ()) -> Problem:
-        """The problem of a batch; by default layers are cut evenly by their seconds."""
+        """Return the problem of a batch; by default layers are cut evenly by their seconds."""
         stages = len(self.schedule.placement(self.ranks))
         columns = self.profile.layer_arrays
         both = (columns.seconds_at(Kind.F, 1) + columns.seconds_at(Kind.B, 1))[1:-1].tolist()
@@ -85,11 +85,11 @@ class Neighbourhood:
         )
 
     def plan(self, layers: Sequence[Span] = ()) -> Plan:
-        """Of a batch."""
+        """Return the plan of a batch."""
         return planned(self.make_problem(layers))
 
     def operation_seconds(self, plan: Plan, first: int, batches: int) -> dict[tuple[Kind, int], Array]:
-        """Seconds of all that runs in so many batches, as `Replay` takes them, of one case."""
+        """Return the seconds of all operations in `batches` batches, in the form of `Replay`, for one case."""
         costs = self.profile.stage_costs(plan.layers)
         found: dict[tuple[Kind, int], Array] = {}
         for stage, rank in enumerate(plan.ranks):
@@ -105,7 +105,7 @@ class Neighbourhood:
         return found | self.message_seconds(plan)
 
     def message_seconds(self, plan: Plan) -> dict[tuple[Kind, int], Array]:
-        """Seconds of messages."""
+        """Return the seconds of messages."""
         found = {}
         for kind, stage in sends_of(plan):
             edge = plan.layers[stage if kind is Kind.SF else stage - 1].stop
@@ -114,7 +114,7 @@ class Neighbourhood:
         return found
 
     def observe_window(self, plan: Plan, first: int, batches: int, free: tuple[int | None, ...] = ()) -> Seen:
-        """The window that a run sees of so many batches."""
+        """Return the observation of a window of `batches` batches."""
         found = self.operation_seconds(plan, first, batches)
         seconds = {}
         for (kind, stage), table in found.items():
@@ -128,18 +128,18 @@ class Neighbourhood:
         return Seen(CostModel(seconds), operations, ({},) * len(free), free)
 
     def order(self, plan: Plan) -> Program:
-        """Of a batch."""
+        """Return the order of a batch."""
         return self.schedule.program(plan)
 
     def steps(self, plan: Plan, first: int, batches: int) -> Array:
-        """Seconds of each step; of a schedule that does not flush their mean, for each."""
+        """Return the seconds of each step; for a schedule that does not flush, their mean for each."""
         replay = replay_of(self.order(plan), plan, batches)
         found: Array = np.broadcast_to(replay.seconds(self.operation_seconds(plan, first, batches))[0], (batches,))
         return found
 
 
 def kinds_of(plan: Plan) -> tuple[Kind, ...]:
-    """Forwards and backwards as the plan has them."""
+    """Return the kinds of forwards and backwards that the plan has."""
     return (Kind.F, Kind.I, Kind.W) if plan.split_backward else (Kind.F, Kind.B)
 
 
@@ -148,7 +148,7 @@ def _operations(plan: Plan, stage: int) -> int:
 
 
 def constant_slowdown(factors: Sequence[float], since: int = 0) -> Slowdown:
-    """Every rank takes its own factor as long, from one batch on."""
+    """Slow every rank by its own factor, from batch `since` on."""
 
     def slowdown_of(rank: int, first: int, batches: int) -> Array:
         now = np.arange(first, first + batches) >= since
@@ -159,8 +159,8 @@ def constant_slowdown(factors: Sequence[float], since: int = 0) -> Slowdown:
 
 @lru_cache
 def visiting_slowdown(ranks: int, load: float, stay: float, seed: int) -> Slowdown:
-    """Neighbours that come to every rank at random, and stay for a random time: each takes as much of the device as one
-    of BESIDE; what several take adds up.
+    """Slow ranks by neighbours with random arrivals and durations. Each neighbour takes a share of the device out of
+    BESIDE, and shares add up.
 
     Args:
         load: neighbours that a rank has on the average.
@@ -182,7 +182,7 @@ def visiting_slowdown(ranks: int, load: float, stay: float, seed: int) -> Slowdo
 
 
 def rare_slowdown(rank: int, factor: float, share: float, seed: int, operations: int = 64) -> Slowdown:
-    """On one rank some operations, chosen at random, take `factor` times as long."""
+    """Slow randomly chosen operations of one rank by `factor`."""
 
     def slowdown_of(of_rank: int, first: int, batches: int) -> Array:
         if of_rank != rank:

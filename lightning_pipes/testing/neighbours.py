@@ -4,7 +4,7 @@
     with Neighbour("memory", 0.5, processes=2):  # two, anywhere, each at work for half of the time
     with Quota(0.5):                             # this process gets half of a core (root)
 
-A neighbour ends with the context, and with the process that has opened it, however that ends.
+A neighbour ends with the context, and with the process that opened it, however that ends.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _matmul() -> Callable[[], object]:
 
 
 def _memory() -> Callable[[], object]:
-    """Copies far more than any cache holds."""
+    """Copy far more than any cache holds."""
     import numpy as np
 
     source, target = np.ones(2**24, np.float32), np.empty(2**24, np.float32)
@@ -57,7 +57,7 @@ def _memory() -> Callable[[], object]:
 
 
 def _cache() -> Callable[[], object]:
-    """Reads here and there in as much as a cache holds."""
+    """Read random places of a table that fits a cache."""
     import numpy as np
 
     random = np.random.default_rng(0)
@@ -66,7 +66,7 @@ def _cache() -> Callable[[], object]:
 
 
 def _calls() -> Callable[[], object]:
-    """System calls, as who launches many small kernels makes them."""
+    """Make system calls, like a process that launches many small kernels."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
 
     def write_bytes() -> None:
@@ -88,8 +88,8 @@ KINDS: dict[str, Callable[[], Callable[[], object]]] = {
 
 
 class Neighbour:
-    """Processes that compete for a core, its caches or the memory, while the context is open; it opens when they are at
-    work.
+    """Processes that compete for a core, its caches or the memory, while the context is open. The context opens when
+    they are at work.
 
     Args:
         kind: of `KINDS`.
@@ -147,8 +147,8 @@ class Neighbour:
 
 
 class Quota:
-    """Less than a core, or more of a core than others get who want it, for a process with all of its threads and those
-    that it starts, while the context is open. Needs root.
+    """A limit on the cores of a process with its threads and children, or a weight against other processes, while the
+    context is open. Needs root.
 
     Args:
         cores: seconds of computing in a second, above 0; None is without a limit.
@@ -196,7 +196,7 @@ class Quota:
 
 
 def why_no_quota() -> str | None:
-    """The reason why quotas can't be set on this machine; None where they can."""
+    """Return the reason why quotas can't be set on this machine; None where they can."""
     home = _home()
     if not (home / "cgroup.procs").exists():
         return f"there are no control groups in {home}"
@@ -214,12 +214,12 @@ def why_no_quota() -> str | None:
 
 
 def _home() -> Path:
-    """The group that all others are in."""
+    """Return the group that contains all others."""
     return _GROUPS / "cpu" if (_GROUPS / "cpu" / "cgroup.procs").exists() else _GROUPS
 
 
 def _group_of(process: int) -> Path:
-    """The group that a process is in now."""
+    """Return the current group of a process."""
     for line in Path(f"/proc/{process}/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         found = _home() / path.lstrip("/")
@@ -229,7 +229,7 @@ def _group_of(process: int) -> Path:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Works and rests until whoever started it is gone."""
+    """Work and rest until the parent process has ended."""
     kind, intensity, core, nice, parent = arguments
     if int(core) >= 0:
         os.sched_setaffinity(0, {int(core)})

@@ -1,5 +1,8 @@
-"""A network laboratory on one machine: a host for each rank, and links between neighbours whose speed is set while they
-are in use. Needs root on Linux.
+"""A network laboratory on one machine: a host for each rank, and links between neighbours with adjustable speed. Needs
+root on Linux.
+
+Hosts reach each other over a switch at full speed. Neighbours in the ring also have a cable of their own for their
+messages. Each of its directions has a token bucket (Linux's tbf). Nothing leaves the machine.
 
 Hosts reach each other over a switch at full speed. Neighbours in the ring also have a cable to themselves, which their
 messages take; each of its directions has a token bucket (Linux's tbf). Nothing leaves the machine.
@@ -36,8 +39,8 @@ _CHUNK = 2**16
 
 
 class NetLab(Hosts):
-    """`n` hosts in a ring of shaped links, while the context is open. Opened and used from one thread, but for `shape`,
-    which any thread may call.
+    """`n` hosts in a ring of shaped links, while the context is open. Opened and used from one thread, except for
+    `shape`, which any thread may call.
 
     Ranks started by `run_ranks` are on different hosts, so their messages go over gloo without being told to.
 
@@ -63,18 +66,18 @@ class NetLab(Hosts):
 
     @property
     def directions(self) -> list[Direction]:
-        """Every link and direction that has a cable: neighbours in the ring, so the last with the first too."""
+        """Every link and direction that has a cable: neighbours in the ring, including the last with the first."""
         return [d for a, b in self._cables() for d in ((a, b), (b, a))]
 
     @property
     def links(self) -> dict[Direction, Link]:
-        """The speeds that the links are set to, for a `CostModel`; latency and computing that messages need are not
-        known here."""
+        """The current speeds of the links, for a `CostModel`; latency and the computing of messages are unknown
+        here."""
         return dict(self._links)
 
     def shape(self, bandwidth: float | None, directions: Iterable[Direction] | None = None) -> None:
-        """Sets the bytes of messages per second of links, by default of all; None takes the limit away. What waits
-        before a link goes on at the new speed. Returns when that is so, after some 0.3 ms for each direction.
+        """Set the bytes of messages per second of links, by default of all; None removes the limit. Queued bytes
+        continue at the new speed. It takes about 0.3 ms for each direction.
 
         Raises:
             PlanError: no positive bandwidth.
@@ -91,7 +94,7 @@ class NetLab(Hosts):
 
     @contextmanager
     def play_changes(self, changes: Iterable[tuple[float, float | None, list[Direction] | None]]) -> Iterator[None]:
-        """Calls `shape` at set times while the context is open.
+        """Call `shape` at set times while the context is open.
 
         Args:
             changes: (seconds after the start, bandwidth, directions), times ascending.
@@ -117,7 +120,7 @@ class NetLab(Hosts):
     def compete_on(
         self, source: int, target: int, flows: int = 1, on: float = float("inf"), off: float = 0.0, seed: int = 0
     ) -> Iterator[Competition]:
-        """Real traffic on a link while the context is open: TCP connections that send as fast as they may.
+        """Create real traffic on a link while the context is open: TCP connections that send as fast as they may.
 
         Args:
             on, off: mean seconds that each connection sends and pauses, both exponential.
@@ -149,7 +152,7 @@ class NetLab(Hosts):
         self.shape(self._bandwidth)
 
     def _open_tc(self, host: int) -> subprocess.Popen[str]:
-        """Stays open, so that a change of speed starts no process."""
+        """Start a tc that stays open, so that a change of speed starts no process."""
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         process = self.start(host, ["tc", "-force", "-batch", "-"], {}, bufsize=1, **streams)
         for stream in (process.stdin, process.stdout):
@@ -166,7 +169,7 @@ class NetLab(Hosts):
         return f"tbf rate {round(8 * bandwidth / GOODPUT)}bit burst {self._burst} limit {self._queue}"
 
     def _call_on_host(self, host: int, make: Callable[[], T]) -> T:
-        """The object that `make` returns on a host: a socket stays in the network in which it was made."""
+        """Return the result of `make` on a host: a socket stays in the network of its creation."""
 
         def make_inside() -> T:
             enter(self.holders[host])
@@ -184,7 +187,7 @@ class _Shaper:
         self._shaped: set[str] = set()
 
     def shape(self, device: str, setting: str) -> None:
-        """An empty setting takes the bucket away."""
+        """Set the bucket of a device; an empty setting removes it."""
         if setting:
             command = f"qdisc replace dev {device} root handle 1: {setting}"
             if self._bands and device not in self._shaped:
@@ -213,7 +216,7 @@ class Competition:
     """Connections that send as fast as they may.
 
     Attributes:
-        received: bytes that have come through.
+        received: bytes received so far.
         senders: the ends that send.
     """
 
@@ -232,7 +235,7 @@ class Competition:
             thread.start()
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         self._ended.set()
         for end in (*self._receivers, *self._senders):
             with suppress(OSError):
@@ -259,7 +262,7 @@ class Competition:
 
 @lru_cache(maxsize=1)
 def lab_unavailable_reason() -> str:
-    """Why there can be no lab here; empty if there can."""
+    """Return why no lab can be created here; empty if one can."""
     if reason := why_no_hosts():
         return reason
     try:
@@ -270,5 +273,5 @@ def lab_unavailable_reason() -> str:
 
 
 def _device(peer: int) -> str:
-    """The end of a cable to a neighbour."""
+    """Return the name of the device of a cable to a neighbour."""
     return f"to{peer}"

@@ -1,4 +1,4 @@
-"""Run a function on several ranks, each a process of its own, with a deadline.
+"""Runs a function on several ranks, each a process of its own, with a deadline.
 
 Processes are forked from one server that has torch and Lightning loaded already: importing them costs seconds each
 time. Ranks see the environment that torchrun makes, and a store that the caller hosts, so no port is guessed.
@@ -30,8 +30,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from lightning_pipes.engine.watch import heartbeat
 from lightning_pipes.testing.timeouts import scale_timeout
 
-# A store asks for the name of every client that connects, and answers nobody meanwhile. A name server that loses one
-# question in fifty would hold up one test in ten for five seconds.
+# A store looks up the name of every client that connects, and answers no request meanwhile. A name server that loses
+# one query in fifty would delay one test in ten by five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "lightning_pipes.testing.ranks"]
@@ -39,7 +39,7 @@ PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "lightning_pipes.t
 
 @dataclass(frozen=True)
 class RankResult:
-    """How one rank ended.
+    """The result of one rank.
 
     Attributes:
         value: what the function returned; None where it did not.
@@ -61,7 +61,7 @@ class RanksFailedError(AssertionError):
 def run_ranks(
     fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, env: dict[str, str] | None = None
 ) -> list[Any]:
-    """The values that `fn(rank, *args)` returns on each of `n` processes, by rank.
+    """Return the values that `fn(rank, *args)` returns on each of `n` processes, by rank.
 
     `fn` is found by its module and name, values are pickled.
 
@@ -72,7 +72,7 @@ def run_ranks(
 
 
 def returned_values(results: Sequence[RankResult]) -> list[Any]:
-    """The values that ranks returned.
+    """Return the values that ranks returned.
 
     Raises:
         RanksFailedError: any of them did not.
@@ -87,7 +87,8 @@ def returned_values(results: Sequence[RankResult]) -> list[Any]:
 def watch_ranks(
     fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, env: dict[str, str] | None = None
 ) -> list[RankResult]:
-    """How each of `n` processes that run `fn(rank, *args)` ends; nothing is raised and no process survives."""
+    """Return the result of each of `n` processes that run `fn(rank, *args)`; nothing is raised and no process
+    survives."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -204,18 +205,18 @@ def _rank_main(
         heartbeat.stop_heartbeat()
     sys.stdout.flush()
     sys.stderr.flush()
-    if error:  # ends as an interpreter of its own does: there, too, nobody may wait for the dead
+    if error:  # end like a separate interpreter, which must not wait for dead peers either
         ctypes.pythonapi.Py_Exit(status)
     os._exit(0)
 
 
 def _status(raised: BaseException) -> int:
-    """The exit status of an interpreter that ends by an exception."""
+    """Return the exit status of an interpreter that ends with an exception."""
     return raised.code if isinstance(raised, SystemExit) and isinstance(raised.code, int) else 1
 
 
 def _die_with_starter() -> None:
-    """Ends this process with the one that runs the ranks: the server that forked it lives as long as any rank."""
+    """End this process with the process that runs the ranks; the fork server lives as long as any rank."""
     starter = multiprocessing.parent_process()
     assert starter is not None
     wait([starter.sentinel])
@@ -223,8 +224,8 @@ def _die_with_starter() -> None:
 
 
 def rank_environment(rank: int, n: int, address: str, port: int) -> dict[str, str]:
-    """The environment that torchrun gives each of `n` ranks, which meet at `address` and `port`, where the first one
-    has the store."""
+    """Return the environment that torchrun gives each of `n` ranks; the store is on the first rank, at `address` and
+    `port`."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -240,6 +241,6 @@ def rank_environment(rank: int, n: int, address: str, port: int) -> dict[str, st
 
 
 def die_with_parent() -> None:
-    """Asks Linux to kill this process when its parent ends; elsewhere does nothing."""
+    """Ask Linux to kill this process when its parent ends; do nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Runs that never were, for tests and for looking at reports."""
+"""Synthetic runs, for tests and for looking at reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAST = Link(bandwidth=2e9)
 
 
 def make_layer(name: str, milliseconds: float, rows: int, fixed: float = 0.0) -> LayerProfile:
-    """A layer whose forward takes that long for so many rows, of which `fixed` milliseconds whatever the rows; its
+    """Return a layer whose forward takes `milliseconds` for `rows` rows, `fixed` of them for any number of rows; its
     backward takes twice as long."""
 
     def make_table(factor: float) -> tuple[tuple[int, float], ...]:
@@ -50,7 +50,7 @@ def record_of(
     known: bool = True,
     **settings: object,
 ) -> RunRecord:
-    """A run of layers that take so many milliseconds forward for `rows` rows, the rows of a micro-batch.
+    """Return a run of layers with these milliseconds of forward for `rows` rows, the rows of a micro-batch.
 
     What was "measured" is the same simulated with every time 2 % longer. Layers are counted evenly to stages unless
     `cuts` says where stages begin; they are `known` or not.

@@ -1,4 +1,4 @@
-"""The same training without a pipeline, to compare with."""
+"""The same training without a pipeline, for comparison."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ WIDTH = 3
 
 @dataclass(frozen=True)
 class Gradients:
-    """By job, layer and parameter name."""
+    """Gradients by job, layer and parameter name."""
 
     values: Mapping[tuple[int, int, str], torch.Tensor]
 
     def assert_equal(self, other: Gradients) -> None:
-        """Equal to rounding: the samples' gradients may be summed in another order.
+        """Check equality up to rounding, because samples' gradients may be summed in another order.
 
         Raises:
             AssertionError: they are not; names the parameter.
@@ -60,7 +60,7 @@ def _gradients(models: list[list[nn.Linear]]) -> Gradients:
 
 
 def gradients_alone(plan: Plan, rows: int) -> Gradients:
-    """The gradients of one layer a stage over all batches of the plan, computed batch by batch."""
+    """Return the gradients of one layer a stage over all batches of the plan, computed batch by batch."""
     models = [_layers(plan, job) for job in range(len(plan.jobs))]
     for job, layers in enumerate(models):
         for number in range(plan.batches):
@@ -70,7 +70,7 @@ def gradients_alone(plan: Plan, rows: int) -> Gradients:
 
 
 def gradients_in_a_pipeline(plan: Plan, order: Program | Policy, rows: int) -> Gradients:
-    """The same through the engine, all ranks in this process; weights stay as they are."""
+    """Return the same gradients through the engine, with all ranks in this process; weights stay unchanged."""
     models = [_layers(plan, job) for job in range(len(plan.jobs))]
 
     def run_body(stage: Stage, item: Item, span: Span, received: Any) -> Any:

@@ -172,8 +172,8 @@ def _mean(seen: Sequence[dict[str, float]]) -> dict[str, float]:
 
 @contextmanager
 def sampled() -> Iterator[Callable[[], dict[str, float]]]:
-    """Gives a function that returns what the monitor's sources of this machine have seen since it was called last; they
-    are read in a thread of their own, as a monitor reads them."""
+    """Yield a function that returns means of the monitor's sources of this machine since its last call. A thread reads
+    them, as in a monitor."""
     monitor = Monitor(sources_for(torch.device("cpu")))
     with ThreadPoolExecutor(1) as thread:
         thread.submit(monitor.open).result()
@@ -220,7 +220,7 @@ def collect_windows(quick: bool, seconds: float, progress: Callable[[str, float]
 def _window(
     stage: TimedStage, seconds: float, look: Callable[[], dict[str, float]], kind: str
 ) -> tuple[dict[str, float], float]:
-    """Return what the monitor has seen, and seconds of a step on average."""
+    """Return the monitor's means, and the average seconds of a step."""
     stage.step()
     look()
     times: list[tuple[float, float]] = []

@@ -1,4 +1,4 @@
-"""Mistakes on the command line of a Hydra app, said in a sentence: what, where, what there is, and a way out."""
+"""Turns mistakes on the command line of a Hydra app into one sentence: what, where, the alternatives, and a way out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OURS = "LIGHTNING_PIPES_SET_HYDRA_FULL_ERROR"  # inherited by child processes, w
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Ends the process with a short message where a setting or our own checks are at fault; other errors keep their
+    """End the process with a short message for errors in settings and for our own checks. Other errors keep their
     traceback.
 
     Goes around the call of a function that `hydra.main` decorates. HYDRA_FULL_ERROR=1 turns it off.
@@ -46,12 +46,13 @@ def plain_errors() -> Iterator[None]:
 
 
 class SettingsError(InputError, CompactHydraException):
-    """Settings that can't be used. Hydra prints the sentence and no traceback, unless HYDRA_FULL_ERROR=1."""
+    """Settings that can't be used. Hydra prints the sentence without a traceback, unless HYDRA_FULL_ERROR=1."""
 
 
 @contextmanager
 def as_settings_error() -> Iterator[None]:
-    """A InputError of the block becomes a SettingsError; around what Hydra calls in a launcher or sweeper."""
+    """Convert an InputError of the block into a SettingsError, around calls that Hydra makes in a launcher or
+    sweeper."""
     try:
         yield
     except PlanError as error:
@@ -59,7 +60,8 @@ def as_settings_error() -> Iterator[None]:
 
 
 def explain_error(error: Exception) -> str:
-    """A text that says what is wrong in a configuration and how to go on; the text of any other error as it is."""
+    """Return a text that explains an error in a configuration and a way out; return the text of any other error
+    unchanged."""
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")

@@ -1,4 +1,4 @@
-"""The jobs of a Hydra multirun as the siblings of an array, on every rank."""
+"""Runs the jobs of a Hydra multirun as the siblings of an array, on every rank."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ _log = logging.getLogger(__name__)
 
 
 class Multirun:
-    """The work of `hydra/launcher=job_array`. Every rank makes one, and runs all jobs.
+    """The implementation of `hydra/launcher=job_array`. Every rank creates one, and runs all jobs. Every rank makes
+    one, and runs all jobs.
 
     Rank 0 writes the sweep's directory; the others add a log file to a job's, if they log anything.
 
     Args:
-        config: of the whole multirun; on other ranks than 0 its directory becomes a temporary one, for the sweeper.
+        config: the configuration of the whole multirun; on ranks other than 0 its directory becomes a temporary one.
 
     Attributes:
-        errors: what jobs raised, by their number.
-        ends: errors by which a job ends without a failure.
+        errors: the errors of jobs, by job number.
+        ends: error types that end a job without a failure.
 
     Raises:
         InputError: the configuration needs a process for each job.
@@ -69,7 +70,7 @@ class Multirun:
                 config.hydra.sweep.dir = self._temporary_folder.name
 
     def launch_jobs(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
-        """How the jobs ended, in their order; all failures are logged."""
+        """Run all jobs and return their results in order; failures are logged."""
         numbers = range(initial_job_idx, initial_job_idx + len(job_overrides))
         jobs = [
             partial(self.run_sibling_job, n, overrides) for n, overrides in zip(numbers, job_overrides, strict=True)
@@ -91,7 +92,7 @@ class Multirun:
 
     @contextmanager
     def sibling_environment(self) -> Iterator[None]:
-        """Around an array whose siblings are jobs."""
+        """Prepare logging and environment for an array of jobs."""
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         if self.leader_store.is_leader:
             Path(self._folder).mkdir(parents=True, exist_ok=True)
@@ -99,7 +100,7 @@ class Multirun:
             yield
 
     def run_sibling_job(self, number: int, overrides: Sequence[str]) -> JobReturn:
-        """Runs a job; called by its sibling. What it raises is in `errors`, and in what is returned."""
+        """Run a job on its sibling's thread. An error is recorded in `errors`, and in the result."""
         try:
             return self._job(number, overrides)
         except BaseException as error:
@@ -107,7 +108,7 @@ class Multirun:
             raise
 
     def record_error(self, number: int, error: BaseException | None) -> BaseException:
-        """Keeps the first error of a job, and returns it."""
+        """Record the first error of a job, and return it."""
         assert error is not None
         return self.errors.setdefault(number, error)
 
@@ -159,7 +160,7 @@ class Multirun:
             raise
 
     def _log_failure(self, number: int, error: BaseException) -> None:
-        """Writes a failure into the log of its job, at once; the array may go on for long."""
+        """Log a failure into the log of its job at once, because the array may run for hours."""
         self.record_error(number, error)
         if not isinstance(error, self.ends):
             level = logging.ERROR if self.leader_store.is_leader else logging.INFO  # which others leave to files
@@ -168,7 +169,8 @@ class Multirun:
 
 
 def check_names(received: tuple[str, str], own: tuple[str, str]) -> None:
-    """Check the sweep's directory and job name, which anybody may have sent; those of ranks differ by digits only.
+    """Check the sweep's directory and job name that rank 0 sent, because an unsigned store accepts values from anyone.
+    Names of different ranks differ in digits only.
 
     Raises:
         InputError: they differ by more.
@@ -176,14 +178,14 @@ def check_names(received: tuple[str, str], own: tuple[str, str]) -> None:
     for what, theirs, ours in zip(("hydra.sweep.dir", "hydra.job.name"), received, own, strict=True):
         if _DIGITS.sub("0", theirs) != _DIGITS.sub("0", ours):
             raise InputError(
-                f"rank 0 says that {what} is {theirs!r}, and here it is {ours!r}. The hosts of this run have no secret "
-                f"in common, so another user may have said that: set {SECRET} to the same long random text on all "
-                f"hosts, or {what} to a value that differs between ranks by a time at most"
+                f"{what} is {theirs!r} on rank 0, and {ours!r} on this rank. The hosts of this run share no secret, so "
+                f"another user may have sent it: set {SECRET} to the same long random text on all hosts, or {what} to "
+                "a value that differs between ranks by a time at most"
             )
 
 
 def _check_process(config: DictConfig, outside: DictConfig) -> None:
-    """Raises InputError where a job would change what its process has once."""
+    """Raise InputError where a job would change a setting that exists once in a process."""
     chdir = config.hydra.job.chdir
     if chdir or (chdir is None and not version.base_at_least("1.2")):
         raise InputError(
@@ -205,7 +207,7 @@ def _difference(own: Sequence[str], first: Sequence[str]) -> str:
 
 
 def _failed(error: BaseException, overrides: Sequence[str]) -> JobReturn:
-    """The return of a job whose error Hydra does not keep, as SystemExit."""
+    """Return the result of a job with an error that Hydra does not keep, such as SystemExit."""
     kept = error if isinstance(error, Exception) else RuntimeError(_text(error))
     result = JobReturn(overrides=list(overrides), status=JobStatus.FAILED)
     result.return_value = kept

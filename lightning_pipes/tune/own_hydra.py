@@ -1,4 +1,4 @@
-"""Gives each sibling what Hydra has once in a process: HydraConfig, and where log messages go."""
+"""Gives each sibling its own copy of Hydra's process-wide state: HydraConfig and log handlers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _handlers: ContextVar[list[logging.Handler]] = ContextVar("lightning_pipes_log_h
 
 
 class _OwnConfig(HydraConfig):
-    """`HydraConfig.get()` and `${hydra:...}` answer for the sibling that asks."""
+    """`HydraConfig.get()` and `${hydra:...}` return the configuration of the calling sibling."""
 
     def __init__(self, outside: Any) -> None:
         self._outside = outside
@@ -39,7 +39,7 @@ class _OwnConfig(HydraConfig):
 
 
 class _Router(logging.Handler):
-    """Gives a record to the handlers of the sibling that logs it, else to those that there were."""
+    """Passes a record to the handlers of the calling sibling, or else to the original handlers."""
 
     def __init__(self, outside: list[logging.Handler]) -> None:
         super().__init__(logging.NOTSET)
@@ -52,7 +52,7 @@ class _Router(logging.Handler):
 
 
 class _HandlersOnly(logging.config.DictConfigurator):
-    """Makes the handlers of the root logger in a logging configuration, and changes no logger."""
+    """Creates the handlers of the root logger in a logging configuration, and changes no logger."""
 
     def make_handlers(self) -> list[logging.Handler]:
         makers = (
@@ -70,7 +70,7 @@ class _HandlersOnly(logging.config.DictConfigurator):
 
 @contextmanager
 def own_hydra() -> Iterator[None]:
-    """In the block, siblings have a HydraConfig and log handlers of their own."""
+    """Give each sibling its own HydraConfig and log handlers inside the block."""
     instances = hydra_singletons()
     config, root = HydraConfig.instance(), logging.getLogger()
     handlers = root.handlers[:]
@@ -85,7 +85,7 @@ def own_hydra() -> Iterator[None]:
 
 @contextmanager
 def own_logging(config: DictConfig | None, suffix: str) -> Iterator[None]:
-    """In the block, what this sibling logs goes to the handlers that `hydra.job_logging` describes.
+    """Send this sibling's logs to the handlers that `hydra.job_logging` describes, inside the block.
 
     Args:
         suffix: put before the extension of their files, so that each rank has its own; one with a suffix leaves the

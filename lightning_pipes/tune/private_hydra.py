@@ -1,4 +1,4 @@
-"""Every private name of Hydra and OmegaConf that is touched here, each pinned by a test."""
+"""Every private name of Hydra and OmegaConf that this package touches; a test pins each."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from hydra.core.singleton import Singleton
 
 
 def hydra_singletons() -> dict[type, Any]:
-    """Hydra's singletons by class; what is put there is what `instance()` returns."""
+    """Return Hydra's singletons by class; an entry of this dictionary is the result of `instance()`."""
     instances: dict[type, Any] = Singleton._instances
     return instances
 
 
 def value_of(node: object) -> Any:
-    """The value that a node of a configuration holds; None for what is no node, or holds others."""
+    """Return the value that a node of a configuration holds; None for other objects and for nodes with children."""
     found: Any = getattr(node, "_value", lambda: None)()
     return found

@@ -25,13 +25,13 @@ _log = logging.getLogger(__name__)
 
 
 def run_name() -> str:
-    """The time at which this training was first started, such as "2026-03-01/14-05-09", or the name of its SLURM job.
+    """Return the time of the first start of this training, such as "2026-03-01/14-05-09", or the name of its SLURM job.
 
     torchrun's processes keep the first time, on all nodes and for as long as torchrun restarts them; a new torchrun
     starts a new training. A requeued SLURM job keeps its number. Without either it is the time now.
 
     Raises:
-        PipelineError: processes of torchrun have no place for the name that others can't write to.
+        PipelineError: processes of torchrun have no place for the name that is protected from other users.
     """
     now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -46,15 +46,15 @@ def run_name() -> str:
 
 
 def register() -> None:
-    """Makes the resolver known; it is asked once, and its answer kept."""
+    """Register the resolver; its result is cached."""
     OmegaConf.register_new_resolver(RESOLVER, run_name, replace=True, use_cache=True)
 
 
 def _torchrun_name(now: str) -> str:
     """Return the name that torchrun's processes keep, which is `now` if they have none yet.
 
-    Each host keeps it in torchrun's own folder. Several hosts agree through torchrun's store, which takes what anybody
-    writes who reaches the port: what is read there has to be signed, or, without a secret, to have a name's form.
+    Each host keeps it in torchrun's own folder. Several hosts agree through torchrun's store. Every process that
+    reaches its port can write there, so a value must be signed or, without a secret, have the form of a name.
 
     Raises:
         PipelineError: the processes of one host have neither such a folder nor a secret.
@@ -66,7 +66,7 @@ def _torchrun_name(now: str) -> str:
     one_host = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
     if one_host and folder is None and seal is None:
         raise PipelineError(
-            "the processes of this run have no place for its name to which only their user can write: torchrun's log "
+            "the processes of this run have no place for its name that only their user can write to: torchrun's log "
             f"directory is switched off, or open to others. Let torchrun choose it, set {SECRET} to a long random "
             "text, or set hydra.run.dir to a directory without ${lightning_pipes.run_name:}"
         )
@@ -84,7 +84,7 @@ def _torchrun_name(now: str) -> str:
 
 
 def _kept_in_store(store: Any, now: str) -> str:
-    """Return the first name that was put into the store; what is no name is replaced."""
+    """Return the first name in the store; replace a value that is no name."""
     before = b""
     for _ in range(_TRIES):
         found = bytes(store.compare_set(_KEY, before, now.encode()))
@@ -97,7 +97,7 @@ def _kept_in_store(store: Any, now: str) -> str:
 
 
 def _kept_in_folder(folder: Path, now: str) -> str:
-    """Return the first name that was put into the folder."""
+    """Return the first name in the folder."""
     file = folder / _FILE
     own = folder / f"{_FILE}.{secrets.token_hex(8)}"
     own.write_text(now)
@@ -108,7 +108,7 @@ def _kept_in_folder(folder: Path, now: str) -> str:
 
 
 def _launcher_folder() -> Path | None:
-    """Return the folder that torchrun made for this run on this host; None if there is none that others can't change.
+    """Return the folder that torchrun made for this run on this host; None if other users can write to it.
 
     Each attempt has a folder of its own inside.
     """

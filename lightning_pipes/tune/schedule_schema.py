@@ -1,4 +1,4 @@
-"""Schemas of schedules, made from the schedules' own dataclasses: their settings are stated once.
+"""Schemas of schedules, derived from the schedules' own dataclasses, so that settings are defined once.
 
 A schema is made when a config asks for it. Hydra loads ours at the start of every app in the environment, and loading
 all schedules takes as long as loading Hydra.
@@ -24,7 +24,7 @@ MAKE_SCHEDULE = "lightning_pipes.ir.registry.make_schedule"
 
 @dataclass
 class ScheduleSettings:
-    """A schedule by its entry point's name; the other fields are the schedule's own.
+    """A schedule by the name of its entry point; the other fields are those of the schedule.
 
     `hydra.utils.instantiate(cfg.schedule)` makes it.
     """
@@ -34,7 +34,7 @@ class ScheduleSettings:
 
 
 def schedule_schema(name: str) -> type[ScheduleSettings]:
-    """The settings that the installed schedule `name` can be told, with the types and defaults of its fields.
+    """Return the settings of the installed schedule `name`, with the types and defaults of its fields.
 
     Raises:
         InputError: there is none, or it is no dataclass.
@@ -53,14 +53,14 @@ def schedule_schema(name: str) -> type[ScheduleSettings]:
 
 
 def _configurable(hint: Any) -> Any:
-    """The type without what a config can't hold, where it may be something else: of a name or an object the name."""
+    """Return the type without members that a config can't hold: for a name or an object, the name."""
     if not isinstance(hint, UnionType):
         return hint
     return reduce(or_, (each for each in get_args(hint) if each.__module__ == "builtins"))
 
 
 class _LazySchema(ConfigNode):
-    """A schedule's schema in Hydra's store, which copies a node when it loads one and sets the copy's."""
+    """A schedule's schema in Hydra's store, created on first use. The store copies a node and sets the copy's value."""
 
     def __init__(self, name: str, group: str, schedule: str) -> None:
         self.name, self.group, self.package, self.provider = f"{name}.yaml", group, None, "lightning_pipes"
@@ -79,7 +79,7 @@ class _LazySchema(ConfigNode):
 
 
 def register_schedule(name: str, group: str) -> None:
-    """Adds the schema of an installed schedule to Hydra's config store, as `group`/`name`."""
+    """Add the schema of an installed schedule to Hydra's config store, as `group`/`name`."""
     here: Any = ConfigStore.instance().repo
     for part in group.split("/"):
         here = here.setdefault(part, {})

@@ -20,7 +20,7 @@ MAKE_CLUSTER = "lightning_pipes.cost.cluster_settings.make_cluster"
 
 @dataclass
 class AutoSettings(ScheduleSettings):
-    """No schedule: the strategy chooses one."""
+    """No fixed schedule: the strategy chooses one."""
 
     _target_: str = "lightning_pipes.trainer.plan.settings.chosen_later"
     name: str = "auto"
@@ -148,14 +148,14 @@ class ClusterSettings:
     _target_: str = MAKE_CLUSTER
     hosts: int = 1
     devices_per_host: int = 1
-    memory: str | None = None  # of a device, such as 16GiB; null: nobody asks
+    memory: str | None = None  # of a device, such as 16GiB; null: no limit
     inside: LinkSettings = field(default_factory=LinkSettings)  # between devices of one host
     between: LinkSettings = field(default_factory=LinkSettings)  # between devices of different hosts
 
 
 @dataclass
 class TrainSettings:
-    """Everything that examples/train.py can be told."""
+    """All settings of examples/train.py."""
 
     schedule: Any = MISSING  # another distribution's schedule brings its own settings
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)

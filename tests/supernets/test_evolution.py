@@ -77,10 +77,10 @@ def test_batches_under_way_change_nothing() -> None:
 def test_asking_too_early_is_refused() -> None:
     stream = SubnetStream(made())
     found = [next(stream) for _ in range(20)]
-    with pytest.raises(InputError, match="subnet 20 depends on the results of the 20 before, of which 0 were told"):
+    with pytest.raises(InputError, match="subnet 20 depends on the results of the 20 before, and 0 were reported"):
         next(stream)
     stream.report_loss(found[0], float("nan"))
-    with pytest.raises(InputError, match="result of subnet 5 was told, and that of subnet 1 comes next"):
+    with pytest.raises(InputError, match="loss of subnet 5 was reported; the next one is subnet 1"):
         stream.report_loss(found[5], 1.0)
 
 

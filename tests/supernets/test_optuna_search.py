@@ -43,5 +43,5 @@ def test_a_loss_that_is_no_number_is_a_failed_trial() -> None:
     for subnet in [next(stream) for _ in range(10)]:
         stream.report_loss(subnet, float("nan") if subnet.id == 3 else 1.0)
     assert [t.state.name for t in explorer.study.get_trials()].count("FAIL") == 1
-    with pytest.raises(InputError, match="of subnet 10 comes next"):
+    with pytest.raises(InputError, match="the next one is subnet 10"):
         explorer.report_loss(12, 1.0)

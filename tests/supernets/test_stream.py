@@ -53,7 +53,7 @@ def test_a_stream_that_stalls_says_so() -> None:
     explorer = Stalls()
     stream = SubnetStream(explorer, timeout=0.05)
     next(stream)
-    with pytest.raises(InputError, match=r"Stalls has not said in 0\.05 s which is subnet 1; all ranks wait"):
+    with pytest.raises(InputError, match=r"Stalls has not chosen subnet 1 within 0\.05 s, and all ranks wait"):
         next(stream)
     explorer.never.set()
     with pytest.raises(InputError, match="timeout must be a positive number"):

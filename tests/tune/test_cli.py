@@ -216,7 +216,7 @@ class TestProfile:
         ("arguments", "said"),
         [
             (["model=tests.tune.factories:nothing"], "model=tests.tune.factories:nothing gave a str, not a module"),
-            (["model=tests.tune.factories:no_example"], "model=tests.tune.factories:no_example: nobody knows what"),
+            (["model=tests.tune.factories:no_example"], "model=tests.tune.factories:no_example: the input of"),
             (["model=tests.tune.factories:absent"], "model=tests.tune.factories:absent: module"),
             (["model=nowhere.at_all:f"], "model=nowhere.at_all:f: No module named 'nowhere'"),
             (["model=gpt", "data=digits"], "model=gpt can't read data=digits: say data=stdlib"),

@@ -1,4 +1,4 @@
-"""One direction between two devices."""
+"""A link: one direction between two devices."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from dataclasses import dataclass
 from lightning_pipes.ir import InputError, check_fields
 
 LONGEST = 1e9
-"""Seconds, thirty years: nanoseconds are counted in 64 bits, and many such times have to fit."""
+"""The longest time in seconds, thirty years. Sums of many such times must fit 64 bits of nanoseconds."""
 
 
 @dataclass(frozen=True)
 class Link:
     """One direction between two devices: it moves one message at a time, in the order in which they were sent.
 
-    A shaped link is a token bucket, as of Linux's tbf and of cloud machines with credits: while it idles it saves up to
-    `burst` bytes, and moves bytes at `peak` as long as it has savings, at `bandwidth` then. It begins with all of them.
+    A shaped link is a token bucket, as in Linux's tbf and cloud machines with credits. An idle link collects up to
+    `burst` bytes of tokens. It sends at `peak` while it has tokens, and at `bandwidth` afterwards. The bucket is full
+    at the start.
 
     Attributes:
-        bandwidth: bytes per second that it earns; infinite for a link that costs nothing.
-        latency: seconds from the last byte sent to the last byte there. It does not occupy the link.
-        burst: bytes that it saves at most; 0 for a link without a bucket.
-        peak: bytes per second at full speed, with savings.
-        posted: messages that may be under way at once, where bytes move only once a receive is posted: the receives
-            that are posted ahead, and again as soon as a message arrives, of which the sender knows after `latency`.
-            0 means any number. It binds only where there is latency.
-        wire: links of one name share what moves their messages, such as the network card of a host, and take turns in
-            the order in which messages are complete; without a name a link has a wire of its own.
-        blocking: whether the rank that sends computes on only when the last byte has left it.
+        bandwidth: bytes per second of sustained sending; infinite for a link that costs nothing.
+        latency: seconds from the last byte sent to the last byte received. It does not occupy the link.
+        burst: the size of the bucket in bytes; 0 for a link without a bucket.
+        peak: bytes per second while the bucket has tokens.
+        max_in_flight: messages in flight at once, where bytes move only after a receive is posted. It is the number of
+            receives posted ahead; one is posted again as soon as a message arrives, and the sender learns of it after
+            `latency`. 0 means any number. It limits only links with latency.
+        wire: links with one wire name share the hardware that moves their messages, such as the network card of a
+            host. They take turns in the order in which messages are complete. Without a name a link has its own wire.
+        blocking: whether the sender computes only after the last byte has left it.
 
     Raises:
         InputError: a bandwidth that is not positive, a peak below it, or a negative latency, burst or number.
@@ -52,19 +53,19 @@ class Link:
             raise InputError(f"a link's latency, and burst / bandwidth, are below {LONGEST:g} s; got {self}")
 
     def send_seconds(self, size: float) -> float:
-        """Seconds that a message of `size` bytes occupies the link at its bandwidth, latency not counted."""
+        """Return the seconds that a message of `size` bytes occupies the link at its bandwidth, without latency."""
         return size / self.bandwidth
 
     @property
     def burst_seconds(self) -> float:
-        """Seconds of its bandwidth that the link can save."""
+        """Seconds at `bandwidth` that a full bucket of `burst` bytes is worth."""
         return self.burst / self.bandwidth
 
     @property
     def peak_ratio(self) -> float:
-        """The time of a message at full speed, as a share of what it takes at the bandwidth: 0 to 1."""
+        """Ratio of a message's time at `peak` to its time at `bandwidth`, from 0 to 1."""
         return 0.0 if self.peak == math.inf else self.bandwidth / self.peak
 
 
 FREE = Link()
-"""A link on which everything arrives at once."""
+"""A link on which every message takes no time."""

@@ -1,4 +1,4 @@
-"""Regimes: the worlds in which a prediction can be made, by what ranks and wires do while a message is on its way."""
+"""Regimes: how ranks and wires behave while a message is in flight, as a prediction assumes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_pipes.cost.lookup import lookup_name
 
 
 class Regime(StrEnum):
-    """How messages and computations get into each other's way. Nothing but that: how long messages take is the link's.
+    """How messages and computations delay each other. The link alone decides how long a message takes.
 
     NCCL's point-to-point is nearest to the last three. Where no message takes time, they are all one.
     """
@@ -23,31 +23,31 @@ class Regime(StrEnum):
     SHARED = "shared"
     """Ranks compute while they send, and the two directions between two ranks take turns on one wire."""
     BLOCKING_SHARED = "blocking_shared"
-    """Both of it: a rank waits for its sends, and these for what comes from there."""
+    """Both: a rank waits for its sends, and sends wait for messages in the other direction."""
 
     @property
     def is_blocking(self) -> bool:
-        """Whether ranks wait for what they send."""
+        """Whether a rank waits for its sends."""
         return self in (Regime.BLOCKING, Regime.BLOCKING_SHARED)
 
     @property
     def shares_wire(self) -> bool:
-        """Whether two directions share a wire."""
+        """Whether both directions share a wire."""
         return self in (Regime.SHARED, Regime.BLOCKING_SHARED)
 
     @property
     def label(self) -> str:
-        """The regime as people call it."""
+        """The name of the regime in plain words."""
         return _LABELS[self]
 
     @property
     def description(self) -> str:
-        """One sentence on it, without its full stop."""
+        """One sentence about the regime, without its full stop."""
         return _DESCRIPTIONS[self]
 
     def apply_to(self, link: Link, source: int, target: int) -> Link:
-        """The link from one rank to another in this regime. What it says of itself stays: a link that blocks does so in
-        each of them, and one that names its wire keeps that."""
+        """Return the link from one rank to another in this regime. Settings of the link stay: one that blocks still
+        blocks, and one with a named wire keeps it."""
         if self is Regime.ASYNCHRONOUS:
             return link
         wire = f"between ranks {min(source, target)} and {max(source, target)}" if self.shares_wire else ""
@@ -71,17 +71,17 @@ FREE_LINKS = "links that take no time"
 
 
 def regime_named(name: str) -> Regime:
-    """The regime of that name.
+    """Return the regime of that name.
 
     Raises:
-        InputError: there is none; says which there are.
+        InputError: there is none; lists all names.
     """
     return name if isinstance(name, Regime) else lookup_name({each.value: each for each in Regime}, name, "regime")
 
 
 def regime_of(there: Link, back: Link) -> Regime:
-    """The regime of two ranks, by the links in both directions as `Costs.link_between` has them; of the first one,
-    where only one of them blocks."""
+    """Return the regime of two ranks, given the links of both directions as `Costs.link_between` returns them. Where
+    only one of them blocks, the first one decides."""
     shares = bool(there.wire) and there.wire == back.wire
     return {
         (False, False): Regime.ASYNCHRONOUS,
@@ -92,5 +92,5 @@ def regime_of(there: Link, back: Link) -> Regime:
 
 
 def describe_regimes(regimes: Iterable[Regime]) -> str:
-    """Regimes in words: one, several where links differ, none where no message takes time."""
+    """Return the regimes in words: one, several where links differ, none where no message takes time."""
     return " and ".join(each.label for each in regimes) or FREE_LINKS

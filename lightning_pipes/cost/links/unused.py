@@ -1,4 +1,4 @@
-"""Sentences on what is said of links and no message of a plan notices."""
+"""Warnings about settings of links that no message of a plan uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from lightning_pipes.ir import Kind, Plan
 def unused_link_warnings(
     plan: Plan, links: Mapping[tuple[int, int], Link], link: Link, sized: Collection[Kind]
 ) -> Iterator[str]:
-    """A sentence on links that join no neighbours, and one on a bandwidth where messages have no bytes.
+    """Yield a warning about links between ranks that are no neighbours, and one about a bandwidth for messages without
+    bytes.
 
     Args:
         links: exceptions from `link`, by (from rank, to rank).
@@ -35,7 +36,7 @@ def unused_link_warnings(
                 f"no bytes, so they take no time on it; give {name}, or seconds of {kind}, or message_bytes where "
                 "CostModel.uniform makes the model"
             )
-            return  # all others are told by this
+            return  # one warning is enough for all links
 
 
 def _short_list(pairs: list[tuple[int, int]]) -> str:

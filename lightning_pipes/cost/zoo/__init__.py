@@ -1,4 +1,4 @@
-"""Models and devices by name, and what the layers of the ones cost on the others, by formula."""
+"""Models and devices by name, and formulas for the cost of the models' layers on the devices."""
 
 from lightning_pipes.cost.zoo.chips import CHIPS, Chip
 from lightning_pipes.cost.zoo.models import MODELS, ZooModel, named_model

@@ -1,4 +1,4 @@
-"""The layers that the models of the zoo are made of, in symbols; see `zoo.shapes`."""
+"""Layers of the zoo's models, in symbols; see `zoo.shapes`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lightning_pipes.ir import InputError
 
 
 def token_embedding(vocabulary: int, width: int, *, kinds: int = 0, norm: bool = False, dropout: float = 0.0) -> Layer:
-    """Embeddings of tokens and of their positions, and of `kinds` of tokens, such as BERT's two sentences."""
+    """Return embeddings of tokens and of their positions, and of `kinds` of tokens, such as BERT's two sentences."""
 
     def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
         indices = _single_tensor(x)
@@ -31,7 +31,7 @@ def transformer_block(
     fused: bool = True,
     dropout: float = 0.0,
 ) -> Layer:
-    """Attention and two matrix products with GELU between, each with a residual connection and a norm.
+    """Return attention and two matrix products with GELU between them, each with a residual connection and a norm.
 
     Args:
         feed_forward: width between the two matrix products, in widths.
@@ -59,7 +59,8 @@ def transformer_block(
 
 
 def vocabulary_head(vocabulary: int, *, copied: bool, norm: bool = True) -> Layer:
-    """A norm, and the score of every token of the vocabulary; `copied` where the matrix is that of the embedding."""
+    """Return a norm, and the scores of all tokens of the vocabulary; with `copied` the matrix is that of the
+    embedding."""
 
     def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
         y = _single_tensor(x)
@@ -69,7 +70,7 @@ def vocabulary_head(vocabulary: int, *, copied: bool, norm: bool = True) -> Laye
 
 
 def bert_heads(vocabulary: int, *, copied: bool) -> Layer:
-    """Scores of the masked tokens, and of whether the second sentence follows the first."""
+    """Return the scores of masked tokens, and the score of the second sentence following the first."""
 
     def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
         y = _single_tensor(x)
@@ -83,7 +84,8 @@ def bert_heads(vocabulary: int, *, copied: bool) -> Layer:
 
 
 def conv_block(channels: int, kernel: int = 3, *, norm: bool = False, pool: bool = False) -> Layer:
-    """A convolution that keeps height and width, a batch norm if asked for, ReLU, and pooling to half the size."""
+    """Return a convolution that keeps height and width, an optional batch norm, ReLU, and optional pooling to half the
+    size."""
 
     def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
         y = tape.conv2d(_single_tensor(x), channels, kernel, padding=kernel // 2, bias=not norm)
@@ -94,7 +96,7 @@ def conv_block(channels: int, kernel: int = 3, *, norm: bool = False, pool: bool
 
 
 def classifier_head(*widths: int, pooled: int, dropout: float = 0.0) -> Layer:
-    """Average pooling to `pooled` by `pooled`, and matrix products with ReLU and dropout between."""
+    """Return average pooling to `pooled` by `pooled`, and matrix products with ReLU and dropout between them."""
 
     def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
         y = tape.average_pool2d(_single_tensor(x), pooled)
@@ -107,7 +109,7 @@ def classifier_head(*widths: int, pooled: int, dropout: float = 0.0) -> Layer:
 
 
 def resnet_stem(channels: int = 64) -> Layer:
-    """A convolution of 7 by 7 and pooling, to a quarter of height and width."""
+    """Return a 7 by 7 convolution and pooling, to a quarter of height and width."""
 
     def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
         y = tape.relu(tape.batch_norm(tape.conv2d(_single_tensor(x), channels, 7, stride=2, padding=3, bias=False)))
@@ -117,8 +119,8 @@ def resnet_stem(channels: int = 64) -> Layer:
 
 
 def bottleneck_block(channels: int, *, stride: int = 1, expansion: int = 4) -> Layer:
-    """A residual block of three convolutions, the middle one of 3 by 3 and with the stride; what it is added to goes
-    through a convolution too where the shape changes."""
+    """Return a residual block of three convolutions; the middle one is 3 by 3 and has the stride. The shortcut has a
+    convolution too where the shape changes."""
 
     def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
         y = start = _single_tensor(x)
@@ -133,8 +135,8 @@ def bottleneck_block(channels: int, *, stride: int = 1, expansion: int = 4) -> L
 
 
 def unet_down(channels: int, *, pool: bool = True) -> Layer:
-    """One step down of a U-Net: hands on what came, and with it everything that a later step up will join to its own,
-    so that skip connections travel along the edges between stages."""
+    """Return one step down of a U-Net. It passes its inputs on beside its output, so that skip connections travel along
+    the edges between stages."""
 
     def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
         if not pool:
@@ -146,11 +148,11 @@ def unet_down(channels: int, *, pool: bool = True) -> Layer:
 
 
 def unet_up(channels: int) -> Layer:
-    """One step up of a U-Net: takes the last skip connection off what came."""
+    """Return one step up of a U-Net; it consumes the last skip connection of its inputs."""
 
     def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
         if isinstance(x, SymbolicTensor):
-            raise InputError("a step up of a U-Net needs what a step down handed on; one tensor came")
+            raise InputError("a step up of a U-Net needs the outputs of a step down; got one tensor")
         *skips, skip, y = x
         z = _two_convolutions(tape, tape.concat(skip, tape.up_conv2d(y, channels)), channels)
         return (*skips, z) if skips else z
@@ -159,7 +161,7 @@ def unet_up(channels: int) -> Layer:
 
 
 def pixel_scores(classes: int) -> Layer:
-    """A score of every class for each pixel."""
+    """Return a score of every class for each pixel."""
 
     def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
         return tape.conv2d(_single_tensor(x), classes, 1)
@@ -168,7 +170,7 @@ def pixel_scores(classes: int) -> Layer:
 
 
 def cross_entropy(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
-    """The loss of all scores that come in."""
+    """Return the loss of all input scores."""
     scores = (x,) if isinstance(x, SymbolicTensor) else x
     return tuple(tape.cross_entropy(each) for each in scores)
 
@@ -181,5 +183,5 @@ def _two_convolutions(tape: ShapeTape, x: SymbolicTensor, channels: int) -> Symb
 
 def _single_tensor(x: SymbolicTensors) -> SymbolicTensor:
     if not isinstance(x, SymbolicTensor):
-        raise InputError(f"this layer takes one tensor, and {len(x)} came")
+        raise InputError(f"this layer takes one tensor, got {len(x)}")
     return x

@@ -1,4 +1,6 @@
-"""Devices by name, and how long they take for what a shape says.
+"""Devices by name, and the seconds that they need for an operation of known shape.
+
+An operation takes the device's launch time, plus the longer of its FLOPs and its bytes at the bandwidth of memory.
 
 An operation takes the seconds that a device needs to be told, and the longer of two: its FLOPs, and its bytes at the
 bandwidth of memory. Large products reach a share of the peak, small ones less: a product of `half_flops` half of that,
@@ -23,7 +25,7 @@ _LAUNCH = 5e-6
 
 @dataclass(frozen=True)
 class Chip:
-    """A device.
+    """A device with its peak figures.
 
     Attributes:
         flops: at most, per second, by type of number.
@@ -47,8 +49,8 @@ class Chip:
     byte_masks: bool = True
 
     def operation_seconds(self, operation: Operation, part: int, rows: int, dtype: str) -> float:
-        """Seconds of an operation for `rows` samples: part 0 is its forward, 1 the gradients of its inputs, 2 those of
-        its weights."""
+        """Return the seconds of an operation for `rows` samples. Part 0 is its forward, 1 the gradients of its inputs,
+        2 those of its weights."""
         if not operation.kernels[part]:
             return 0.0
         flops = operation.flops[part] * rows
@@ -61,15 +63,15 @@ class Chip:
         return self.launch * operation.kernels[part] + max(computing, self.transfer_seconds(moved))
 
     def transfer_seconds(self, size: float) -> float:
-        """Seconds that memory takes for `size` bytes, read or written."""
+        """Return the seconds that memory takes to read or write `size` bytes."""
         return size / (self.bandwidth * self.bandwidth_share)
 
 
 def dtype_named(name: str, chip: Chip) -> str:
-    """The type of numbers under its full name.
+    """Return the full name of a type of numbers.
 
     Raises:
-        InputError: nobody knows it, or the chip has no figure for it.
+        InputError: the type is unknown, or the chip has no figure for it.
     """
     check_type("dtype", name, str)
     full = _ALIASES.get(name, name)
@@ -79,7 +81,7 @@ def dtype_named(name: str, chip: Chip) -> str:
 
 
 def _gpu(name: str, float32: float, float16: float, bfloat16: float | None, gb_per_second: float, gib: int) -> Chip:
-    """A GPU from teraFLOPs per second, of its tensor cores where it has some for that type."""
+    """Return a GPU, given teraFLOPs per second; those of its tensor cores where it has some for the type."""
     tera = {"float32": float32, "float16": float16} | ({"bfloat16": bfloat16} if bfloat16 else {})
     return Chip(name, {dtype: 1e12 * most for dtype, most in tera.items()}, 1e9 * gb_per_second, gib * 2**30)
 
@@ -102,9 +104,9 @@ CHIPS = {
 
 
 def chip_named(name: str) -> Chip:
-    """A device by its name.
+    """Return a device by its name.
 
     Raises:
-        InputError: there is none; lists those that there are.
+        InputError: there is none; lists all names.
     """
     return lookup_name(CHIPS, name, "device")

@@ -28,22 +28,22 @@ class ZooModel:
     loss: Layer = blocks.cross_entropy
 
     def layer_shapes(self, itemsize: float = FLOAT32, mask_itemsize: float = 1) -> list[LayerShape]:
-        """The cost of each layer, and in the end of the loss."""
+        """Return the cost of each layer, and of the loss at the end."""
         indices = len(self.sample) == 1
         x = SymbolicTensor(self.sample, INT64 if indices else itemsize, trained=False)
         return record_layers([*self.layers, ("loss", self.loss)], x, ShapeTape(itemsize, mask_itemsize))
 
     @property
     def parameters(self) -> int:
-        """Numbers that are trained; those of tied layers count once."""
+        """Number of trained parameters; tied layers count once."""
         return sum(layer.parameters - layer.copied for layer in self.layer_shapes())
 
 
 def named_model(name: str) -> ZooModel:
-    """A model by its name.
+    """Return a model by its name.
 
     Raises:
-        InputError: there is none; lists those that there are.
+        InputError: there is none; lists all names.
     """
     return lookup_name(MODELS, name, "model")
 

@@ -1,4 +1,4 @@
-"""Profiles of models on devices, both by name: for plans beyond what is at hand."""
+"""Profiles of models on devices, both by name, for plans beyond the available hardware."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def named_profile(
     optimizer: str = "adam",
     recompute: bool = False,
 ) -> ModelProfile:
-    """The costs of the layers of the model `name` on `device`, by formula: see `zoo.shapes` and `zoo.chips`.
+    """Return the costs of the layers of the model `name` on `device`, by formula; see `zoo.shapes` and `zoo.chips`.
 
     Weights, gradients and activations are of type `dtype`; what the optimizer keeps is float32, with a copy of the
     weights where they are smaller.
@@ -40,7 +40,7 @@ def named_profile(
             `torch.utils.checkpoint` around every layer. A plan's own recompute is of whole stages.
 
     Raises:
-        InputError: a name that nobody knows; lists what there is.
+        InputError: an unknown name; lists all names.
     """
     model = named_model(name)
     chip = device if isinstance(device, Chip) else chip_named(device)
@@ -95,12 +95,12 @@ def _profile(shape: LayerShape, chip: Chip, rows: Sequence[int], dtype: str, kep
 
 
 def _recomputed(layer: LayerProfile, shape: LayerShape) -> LayerProfile:
-    """The same layer where it keeps its input only, and has the rest for the time of its backward."""
+    """Return this layer with recomputation: it keeps its input only, and the rest during its backward."""
     return replace(
         layer,
         backward=sum_tables((layer.forward, layer.backward)),
         input_backward=sum_tables((layer.forward, layer.input_backward)),
         saved=tuple((r, r * shape.input) for r, _ in layer.saved),
-        keeps_input=False,  # what came in is nobody else's
+        keeps_input=False,  # no other layer counts the input
         working=sum_tables((layer.working, layer.saved)),
     )

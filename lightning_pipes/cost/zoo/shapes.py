@@ -1,4 +1,4 @@
-"""The costs of layers by their shapes alone, without running them: a layer is run in symbols, and a tape takes notes.
+"""The costs of layers derived from shapes alone: a layer runs on symbolic tensors, and a tape records its operations.
 
 What is assumed, which is what torch does:
 
@@ -59,7 +59,7 @@ class SymbolicTensor:
         return self.whole or self.bytes
 
     def view(self, *shape: int) -> SymbolicTensor:
-        """The same memory in another shape, or a part of it."""
+        """Return a tensor that shares this memory, in another shape or as a part of it."""
         return replace(self, shape=shape, whole=self.storage_bytes)
 
 
@@ -71,13 +71,13 @@ Layer = Callable[["ShapeTape", SymbolicTensors], SymbolicTensors]
 
 @dataclass(frozen=True)
 class Operation:
-    """The work of one operation, for each sample: forward, and backward for the gradients of inputs and of weights.
+    """The work of one operation per sample: forward, and backward for the gradients of inputs and of weights.
 
     Attributes:
         flops: of the three.
         moved: bytes that each of the three reads and writes, weights not counted.
         weights: bytes of weights, which are moved however many samples there are.
-        kernels: how many times a device is told to do something.
+        kernels: the number of kernel launches of each.
     """
 
     name: str
@@ -92,14 +92,14 @@ class LayerShape:
     """The cost of one layer. Bytes and FLOPs are for each sample unless they are of weights.
 
     Attributes:
-        parameters: how many numbers are trained.
-        copied: how many of them are a copy of an earlier layer's, as in tied embeddings.
-        buffer_bytes: of what is kept and not trained.
-        saved: bytes from forward to backward: not weights, and not what an earlier layer saves.
+        parameters: the number of trained parameters.
+        copied: the number of parameters that belong to an earlier layer, as in tied embeddings.
+        buffer_bytes: bytes of buffers.
+        saved: bytes kept from forward to backward, without weights and tensors of an earlier layer.
         keeps_input: whether it saves its input, which an earlier layer saves too.
-        input: bytes that come in.
-        output: bytes that it hands on.
-        transients: bytes for each sample, and in any case, that it needs besides at some moments, forward or backward.
+        input: bytes of its input.
+        output: bytes of its output.
+        transients: pairs of temporary bytes (per sample, fixed), one for each moment of forward or backward.
     """
 
     name: str
@@ -120,7 +120,7 @@ class LayerShape:
 
     @property
     def input_flops(self) -> float:
-        """FLOPs of the gradients of what came in."""
+        """FLOPs of the gradients of inputs."""
         return sum(o.flops[1] for o in self.operations)
 
     @property
@@ -130,17 +130,17 @@ class LayerShape:
 
     @property
     def bytes_moved(self) -> float:
-        """Bytes that forward and backward read and write, weights not counted."""
+        """Bytes that forward and backward read and write, without weights."""
         return sum(sum(o.moved) for o in self.operations)
 
     def working_bytes(self, rows: int) -> float:
-        """Bytes that it needs besides while it runs, for `rows` samples."""
+        """Return the temporary bytes while the layer runs on `rows` samples."""
         return max((rows * by_sample + fixed for by_sample, fixed in self.transients), default=0.0)
 
 
 @dataclass(frozen=True)
 class _TapeEntry:
-    """An operation and the tensors around it, for those who ask what lives when."""
+    """An operation and the tensors around it, from which the lifetimes of tensors follow."""
 
     operation: Operation
     inputs: tuple[SymbolicTensor, ...]
@@ -149,12 +149,12 @@ class _TapeEntry:
 
     @property
     def passes_gradient(self) -> bool:
-        """Whether the inputs get the gradient of the output, or parts of it, as it is."""
+        """Whether the inputs get the gradient of the output, or parts of it, unchanged."""
         return self.operation.name in ("add", "joined")
 
 
 class ShapeTape:
-    """Operations on tensors without values. Each returns its output, and is noted.
+    """Operations on tensors without values; each returns its output, and is recorded.
 
     Args:
         itemsize: bytes of an activation and of a weight.
@@ -167,7 +167,7 @@ class ShapeTape:
         self._start()
 
     def record_layer(self, name: str, run: Layer, x: SymbolicTensors) -> tuple[LayerShape, SymbolicTensors]:
-        """The cost of `run` with the input `x`, and its output. The layers of a model share a tape, in order."""
+        """Return the cost of `run` on the input `x`, and its output. The layers of a model share a tape, in order."""
         before = dict(self._held)
         self._start()
         y = run(self, x)
@@ -194,7 +194,7 @@ class ShapeTape:
     # Matrix products ------------------------------------------------------------------------------------------------
 
     def linear(self, x: SymbolicTensor, width: int, bias: bool = True, copied: bool = False) -> SymbolicTensor:
-        """`x` times a matrix; `copied` says that an earlier layer has the same matrix."""
+        """Multiply `x` by a matrix; `copied` marks a matrix that an earlier layer owns."""
         y = self._new(*x.shape[:-1], width)
         parameters = x.shape[-1] * width
         self._copied += copied * parameters
@@ -204,7 +204,7 @@ class ShapeTape:
     def conv2d(
         self, x: SymbolicTensor, channels: int, kernel: int, stride: int = 1, padding: int = 0, bias: bool = True
     ) -> SymbolicTensor:
-        """A convolution with square kernels; `x` is (channels, height, width)."""
+        """Convolve with square kernels; `x` is (channels, height, width)."""
         before, *size = x.shape
         y = self._new(channels, *((n + 2 * padding - kernel) // stride + 1 for n in size))
         parameters = before * channels * kernel**2
@@ -212,15 +212,15 @@ class ShapeTape:
         return self._product("conv2d", x, y, flops, parameters, channels if bias else 0)
 
     def up_conv2d(self, x: SymbolicTensor, channels: int, kernel: int = 2) -> SymbolicTensor:
-        """A transposed convolution whose stride is its kernel: height and width grow by that."""
+        """Convolve transposed, with the stride equal to the kernel: height and width grow by that factor."""
         before, *size = x.shape
         y = self._new(channels, *(n * kernel for n in size))
         flops = 2.0 * x.n_elements * channels * kernel**2
         return self._product("up_conv2d", x, y, flops, before * channels * kernel**2, channels)
 
     def attention(self, *qkv: SymbolicTensor, heads: int, causal: bool) -> SymbolicTensor:
-        """Fused attention of each token to all, or if `causal` to those up to itself. `qkv` is one tensor (tokens, 3 *
-        width), or three (tokens, width)."""
+        """Compute fused attention of each token to all tokens, or to earlier ones if `causal`. `qkv` is one tensor
+        (tokens, 3 * width), or three (tokens, width)."""
         tokens, width = qkv[0].shape
         y = self._new(tokens, width // (3 if len(qkv) == 1 else 1))
         seen = (tokens + 1) / 2 if causal else tokens
@@ -242,47 +242,47 @@ class ShapeTape:
     # Everything else ------------------------------------------------------------------------------------------------
 
     def embedding(self, indices: SymbolicTensor, vocabulary: int, width: int) -> SymbolicTensor:
-        """A row of a table for each index."""
+        """Look up a row of a table for each index."""
         y = self._new(*indices.shape, width)
         moved = (2 * y.bytes, 0.0, 3 * y.bytes)
         return self._record("embedding", (indices,), y, (indices,), moved=moved, weights=vocabulary * width)
 
     def added_weights(self, x: SymbolicTensor) -> SymbolicTensor:
-        """`x` and trained numbers of the same shape, such as embeddings of positions."""
+        """Add trained numbers of the same shape to `x`, such as embeddings of positions."""
         y = self._new(*x.shape)
         return self._record("add", (x,), y, (), moved=(2 * x.bytes, 0.0, x.bytes), weights=x.n_elements)
 
     def layer_norm(self, x: SymbolicTensor) -> SymbolicTensor:
-        """Normalisation over the last axis."""
+        """Normalise over the last axis."""
         y = self._new(*x.shape)
         statistics = SymbolicTensor((2, *x.shape[:-1]), FLOAT32)
         moved = (2 * x.bytes, 3 * x.bytes, 2 * x.bytes)
         return self._record("layer_norm", (x,), y, (x, statistics), moved=moved, weights=2 * x.shape[-1])
 
     def batch_norm(self, x: SymbolicTensor) -> SymbolicTensor:
-        """Normalisation of each channel over samples, height and width; keeps a running mean and variance."""
+        """Normalise each channel over samples, height and width; keeps a running mean and variance."""
         y = self._new(*x.shape)
         self._buffer_bytes += 2 * FLOAT32 * x.shape[0] + INT64
         moved = (3 * x.bytes, 5 * x.bytes, 0.0)
         return self._record("batch_norm", (x,), y, (x,), moved=moved, weights=2 * x.shape[0], kernels=(2, 2, 0))
 
     def relu(self, x: SymbolicTensor) -> SymbolicTensor:
-        """Saves its output."""
+        """Apply ReLU; saves the output."""
         y = self._new(*x.shape)
         return self._record("relu", (x,), y, (y,), moved=(2 * x.bytes, 3 * x.bytes, 0.0))
 
     def tanh(self, x: SymbolicTensor) -> SymbolicTensor:
-        """Saves its output."""
+        """Apply tanh; saves the output."""
         y = self._new(*x.shape)
         return self._record("tanh", (x,), y, (y,), moved=(2 * x.bytes, 3 * x.bytes, 0.0))
 
     def gelu(self, x: SymbolicTensor) -> SymbolicTensor:
-        """Saves its input."""
+        """Apply GELU; saves the input."""
         y = self._new(*x.shape)
         return self._record("gelu", (x,), y, (x,), moved=(2 * x.bytes, 3 * x.bytes, 0.0))
 
     def dropout(self, x: SymbolicTensor, p: float) -> SymbolicTensor:
-        """Saves a mask; nothing happens where `p` is 0."""
+        """Apply dropout; saves a mask, and does nothing for `p` = 0."""
         if not p:
             return x
         y, mask = self._new(*x.shape), SymbolicTensor(x.shape, self.mask_itemsize)
@@ -290,17 +290,17 @@ class ShapeTape:
         return self._record("dropout", (x,), y, (mask,), moved=(moved, moved, 0.0))
 
     def add(self, x: SymbolicTensor, y: SymbolicTensor) -> SymbolicTensor:
-        """A sum, as at the end of a residual block; backward adds up the gradients of what was used twice."""
+        """Add two tensors, as at the end of a residual block; backward sums the gradients of a tensor used twice."""
         z = self._new(*x.shape)
         return self._record("add", (x, y), z, (), moved=(3 * x.bytes, 3 * x.bytes, 0.0))
 
     def concat(self, *parts: SymbolicTensor) -> SymbolicTensor:
-        """Parts one after the other along the channels."""
+        """Concatenate tensors along the channels."""
         y = self._new(sum(t.shape[0] for t in parts), *parts[0].shape[1:])
         return self._record("joined", parts, y, (), moved=(2 * y.bytes, 2 * y.bytes, 0.0))
 
     def max_pool2d(self, x: SymbolicTensor, kernel: int, stride: int, padding: int = 0) -> SymbolicTensor:
-        """Saves its input, and where each output came from."""
+        """Pool by maximum; saves the input and the position of each output."""
         channels, *size = x.shape
         y = self._new(channels, *((n + 2 * padding - kernel) // stride + 1 for n in size))
         where = SymbolicTensor(y.shape, INT64)
@@ -308,13 +308,13 @@ class ShapeTape:
         return self._record("max_pool2d", (x,), y, (x, where), moved=(moved, moved, 0.0))
 
     def average_pool2d(self, x: SymbolicTensor, size: int) -> SymbolicTensor:
-        """To `size` by `size`; a mean over all saves nothing."""
+        """Pool by mean to `size` by `size`; a mean over all saves nothing."""
         y = self._new(x.shape[0], size, size)
         saved = () if size == 1 else (x,)
         return self._record("average_pool2d", (x,), y, saved, moved=(x.bytes + y.bytes, x.bytes + y.bytes, 0.0))
 
     def cross_entropy(self, scores: SymbolicTensor) -> SymbolicTensor:
-        """The mean loss of scores; the softmax is taken and saved in float32."""
+        """Compute the mean loss of scores; the softmax is computed and saved in float32."""
         softmax = replace(scores, itemsize=FLOAT32, storage=object())
         moved = (scores.bytes + 2 * softmax.bytes, scores.bytes + softmax.bytes, 0.0)
         return self._record("cross_entropy", (scores,), self._new(1), (softmax,), moved=moved, kernels=(2, 2, 0))
@@ -354,8 +354,8 @@ def _as_tuple(x: SymbolicTensors) -> tuple[SymbolicTensor, ...]:
 def _transients(
     steps: Sequence[_TapeEntry], outputs: Collection[SymbolicTensor], before: Container[object]
 ) -> tuple[tuple[float, float], ...]:
-    """Bytes by sample, and in any case, that live at moments of the forward beyond what it saves and hands on, and at
-    moments of the backward beyond those and the gradients of the outputs; without those that others exceed."""
+    """Return pairs of bytes (per sample, fixed) that are live beyond saved tensors and outputs at moments of forward,
+    and beyond those and the output gradients at moments of backward. Pairs below another pair are left out."""
     found = {*_forward_moments(steps, outputs), *_backward_moments(steps, outputs, before)}
     return tuple(sorted(x for x in found if not any(x != y and x[0] <= y[0] and x[1] <= y[1] for y in found)))
 
@@ -378,8 +378,8 @@ def _forward_moments(steps: Sequence[_TapeEntry], outputs: Iterable[SymbolicTens
 def _backward_moments(
     steps: Sequence[_TapeEntry], outputs: Iterable[SymbolicTensor], before: Container[object]
 ) -> Iterator[tuple[float, float]]:
-    """Saved tensors go as soon as nothing needs it any more, but for what others hold: outputs, and what `before`
-    has, which earlier layers saved."""
+    """Yield the live bytes at moments of backward. Saved tensors are freed at their last use, except outputs and the
+    tensors in `before`, which earlier layers saved."""
     kept = {t.storage for t in outputs}
     users = Counter(t.storage for step in steps for t in step.saved)
     gradients = {storage: _Gradient(0.0) for storage in kept}  # not ours to count
@@ -413,14 +413,14 @@ def _backward_moments(
 
 @dataclass
 class _Gradient:
-    """Memory of a gradient, which several tensors have where it was passed on through a sum."""
+    """Memory of a gradient, which several tensors share where a sum passed it on."""
 
     bytes: float
     users: int = 1
 
 
 def record_layers(layers: Sequence[tuple[str, Layer]], x: SymbolicTensors, tape: ShapeTape) -> list[LayerShape]:
-    """The cost of each of the named `layers`, the first of which reads `x`."""
+    """Return the cost of each of the named `layers`; `x` is the input of the first one."""
     found = []
     for name, run in layers:
         shape, x = tape.record_layer(name, run, x)

@@ -23,7 +23,7 @@ Root = torch.Tensor | GradientEdge
 
 
 def _root(tensor: torch.Tensor) -> Root:
-    """Where to start backward instead of from `tensor`, without keeping its data alive."""
+    """Return the root of backward for `tensor`, without keeping its data alive."""
     node: Any = tensor.grad_fn
     if node is None or isinstance(node, FunctionNode):
         return tensor  # a leaf has no node, and one written in Python does not keep the graph alive
@@ -32,17 +32,16 @@ def _root(tensor: torch.Tensor) -> Root:
 
 @dataclass(eq=False)
 class SavedForward:
-    """The tensors that a forward leaves for its backward.
+    """The tensors that a forward saves for its backward.
 
     Attributes:
         span: the samples.
         version: the weights that were read; None for the live ones.
-        outputs: where backward starts, one entry per output tensor that the receiver was told to want a gradient
-            for; None where none flows after all. Edges of the graph where possible, not the tensors, so that an
-            output nobody saved is freed when it has been sent.
-        entered: the tensors that came in and whose gradients the sender wants.
-        received: what came in; kept only for recomputation.
-        sent_flags: what the receiver was told before the graph existed; for recomputation.
+        outputs: roots of backward, one for each output tensor flagged to the receiver; None where no gradient flows.
+            Roots are edges of the graph where possible, so that an output without other users is freed once sent.
+        entered: received tensors with gradients that the sender wants.
+        received: the received tree; kept only for recomputation.
+        sent_flags: the flags sent before the graph existed; for recomputation.
     """
 
     span: Span
@@ -55,7 +54,7 @@ class SavedForward:
 
 
 def enter_stage(tree: Any, flags: Flags, saved: SavedForward) -> Any:
-    """The tree with those tensors that want gradients made leaves of a graph."""
+    """Return the tree with tensors that want gradients as leaves of a graph."""
     if isinstance(tree, torch.Tensor):
         if flags[0]:
             if tree.requires_grad:  # entered before: it may run twice
@@ -76,7 +75,10 @@ def enter_stage(tree: Any, flags: Flags, saved: SavedForward) -> Any:
 
 
 def leave_stage(tree: Any, saved: SavedForward, flags: Flags | None = None) -> tuple[Any, Flags]:
-    """The tree cut off from the graph, and which of its tensors want gradients; remembers where backward starts.
+    """Return the tree detached from the graph, and the flags of tensors that want gradients; saves the roots of
+    backward.
+
+    `flags` that were sent before the graph existed override the tensors' own.
 
     With `flags`, which were sent before the graph existed, those tensors count that they name.
     """
@@ -98,7 +100,7 @@ def leave_stage(tree: Any, saved: SavedForward, flags: Flags | None = None) -> t
 
 
 def may_want_gradients(tree: Any) -> Flags:
-    """For each tensor of a tree that was made without a graph, whether a gradient for it could exist."""
+    """Return for each tensor of a tree that was computed without a graph whether a gradient could exist."""
     return tuple(
         leaf.is_floating_point() or leaf.is_complex()
         for leaf in pytree.tree_leaves(tree)
@@ -107,7 +109,7 @@ def may_want_gradients(tree: Any) -> Flags:
 
 
 def input_gradients(saved: SavedForward) -> list[Any]:
-    """Takes the gradients to send back: one entry per tensor that the sender marked, None where nothing flowed."""
+    """Take the gradients to send back: one entry per tensor that the sender flagged, None where no gradient flowed."""
     gradients = [t.grad for t in saved.entered]
     for t in saved.entered:
         t.grad = None  # a later pass over the graph must not add to what is on its way
@@ -115,7 +117,7 @@ def input_gradients(saved: SavedForward) -> list[Any]:
 
 
 def backward(records: Sequence[tuple[SavedForward, Sequence[Any]]], last: bool) -> None:
-    """Full backward of several forwards at once; gradients add to the parameters and to what entered."""
+    """Run the full backward of several forwards at once; gradients add to the parameters and to the input tensors."""
     roots, gradients = roots_of(records, last)
     if roots and all(g is not None and g.device.type == "cpu" for g in gradients):
         run_backward(roots, gradients)  # type: ignore[arg-type]  # none is missing
@@ -126,7 +128,7 @@ def backward(records: Sequence[tuple[SavedForward, Sequence[Any]]], last: bool) 
 def roots_of(
     records: Sequence[tuple[SavedForward, Sequence[Any]]], last: bool
 ) -> tuple[list[Root], list[torch.Tensor | None]]:
-    """Where backward starts, and with which gradients; None stands for that of what is no loss and is taken for one."""
+    """Return the roots of backward and their gradients; None stands for a value that is no scalar loss."""
     roots: list[Root] = []
     gradients: list[torch.Tensor | None] = []
     for saved, received in records:
@@ -141,7 +143,7 @@ def roots_of(
 
 
 def _loss_gradient(loss: Root) -> torch.Tensor | None:
-    """The gradient of a loss by itself; None for what has none by itself, as autograd says."""
+    """Return the gradient of a loss with respect to itself; None where autograd defines none."""
     like = like_root(loss)
     if math.prod(like.shape) != 1 or not like.dtype.is_floating_point:
         return None

@@ -1,4 +1,4 @@
-"""Runs one rank's instructions on torch. It never asks which schedule they come from."""
+"""Runs one rank's instructions on torch, for any schedule."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ Records = list[tuple[SavedForward, Sequence[Any]]]
 
 _NOTHING = nullcontext()
 KEPT_EVENTS = 100_000
-"""An endless window forgets the oldest."""
+"""The most events that are kept; an endless window drops the oldest."""
 
 
 class Executor:
-    """The state of one window on one rank: what was computed, received, and is still to be differentiated."""
+    """The state of one window on one rank: computed and received tensors, and forwards that wait for backward."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Executor:
         self._last_arrival: dict[tuple[int, Kind], int] = {}
 
     def add(self, item: Item, batch: int) -> None:
-        """`item` is batch number `batch` of its job in this window."""
+        """Add `item` as batch number `batch` of its job in this window."""
         self._items[item.job, batch] = item
         if self._late or (item.use is not None and item.use.delays):
             for key, stage in self._stages.items():
@@ -83,7 +83,7 @@ class Executor:
                     late.enter(batch, item.use)
 
     def run(self, i: Instruction) -> None:
-        """Runs one instruction; its needs must be met."""
+        """Run one instruction; its needs must be met."""
         item = self._items[i.job, i.batch]
         fault_point(i.kind)
         if i.kind is Kind.STEP:
@@ -108,7 +108,7 @@ class Executor:
                 self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
 
     def upcoming_versions(self, upcoming: Iterable[Instruction]) -> Iterator[WeightVersion]:
-        """The weights that these will read, in their order, as far as forwards have chosen them."""
+        """Yield the weights that upcoming instructions will read, in order, as far as forwards have chosen them."""
         for i in upcoming:
             version = self._versions.get((i.stage, i.job, i.batch))
             if version is not None and i.kind in COMPUTE and i.kind is not Kind.STEP:
@@ -116,7 +116,7 @@ class Executor:
 
     @property
     def holds_weights(self) -> bool:
-        """Whether forwards wait for their backward with the weights that they have read."""
+        """Whether forwards with the weights that they read wait for their backward."""
         return bool(self._split) or any(not saved.recompute for held in self._saved.values() for saved in held)
 
     def _compute(self, i: Instruction, item: Item, span: Span) -> None:
@@ -147,7 +147,7 @@ class Executor:
     def _last_backward_context(
         self, stage: Stage, i: Instruction, item: Item, span: Span
     ) -> AbstractContextManager[None]:
-        """The stage's context around the weight gradients of the batch's last samples, whichever these are."""
+        """Return the stage's context around the weight gradients of the batch's last samples."""
         batch = (i.stage, i.job, i.batch)
         left = self._rows_left[batch] = self._rows_left.get(batch, item.rows) - span.rows
         if left:
@@ -182,8 +182,8 @@ class Executor:
                 self.outputs.append((part, output))
 
     def _runs(self, i: Instruction, item: Item) -> list[tuple[Span, list[Span]]]:
-        """The samples of every run of a forward, and those of the graphs that differentiate them: several where one run
-        makes none, and backward makes one after the other."""
+        """Return the samples of every run of a forward, with the spans of its graphs. There are several graphs where
+        one run creates none, and backward recreates them one after the other."""
         whole = i.span.clip(item.rows)
         if not item.training:
             return [(whole, [whole])]
@@ -193,7 +193,7 @@ class Executor:
         return [(part, [part]) for part in kept]
 
     def _version_of(self, stage: Stage, i: Instruction) -> WeightVersion | None:
-        """The weights that the first forward of this batch read: all of it goes through the same weights."""
+        """Return the weights that the first forward of this batch read: the whole batch uses the same weights."""
         batch = (i.stage, i.job, i.batch)
         if batch not in self._versions:
             late = self._late.get((i.stage, i.job))
@@ -201,7 +201,7 @@ class Executor:
         return self._versions[batch]
 
     def _take_saved(self, i: Instruction, item: Item, span: Span) -> Records:
-        """The forwards that a backward differentiates, each with the gradients of its outputs."""
+        """Return the forwards that a backward differentiates, each with the gradients of its outputs."""
         held = self._saved[i.stage, i.job, i.batch]
         mine, others = list[SavedForward](), list[SavedForward]()
         for saved in held:
@@ -241,7 +241,7 @@ class Executor:
             del self._steps[i.job, i.batch], self._items[i.job, i.batch]
 
     def _pass_on(self, send: Kind, i: Instruction, span: Span, tree: Any) -> None:
-        """To the neighbour's shelf, or where it is on another rank to ours until the message is complete."""
+        """Put the tree into the neighbour's buffer, or into our send buffer where the neighbour is on another rank."""
         if self.plan.ranks[i.stage + (1 if send is Kind.SF else -1)] == self.rank:
             receive = receive_of(i._replace(kind=send))
             self._buffer_of(receive.kind, receive).put(span, tree)
@@ -281,6 +281,6 @@ class Executor:
 
 
 def _copy_rows(tree: Any, span: Span, part: Span) -> Any:
-    """Like `take_rows`, in memory of their own, so that each part can be let go by itself."""
+    """Return rows like `take_rows`, in memory of their own, so that each part can be freed separately."""
     rows = take_rows(tree, span, part)
     return rows if part == span else pytree.tree_map_only(torch.Tensor, torch.clone, rows)

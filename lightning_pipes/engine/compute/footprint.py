@@ -1,4 +1,4 @@
-"""Bytes of tensors that live while something runs."""
+"""Measures the bytes of live tensors in a block."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from lightning_pipes.engine.private_torch import TorchDispatchMode
 
 
 class MemoryFootprint:
-    """Bytes of tensors that were made in a block."""
+    """Bytes of tensors that were created in a block."""
 
     def __init__(self) -> None:
         self._peak = self._left = 0
 
     @property
     def peak_bytes(self) -> int:
-        """The most that lived at once since the block began, or since `restart`."""
+        """Peak of live bytes since the start of the block, or since `reset_peak`."""
         return self._peak
 
     @property
     def live_bytes(self) -> int:
-        """Bytes that live now."""
+        """Bytes that are live now."""
         return self._left
 
     def reset_peak(self) -> None:
-        """From now on the peak counts anew."""
+        """Restart the measurement of the peak."""
         self._peak = self._left
 
     def add(self, size: int) -> None:
-        """Counts bytes that were taken, or given back."""
+        """Count allocated bytes, or freed bytes as a negative number."""
         self._left += size
         self._peak = max(self._peak, self._left)
 
 
 class _CudaFootprint(MemoryFootprint):
-    """Bytes by the CUDA allocator."""
+    """Bytes according to the CUDA allocator."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class _CudaFootprint(MemoryFootprint):
 
 
 class _StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that operations make on the CPU, each until its last tensor is gone."""
+    """Counts the storages that operations create on the CPU, each until its last tensor is freed."""
 
     def __init__(self, footprint: MemoryFootprint) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -92,14 +92,14 @@ class _StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors of a pytree, in order."""
+    """Return the tensors of a pytree, in order."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @contextmanager
 def saved_for_backward() -> Iterator[dict[tuple[int, int], torch.Tensor]]:
-    """A tensor of every storage, by `storage_of`, that autograd saves in the block. As long as the dict lives they do,
-    so that no later storage comes to lie where one of them was."""
+    """Yield a tensor of every storage that autograd saves in the block, by `storage_of`. The dict keeps them alive, so
+    that no later storage reuses their addresses."""
     found: dict[tuple[int, int], torch.Tensor] = {}
 
     def keep_alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ def saved_for_backward() -> Iterator[dict[tuple[int, int], torch.Tensor]]:
 
 
 def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor's storage begins, and its bytes; (0, 0) for layouts without one."""
+    """Return the address of a tensor's storage and its bytes; (0, 0) for layouts without one."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return 0, 0
     storage = tensor.untyped_storage()
@@ -121,8 +121,8 @@ def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 @contextmanager
 def measure_footprint(device: torch.device) -> Iterator[MemoryFootprint]:
-    """Bytes of the tensors that this thread makes in the block: every storage on the CPU, which costs time with every
-    operation, and what the allocator says on a GPU."""
+    """Measure the bytes of tensors that this thread creates in the block: every storage on the CPU, which slows each
+    operation, and the allocator's numbers on a GPU."""
     if device.type == "cuda":
         yield _CudaFootprint(device)
         return

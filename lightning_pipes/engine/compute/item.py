@@ -1,4 +1,4 @@
-"""One batch of one job on its way through the pipeline."""
+"""One batch of one job in the pipeline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Item:
     Attributes:
         number: counts the job's batches since training began, so that random numbers repeat after a resume.
         rows: samples in this batch; fewer than the plan's where the last batch is short.
-        data: whatever the bodies of this rank's stages need; the engine does not look at it.
+        data: data for the bodies of this rank's stages; the engine does not read it.
         job: the sibling it belongs to.
         training: forward and backward, or forward only without gradients.
         use: the layers that it uses, and those of them that it steps; None means all.

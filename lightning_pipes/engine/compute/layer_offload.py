@@ -1,4 +1,4 @@
-"""The layers that the tasks of a stage need are on the device while these run."""
+"""Keeps the layers that the tasks of a stage need on the device while these tasks run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from lightning_pipes.ir import Kind, PipelineError, Use
 
 
 class LayerOffload:
-    """The memory of a rank, as one stage asks for it.
+    """One stage's access to the memory of its rank.
+
+    A stage that recomputes needs its layers only while a task runs. Any other stage, such as the last, keeps those of a
+    batch from its first forward to its step, because autograd refers to them meanwhile.
 
     A stage that recomputes needs its layers only while a task runs. Another one, which the last always is, keeps those
     of a batch from its first forward to its step, for autograd refers to them meanwhile.
 
     Args:
-        recompute: whether the stage does.
+        recompute: whether the stage recomputes.
     """
 
     def __init__(self, memory: LayerMemory, stage: int, parts: LayerParameters, recompute: bool) -> None:
@@ -29,18 +32,19 @@ class LayerOffload:
         self._kept: dict[int, Mapping[str, nn.Module]] = {}  # of batches under way, by number
 
     def enter(self, use: Use) -> None:
-        """A batch that uses these layers will come."""
+        """Register a batch that uses these layers."""
         own = self._own_layers(use)
         self._memory.enter(self._parts.modules(own))
         self._memory.pin_layers(self._parts.modules(use.layers[self._stage] - own))
 
     def has_room(self, use: Use) -> bool:
-        """Whether a forward may begin. Where nothing would ever make room it may, and says that it can't."""
+        """Return whether a forward may begin. Where no later event would make room it may begin, and fails with an
+        error."""
         return not self._kept or self._memory.has_room(self._own_layers(use))
 
     @contextmanager
     def task_context(self, kind: Kind, item: Item) -> Iterator[None]:
-        """Around a task of `item`.
+        """Keep the layers of a task on the device inside the block.
 
         Raises:
             PipelineError: the batch does not say which layers it uses.
@@ -49,8 +53,8 @@ class LayerOffload:
         if item.use is None:
             raise PipelineError(
                 f"{'batch' if item.training else 'a batch of an evaluation, number'} {item.number} does not say which "
-                "layers it uses, and MemorySwap has only those on the device that are used: let layers_of_batch of the "
-                "LightningModule say it, also in validation, or leave MemorySwap out"
+                "layers it uses, and MemorySwap keeps only used layers on the device: return them from layers_of_batch "
+                "of the LightningModule, also in validation, or leave MemorySwap out"
             )
         memory, parts = self._memory, self._parts.modules(self._own_layers(item.use))
         if item.training and not self._recompute and item.number not in self._kept:
@@ -66,5 +70,5 @@ class LayerOffload:
         memory.release(parts)
 
     def _own_layers(self, use: Use) -> frozenset[str]:
-        """The layers that a batch has for itself, from its forward to its step."""
+        """Return the layers that a batch has for itself, from its forward to its step."""
         return use.stepped(self._stage) - {name for name, _ in use.delays}

@@ -1,4 +1,4 @@
-"""The layers of a stage, and what is in them, by the names under which batches say what they use."""
+"""The parameters and buffers of a stage, by the layer names that batches use."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lightning_pipes.ir import PlanError, Use
 
 
 class LayerParameters:
-    """Parameters by name: "5" are those of layer number 5, "5.2" those of what it calls 2.
+    """Parameters by name: "5" are those of layer number 5, "5.2" those of its child "2".
 
     Args:
         stage: its number.
         layers: its layers, by their number in the whole model.
-        mirrors: has those of other ranks that batches run here, where they do.
+        mirrors: the copies of other ranks' layers that batches run here, if any.
     """
 
     def __init__(self, stage: int, layers: Mapping[int, nn.Module], mirrors: Mirrors | None = None) -> None:
@@ -28,7 +28,7 @@ class LayerParameters:
         self._found: dict[str, tuple[nn.Parameter, ...]] = {}
 
     def check(self, use: Use) -> None:
-        """Refuses names that are not here.
+        """Refuse names of layers that are not on this stage.
 
         Raises:
             PlanError: there is one.
@@ -37,21 +37,21 @@ class LayerParameters:
             self._module(name)
 
     def modules(self, names: Iterable[str]) -> dict[str, nn.Module]:
-        """The modules under these names."""
+        """Return the modules under these names."""
         return {name: self._module(name) for name in sorted(names)}
 
     def parameters(self, names: Iterable[str]) -> list[nn.Parameter]:
-        """The parameters under these names that are here, each once."""
+        """Return the parameters under these names on this rank, each once."""
         return list({id(p): p for name in sorted(names) for p in self._parameters_of(name)}.values())
 
     def named_tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """The parameters and buffers under this name as they are here, by name in it."""
+        """Return the parameters and buffers under this name on this rank, by their name within it."""
         mirrors = self._mirrors_of(name)
         own = self._module(name).named_parameters() if mirrors is None else mirrors.copies[name].parameters.items()
         return {**dict(own), **dict(self._buffers(name))}
 
     def read_only_ids(self, use: Use | None) -> frozenset[int]:
-        """The ids of the parameters that train which a batch uses and does not step."""
+        """Return the ids of trainable parameters that a batch uses and does not step."""
         if use is None or use.steps is None:
             return frozenset()
         stepped = {id(p) for p in self.parameters(use.stepped(self._stage))}
@@ -59,8 +59,7 @@ class LayerParameters:
         return frozenset(id(p) for p in read if p.requires_grad and id(p) not in stepped)
 
     def read_only_buffers(self, use: Use | None) -> dict[str, torch.Tensor]:
-        """The buffers of layers that a batch uses beside others, without keeping them to itself from its forward to its
-        step: those it only reads, and those it reads late."""
+        """Return the buffers of layers that a batch only reads, or reads late, so that it must not change them."""
         if use is None or (use.steps is None and not use.delays):
             return {}
         here, late = use.layers[self._stage], {name for name, _ in use.delays}
@@ -72,7 +71,7 @@ class LayerParameters:
         return self._module(name).named_buffers() if mirrors is None else mirrors.copies[name].buffers.items()
 
     def _mirrors_of(self, name: str) -> Mirrors | None:
-        """Where the copies are of a layer that is at home on another rank."""
+        """Return the mirrors of a layer that another rank owns; None for other layers."""
         return self._mirrors if self._mirrors is not None and self._mirrors.is_remote(name) else None
 
     def _parameters_of(self, name: str) -> tuple[nn.Parameter, ...]:

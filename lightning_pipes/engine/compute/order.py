@@ -1,4 +1,4 @@
-"""The next instruction of a rank: fixed in advance, or chosen among what is ready."""
+"""Chooses the next instruction of a rank: fixed in advance, or among the ready ones."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ Item = tuple[int, int]
 
 
 class InstructionOrder(Protocol):
-    """Decides for one rank and one window."""
+    """Chooses instructions for one rank and one window."""
 
     def add(self, item: Item, rows: int, use: Use) -> None:
-        """One more batch may be worked on, which uses these layers."""
+        """Add a batch that uses these layers."""
 
     def next_instruction(self, mailbox: Mailbox, number: int) -> Instruction | None:
-        """The instruction to run now; None if nothing can be run yet. `number` is the window's. Whoever asks again
-        before it is begun may hear of a better one, which has become ready."""
+        """Return the instruction to run now; None if none can run yet. `number` is the window's. Another call before
+        `mark_begun` may return a better one that has become ready."""
 
     def mark_begun(self, i: Instruction) -> None:
-        """`i`, which `next` gave, is run now."""
+        """Mark `i`, which `next_instruction` returned, as begun."""
 
     def wait(self, mailbox: Mailbox, number: int) -> None:
-        """Returns when something has arrived that `next` may give.
+        """Wait until something has arrived that `next_instruction` may return.
 
         Raises:
             PeerFailure: a rank has failed.
@@ -62,25 +62,26 @@ class InstructionOrder(Protocol):
 
     @property
     def waiting_for(self) -> str:
-        """A phrase for that which `wait` waits for."""
+        """A phrase for the target of `wait`."""
 
     def mark_done(self, i: Instruction) -> None:
-        """`i`, which was begun, has been run."""
+        """Mark `i`, which was begun, as done."""
 
     def close(self) -> None:
-        """No more batches come in this window."""
+        """Close the window: no more batches follow."""
 
     @property
     def needs_next_batch(self) -> bool:
-        """Whether another batch is to be known before anything else runs."""
+        """Whether the next batch must be known before anything else runs."""
 
     @property
     def is_satisfied(self) -> bool:
-        """Nothing is left to do without another batch."""
+        """Whether nothing is left to do without another batch."""
 
 
 class StaticOrder:
-    """The rank's row of a lowered program. A receive is run when its message is there, everything else at once."""
+    """The rank's row of a lowered program. A receive runs once its message has arrived, every other instruction at
+    once."""
 
     needs_next_batch = False
 
@@ -125,7 +126,7 @@ class StaticOrder:
         return "nothing" if i is None else f"instruction {i} of stage {i.stage}, sent by stage {send_of(i).stage}"
 
     def close(self) -> None:
-        """From here on instructions of batches that never came are left out, and an endless program ends."""
+        """Close the window. Instructions of batches that were not added are skipped, and an endless program ends."""
         self._closed = True
         if self._program.endless:
             row = self._program.unroll(max(self._batches.values(), default=0)).head[self._rank]
@@ -138,7 +139,7 @@ class StaticOrder:
         return self._current() is None
 
     def upcoming_instructions(self) -> Iterator[Instruction]:
-        """The instructions that are left of the batches that are known, in order, from the one that is run now."""
+        """Yield the remaining instructions of known batches, in order, from the running one on."""
         program, rank, others = self._program, self._rank, 0
         most = len(program.head[rank]) + len(program.cycle[rank]) if program.endless else None
         for i in () if self._next is None else chain((self._next,), copy(self._upcoming)):
@@ -151,7 +152,7 @@ class StaticOrder:
                     return
 
     def _current(self) -> Instruction | None:
-        """The next instruction that has something to do; None if its batch is still to come, or at the end."""
+        """Return the next instruction with samples; None if its batch is not known yet, or at the end."""
         while (i := self._next) is not None:
             if i.batch < self._batches[i.job]:
                 if i.kind is Kind.STEP or i.span.start < self._rows[i.job, i.batch]:
@@ -167,14 +168,16 @@ class StaticOrder:
 
 
 class ReadyOrder:
-    """The choice of a policy among the instructions whose needs are met; messages are taken and sent at once.
+    """Lets a policy choose among ready instructions; messages are received and sent at once.
+
+    In an endless window the needs of batches follow from the layers that they use, and ended batches are forgotten.
 
     In an endless window what batches wait for comes with them, by the layers that they use, and they are forgotten when
     they are over.
 
     Args:
-        has_room: whether a forward of a stage finds room for the layers that its batch uses.
-        ahead: batches that are to be known, as far as the policy's depth allows, before they begin.
+        has_room: returns whether a forward of a stage finds room for the layers of its batch.
+        ahead: the number of batches to know before they begin, as far as the policy's depth allows.
     """
 
     def __init__(
@@ -206,8 +209,8 @@ class ReadyOrder:
         self._deliveries: LayerDeliveries | None = None
 
     def enable_deliveries(self, mirrors: Mirrors, mailbox: Mailbox, number: int) -> None:
-        """From now on, before the first batch, layers go to the ranks where batches use them; the window is that of
-        `number`, and who waits for `mailbox` is woken."""
+        """Move layers to the ranks where batches use them, in the window `number`. Call it before the first batch;
+        deliveries wake waiters of `mailbox`."""
         self._deliveries = LayerDeliveries(self._ledger, self._rank, number, mirrors, mailbox.notify)
 
     def add(self, item: Item, rows: int, use: Use) -> None:
@@ -225,7 +228,7 @@ class ReadyOrder:
                 self._add_ready(self._tracker.complete(send_of(i)))
 
     def _needs_of_newest(self, use: Use) -> dict[Instruction, tuple[Instruction | Transfer, ...]]:
-        """The needs of the newest batch, besides its data: other batches, and layers that have to come here."""
+        """Return the needs of the newest batch besides its data: other batches, and layers from other ranks."""
         batch, plan = self._newest, self._plan
         waits: dict[Instruction, tuple[Instruction | Transfer, ...]] = {**self._ledger.enter(batch, use)}
         if self._deliveries is not None:
@@ -238,7 +241,7 @@ class ReadyOrder:
         return waits
 
     def _take_deliveries(self) -> None:
-        """Takes in the layers that have come; when all batches are over, lets them go home."""
+        """Process arrived layers; once all batches have ended, return layers to their owners."""
         if self._deliveries is not None:
             for transfer in self._deliveries.take_arrived():
                 self._add_ready(self._tracker.complete(transfer))
@@ -275,9 +278,9 @@ class ReadyOrder:
             self._deliveries.before_forward(i.batch, i.stage)
 
     def upcoming_layers(self) -> Iterator[str]:
-        """The layers of the tasks that will probably run next, the first one first: what is ready but forwards, and
-        batches of which a stage has run some forwards or backwards and not all. Then in turn a forward that is ready
-        and a batch that is to come back, for nobody knows which is first; so all under way."""
+        """Yield the layers of the probable next tasks, the first one first. Ready tasks other than forwards come first,
+        and batches with some but not all forwards or backwards of a stage. Then ready forwards and returning batches
+        alternate, because their order is unknown."""
         last = self._last
         over = [last.batch] if last is not None and last.kind is not Kind.F and last.batch in self._begun else []
         waiting = self._ledger.expected(dict.fromkeys([*over, *self._begun]))
@@ -324,7 +327,7 @@ class ReadyOrder:
             self._forget_batch(item)
 
     def _forget_batch(self, item: Item) -> None:
-        """All of the batch has run here."""
+        """Forget a batch after its last instruction here."""
         del self._left[item]
         self._begun.pop(item[1], None)
         if self._policy.endless:

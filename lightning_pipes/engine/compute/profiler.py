@@ -1,4 +1,4 @@
-"""Measures what layers cost, one after the other, the way the engine runs them."""
+"""Measures the costs of layers, one after the other, in the way the engine runs them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ from lightning_pipes.ir import InputError, Kind, Span
 
 REPEATS = 5
 JOINED_BYTES = 2**21
-"""Of a tensor that is joined from two: more than a kernel's start takes as long as, and less than a cache that many
-share."""
+"""Bytes of a tensor joined from two: large against a kernel's launch, and small against a shared cache."""
 CallLayer = Callable[[nn.Module, Any], Any]
 Progress = Callable[[str, float], None]
-"""Told what is measured, and how much of all is done, 0 to 1."""
+"""Called with the current measurement, and the completed share of all, 0 to 1."""
 
 
 @dataclass
@@ -65,19 +64,19 @@ def profile_layers(
     entered: bool = False,
     progress: Progress = lambda what, done: None,
 ) -> ModelProfile:
-    """Times and bytes of every layer for every number of rows in `inputs`.
+    """Return the times and bytes of every layer for every number of rows in `inputs`.
 
-    Each layer runs forward and backward by itself, through the engine's own code, on what the layer before it gave.
-    Weights, buffers, gradients and random numbers are afterwards as they were before.
+    Each layer runs forward and backward by itself, through the engine's own code, on the output of the layer before
+    it. Weights, buffers, gradients and random states are restored afterwards.
 
     Args:
-        inputs: by number of rows what enters the first layer; axis 0 of its tensors counts rows.
-        optimizer: whose kind and settings a step is measured with; without one steps take no time and no bytes.
-        call: runs a layer on what came in.
-        split: measures I and W too.
-        repeats: runs per number of rows, of which the median counts, after one that does not count.
-        entered: what enters the first layer is what a layer before it hands on, which counts its bytes.
-        seconds: no new run begins after so long, once every number of rows has had one that counts.
+        inputs: by number of rows the input of the first layer; axis 0 of its tensors counts rows.
+        optimizer: the kind and settings of the measured step; without one steps take no time and no bytes.
+        call: runs a layer on its input.
+        split: whether to measure I and W too.
+        repeats: runs per number of rows, of which the median counts, after a warm-up run.
+        entered: whether the input of the first layer is the output of another layer, which counts its bytes.
+        seconds: no run begins after so many seconds, once every number of rows has a counted run.
 
     Raises:
         InputError: no layers or no inputs.
@@ -112,7 +111,7 @@ def profile_layers(
 
 
 def joining_seconds(device: torch.device) -> float:
-    """Seconds per byte in which a device joins tensors, measured."""
+    """Return the measured seconds per byte in which a device joins tensors."""
     halves = [torch.zeros(JOINED_BYTES // 8, device=device) for _ in range(2)]
     times = []
     for _ in range(REPEATS + 1):
@@ -144,12 +143,12 @@ def _profile(name: str, seen: _LayerMeasurements, layer: nn.Module, step: float,
 
 
 def _copy_input(x: Any) -> Any:
-    """A copy, which a first layer may change."""
+    """Return a copy of an input, which a first layer may change."""
     return pytree.tree_map_only(torch.Tensor, torch.clone, x)
 
 
 def _enter_layer(seen: _LayerMeasurements, x: Any, flags: autograd.Flags, saved: SavedForward) -> Any:
-    """The input of a layer, where gradients are wanted that come out of it."""
+    """Return the input of a layer, with tensors that want gradients as leaves."""
     x = autograd.enter_stage(x, flags, saved) if flags else x
     return pytree.tree_map(clone_leaf, x) if seen.in_place else x
 
@@ -206,7 +205,8 @@ def _measure_saved(
     call: CallLayer,
     entered: bool,
 ) -> None:
-    """Bytes that every layer saves for backward, and hands on; what the layer before it has saved counts once."""
+    """Measure the bytes that every layer saves for backward, and the bytes of its output; tensors saved by the layer
+    before count once."""
     x = _copy_input(x)
     weights = {storage_of(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
     counted = {storage_of(t) for t in tensors_in(x)} if entered else set()
@@ -237,7 +237,7 @@ def _measure_working(
     call: CallLayer,
     device: torch.device,
 ) -> None:
-    """Bytes that every layer needs while it runs, besides those that it saves and hands on."""
+    """Measure the temporary bytes of every layer while it runs, without saved tensors and outputs."""
     x = _copy_input(x)
     flags: autograd.Flags = ()
     for layer, seen in zip(layers, measured, strict=True):
@@ -258,7 +258,8 @@ def _measure_working(
 
 
 def _step(layer: nn.Module, optimizer: Optimizer | None, device: torch.device) -> tuple[float, int]:
-    """Seconds of a second step of such an optimizer for copies of the layer's weights, and bytes of its state."""
+    """Return the seconds of a second step of such an optimizer for copies of the layer's weights, and the bytes of its
+    state."""
     own = _stepped_copy(layer, optimizer)
     if own is None:
         return 0.0, 0
@@ -270,7 +271,7 @@ def _step(layer: nn.Module, optimizer: Optimizer | None, device: torch.device) -
 
 
 def optimizer_state(layer: nn.Module, optimizer: Optimizer | None) -> list[torch.Tensor]:
-    """Return what such an optimizer keeps of the layer's weights after a step; neither of the two changes."""
+    """Return the state that such an optimizer has for the layer's weights after a step; both stay unchanged."""
     own = _stepped_copy(layer, optimizer)
     return [] if own is None else _state_tensors(own)
 
@@ -296,7 +297,7 @@ def _state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
 
 @contextmanager
 def _unchanged(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Leaves gradients and buffers as they were."""
+    """Restore gradients and buffers after the block."""
     layers = list(layers)
     gradients = [(p, p.grad) for layer in layers for p in layer.parameters()]
     buffers = [(b, b.clone()) for layer in layers for b in layer.buffers()]
@@ -313,6 +314,6 @@ def _unchanged(layers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Waits for what a GPU has to do."""
+    """Wait until a GPU has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,7 @@
-"""Gradients that several ranks hold parts of: flattened into buckets and summed, while backward goes on.
+"""Sums gradients that several ranks hold parts of: flattened into buckets, during backward.
+
+A bucket also carries a mark per parameter. A parameter without a gradient on all ranks keeps none, so that its
+optimizer state and weight decay stay unchanged.
 
 A bucket carries a mark per parameter too: a parameter without a gradient on any rank keeps none, so that its optimizer
 state and its weight decay stay as they are.
@@ -16,7 +19,7 @@ from torch import nn
 from lightning_pipes.ir import PipelineError
 
 BUCKET_BYTES = 25 * 2**20
-"""As in torch's DistributedDataParallel: large enough for bandwidth, small enough to leave early."""
+"""Bytes of a bucket as in torch's DistributedDataParallel: large enough for bandwidth, small enough to leave early."""
 
 Wait = Callable[[], object]
 AllReduce = Callable[[torch.Tensor], Wait]
@@ -32,7 +35,7 @@ class Bucket:
         self._wait: Wait = lambda: None
 
     def start(self, all_reduce: AllReduce) -> None:
-        """Sends off what is in `.grad` now; types of less than four bytes are summed in float32.
+        """Start to reduce the current `.grad`s; types of less than four bytes are summed in float32.
 
         Raises:
             PipelineError: a gradient is sparse.
@@ -50,7 +53,8 @@ class Bucket:
         self._wait = all_reduce(self._flat)
 
     def finish(self, divisor: int = 1) -> None:
-        """Waits, and replaces every `.grad` by the sum over the ranks, divided; none stays none where all had none."""
+        """Wait, and replace every `.grad` by the sum over the ranks, divided. A `.grad` that is None on all ranks stays
+        None."""
         self._wait()
         assert self._flat is not None, "start was not called"
         sizes = [p.numel() for p in self.parameters]
@@ -70,18 +74,18 @@ class TrainableParameters:
         self.add_trainable()
 
     def add_trainable(self) -> bool:
-        """Add those that are trainable now; return whether any of them is new."""
+        """Add parameters that are trainable now; return whether any is new."""
         before = len(self._known)
         self._known.update(id(p) for p in self._parameters if p.requires_grad)
         return len(self._known) > before
 
     def is_known(self, parameter: nn.Parameter) -> bool:
-        """Return whether it is one of them."""
+        """Return whether the parameter has been trainable at some time."""
         return id(parameter) in self._known
 
 
 def make_buckets(parameters: Iterable[nn.Parameter], size: int = BUCKET_BYTES) -> list[Bucket]:
-    """Parameters in buckets of about `size` bytes: the last ones first, as backward reaches them."""
+    """Return parameters in buckets of about `size` bytes: the last ones first, as backward reaches them."""
     found: list[Bucket] = []
     groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for p in reversed(list(parameters)):
@@ -101,9 +105,9 @@ class Reducer:
     meanwhile.
 
     Args:
-        parameters: of each stage, in the order of its layers.
+        parameters: the parameters of each stage, in the order of its layers.
         all_reduce: sums over the ranks that hold the same stage in all replicas.
-        replicas: how many they are.
+        replicas: the number of replicas.
         size: bytes of a bucket.
     """
 
@@ -128,7 +132,7 @@ class Reducer:
 
     @contextmanager
     def last_backward(self, stage: int) -> Iterator[None]:
-        """Around the backward of a stage after which the gradients of a batch are complete.
+        """Wrap the backward of a stage that completes the gradients of a batch.
 
         Raises:
             PipelineError: a gradient is sparse, or comes in two parts.
@@ -145,17 +149,17 @@ class Reducer:
             self._waiting = []
 
     def finish(self) -> None:
-        """Waits for all buckets; every `.grad` is the average over the replicas."""
+        """Wait for all buckets; every `.grad` becomes the average over the replicas."""
         for bucket in self._in_flight:
             bucket.finish(self._replicas)
         self._in_flight = []
 
     def is_own_hook(self, hook: Callable[..., object]) -> bool:
-        """Whether a hook of a parameter is of this reducer."""
+        """Return whether a parameter's hook belongs to this reducer."""
         return getattr(hook, "__self__", None) is self
 
     def remove(self) -> None:
-        """Takes the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 

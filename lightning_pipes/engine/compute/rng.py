@@ -1,4 +1,6 @@
-"""Random numbers that do not depend on where a layer runs.
+"""Random numbers that do not depend on a layer's rank.
+
+Every (job, layer, batch, span) has its own stream, so dropout gives the same masks on any number of stages.
 
 Every (job, layer, batch, span) has its own stream, so dropout gives the same masks on any number of stages.
 """
@@ -26,18 +28,18 @@ AFTER_LAYERS = -2
 
 @lru_cache(maxsize=4096)
 def stream_seed(seed: int, job: int, layer: int, number: int, span: Span) -> int:
-    """A 63-bit seed that is the same on every rank and machine."""
+    """Return a 63-bit seed that is the same on every rank and machine."""
     text = f"{seed}/{job}/{layer}/{number}/{span.start}:{span.stop}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def replica_seed(seed: int, replica: int) -> int:
-    """The seed of a replica of the pipeline; the first one's as if it were alone."""
+    """Return the seed of a replica of the pipeline; the first replica has the seed of a single one."""
     return seed if not replica else stream_seed(seed, replica, BEFORE_LAYERS, 0, Span(0, 0))
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The states of the generators of torch, Python and NumPy."""
+    """Return the states of the generators of torch, Python and NumPy."""
     state = {"torch": torch.default_generator.get_state(), "python": random.getstate(), "numpy": numpy_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -45,7 +47,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """The other direction of `random_state`; a GPU's generator stays as it is where the state is from a CPU."""
+    """Restore the states of `random_state`; a GPU's generator stays unchanged where the state is from a CPU."""
     torch.default_generator.set_state(state["torch"])
     random.setstate(state["python"])
     set_numpy_state(state["numpy"])
@@ -54,7 +56,7 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 class RngUse:
-    """Sees whether anybody draws random numbers between `begin` and `look`."""
+    """Detects whether code draws random numbers between `start` and `stop`."""
 
     def __init__(self, device: torch.device) -> None:
         self.was_used = False
@@ -62,11 +64,11 @@ class RngUse:
         self._state: Any = None
 
     def start(self) -> None:
-        """From here on."""
+        """Start watching."""
         self._state = self._now()
 
     def stop(self) -> None:
-        """Until here."""
+        """Stop watching."""
         self.was_used = self.was_used or self._now() != self._state
 
     def _now(self) -> Any:
@@ -74,7 +76,7 @@ class RngUse:
 
 
 def comparable_state(state: Any) -> Any:
-    """The state of generators as what can be told apart by `==`."""
+    """Return the state of generators in a form that `==` can compare."""
     if isinstance(state, dict):
         return {name: comparable_state(part) for name, part in state.items()}
     if isinstance(state, tuple):
@@ -85,13 +87,13 @@ def comparable_state(state: Any) -> Any:
 
 
 def same_random_state(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether two results of `random_state` would give the same random numbers, as far as both say."""
+    """Return whether two results of `random_state` would give the same random numbers, for all generators in both."""
     return all(comparable_state(a[name]) == comparable_state(b[name]) for name in a.keys() & b.keys())
 
 
 @contextmanager
 def forked_rng(device: torch.device) -> Iterator[None]:
-    """Leaves the generators of torch, Python and NumPy as they were before."""
+    """Restore the generators of torch, Python and NumPy after the block."""
     state = random_state(device)
     try:
         yield
@@ -100,7 +102,7 @@ def forked_rng(device: torch.device) -> Iterator[None]:
 
 
 def seed_all(seed: int, device: torch.device, everything: bool = False) -> None:
-    """Seeds torch's generators, and with `everything` those of Python and NumPy."""
+    """Seed torch's generators, and with `everything` also Python's and NumPy's."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -110,6 +112,6 @@ def seed_all(seed: int, device: torch.device, everything: bool = False) -> None:
 
 
 def seed_for_layer(layer: int, seed: int, device: torch.device) -> None:
-    """Seeds for what runs as that layer: torch's generators, for code before the layers Python's and NumPy's too. They
-    go on in code after the layers, for layers do not seed them."""
+    """Seed generators for that layer: torch's, and for code before the layers also Python's and NumPy's. These continue
+    in code after the layers, because layers do not seed them."""
     seed_all(seed, device, everything=layer == BEFORE_LAYERS)

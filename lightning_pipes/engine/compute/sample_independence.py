@@ -1,4 +1,4 @@
-"""Checks of what must not happen in a forward that will run again on some of its samples at a time."""
+"""Checks a forward that will run again on some of its samples at a time."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ MIXING = (BatchNorm,)
 
 
 class SampleIndependenceCheck:
-    """Watches one such forward: each sample must come out as it will when it runs with fewer others.
+    """Checks one such forward: each sample's output must not depend on the other samples.
+
+    Otherwise its gradient would belong to an output that the next stage never received.
 
     Otherwise its gradient would be that of something that never went on to the next stage.
 
     Args:
-        stage: whose forward it is.
-        span: its samples.
+        stage: the number of the stage.
+        span: the samples of the forward.
     """
 
     def __init__(self, stage: int, span: Span, device: torch.device) -> None:
@@ -34,8 +36,8 @@ class SampleIndependenceCheck:
         self._seeded: dict[str, Any] | None = None
 
     def note_seeded(self, seeded_for: str, everything: bool) -> None:
-        """The random generators were seeded for `who`, who may draw from none; with `everything` neither from Python's
-        and NumPy's."""
+        """Note that the random generators were seeded for `seeded_for`, which must draw no numbers; with `everything`
+        those of Python and NumPy count too."""
         state = random_state(self._device)
         self._seeded_for, self._seeded = (
             seeded_for,
@@ -43,7 +45,7 @@ class SampleIndependenceCheck:
         )
 
     def check_drawn(self) -> None:
-        """Refuses what drew random numbers since they were seeded.
+        """Refuse code that drew random numbers since the last seeding.
 
         Raises:
             PlanError: random numbers were drawn.
@@ -52,7 +54,7 @@ class SampleIndependenceCheck:
             self._refuse(f"{self._seeded_for} draws random numbers")
 
     def check_layer(self, number: int, layer: nn.Module) -> None:
-        """Refuses layers that are known to mix samples.
+        """Refuse layers that are known to mix samples.
 
         Raises:
             PlanError: it is one.
@@ -63,7 +65,7 @@ class SampleIndependenceCheck:
 
     @contextmanager
     def check_buffers(self, number: int, layer: nn.Module) -> Iterator[None]:
-        """Refuse a layer whose forward in the block changes its buffers: in parts it would read other ones.
+        """Refuse a layer whose forward changes its buffers in the block: a forward in parts would read other values.
 
         Raises:
             PlanError: it changes one.

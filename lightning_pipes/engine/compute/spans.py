@@ -1,4 +1,7 @@
-"""Rows of a pytree: cut, joined, and kept until somebody asks for them.
+"""Rows of a pytree: cut, joined, and buffered until they are used.
+
+Tensors with axis 0 as long as the span hold rows. Every other leaf on an edge, such as masks, flags and None, belongs
+to the whole micro-batch. Where sender and receiver cut a batch equally, nothing here copies.
 
 Tensors whose axis 0 is as long as the span hold rows. Everything else on an edge, masks and flags and None, belongs
 to the whole micro-batch. Where sender and receiver cut a batch alike, nothing here copies.
@@ -16,7 +19,7 @@ from lightning_pipes.ir import PlanError, Span
 
 
 def take_rows(tree: Any, span: Span, part: Span) -> Any:
-    """The rows `part` of a tree that holds the rows `span`; what is not rows is repeated.
+    """Return the rows `part` of a tree that holds the rows `span`; other leaves are repeated.
 
     Raises:
         PlanError: the tree has a list with a tensor for each sample.
@@ -29,7 +32,7 @@ def take_rows(tree: Any, span: Span, part: Span) -> Any:
 
 
 def join_rows(pieces: Sequence[tuple[Span, Any]]) -> Any:
-    """One tree from trees of neighbouring spans; of what is not rows the first one's counts.
+    """Join trees of neighbouring spans into one; the first tree gives the leaves without rows.
 
     Raises:
         PlanError: the trees differ in structure, or have lists with a tensor for each sample, so their rows can't be
@@ -48,7 +51,7 @@ def join_rows(pieces: Sequence[tuple[Span, Any]]) -> Any:
 
 
 def take_gradient_rows(tree: Any, span: Span, part: Span) -> Any:
-    """Like `take_rows`, but a gradient of what is not rows goes to the first part only: it must count once."""
+    """Take rows like `take_rows`, but give a gradient without rows to the first part only: it must count once."""
     if part == span:
         return tree
     first = part.start == span.start
@@ -57,7 +60,7 @@ def take_gradient_rows(tree: Any, span: Span, part: Span) -> Any:
 
 
 def join_gradient_rows(pieces: Sequence[tuple[Span, Any]]) -> Any:
-    """Like `join_rows`, but gradients of what is not rows are added up, and a missing one counts as zero."""
+    """Join like `join_rows`, but sum gradients without rows; a missing one counts as zero."""
     if len(pieces) == 1:
         return pieces[0][1]
     joined: list[Any] = []
@@ -85,7 +88,7 @@ def _holds_rows(leaf: Any, span: Span) -> bool:
 
 
 def _refuse_lists(tree: Any, span: Span) -> None:
-    """Raises PlanError for a list with a tensor of its own shape for each sample: gradients come without the list."""
+    """Raise PlanError for a list with a tensor of its own shape for each sample: gradients arrive without the list."""
 
     def holds_samples(node: Any) -> bool:
         if not isinstance(node, (list, tuple)) or len(node) != span.rows:
@@ -113,7 +116,7 @@ def _flatten_same_structure(pieces: Sequence[tuple[Span, Any]]) -> tuple[list[tu
 
 
 class SpanBuffer:
-    """Rows that were made or have arrived and wait to be used; whatever cut they come and go in."""
+    """Rows that wait for their use, put and taken in any spans."""
 
     def __init__(self, gradients: bool) -> None:
         self._pieces: dict[Span, Any] = {}
@@ -122,14 +125,14 @@ class SpanBuffer:
         self._join = join_gradient_rows if gradients else join_rows
 
     def put(self, span: Span, tree: Any) -> None:
-        """Keeps the tree that holds the rows `span`."""
+        """Keep the tree that holds the rows `span`."""
         self._pieces[span] = tree
 
     def take_span(self, span: Span) -> Any:
-        """The tree with the rows `span`, which are gone from here then.
+        """Remove and return the tree with the rows `span`.
 
         Raises:
-            PlanError: some of the rows are not here.
+            PlanError: some of the rows are missing.
         """
         if span in self._pieces:  # the usual case: nothing to cut or join
             self._left.pop(span, None)

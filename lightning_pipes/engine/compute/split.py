@@ -1,4 +1,9 @@
-"""Backward in two parts: the input gradients at once, which the previous stage waits for, the weight gradients later.
+"""Splits backward in two: the input gradients at once, for the previous stage, and the weight gradients later.
+
+The graph of a stage has a trunk, the nodes on a path from its outputs to its inputs, and branches from the trunk to
+weights. The first part runs the trunk alone and keeps the gradients at nodes with branches. The second part starts at
+these nodes and runs the branches alone. Nothing large is computed twice, and only the tensors that the branches need
+stay alive in between.
 
 The graph of a stage has a trunk, the nodes on a way from what left the stage to what entered it, and branches that lead
 off it to weights. The first part runs the trunk alone and keeps the gradients that arrive at nodes with branches; the
@@ -23,7 +28,7 @@ Gradient = torch.Tensor | None
 
 
 class _InseparableError(Exception):
-    """The message says what stands in the way."""
+    """The message names the obstacle to splitting."""
 
 
 @dataclass
@@ -45,10 +50,10 @@ class _Fork:
 
 @dataclass(eq=False)
 class WeightGradients:
-    """The second part of a backward, still to be done.
+    """The second part of a backward, still to be run.
 
     Attributes:
-        inseparable: why the first part did everything already; empty if it did not.
+        inseparable: the reason why the first part did everything already; empty if it did not.
     """
 
     inseparable: str = ""
@@ -58,7 +63,7 @@ class WeightGradients:
     _beside: list[tuple[GradientEdge, Gradient]] = field(default_factory=list)
 
     def compute(self) -> None:
-        """Adds the gradients to the weights; frees the graph on the way."""
+        """Add the gradients to the weights; frees the graph on the way."""
         whole, self._whole = self._whole, None
         if whole is not None:
             torch.autograd.backward(*whole)  # type: ignore[arg-type]  # tensors and edges may be mixed
@@ -84,7 +89,7 @@ def _backward(roots: Sequence[tuple[GradientEdge, Gradient]], leaves: Sequence[t
 
 
 def backward_inputs(records: Sequence[tuple[SavedForward, Sequence[Any]]], last: bool) -> WeightGradients:
-    """Gradients of the entering tensors, and what is left to do for those of the weights.
+    """Compute the gradients of the input tensors, and return the remaining work for the weights.
 
     Where they can't be had apart, both are computed now: layers written as autograd functions in Python, reentrant
     checkpoints, layers whose saved tensors are packed by hooks (as by any other checkpoint), and weights that are used
@@ -155,8 +160,8 @@ class _Graph:
                 self._branches.setdefault(node, []).append(GradientEdge(n, number))
 
     def find_forks(self) -> tuple[list[_Fork], list[GradientEdge]]:
-        """The nodes of the trunk with branches, from the outputs on; and where gradients of vectors arrive that are
-        better computed along the trunk: those of norms, whose two halves would each read everything.
+        """Return the nodes of the trunk with branches, from the outputs on, and edges to vectors that are better
+        computed along the trunk. Those are weights of norms: both halves would read all data.
 
         Raises:
             _InseparableError: the branches can't be run without the trunk, or the trunk without the branches.
@@ -183,14 +188,14 @@ class _Graph:
         return forks, vectors
 
     def release(self, kept: Iterable[Node]) -> None:
-        """Lets go of the tensors that the trunk saved, except those of the nodes `kept`. It can't be run again."""
+        """Free the tensors that the trunk saved, except at the nodes `kept`. The trunk can't run again."""
         for node in self.trunk.difference(kept):
             for tensor in saved_tensors(node):
                 if tensor.unpack_hook is None and tensor.data is not None:
                     tensor.register_hooks(_drop, _refuse)
 
     def _behind(self, nodes: list[Node]) -> dict[Node, None]:
-        """`nodes` and all that follows them."""
+        """Return `nodes` and all nodes that follow them."""
         found: dict[Node, None] = {}
         while nodes:
             node = nodes.pop()
@@ -215,7 +220,7 @@ class _Graph:
 
 
 def _leaf(node: Any) -> torch.Tensor:
-    """The tensor to which a node without followers adds its gradient."""
+    """Return the tensor to which a node without followers adds its gradient."""
     leaf: torch.Tensor = node.variable
     return leaf
 

@@ -28,33 +28,33 @@ Body = Callable[["Stage", Item, Span, Any], Any]
 
 
 def layers_only(stage: Stage, item: Item, span: Span, received: Any) -> Any:
-    """The body of a stage in the middle: what was received goes through the layers."""
+    """Run the received tensors through the layers: the body of a middle stage."""
     return stage.run_layers(item, span, received)
 
 
 IN_PLACE = "a leaf Variable that requires grad"
-"""How autograd refuses a layer that works in place on what the stage received, which is a leaf only here."""
+"""Autograd's error for a layer that works in place on received tensors, which are leaves only in a stage."""
 
 
 def clone_leaf(leaf: Any) -> Any:
-    """A copy of what a stage received, for a layer that works in place."""
+    """Return a copy of a received tensor, for a layer that works in place."""
     return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf else leaf
 
 
 class Stage:
-    """The layers of one stage, and what surrounds them there.
+    """The layers of one stage, and the code around them.
 
     Args:
         number: the stage's number.
         layers: consecutive layers by their number in the whole model; may be empty.
         body: called once a micro-batch, with samples on axis 0. It gets None on stage 0 and the previous stage's
-            output elsewhere; it returns what the next stage gets, on the last stage in training the scalar loss of
-            the micro-batch, scaled so that the losses of a batch add up to what is to be minimised.
+            output on other stages. It returns the input of the next stage. On the last stage in training it returns
+            the scalar loss of the micro-batch, scaled so that the losses of a batch add up to the objective.
         step: called when the gradients of a batch are complete; updates the weights and clears the gradients.
         recompute: keep only what was received and run forward again before backward.
         job: the sibling whose layers these are.
-        last_backward: makes what is entered around the backward that completes the gradients of a batch.
-        named: the layers under whose names batches say what they use, where `layers` are wrapped around those.
+        last_backward: creates the context of the backward that completes the gradients of a batch.
+        named: the layers whose names batches use, where `layers` wrap those.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Stage:
 
     @property
     def recompute(self) -> bool:
-        """Whether forward runs again before backward; while it runs, whether that is so for these samples."""
+        """Whether forward runs again before backward; during a forward, whether it does so for these samples."""
         return self._recompute or self._in_parts is not None
 
     def forward(
@@ -105,10 +105,10 @@ class Stage:
         again: bool = False,
         in_parts: bool = False,
     ) -> Any:
-        """Runs the body with the weights of `version`.
+        """Run the body with the weights of `version`.
 
         Args:
-            again: whether it runs for the second time on these samples.
+            again: whether this is the second run on these samples.
             in_parts: whether it will run again on some of these samples at a time.
 
         Raises:
@@ -132,21 +132,21 @@ class Stage:
             self._version, self._in_parts, self.recomputing = None, None, False
 
     def use_mirrors(self, mirrors: Mirrors, layers: Mapping[int, nn.Module]) -> None:
-        """From now on batches with a cut of their own may run any of `layers` here, which are all of the model, as
-        `Stage` takes them."""
+        """Let batches with a cut of their own run any of `layers` here: all layers of the model, in the form that
+        `Stage` takes."""
         self._mirrored = MirroredLayers(self.number, mirrors, layers)
         self._parts = LayerParameters(self.number, mirrors.layers, mirrors)
 
     def enable_offload(self, memory: LayerMemory) -> None:
-        """From now on the layers that tasks need are brought to the device for them."""
+        """Load layers onto the device only for the tasks that need them."""
         self.offload = LayerOffload(memory, self.number, self._parts, self._recompute)
 
     def task_context(self, kind: Kind, item: Item) -> AbstractContextManager[None]:
-        """The context for a task to run in: its layers are on the device."""
+        """Return the context of a task: its layers are on the device."""
         return nullcontext() if self.offload is None else self.offload.task_context(kind, item)
 
     def compute_context(self, kind: Kind, item: Item, version: WeightVersion | None) -> AbstractContextManager[None]:
-        """The same for a task that reads the weights of `version`."""
+        """Return the context of a task that reads the weights of `version`."""
         return self.weights.on_device(version) if self.offload is None else self._task_and_weights(kind, item, version)
 
     @contextmanager
@@ -155,7 +155,7 @@ class Stage:
             yield
 
     def check_use(self, use: Use) -> None:
-        """Refuses a batch that uses layers which are not here.
+        """Refuse a batch that uses layers of other stages.
 
         Raises:
             PlanError: it does.
@@ -163,7 +163,7 @@ class Stage:
         self._parts.check(use)
 
     def late_weights(self) -> LateWeights:
-        """The keeper of the versions of these layers that batches of a new window read late."""
+        """Return the keeper of layer versions that batches of a new window read late."""
         return LateWeights(self.number, self.layers, self._parts)
 
     def _check_read_only(self, item: Item, kept: Mapping[str, tuple[torch.Tensor, int]]) -> None:
@@ -177,17 +177,17 @@ class Stage:
                 )
 
     def stepped_parameters(self, item: Item) -> list[nn.Parameter]:
-        """The parameters of the layers that `item` steps here."""
+        """Return the parameters of the layers that `item` steps here."""
         if item.use is None:
             return [p for layer in self.layers.values() for p in layer.parameters()]
         return self._parts.parameters(item.use.stepped(self.number))
 
     def named_tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of a layer, or of a part of one, as this stage has them, by name in it."""
+        """Return parameters and buffers of a layer, or of a part of one, on this stage, by their name within it."""
         return self._parts.named_tensors(name)
 
     def run_layers(self, item: Item, span: Span, x: Any) -> Any:
-        """`x` through the layers; each layer draws from its own random stream."""
+        """Run `x` through the layers; each layer draws from its own random stream."""
         first_of_two = self.recompute and item.training and not self.recomputing
         if first_of_two and self._changes_input is not False:  # the second run needs `x` as it is
             copy = pytree.tree_map_only(torch.Tensor, torch.clone, x)
@@ -234,7 +234,7 @@ class Stage:
         return functional_call(layer, tensors, (x,)) if tensors else layer(x)
 
     def warn_not_splittable(self, why: str) -> None:
-        """Warns, once, that a split backward gains nothing on this stage."""
+        """Warn once that a split backward gains nothing on this stage."""
         if not self._warned_not_splittable:
             self._warned_not_splittable = True
             warnings.warn(
@@ -244,11 +244,11 @@ class Stage:
             )
 
     def seed_user_code(self, item: Item, span: Span, layer: int) -> None:
-        """Gives user code before or after the layers its own random stream, see `seed_as`."""
+        """Give user code before or after the layers its own random stream; see `seed_for_layer`."""
         self._seed(self._stream(item, span, layer), layer)
 
     def expect_user_code(self, item: Item, spans: Iterable[Span]) -> None:
-        """Finds the seeds of user code for several micro-batches at a time, which takes a tenth of the time."""
+        """Compute the seeds of user code for several micro-batches at a time, which takes a tenth of the time."""
         for span in spans:
             self._stream(item, span, BEFORE_LAYERS)
             self._stream(item, span, AFTER_LAYERS)
@@ -257,7 +257,7 @@ class Stage:
         return stream_seed(self.seed, self.job, layer, item.number, span)
 
     def _seed(self, seed: int, layer: int) -> None:
-        """Seeds for a layer, or for user code around the layers."""
+        """Seed for a layer, or for user code around the layers."""
         if self._in_parts is not None:
             self._in_parts.check_drawn()
         seed_for_layer(layer, seed, self.device)

@@ -32,11 +32,11 @@ _NOTHING = nullcontext()
 
 @dataclass(eq=False)
 class WeightVersion:
-    """Parameters by layer and name as they once were; they collect gradients of their own.
+    """An earlier version of parameters, by layer and name, with gradients of its own.
 
     Attributes:
-        late: it is of some layers only and belongs to one batch, which keeps its gradients until its step.
-        key: it has among the states that take turns on the device, if it does.
+        late: whether it covers some layers of one batch only, which keeps its gradients until its step.
+        key: its key among swapped states, if it is swapped.
     """
 
     parameters: dict[int, dict[str, nn.Parameter]]
@@ -44,7 +44,8 @@ class WeightVersion:
     key: Hashable = None
 
     def bind_to(self, device: torch.device) -> Binding:
-        """Those on `device`, which can be on the host while nothing computes with them; see `Swap`."""
+        """Return a binding of the parameters on `device`, which can be on the host while no computation uses them; see
+        `Swap`."""
         named = {f"{n}.{name}": p for n, each in self.parameters.items() for name, p in each.items()}
         return Binding.from_parameters(named, device)
 
@@ -54,7 +55,7 @@ class WeightVersions:
 
     Args:
         layers: the live layers by number.
-        most: how many versions may live; with one, the live parameters are used and nothing is copied.
+        max_versions: how many versions may live; with one, the live parameters are used and nothing is copied.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module], max_versions: int) -> None:
@@ -63,7 +64,7 @@ class WeightVersions:
         self._newest: WeightVersion | None = None
 
     def current_version(self) -> WeightVersion | None:
-        """The version to read now; None stands for the live parameters."""
+        """Return the version to read now; None stands for the live parameters."""
         if self.max_versions == 1:
             return None
         if self._newest is None:
@@ -81,14 +82,14 @@ class WeightVersions:
         return self._newest
 
     def on_device(self, version: WeightVersion | None) -> AbstractContextManager[None]:
-        """The context for a computation that reads `version`: its weights are on the device."""
+        """Return the context of a computation that reads `version`: its weights are on the device."""
         return _NOTHING
 
     def before_update(self, others: Iterable[WeightVersion | None]) -> None:
-        """The live parameters are about to change, and `others` still to be read."""
+        """Prepare for a change of the live parameters while `others` are still to be read."""
 
     def collect_gradients(self, versions: Iterable[WeightVersion | None]) -> None:
-        """Moves the gradients of versions to the live parameters, adding to what is there."""
+        """Move the gradients of versions to the live parameters, adding to existing gradients."""
         if self.max_versions == 1:
             return
         for version in {id(v): v for v in versions if v is not None and not v.late}.values():
@@ -100,7 +101,7 @@ class WeightVersions:
                         copies[name].grad = None
 
     def after_update(self) -> None:
-        """The live parameters have changed."""
+        """Note that the live parameters have changed."""
         self._newest = None
 
     def _read(self, live: nn.Parameter) -> torch.Tensor:
@@ -111,11 +112,11 @@ class WeightVersions:
 
 
 class OffloadedVersions(WeightVersions):
-    """The versions of a stage that runs forward again before backward: a device has a few of them, the host the rest.
+    """The versions of a stage that runs forward again before backward: the device has a few of them, the host the rest.
 
-    Between a forward and its backward nothing refers to the weights then. So the newest version is the live parameters
-    themselves, and copied only when they are about to change while a batch has still to go back through it; with them
-    there are never more than the plan says.
+    Between a forward and its backward nothing refers to the weights then. So the live parameters themselves are the
+    newest version. They are copied only before a change, if a batch still has its backward to run. Copies and live
+    parameters together never exceed the number of versions in the plan.
 
         F7  reads the live ones, which are version 5
         B5  version 3 is at hand; version 4 is brought
@@ -148,11 +149,10 @@ class OffloadedVersions(WeightVersions):
 
     @contextmanager
     def on_device(self, version: WeightVersion | None) -> Iterator[None]:
-        """The context for a computation that reads `version`: its weights are on the device, and those that come next
-        are brought.
+        """Keep the weights of `version` on the device inside the block, and load the next ones.
 
         Raises:
-            PipelineError: somebody else than the optimizers has changed the live ones.
+            PipelineError: code other than the optimizers has changed the live parameters.
         """
         if version is not None and version.key in self._kept:
             with self._memory.lease_version(version.key):
@@ -194,7 +194,7 @@ class OffloadedVersions(WeightVersions):
 
 
 class _Place(NamedTuple):
-    """Where a parameter is: the number of its layer, its name there."""
+    """The place of a parameter: the number of its layer, and its name there."""
 
     layer: int
     name: str
@@ -222,7 +222,7 @@ class LateWeights:
         self._steps: dict[int, frozenset[str]] = {}
 
     def enter(self, batch: int, use: Use | None) -> None:
-        """The next batch uses these layers."""
+        """Register the next batch, which uses these layers."""
         delays = () if use is None else [each for each in use.delays if each[0] in use.layers[self._stage]]
         here = {name: max(-1, batch - delay.by) for name, delay in delays}
         for name in here:
@@ -236,7 +236,7 @@ class LateWeights:
         self._drop_old()
 
     def make_version(self, batch: int) -> WeightVersion | None:
-        """The weights for the batch, which collect its gradients; None where it reads nothing late here."""
+        """Return the weights for the batch, which collect its gradients; None where it reads nothing late here."""
         reads = self._reads.pop(batch, {})
         made: dict[int, dict[str, nn.Parameter]] = {}
         for name, read in reads.items():
@@ -249,7 +249,7 @@ class LateWeights:
         return self._made.get(batch)
 
     def before_step(self, batch: int) -> None:
-        """Gives the gradients of the batch to the live weights."""
+        """Move the gradients of the batch to the live weights."""
         version = self._made.pop(batch, None)
         if version is not None:
             for name in self._steps[batch]:
@@ -257,7 +257,7 @@ class LateWeights:
                     place.live.grad = version.parameters[place.layer][place.name].grad
 
     def after_step(self, batch: int) -> None:
-        """The live weights are what the batch leaves."""
+        """Keep a copy of the live weights, which the batch has stepped."""
         for name in self._steps.pop(batch, ()):
             self._keep(name, batch)
         self._drop_old()
@@ -271,7 +271,7 @@ class LateWeights:
         self._copies[name].append((batch, [place.live.detach().clone() for place in self._places[name]]))
 
     def _drop_old(self) -> None:
-        """Versions that no batch will ask for: later ones never ask for older ones."""
+        """Drop versions that no batch will read: later batches never read older versions."""
         for name, copies in self._copies.items():
             if len(copies) > 1:
                 waiting = (reads[name] for reads in self._reads.values() if name in reads)
@@ -296,7 +296,7 @@ class BuffersBefore:
 
     @contextmanager
     def keep_before(self, key: Hashable, number: int, layer: nn.Module) -> Iterator[None]:
-        """Keep what the forward of a layer in the block changes, until it is taken by `key`."""
+        """Keep the buffers that a layer's forward changes in the block, until `take_kept` with `key`."""
         now = {name: (buffer, buffer._version) for name, buffer in layer.named_buffers()}
         known = self._changing.get(number)
         copies = {
@@ -323,5 +323,5 @@ class BuffersBefore:
             self._kept[key] = {name: copies.get(name, now[name][0]) for name in changed}
 
     def take_kept(self, key: Hashable) -> dict[str, torch.Tensor]:
-        """Return what was kept, once."""
+        """Remove and return the kept buffers."""
         return self._kept.pop(key, {})

@@ -1,4 +1,14 @@
-"""Keyed tensors from any rank to any rank, in chunks, behind training traffic: for moves, mirrors and versions.
+"""Keyed trees of tensors from any rank to any rank, in chunks that give way to messages of training.
+
+    sender      wait until no message waits for the network   chunk -->            wait   chunk -->
+    receiver                                                           <-- arrived              <-- arrived
+
+Chunks have a group of their own for each pair and direction; the next one is packed while one travels. At most one is
+in flight between two ranks, so that a message of training waits for one chunk at most. With `priority` as many are in
+flight as the queue stays finite for (DynPipe, S V-C3), because the network lets training pass.
+
+A pair of ranks connects when one sends and the other receives for the first time. A thread at each end waits for that;
+no other thread does.
 
     sender      wait until nothing of ours waits for the network   chunk -->            wait   chunk -->
     receiver                                                             <-- it is here              <-- it is here
@@ -46,7 +56,7 @@ Key = str | int | tuple[Any, ...]
 """Names a parcel: a text, a number, or a tuple of these."""
 
 GATE_SECONDS = 0.1
-"""Seconds after which a chunk leaves although training has messages waiting: slow, and never stuck."""
+"""Seconds after which a chunk leaves although messages of training wait, so that transfers never stall."""
 POLL_SECONDS = 0.001
 CLOSE_SECONDS = 10.0
 _CHUNK = struct.Struct("<8s q q q q q")  # magic, parcel, bytes of its description, bytes in all, first byte, and last
@@ -59,12 +69,12 @@ _DATA, _ARRIVED = 0, 1
 
 
 class TransferHandle:
-    """One parcel on its way, at either end.
+    """One tree in flight, at either end.
 
     Attributes:
-        what: what it is, for messages.
-        size: bytes of its tensors and what describes them; of an expected one, 0 until it is there.
-        seconds: from the call that made the handle until it was done.
+        what: a description, for messages.
+        size: bytes of its tensors and their description; at the receiver 0 until it has arrived.
+        seconds: from the creation of the handle until it was done.
     """
 
     def __init__(
@@ -82,7 +92,7 @@ class TransferHandle:
         return self.what
 
     def is_done(self) -> bool:
-        """Whether it has arrived.
+        """Return whether the tree has arrived.
 
         Raises:
             PeerFailure: a rank has failed before.
@@ -92,7 +102,7 @@ class TransferHandle:
         return self._done
 
     def wait(self) -> TransferHandle:
-        """Returns itself when the parcel has arrived.
+        """Return itself when the tree has arrived.
 
         Raises:
             PeerFailure: a rank has failed before.
@@ -108,11 +118,11 @@ class TransferHandle:
 
     @property
     def content(self) -> Any:
-        """The content that was sent, at the receiver; waits for it. Each tensor lies in memory of its own."""
+        """The content that was sent, at the receiver; waits for it. Each tensor has memory of its own."""
         return self.wait()._content
 
     def finish(self, size: int, content: Any = None) -> None:
-        """It has arrived."""
+        """Mark the tree as arrived."""
         with self._changed:
             self.size, self.seconds, self._content = size, time.monotonic() - self._begun, content
             self._done = True
@@ -123,12 +133,12 @@ class TransferHandle:
 
 @dataclass
 class TransferStatistics:
-    """The cost of parcels so far.
+    """The cost of bulk transfers so far.
 
     Attributes:
-        sent, received: bytes, with what describes them.
-        sending: seconds in which chunks of this rank were under way.
-        held_back: seconds in which one was ready and let training go first.
+        sent, received: bytes, including descriptions.
+        sending: seconds in which chunks of this rank were in flight.
+        held_back: seconds in which a chunk was ready and waited for training.
     """
 
     sent: int = 0
@@ -138,14 +148,14 @@ class TransferStatistics:
 
 
 class BulkTransfer:
-    """One rank's post office.
+    """One rank's end of all bulk transfers.
 
-    All ranks make theirs equally often and in one order, though not at one moment; that alone connects nobody.
+    All ranks create theirs equally often and in one order, but not at one moment. Creating one connects no ranks.
 
     Args:
         rank: the global rank of this process.
         ranks: the global ranks among which parcels go.
-        device: where what arrives is put; the CPU by default.
+        device: the device of received tensors; the CPU by default.
         priority: mark the connections as less urgent than all others, by SO_PRIORITY, instead of letting chunks wait
             for training. It needs a queue in front of the network that goes by it, which root installs, on all hosts:
             `tc qdisc replace dev eth0 root pfifo_fast`, or `prio`, or below a class that shapes.
@@ -177,13 +187,12 @@ class BulkTransfer:
         watch.on_failure(self._on_failure)
 
     def set_gate(self, busy: Callable[[], bool]) -> None:
-        """Chunks leave from now on when `busy()` is false, and every PATIENCE seconds when it is not. By default they
-        wait while any TCP connection of this process has bytes that are not delivered. It is called by other threads,
-        and often."""
+        """Send chunks from now on while `busy()` is false, and every GATE_SECONDS while it is true. By default they
+        wait while any TCP connection of this process has undelivered bytes. Other threads call it often."""
         self._busy = busy
 
     def send(self, to: int, key: Key, content: Any) -> TransferHandle:
-        """Starts to send `content`: dicts, lists and tuples of tensors, numbers, texts and None.
+        """Start to send `content`: dicts, lists and tuples of tensors, numbers, texts and None.
 
         Tensors are read until the handle is done; give copies of what changes before. Of parcels that are sent to one
         rank, whatever has least left goes first; equal keys arrive in the order of these calls.
@@ -208,10 +217,10 @@ class BulkTransfer:
         return handle
 
     def receive(self, source: int, key: Key, on_arrival: Callable[[], None] | None = None) -> TransferHandle:
-        """Gives what `source` sends, or has sent, by that key.
+        """Return a handle of the tree that `source` sends, or has sent, under that key.
 
         Args:
-            told: called when it is here, on the thread that has received it: to be short.
+            on_arrival: called when it has arrived, on the receiving thread; it must be short.
 
         Raises:
             InputError: no such rank.
@@ -233,7 +242,7 @@ class BulkTransfer:
         return handle
 
     def close(self) -> None:
-        """Ends all connections when what was sent has arrived; both ends must call it.
+        """Close all connections when everything sent has arrived; both ends must call it.
 
         Raises:
             PipelineError: a parcel was sent to a rank that never expected one.
@@ -256,7 +265,7 @@ class BulkTransfer:
             )
 
     def add_arrived(self, source: int, key: Key, size: int, content: Any) -> None:
-        """A parcel has arrived."""
+        """Hand an arrived tree to its handle, or keep it until it is requested."""
         with self.changed:
             self.traffic.received += size
             waiting = self._expected.get((source, key))
@@ -269,14 +278,14 @@ class BulkTransfer:
                 self._arrived[source, key].append((size, content))
 
     def report_broken(self, peer: int, error: Exception) -> None:
-        """A connection to `peer` has ended by `error`: gloo's, which means that the peer has gone, or our own."""
+        """Report that a connection to `peer` has ended with `error`: gloo's error means that the peer has gone."""
         if isinstance(error, RuntimeError) and not isinstance(error, PipelineError):
             self.watch.report_lost_peer(peer, error)
         else:
             self.watch.report_failure(error, f"its parcels from or to rank {peer}")
 
     def wait_for_gate(self) -> None:
-        """Returns when a chunk may leave."""
+        """Wait until a chunk may leave."""
         begun = now = time.monotonic()
         while now < begun + GATE_SECONDS and self._busy() and self.watch.error is None:
             time.sleep(POLL_SECONDS)
@@ -285,7 +294,10 @@ class BulkTransfer:
             self.traffic.held_back += now - begun
 
     def connect(self, source: int, destination: int) -> ProcessGroupGloo | None:
-        """The group of that direction, when both ends want it; None if that did not come to pass before `close`.
+        """Return the group of that direction once both ends want it; None if that does not happen before `close`.
+
+        Each end announces itself, and creates the group only after the other's announcement, because creating it blocks
+        until then.
 
         Each end says that it is there, and begins to make the group when the other has said so too: it would block
         until then.
@@ -302,7 +314,7 @@ class BulkTransfer:
             return ProcessGroupGloo(PrefixStore(f"{source}-{destination}/group", store), mine, 2, IDLE)
 
     def chunk_limit(self, pace: ChunkSizer, packing: float) -> int:
-        """How many chunks may be under way to a rank, where packing one takes so many seconds."""
+        """Return how many chunks may be in flight to a rank, given the seconds of packing one."""
         if not self._priority:
             return 1
         size = pace.size
@@ -329,7 +341,7 @@ class BulkTransfer:
         return [*self._out.values(), *self._in.values()]
 
     def _wait_for_peers(self) -> None:
-        """Waits until all who were connected have read everything too: see `GlooTransport`."""
+        """Wait until all connected peers have read everything too; see `GlooTransport`."""
         peers = sorted({end.peer for end in self._ends if end.connected})
         if not peers:
             return
@@ -345,7 +357,7 @@ class BulkTransfer:
 
 
 class _OutgoingTree:
-    """A parcel that is sent, as bytes."""
+    """A tree that is sent, as bytes."""
 
     def __init__(self, handle: TransferHandle, key: Key, description: bytes, tensors: Sequence[torch.Tensor]) -> None:
         self.handle, self.description, self._tensors = handle, description, tensors
@@ -358,7 +370,7 @@ class _OutgoingTree:
             self._ready.record()
 
     def copy(self, start: int, stop: int, into: torch.Tensor) -> None:
-        """Writes those bytes."""
+        """Write the bytes start to stop into `into`."""
         at = 0
         for part, first, last in self._layout.locate_bytes(start, stop):
             if part != self._part:  # one at a time, as they may have to be copied
@@ -377,10 +389,10 @@ class _OutgoingTree:
 
 @dataclass
 class _Chunk:
-    """A chunk under way, with whose bytes it is.
+    """A chunk in flight, with the range of its bytes.
 
     Attributes:
-        work: its sending, and the peer's word that it is there.
+        work: its send, and the peer's acknowledgement.
     """
 
     number: int
@@ -407,11 +419,11 @@ class _Sender:
 
     @property
     def undelivered(self) -> list[TransferHandle]:
-        """Those that have not arrived."""
+        """Handles of trees that have not arrived."""
         return [leaving.handle for leaving in self._trees.values()]
 
     def add(self, leaving: _OutgoingTree) -> None:
-        """One more parcel."""
+        """Add a tree to send."""
         with self._transfer.changed:
             self._trees[self._count] = leaving
             self._queue.add(self._count, leaving.size)
@@ -419,7 +431,7 @@ class _Sender:
             self._transfer.changed.notify_all()
 
     def join(self, until: float) -> None:
-        """Returns when all is over, or at that time of the monotonic clock."""
+        """Wait until all is delivered, or until that time of the monotonic clock."""
         self._thread.join(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
@@ -451,7 +463,7 @@ class _Sender:
             transfer.report_broken(self.peer, error)
 
     def _has_work(self) -> bool:
-        """Whether there is something to send, when that is known."""
+        """Wait until it is known whether there is something to send, and return it."""
         transfer = self._transfer
         while self._in_flight and not self._queue:
             self._wait_for_oldest()
@@ -461,7 +473,7 @@ class _Sender:
             return bool(self._queue) and transfer.watch.error is None
 
     def _start(self, group: Any, buffer: torch.Tensor, number: int, *sizes: int) -> None:
-        """A chunk leaves."""
+        """Send a chunk."""
         _CHUNK.pack_into(buffer.numpy().data, 0, _MAGIC, number, *sizes)
         answer = torch.empty(1, dtype=torch.uint8)
         arrived, (start, stop) = group.recv([answer], RECEIVER, _ARRIVED), sizes[2:]
@@ -469,8 +481,8 @@ class _Sender:
         self._in_flight.append(_Chunk(number, start, stop, time.monotonic(), (sent, arrived, answer)))
 
     def _end(self) -> float:
-        """Seconds that the oldest chunk under way has taken, when it is there: from its start, or from when the one
-        before it was there."""
+        """Wait for the oldest chunk in flight, and return its seconds, from its start or from the arrival of the chunk
+        before it."""
         chunk = self._in_flight[0]
         sent, arrived, _ = chunk.work
         sent.wait()
@@ -480,12 +492,12 @@ class _Sender:
         return self._last - max(before, chunk.begun)
 
     def _exchange(self, group: Any, buffer: torch.Tensor, number: int) -> float:
-        """Seconds of a chunk without content."""
+        """Send a chunk without content, and return its seconds."""
         self._start(group, buffer, number, 0, 0, 0, 0)
         return self._end()
 
     def _wait_for_oldest(self) -> None:
-        """Waits until the oldest chunk under way is there."""
+        """Wait until the oldest chunk in flight has arrived."""
         transfer, chunk = self._transfer, self._in_flight[0]
         took = self._end()
         self._sizer.record_chunk(chunk.stop - chunk.start, took - self._quickest)
@@ -499,7 +511,7 @@ class _Sender:
 
 
 class _IncomingTree:
-    """A parcel that is received, as bytes."""
+    """A tree that is received, as bytes."""
 
     def __init__(self, description: int, size: int) -> None:
         self._description = torch.empty(description, dtype=torch.uint8)
@@ -510,7 +522,7 @@ class _IncomingTree:
         self._layout = ByteLayout([description])
 
     def put(self, start: int, stop: int, data: torch.Tensor) -> None:
-        """Those bytes have come; they come in order."""
+        """Store the bytes start to stop; they arrive in order."""
         at = 0
         while start + at < stop:
             if self._skeleton is None and start + at >= self._description.numel():
@@ -521,7 +533,7 @@ class _IncomingTree:
                 at += last - first
 
     def content(self) -> Any:
-        """Its content, all of which must be there."""
+        """Return the content; all of its bytes must have arrived."""
         if self._skeleton is None:
             self._allocate()
         return fill_skeleton(self._skeleton, iter(self._tensors))
@@ -548,7 +560,7 @@ class _Receiver:
         self._thread.start()
 
     def join(self, until: float) -> None:
-        """Returns when the peer has closed its end too, or at that time of the monotonic clock."""
+        """Wait until the peer has closed its end too, or until that time of the monotonic clock."""
         self._thread.join(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
@@ -583,7 +595,7 @@ class _Receiver:
         return buffer, group.recv([buffer], SENDER, _DATA)
 
     def _take(self, buffer: torch.Tensor, number: int, description: int, size: int, start: int, stop: int) -> bool:
-        """Whether the parcel is whole now."""
+        """Store a chunk, and return whether the tree is complete."""
         if start == 0:
             self._trees[number] = _IncomingTree(description, size)
         self._trees[number].put(start, stop, buffer[_FRONT : _FRONT + stop - start])

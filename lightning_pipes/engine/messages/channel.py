@@ -1,5 +1,9 @@
 """One direction between two ranks, for one purpose, over its own process group.
 
+Gloo moves bytes only after the receiver has posted a receive, and a message must fit the posted buffer. So receives are
+posted ahead, in slots. Each arriving piece announces the size of the slot posted in its place. A message larger than
+the posted slots is cut into pieces. A steady stream takes one slot a message.
+
 Bytes move on gloo only once the receiver has posted a receive, and a message must fit the posted buffer. So receives
 are posted ahead, in slots: each piece that arrives announces how large the slot is that is posted in its place, and a
 message too large for the slots on their way is cut into pieces. A steady stream takes one slot a message.
@@ -34,7 +38,7 @@ from lightning_pipes.ir import Instruction
 POSTED = 4
 """Receives posted ahead. Fewer cost up to 1.9 times the step time on slow links, more gain nothing."""
 FIRST_SLOT = 4096
-"""Bytes of the first receives, when nothing is known yet of what will come."""
+"""Bytes of the first receives, while the sizes of messages are unknown."""
 RELEASE_SECONDS = 0.01
 """How long a sent tensor may be kept after it was delivered."""
 
@@ -45,7 +49,7 @@ SENDER, RECEIVER = 0, 1
 
 
 class Work(Protocol):
-    """A send or receive under way. `wait` must be called exactly once, and never with a timeout: it would close the
+    """A send or receive in flight. Call `wait` exactly once, and never with a timeout, which would close the
     connection. Dropping an unfinished send loses the message."""
 
     def wait(self) -> bool: ...
@@ -53,6 +57,10 @@ class Work(Protocol):
 
 class Outbox:
     """The sending end.
+
+    `send` returns once gloo has the bytes, or for tensors on a GPU once their copy is enqueued. A thread keeps them
+    alive until delivery. It wakes only now and then, because a wake-up for each message would cost the computing thread
+    more than the message itself.
 
     `send` returns once the bytes are handed over to gloo, or for tensors on a GPU once their copy is enqueued. A
     thread keeps them alive until they are delivered; it wakes only now and then, because a wake-up for each message
@@ -80,7 +88,7 @@ class Outbox:
         self._thread.start()
 
     def send(self, key: tuple[int, Instruction], tree: object, flags: tuple[bool, ...] = ()) -> None:
-        """Starts to send one message; messages arrive in the order of these calls."""
+        """Start to send one message; messages arrive in the order of these calls."""
         wire, tensors = self._encoder.encode(key, tree, flags, time.monotonic_ns())
         if self._stager is None:
             wire.copy_tensors(tensors)
@@ -89,7 +97,7 @@ class Outbox:
             self._stager.send(wire, tensors)
 
     def close(self, failed: bool) -> None:
-        """Tells the peer that nothing more comes, once for each receive that it has posted, and waits for delivery."""
+        """Send an end mark for each receive that the peer has posted, and wait for delivery."""
         if self._stager is not None:
             self._stager.close(failed)
         if not failed:
@@ -122,7 +130,7 @@ class Outbox:
         try:
             work: Work = self._group.send([buffer], RECEIVER, 0)  # type: ignore[attr-defined]
         except RuntimeError as error:
-            self._lost(error)  # tells who is gone; raises nothing
+            self._lost(error)  # reports the lost peer; raises nothing
             raise
         self._unfinished.append((work, buffer, wire))
         if not self._has_work.is_set():
@@ -146,7 +154,7 @@ class Outbox:
 
 
 class _StageOut:
-    """Copies tensors from the GPU to pinned memory on a stream of its own, and posts them when they are there."""
+    """Copies tensors from the GPU to pinned memory on a stream of its own, and posts them when the copy has ended."""
 
     def __init__(
         self, device: torch.device, post: Callable[[Wire], None], lost: Callable[[BaseException], None]
@@ -181,7 +189,7 @@ class _StageOut:
 
 
 class Inbox:
-    """The receiving end: a thread that waits for each posted receive in turn and delivers whole messages."""
+    """The receiving end: a thread waits for each posted receive in turn and delivers whole messages."""
 
     def __init__(
         self,
@@ -203,7 +211,7 @@ class Inbox:
         self._thread.start()
 
     def close(self, failed: bool) -> None:
-        """Returns when the peer has closed its end too, or after a while where something failed."""
+        """Wait until the peer has closed its end too, or for a while after a failure."""
         self._thread.join(timeout=1.0 if failed else 10.0)
 
     def _post(self, size: int) -> None:
@@ -235,6 +243,6 @@ class Inbox:
                 self._deliver(message._replace(tree=self._stage_in(message.tree)))
                 del message
                 del buffer
-                self._post(successor)  # after delivery: three more are posted, and somebody waits for this one
+                self._post(successor)  # after delivery: three more are posted, and the rank may wait for this message
         except Exception as error:
             self._lost(error)

@@ -12,29 +12,30 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 FIRST_CHUNK, MIN_CHUNK, MAX_CHUNK = 2**16, 2**14, 2**20
-"""Bytes of a chunk: the first one, and what all others lie between."""
+"""Bytes of the first chunk, and the smallest and largest size of later ones."""
 MAX_IN_FLIGHT = 8
 """Chunks from a rank to another at a time, at most: the peer has a buffer for each."""
 SECONDS = 0.005
-"""Seconds that a chunk may take: as long may it hold up a message of training that comes right after it has left."""
+"""Seconds that a chunk may take, and so delay a message of training that follows it."""
 
 
 class SendQueue:
-    """Parcels that wait to be sent to one rank. Whoever has least left goes first: what is small need not wait until a
-    large one is through."""
+    """Trees that wait to be sent to one rank. The one with the fewest bytes left goes first, so that small ones need
+    not wait for large ones."""
 
     def __init__(self) -> None:
         self._left: dict[int, tuple[int, int]] = {}  # number -> next byte, and all of them
 
     def add(self, number: int, size: int) -> None:
-        """A parcel of `size` bytes, at least one."""
+        """Add a tree of `size` bytes, at least one."""
         self._left[number] = (0, size)
 
     def __bool__(self) -> bool:
         return bool(self._left)
 
     def next_chunk(self, most: int) -> tuple[int, int, int]:
-        """The number of a parcel and its bytes start to stop, `most` at most, that go next; there must be some."""
+        """Return the number of a tree and its next bytes, start to stop, `most` at most; the queue must not be
+        empty."""
         number = min(self._left, key=lambda n: (self._left[n][1] - self._left[n][0], n))
         start, size = self._left[number]
         stop = min(start + most, size)
@@ -47,7 +48,7 @@ class SendQueue:
 
 @dataclass
 class ChunkSizer:
-    """The size of chunks, from what those before have taken.
+    """Chooses the size of chunks from the times of earlier ones.
 
     Attributes:
         size: bytes of the next chunk, at most.
@@ -58,7 +59,7 @@ class ChunkSizer:
     best: float = 0.0
 
     def record_chunk(self, size: int, seconds: float) -> None:
-        """A chunk of `size` bytes took so long. At most doubles, for one chunk may have been quick by chance."""
+        """Record the seconds of a chunk. The size doubles at most, because one chunk may have been fast by chance."""
         self.best = max(self.best, size / max(seconds, 1e-9))
         if size == self.size:  # what is shorter than it may be says little
             fitting = MAX_CHUNK if seconds <= 0 else int(size * SECONDS / seconds)
@@ -66,14 +67,15 @@ class ChunkSizer:
 
 
 def queue_limit(training: float, chunks: float, service: float) -> int:
-    """How many chunks wait on average behind messages of training (DynPipe, S V-C3, E8): as many as may be under way.
+    """Return the average number of chunks that queue behind messages of training (DynPipe, S V-C3, E8), the limit of
+    chunks in flight.
 
-    That is the queue of the second class of two in an M/M/1 queue with priorities, whose server finishes what it has
-    begun; the paper says that it is interrupted, and gives this formula, which is right for packets.
+    It is the second class of an M/M/1 queue with two priorities and a non-preemptive server. The paper describes a
+    preemptive server, and gives this formula, which is right for packets.
 
     Args:
         training, chunks: a second, with messages of training counted in chunks.
-        service: chunks a second that the network could carry. Where it is asked for more, the queue grows for ever.
+        service: chunks a second that the network can carry. Beyond it the queue grows without bound.
     """
     load = (training + chunks) / service if service > 0 else 1.0
     if load >= 1:
@@ -89,7 +91,7 @@ class ByteLayout:
         self._sizes = sizes
 
     def locate_bytes(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The (part, first byte, last byte exclusive) that the bytes start to stop are, in order."""
+        """Yield the (part, first byte, last byte exclusive) of the bytes start to stop, in order."""
         part = bisect_right(self._ends, start)
         while start < stop:
             begin = self._ends[part] - self._sizes[part]

@@ -1,4 +1,4 @@
-"""How the clocks of neighbours differ: the stamps of a message are its sender's and its receiver's."""
+"""Measures the offsets of neighbours' clocks: a message has stamps of its sender's and its receiver's clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ REPEATS = 9
 
 
 def clock_id() -> str:
-    """Names the monotonic clock of this process: two processes with the same name share one. Empty if nobody knows."""
+    """Return a name for the monotonic clock of this process: processes with the same name share a clock. Empty if
+    unknown."""
     if sys.platform != "linux":
         return ""
     with open("/proc/sys/kernel/random/boot_id") as file:
@@ -31,14 +32,15 @@ def clock_id() -> str:
 def measure_offsets(
     plan: Plan, rank: int, transport: Transport, repeats: int = REPEATS, name: str | None = None
 ) -> dict[int, int]:
-    """By neighbour, the nanoseconds to add to its stamps to have them by this rank's clock; 0 where it is the same one.
+    """Return the nanoseconds to add to each neighbour's stamps to convert them to this rank's clock; 0 for a shared
+    clock.
 
-    A collective call of all ranks of the pipeline, between windows. As NTP does it: of several tiny messages there and
-    back, the pair that took least says most, as nothing held it up. It is wrong by half of what the two ways differ
-    then. Messages with data would not do: they take unequally long where links differ.
+    A collective call of all ranks of the pipeline, between windows. As in NTP, the fastest of several round trips of
+    tiny messages counts. The error is half the difference between its two directions. Messages with data would not
+    do, because they take unequally long where links differ.
 
     Args:
-        name: of this rank's clock, by default `clock()`.
+        name: the name of this rank's clock, by default `clock_id()`.
     """
     offsets: dict[int, int] = {}
     edges = {(plan.ranks[s], plan.ranks[s + 1]): s for s in reversed(range(plan.n_stages - 1)) if plan.crosses(s)}

@@ -1,4 +1,8 @@
-"""Channels from GPU to GPU: gloo carries what a message is, another backend the tensors themselves.
+"""Channels from GPU to GPU: gloo carries the headers of messages, another backend the tensors.
+
+NCCL has no tags, checks no sizes and can't describe a received tensor, so a small header goes ahead through an ordinary
+channel. The receiver posts its receives when it has the header with every shape. Both ends process one channel's
+messages in the same order, as NCCL requires.
 
 NCCL has no tags, checks no sizes and can't say what it received, so a small header goes ahead through an ordinary
 channel. The receiver posts its receives when the header is there and knows every shape by then; both ends work
@@ -31,18 +35,18 @@ CPU = torch.device("cpu")
 
 
 class Payload(Protocol):
-    """The part of a group of two ranks that is used."""
+    """The part of a two-rank group that is used here."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
 
 
 DirectGroup = Callable[[PrefixStore, int], Payload]
-"""Makes one end, 0 or 1, of a group of two."""
+"""Creates one end, 0 or 1, of a group of two."""
 
 
 def nccl_group(store: PrefixStore, end: int) -> Payload:
-    """One end of an NCCL communicator of two ranks."""
+    """Return one end of an NCCL communicator of two ranks."""
     nccl: Any = dist.ProcessGroupNCCL  # absent from builds without NCCL
     group: Payload = nccl(store, end, 2, nccl.Options())
     return group
@@ -70,7 +74,7 @@ class _Stream:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def after_current(self) -> None:
-        """Makes what comes next on this stream wait for what was enqueued on the current one."""
+        """Make later work on this stream wait for work enqueued on the current stream."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
@@ -79,14 +83,14 @@ class _Stream:
             self._stream.synchronize()
 
     def publish_tensors(self, tree: Any) -> None:
-        """Returns when all that was made on this stream is there; whoever computes uses `tree`."""
+        """Wait for the work of this stream, and mark `tree` as used by the computing stream."""
         if self._stream is not None:
             self._stream.synchronize()
             record_stream_use(self._user, tree)
 
 
 class DirectOutbox:
-    """The sending end: the header is sent and the tensors are enqueued; a thread keeps them until they have left."""
+    """The sending end: sends the header and enqueues the tensors; a thread keeps them until they have left."""
 
     def __init__(
         self,
@@ -105,7 +109,7 @@ class DirectOutbox:
         self._thread.start()
 
     def send(self, key: tuple[int, Instruction], tree: object, flags: tuple[bool, ...] = ()) -> None:
-        """Starts to send one message; messages arrive in the order of these calls."""
+        """Start to send one message; messages arrive in the order of these calls."""
         leaves, spec = pytree.tree_flatten(tree)
         tensors = [leaf.contiguous() for leaf in leaves if isinstance(leaf, torch.Tensor)]
         described = [_TensorSpec(v.shape, v.dtype) if isinstance(v, torch.Tensor) else v for v in leaves]
@@ -132,7 +136,7 @@ class DirectOutbox:
 
 
 class DirectInbox:
-    """The receiving end: tensors are fetched when their header arrives, by the thread that received it."""
+    """The receiving end: the thread that receives a header fetches its tensors."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Measures what messages between neighbours take, end to end: copies, serialisation and waking up included."""
+"""Measures the end-to-end time of messages between neighbours, with copies, serialisation and waking up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def measure_links(
     repeats: int = REPEATS,
     device: torch.device | None = None,
 ) -> dict[tuple[int, int], Link]:
-    """The links from this rank, as it has measured them, by (from rank, to rank).
+    """Return the measured links from this rank, by (from rank, to rank).
 
     A collective call of all ranks of the pipeline, between windows. A message of each size goes there and a small one
     comes back, so clocks need not agree; a link is what fits the medians best: half a small message's round trip is
@@ -54,7 +54,7 @@ def measure_links(
 
 
 def fit_link(seconds: Mapping[int, float]) -> Link:
-    """The link whose messages take so long, by bytes; the smallest one's time is all latency."""
+    """Return the link that fits the seconds of messages, by bytes; the smallest one's time is all latency."""
     smallest = min(seconds)
     latency = seconds[smallest]
     extra = [(size - smallest, t - latency) for size, t in seconds.items() if size > smallest]
@@ -74,7 +74,7 @@ class _Exchange:
     device: torch.device | None
 
     def measure_trips(self, peer: int) -> dict[int, float]:
-        """Seconds of a message one way, by bytes."""
+        """Return the seconds of a message one way, by bytes."""
         trips: dict[int, list[float]] = {}
         for number, size in self._rounds():
             message = self._message(size)
@@ -87,7 +87,7 @@ class _Exchange:
         return {_SMALL: small, **{size: median(trips[size]) - small for size in self.sizes}}
 
     def answer_trips(self, peer: int) -> None:
-        """Answers every message of the other end's `ping`."""
+        """Answer every message of the other end's `measure_trips`."""
         reply = self._message(_SMALL)
         for number, _ in self._rounds():
             self.transport.mailbox.wait((-number, self.there))
@@ -98,7 +98,7 @@ class _Exchange:
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def _rounds(self) -> list[tuple[int, int]]:
-        """Numbers of messages and their sizes: the sizes in turn, so that a disturbance meets all of them."""
+        """Return numbers of messages and their sizes. Sizes alternate, so that a disturbance affects all of them."""
         numbers = count(1)
         every = (_SMALL, *self.sizes)
         return [(next(numbers), size) for _ in range(self.repeats + 1) for size in every][len(every) :]

@@ -1,4 +1,7 @@
-"""Channels between processes of one host: tensors lie in shared memory, a socket rings.
+"""Channels between processes of one host: tensors lie in shared memory, and a socket notifies the receiver.
+
+A message costs one copy into memory that both ends map, and one small write. The write wakes the receiver itself,
+without a thread in between.
 
 A message costs its copy into memory that both ends map and one small write, and wakes the receiver itself: there is no
 thread in between.
@@ -25,7 +28,7 @@ from lightning_pipes.engine.messages.message import Decoder, Encoder, ReceiveBuf
 from lightning_pipes.engine.watch.trust import ForgedError, same_user
 from lightning_pipes.ir import Instruction, PipelineError
 
-_RING = struct.Struct("<i i q q")  # what, number of the slot, its bytes, the sender's clock
+_RING = struct.Struct("<i i q q")  # kind of notice, number of the slot, its bytes, the sender's clock
 _FRESH, _AGAIN, _DROP, _GOODBYE = range(4)
 HELLO = struct.Struct("<i")  # the sender's global rank
 _FREE, _TAKEN = 0, 1
@@ -33,7 +36,7 @@ CONNECT_SECONDS = 60.0
 
 
 class LocalMailbox(Mailbox):
-    """A mailbox whose owner fetches the messages itself when it waits."""
+    """A mailbox that fetches messages on its owner's thread while the owner waits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,12 +47,12 @@ class LocalMailbox(Mailbox):
         self.watch_descriptor(self._woken, self._drain_waker)
 
     def watch_descriptor(self, descriptor: int, reader: Callable[[], None]) -> None:
-        """Calls `reader` whenever `descriptor` can be read."""
+        """Call `reader` whenever `descriptor` can be read."""
         self._readers[descriptor] = reader
         self._poll.register(descriptor, select.POLLIN)
 
     def unwatch_descriptor(self, descriptor: int) -> None:
-        """Watches it no longer."""
+        """Stop watching `descriptor`."""
         if self._readers.pop(descriptor, None) is not None:
             self._poll.unregister(descriptor)
 
@@ -67,7 +70,7 @@ class LocalMailbox(Mailbox):
                 os.write(self._waker, b"!")
 
     def fetch_messages(self, seconds: float = 0.0) -> None:
-        """Takes in what has arrived; waits that long if nothing has."""
+        """Read all arrived messages; wait up to `seconds` if there are none."""
         for descriptor, _ in self._poll.poll(1000 * seconds):
             reader = self._readers.get(descriptor)
             if reader is not None:
@@ -88,12 +91,12 @@ class LocalMailbox(Mailbox):
         self.fetch_messages(seconds)
 
     def check(self) -> None:
-        """Raises the failure that was told, if any."""
+        """Raise the reported failure, if any."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Gives back its descriptors; nobody waits here any more."""
+        """Close the descriptors; no wait may follow."""
         with self._closing:
             self._closed = True
             os.close(self._woken)
@@ -105,7 +108,7 @@ class LocalMailbox(Mailbox):
 
 
 def connect_to(name: str, rank: int) -> socket.socket:
-    """A connection of global rank `rank` to the listener of that name, which is not waited for from here on.
+    """Return a connection of global rank `rank` to the listener `name`, in non-blocking mode.
 
     Raises:
         ForgedError: another user listens there.
@@ -125,7 +128,7 @@ def connect_to(name: str, rank: int) -> socket.socket:
 
 
 def _map_memory(descriptor: int, size: int) -> torch.Tensor:
-    """Memory of one message, mapped by both ends."""
+    """Return the memory of one message, mapped by both ends."""
     return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
 
 
@@ -142,7 +145,7 @@ class LocalOutbox:
         self._socket = connect_to(name, rank)
 
     def send(self, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
-        """Sends one message; messages arrive in the order of these calls."""
+        """Send one message; messages arrive in the order of these calls."""
         while self._in_flight and self._in_flight[0].bytes[0] == _FREE:
             self._encoder.release(self._in_flight.popleft())
         wire, tensors = self._encoder.encode(key, tree, flags, time.monotonic_ns())
@@ -158,7 +161,7 @@ class LocalOutbox:
             os.close(fresh[0])
 
     def close(self, failed: bool) -> None:
-        """Tells the peer that nothing more comes."""
+        """Send an end mark to the peer."""
         if not failed:
             self._notify_peer(_GOODBYE, 0)
         self._socket.close()
@@ -175,7 +178,7 @@ class LocalOutbox:
         return tensor
 
     def _forget(self, wire: Wire) -> None:
-        """Neither end needs the slot any longer."""
+        """Release a slot that neither end needs any longer."""
         number = self._slots.pop(wire.address)
         descriptor, _ = self._descriptors.pop(number, (-1, 0))
         if descriptor >= 0:
@@ -251,7 +254,7 @@ class LocalInbox:
                 self._slots[number] = ReceiveBuffer(_map_memory(descriptors[0], size))
                 os.close(descriptors[0])
             slot = self._slots[number]
-            message = self._decoder.decode_copy(slot, rung)  # it was there when the bell rang
+            message = self._decoder.decode_copy(slot, rung)  # it was complete when the notice was sent
             slot.bytes[0] = _FREE
             self._mailbox.put(message)
 

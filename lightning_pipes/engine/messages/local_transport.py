@@ -1,4 +1,4 @@
-"""The ranks of one host find each other and connect their channels."""
+"""Connects the ranks of one host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RECEIVED = {Kind.SF: Kind.RF, Kind.SB: Kind.RB}
 
 
 def host_id() -> str:
-    """A name that two processes have in common if they can share memory and a socket; empty where none can."""
+    """Return a name that processes have in common if they can share memory and a socket; empty where none can."""
     if sys.platform != "linux":
         return ""
     with open("/proc/sys/kernel/random/boot_id") as file:
@@ -31,7 +31,7 @@ def host_id() -> str:
 
 
 class PeerListener:
-    """Where the peers of one rank connect."""
+    """A socket to which the peers of one rank connect."""
 
     def __init__(self) -> None:
         self.name = f"\0lightning_pipes-{secrets.token_hex(16)}"
@@ -40,11 +40,11 @@ class PeerListener:
         self._socket.listen(64)
 
     def accept_peer(self, watch: FailureWatch) -> tuple[int, socket.socket]:
-        """The next peer's global rank and its connection.
+        """Return the next peer's global rank and its connection.
 
         Raises:
             PeerFailure: another rank failed meanwhile.
-            TimeoutError: nobody came.
+            TimeoutError: no peer connected in time.
         """
         self._socket.settimeout(0.5)
         deadline = time.monotonic() + CONNECT_SECONDS
@@ -56,7 +56,7 @@ class PeerListener:
                 if time.monotonic() > deadline:
                     raise
                 continue
-            if not same_user(connection):  # messages are unpickled: nobody else may send any
+            if not same_user(connection):  # messages are unpickled, so other users may not send any
                 connection.close()
                 continue
             connection.settimeout(CONNECT_SECONDS)
@@ -68,7 +68,7 @@ class PeerListener:
 
 
 class LocalTransport:
-    """One channel per neighbour and direction, all on one host, tensors in ordinary memory."""
+    """One channel per neighbour and direction, all on one host, with tensors in ordinary memory."""
 
     def __init__(self, plan: Plan, rank: int, global_ranks: Sequence[int], watch: FailureWatch, store: PrefixStore):
         mailbox = self.mailbox = LocalMailbox()

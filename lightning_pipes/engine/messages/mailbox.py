@@ -1,4 +1,4 @@
-"""Where messages wait for their use."""
+"""Received messages that wait for their use."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from lightning_pipes.engine.messages.message import Message
 from lightning_pipes.ir import Instruction
 
 POLL_SECONDS = 1.0
-"""How long a wait goes on without a look around, which lets Ctrl-C in."""
+"""The longest uninterrupted wait; Ctrl-C takes effect in between."""
 Key = tuple[int, Instruction]
 """A window's number and the instruction that receives."""
 
 
 class Mailbox:
     """Messages by key, filled by other threads.
+
+    A rank waits here for everything, so that a failure anywhere can wake it.
 
     Everything that a rank may have to wait for comes through here, so that a failure anywhere can wake it.
     """
@@ -29,47 +31,47 @@ class Mailbox:
         self._notified = False
 
     def put(self, message: Message) -> None:
-        """A message has arrived."""
+        """Add a message that has arrived."""
         self._messages[message.key] = message
         self._unseen[message.key] = None
         self._changes.put(None)
 
     def fail_waiters(self, error: BaseException) -> None:
-        """Whoever waits, or will, gets `error`."""
+        """Raise `error` in every current and future waiter."""
         self._error = self._error or error
         self._changes.put(None)
 
     def notify(self) -> None:
-        """Wakes who waits for anything new: what is here by another way, as a parcel."""
+        """Wake a rank that waits for news, after something has arrived by another way, such as a bulk transfer."""
         self._notified = True
         self._changes.put(None)
 
     def has_message(self, key: Key) -> bool:
-        """Whether the message is there."""
+        """Return whether the message has arrived."""
         return key in self._messages
 
     def arrival_time(self, key: Key) -> int:
-        """When the message arrived, in nanoseconds of the monotonic clock; 0 if it is not there."""
+        """Return when the message arrived, in nanoseconds of the monotonic clock; 0 if it has not arrived."""
         message = self._messages.get(key)
         return 0 if message is None else message.arrived
 
     def take_message(self, key: Key) -> Message | None:
-        """The message, or None if it is not there yet."""
+        """Remove and return the message, or return None if it has not arrived."""
         self._unseen.pop(key, None)
         if not self._changes.empty():  # a rank that never has to wait must not pile up rings
             self._changes.get_nowait()
         return self._messages.pop(key, None)
 
     def take_new(self, window: int) -> list[Instruction]:
-        """The receives of the window of that number whose messages have arrived since they were asked for last, without
-        those that were taken. Those of other windows stay for who asks for them."""
+        """Return the receives of window `window` with messages that arrived since the last call, without those already
+        taken. Those of other windows stay."""
         found = [key for key in tuple(self._unseen) if key[0] == window]
         for key in found:
             del self._unseen[key]
         return [i for _, i in found]
 
     def wait_any(self, seconds: float) -> None:
-        """Returns when anything has arrived, or after that time.
+        """Wait until any message has arrived, or for `seconds`.
 
         Raises:
             PeerFailure: a rank has failed.
@@ -80,7 +82,7 @@ class Mailbox:
             self._changes.get(timeout=seconds)
 
     def wait(self, key: Key) -> None:
-        """Waits until the message has arrived.
+        """Wait until the message has arrived.
 
         Raises:
             PeerFailure: a rank has failed.
@@ -89,7 +91,7 @@ class Mailbox:
             self.wait_any(POLL_SECONDS)
 
     def wait_new(self, window: int) -> list[Instruction]:
-        """Waits until something new of that window has arrived, or somebody has rung; returns what is `fresh`.
+        """Wait until a message of the window or a notification has arrived; return `take_new`.
 
         Raises:
             PeerFailure: a rank has failed.
@@ -105,13 +107,15 @@ class Transport(Protocol):
 
     @property
     def mailbox(self) -> Mailbox:
-        """Where what the other ranks send arrives."""
+        """The mailbox for messages from other ranks."""
 
     def send(self, rank: int, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
-        """Starts to send a tree to another pipeline rank and returns at once.
+        """Start to send a tree to another pipeline rank, and return at once.
+
+        `key` names its receive; `flags` tells for each tensor whether the sender wants its gradient.
 
         `key` names its receive, `flags` says for each tensor whether its gradient is wanted.
         """
 
     def close(self) -> None:
-        """Ends all channels; both ends must call it."""
+        """Close all channels; both ends must call it."""

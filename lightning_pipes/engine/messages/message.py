@@ -1,4 +1,7 @@
-"""One message as bytes: a fixed header, what its leaves are, and the tensors themselves.
+"""One message as bytes: a fixed header, a description of its leaves, and the tensors themselves.
+
+Gloo checks neither size nor order, so a message carries everything that its receiver must know and check. The structure
+of the tree is sent once per channel and signature, and referred to by number afterwards.
 
 gloo checks neither size nor order, so everything that a receiver must know travels along and is checked. The
 structure of the tree is sent once per channel and signature, and named by number afterwards.
@@ -28,7 +31,7 @@ _MAGIC = b"LPIPE01\0"
 ALIGN = 64
 """Tensors start at multiples of this many bytes, so that they can be used where they lie."""
 FRONT_BYTES = ALIGN
-"""Left free in front of every message for what the channel writes there."""
+"""Bytes in front of every message that belong to the channel."""
 _EXTRA = FRONT_BYTES + HEADER_BYTES
 _SPARE, _POOLS = 8, 8
 """Wires kept for one kind of message, and kinds of messages for which any are."""
@@ -41,7 +44,7 @@ class Message(NamedTuple):
         key: window and receiving instruction.
         tree: tensors on the receiver's device and plain values.
         flags: for each tensor of the tree, in order, whether the sender wants its gradient.
-        sent, posted, arrived: nanoseconds of the monotonic clock; posted is when the receive was.
+        sent, posted, arrived: nanoseconds of the monotonic clock; `posted` is the time of the receive's posting.
     """
 
     key: tuple[int, Instruction]
@@ -54,7 +57,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Signature:
-    """The structure of a tree, its values aside.
+    """The structure of a tree without its values.
 
     Attributes:
         spec: the structure; None for a single tensor.
@@ -67,18 +70,18 @@ class Signature:
     flags: tuple[bool, ...]
 
     def to_bytes(self, seal: Seal | None) -> bytes:
-        """Itself, the structure as a tree of numbers."""
+        """Serialise the signature, with the structure as a tree of numbers."""
         skeleton = None if self.spec is None else pytree.tree_unflatten(range(len(self.leaves)), self.spec)
         return dumps((skeleton, self.leaves, self.flags), seal)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, seal: Seal | None) -> Signature:
-        """The signature that `to_bytes` wrote."""
+        """Return the signature that `to_bytes` wrote."""
         skeleton, leaves, flags = loads(data, seal)
         return cls(None if skeleton is None else pytree.tree_structure(skeleton), leaves, flags)
 
     def build_tree(self, tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> Any:
-        """The tree of these tensors and plain values."""
+        """Return the tree of these tensors and plain values."""
         if self.spec is None:
             return tensors[0]
         tensor, value = iter(tensors), iter(values)
@@ -86,12 +89,12 @@ class Signature:
 
     @cached_property
     def tensor_offsets(self) -> list[int]:
-        """Where each tensor starts among the tensors' bytes."""
+        """Offset of each tensor among the tensors' bytes."""
         return self._layout[0]
 
     @cached_property
     def bytes(self) -> int:
-        """The size of the tensors."""
+        """Size of the tensors."""
         return self._layout[1]
 
     @cached_property
@@ -119,28 +122,28 @@ class Wire:
         self.address = self.buffer.data_ptr()
 
     def copy_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies the tensors, which must not be part of a graph, to their places."""
+        """Copy the tensors, which must not be part of a graph, to their places."""
         for place, tensor in zip(self.places, tensors, strict=True):
             place.copy_(tensor, non_blocking=True)
 
 
 def pageable_bytes(size: int) -> torch.Tensor:
-    """Bytes in ordinary memory."""
+    """Return bytes in ordinary memory."""
     return torch.empty(size, dtype=torch.uint8)
 
 
 def pinned_bytes(size: int) -> torch.Tensor:
-    """Bytes in pinned memory, for tensors that come from a GPU."""
+    """Return bytes in pinned memory, for tensors that come from a GPU."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 class Encoder:
-    """The sending end of one channel. Wires of a steady stream are used again once they are given back.
+    """The sending end of one channel. Released wires are reused for a steady stream.
 
     Args:
-        allocate: where wires lie.
-        drop: told of each wire that is not kept any longer.
-        seal: of whom the receiver believes.
+        allocate: allocates the bytes of a wire.
+        drop: called with each wire that is not kept any longer.
+        seal: signs objects for the receiver.
     """
 
     def __init__(
@@ -159,7 +162,7 @@ class Encoder:
     def encode(
         self, key: tuple[int, Instruction], tree: Any, flags: tuple[bool, ...], sent: int
     ) -> tuple[Wire, Sequence[torch.Tensor]]:
-        """A wire that is complete but for the tensors, and the tensors that belong there."""
+        """Return a wire that is complete except for the tensors, and the tensors that belong there."""
         described: tuple[tuple[torch.Size, torch.dtype] | None, ...]
         if isinstance(tree, torch.Tensor):  # by far the most common, and worth a short way
             spec, tensors, values, described = None, [tree], b"", ((tree.shape, tree.dtype),)
@@ -187,7 +190,7 @@ class Encoder:
         return wire, tensors
 
     def release(self, wire: Wire) -> None:
-        """The wire has been delivered; it is kept for another message, or dropped."""
+        """Keep a delivered wire for another message, or drop it."""
         with self._lock:
             pool = self._pools.get(wire.kind)
             keep = pool is not None and len(pool) < _SPARE
@@ -197,7 +200,7 @@ class Encoder:
             self._drop(wire)
 
     def _wire(self, kind: tuple[int, int], signature: Signature) -> Wire:
-        """One for messages of this kind: a signature's number, and the bytes before the tensors."""
+        """Return a wire for messages of this kind: a signature's number, and the bytes before the tensors."""
         evicted: list[Wire] = []
         with self._lock:
             pool = self._pools.setdefault(kind, [])
@@ -227,7 +230,7 @@ class Decoder:
     """The receiving end of one channel.
 
     Args:
-        seal: of whom it believes.
+        seal: checks the origin of objects.
     """
 
     def __init__(self, seal: Seal | None = TRUSTED) -> None:
@@ -235,7 +238,7 @@ class Decoder:
         self._signatures: dict[int, Signature] = {}
 
     def decode(self, buffer: torch.Tensor, posted: int, arrived: int) -> Message:
-        """The message in a byte tensor; its tensors are views of it.
+        """Return the message in a byte tensor; its tensors are views of it.
 
         Raises:
             PipelineError: the bytes are no message of this version.
@@ -243,7 +246,7 @@ class Decoder:
         return self._read(ReceiveBuffer(buffer), posted, arrived, copy=False)
 
     def decode_copy(self, slot: ReceiveBuffer, arrived: int) -> Message:
-        """The message in a slot, which may be filled again afterwards.
+        """Return the message in a buffer that may be overwritten afterwards.
 
         Raises:
             PipelineError: the bytes are no message of this version.

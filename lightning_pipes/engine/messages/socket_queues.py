@@ -1,4 +1,4 @@
-"""Whether messages of this process wait for the network: what lies in the queues of its TCP connections."""
+"""Reads the send queues of this process's TCP connections, to see whether messages wait for the network."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 BULK = 2
-"""The priority that Linux's own queues, such as pfifo_fast, put behind what has none."""
+"""A priority below the default in Linux's queues, such as pfifo_fast."""
 _BYTES_ACKED = 120
 """Where in Linux's tcp_info."""
 _scan_lock = threading.Lock()
-"""Held while descriptors are duplicated: one that is closed meanwhile would be looked at in vain."""
+"""Held while descriptors are duplicated, because a descriptor closed meanwhile can't be read."""
 SCAN_SECONDS = 0.5
-"""How often connections are looked for: they are made at the start, and now and then."""
+"""Seconds between two scans for connections: most are made at the start."""
 
 
 class SocketQueues:
-    """The TCP connections of this process, whoever made them: gloo keeps its own to itself.
+    """All TCP connections of this process, including gloo's private ones.
+
+    Systems other than Linux report nothing, so nothing waits there.
 
     On systems other than Linux nothing is seen, and nothing waits.
     """
@@ -35,7 +37,7 @@ class SocketQueues:
         self._looked = -SCAN_SECONDS
 
     def has_unsent_bytes(self) -> bool:
-        """Whether bytes have been handed over that the other end does not have yet."""
+        """Return whether sent bytes are not acknowledged by the other end yet."""
         if sys.platform != "linux":
             return False
         now = time.monotonic()
@@ -52,13 +54,13 @@ def _waiting(descriptor: int) -> int:
 
 
 class SendRate:
-    """Bytes a second that this process has sent by connections that are not marked."""
+    """Bytes per second that this process sends by connections that are not marked as bulk."""
 
     def __init__(self) -> None:
         self._looked, self._acknowledged, self._rate = time.monotonic(), 0, 0.0
 
     def bytes_per_second(self) -> float:
-        """Those of the last LOOK_SECONDS or so; 0 on systems other than Linux."""
+        """Return the rate of about the last SCAN_SECONDS; 0 on systems other than Linux."""
         now = time.monotonic()
         if sys.platform == "linux" and now - self._looked >= SCAN_SECONDS:
             with _scan_lock:
@@ -71,7 +73,7 @@ class SendRate:
 
 @contextmanager
 def mark_connections_as_bulk() -> Iterator[None]:
-    """Connections that the block makes are less urgent than all others, where a queue of the network goes by that."""
+    """Give connections created in the block a lower priority, where a queue of the network respects priorities."""
     if sys.platform != "linux":
         yield
         return
@@ -100,7 +102,7 @@ def _acknowledged(descriptor: int) -> int:
 
 
 def _connections() -> dict[int, int]:
-    """Descriptors by inode: looking for them duplicates some."""
+    """Return descriptors by inode; scanning duplicates some of them."""
     found: dict[int, int] = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Tensors from the host to a GPU, beside its computation."""
+"""Copies tensors from the host to a GPU, beside its computation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from torch.utils import _pytree as pytree
 
 
 def record_stream_use(stream: Any, tree: Any) -> None:
-    """Tells the allocator that `stream` computes with the tensors of `tree`, which were made on another one.
+    """Register `stream` as a user of the tensors of `tree`, which another stream created.
+
+    The allocator then reuses their memory only after `stream` is done. Otherwise the creating stream could reuse it as
+    soon as Python drops them, while queued kernels still read them.
 
     Their memory is then given to others only when `stream` is done with it. Without, it is free for the stream that
     made them as soon as Python drops them, while kernels that read them are still queued.
@@ -20,7 +23,9 @@ def record_stream_use(stream: Any, tree: Any) -> None:
 
 
 class StageIn:
-    """Copies trees of tensors to a device; on the CPU they stay as they are.
+    """Copies trees of tensors to a device; on the CPU they stay unchanged.
+
+    The computing thread must create it: its stream is the one that will use them.
 
     Made by the thread that computes: its stream is the one that will use them.
     """
@@ -32,7 +37,7 @@ class StageIn:
         self._user = torch.cuda.current_stream(device) if on_gpu else None
 
     def __call__(self, tree: Any) -> Any:
-        """`tree` with its tensors on the device, where they have arrived."""
+        """Return `tree` with its tensors on the device, after their arrival."""
         if self._stream is None:
             return tree
         with torch.cuda.stream(self._stream):

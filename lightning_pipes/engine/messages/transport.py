@@ -1,4 +1,4 @@
-"""All channels of one rank: over gloo, through memory shared by one host's processes, or hand to hand inside one."""
+"""All channels of one rank: over gloo, through shared memory of one host, or directly inside one process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import InputError, Kind, Plan, send_of
 
 IDLE = timedelta(days=30)
-"""How long a posted receive may stay unanswered: a validation that does not use the pipeline may take hours, and the
-dead are noticed by the failure watch."""
+"""How long a posted receive may stay unanswered. A validation that does not use the pipeline may take hours, and the
+failure watch notices dead ranks."""
 
 
 class GlooTransport:
@@ -89,8 +89,8 @@ class GlooTransport:
         self._out, self._in = {}, []
 
     def _wait_for_neighbours(self) -> None:
-        """Waits until the neighbours have read everything too: a connection that one end closes while bytes are on
-        their way is reset, and the other end loses what it has not read."""
+        """Wait until the neighbours have read everything too. A connection that one end closes while bytes are in
+        flight is reset, and the other end loses its unread bytes."""
         mine, neighbours = self._global_rank, sorted(self._neighbours)
         for peer in neighbours:
             self._store.set(f"closed/{mine}-{peer}", "")
@@ -99,7 +99,7 @@ class GlooTransport:
 
 
 class LoopbackTransport:
-    """Ranks in one process: what is sent goes through the same bytes and lies in the other's mailbox at once."""
+    """Ranks in one process: a message goes through the same bytes, and is in the other's mailbox at once."""
 
     def __init__(self, mailboxes: Sequence[Mailbox], rank: int) -> None:
         self.mailbox = mailboxes[rank]
@@ -126,15 +126,15 @@ def make_transport(
     watch: FailureWatch,
     kind: str = "auto",
 ) -> Transport:
-    """The transport for where the ranks are: a collective call of all ranks of the pipeline.
+    """Return the transport for the placement of the ranks: a collective call of all ranks of the pipeline.
 
     Args:
         kind: "auto" takes shared memory ("local") where all ranks are on one host and tensors in ordinary memory,
             "nccl" where every rank has a GPU of its own, and "gloo" elsewhere, which stages tensors of a GPU through
-            pinned memory. A name insists.
+            pinned memory. Any other name requires that transport.
 
     Raises:
-        InputError: what is insisted on can't be had.
+        InputError: the named transport is not available.
     """
     if plan.n_ranks == 1:
         return LoopbackTransport([Mailbox()], 0)

@@ -1,4 +1,4 @@
-"""The content of a parcel, as text: nothing in it is run or unpickled, whoever wrote it."""
+"""The text format of a tree of tensors: reading it runs no code and unpickles nothing, whatever its origin."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 
 
 def pack_tree(content: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """A description of `content`, and its tensors in order. It holds dicts, lists and tuples of tensors, numbers, texts
-    and None.
+    """Return a description of `content`, and its tensors in order. It may hold dicts, lists and tuples of tensors,
+    numbers, texts and None.
 
     Subclasses arrive as what they derive from: an OrderedDict as a dict, a Parameter as a tensor.
 
@@ -31,10 +31,10 @@ def pack_tree(content: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def parse_description(description: bytes | memoryview) -> tuple[Any, TensorSpecs]:
-    """The skeleton that `content_of` fills with the tensors, and descriptions of these.
+    """Return the skeleton that `fill_skeleton` fills with tensors, and the specs of the tensors.
 
     Raises:
-        PipelineError: no `packed` wrote this.
+        PipelineError: `pack_tree` did not write this.
     """
     try:
         skeleton = json.loads(bytes(description))
@@ -46,7 +46,7 @@ def parse_description(description: bytes | memoryview) -> tuple[Any, TensorSpecs
 
 
 def fill_skeleton(skeleton: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """The tree that was packed, with these tensors."""
+    """Return the packed tree, with these tensors."""
     if not isinstance(skeleton, list):
         return skeleton
     kind, *parts = skeleton

@@ -1,4 +1,4 @@
-"""Parcels among the ranks of a pipeline that somebody waits for together with messages."""
+"""Sends trees of tensors among the ranks of a pipeline, for code that waits for them together with messages."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lightning_pipes.engine.messages.bulk_transfer import BulkTransfer, Key
 
 
 class PendingTree(Protocol):
-    """A content that is to come."""
+    """A tree that has not necessarily arrived."""
 
     def is_done(self) -> bool:
-        """Whether it is here.
+        """Return whether it has arrived.
 
         Raises:
             PeerFailure: a rank has failed before.
@@ -30,14 +30,15 @@ class TreeTransport(Protocol):
     """Carries trees of tensors from rank to rank of a pipeline."""
 
     def send(self, rank: int, key: Key, content: Any) -> None:
-        """Starts to send; what is in `content` may change afterwards."""
+        """Start to send; `content` may change afterwards."""
 
     def receive(self, rank: int, key: Key, on_arrival: Callable[[], None]) -> PendingTree:
-        """The content that `rank` sends, or has sent, by that key; calls `told`, on any thread, when it is here."""
+        """Return the content that `rank` sends, or has sent, under that key; calls `on_arrival`, on any thread, when it
+        has arrived."""
 
 
 class BulkTreeTransport:
-    """By parcels.
+    """A tree transport over bulk transfers.
 
     Args:
         ranks: the global rank of each rank of the pipeline.

@@ -1,1 +1,1 @@
-"""Samples of a rank's device and machine, taken while it trains: what else happens there."""
+"""Samples a rank's device and machine during training, to detect other load."""

@@ -1,4 +1,4 @@
-"""Memory of any CUDA device, as torch knows it."""
+"""Memory of any CUDA device, as torch reports it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_pipes.engine.monitor.source import Source, SourceError
 
 
 class CudaSource(Source):
-    """Memory: what is free on the device, by whomever the rest is held, and what torch holds here."""
+    """Memory: free bytes of the device, and bytes that torch holds in this process."""
 
     name: ClassVar[str] = "torch.cuda"
     metrics = ("gpu.torch_free_bytes", "gpu.torch_allocated_bytes", "gpu.torch_reserved_bytes")

@@ -1,4 +1,4 @@
-"""Hardware counters of Hopper and newer GPUs (GPM): how busy the units of a device are, whoever uses them."""
+"""Hardware counters of Hopper and newer GPUs (GPM): the load of a device's units by all processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_pipes.engine.monitor.source import Source, SourceError
 
 MEBI = 2.0**20
 LEAST_SECONDS = 0.1
-"""Between two samples: the device has nothing to say of less."""
+"""The shortest time between two samples that the device supports."""
 
 
 class _Metric(NamedTuple):
@@ -37,12 +37,12 @@ _ASKED = (
     _Metric(174, "context_switch_active_share", 0.01),
 )
 _ACTIVE, _OCCUPANCY = 1, 2
-"""Places in `_ASKED` of which the difference is what the paper's most telling counter says: unallocated warps in active
+"""Places in `_ASKED`. Their difference is the paper's most informative counter: unallocated warps in active
 multiprocessors."""
 
 
 class GpmSource(Source):
-    """Differences of two samples that the device takes by itself, one at each tick: nothing waits.
+    """Differences of two samples that the device takes by itself, one at each tick, without waiting.
 
     A metric that the driver does not know is missing.
 

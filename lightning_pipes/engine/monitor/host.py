@@ -1,4 +1,4 @@
-"""The machine as Linux tells of it: who waits for cores, how busy they are, what is throttled, and memory."""
+"""Load of the machine, from Linux: waiting for cores, busy cores, throttling, and memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 class SchedulerSource(Source):
-    """How long threads of this process have run, and have waited for a core although they could: in other words what a
-    neighbour on the same cores costs. Time in which they wait for messages counts as neither.
+    """How long threads of this process have run, and have waited for a core while runnable: the cost of a neighbour on
+    the same cores. Waiting for messages counts as neither.
 
     Args:
         thread: the native number of the one that computes.
@@ -57,7 +57,7 @@ class SchedulerSource(Source):
         compute, read_at = [math.nan] * 3, time.monotonic()
         for name in os.listdir(_TASKS):
             if name == own:
-                continue  # what sampling costs is no load of the training
+                continue  # the cost of sampling is no load of the training
             try:
                 run, wait, slices = map(int, _text(f"{_TASKS}/{name}/schedstat").split())
             except (OSError, ValueError):
@@ -73,7 +73,7 @@ class SchedulerSource(Source):
 
 
 class MachineSource(Source):
-    """How busy the cores are that a thread may run on, and all of them; with everybody's work.
+    """How busy the cores are on which a thread may run, and all cores, with the work of all processes.
 
     Args:
         thread: the native number of the one that computes.
@@ -118,7 +118,7 @@ class MachineSource(Source):
 
 
 class PressureSource(Source):
-    """The share of time in which some process of the machine waited for a core, for memory, for a disk (PSI)."""
+    """The share of time in which some process of the machine waited for a core, for memory, or for a disk (PSI)."""
 
     name: ClassVar[str] = "/proc/pressure"
     metrics = ("host.cpu_pressure_share", "host.memory_pressure_share", "host.io_pressure_share")
@@ -135,13 +135,13 @@ class PressureSource(Source):
 
     @staticmethod
     def _total(what: str) -> float:
-        """Seconds since the machine started: "some avg10=... avg60=... avg300=... total=MICROSECONDS"."""
+        """Return seconds since the machine started: "some avg10=... avg60=... avg300=... total=MICROSECONDS"."""
         some = _text(f"/proc/pressure/{what}").splitlines()[0]
         return int(some.rpartition("total=")[2]) / 1e6
 
 
 class ThrottleSource(Source):
-    """How long this process's control group was held back because its quota was used up."""
+    """How long this process's control group was throttled because its quota was used up."""
 
     name: ClassVar[str] = "cgroup"
     metrics = ("host.throttled_cores",)
@@ -160,7 +160,8 @@ class ThrottleSource(Source):
 
     @staticmethod
     def _seconds() -> float | None:
-        """Since the group was made; None where nothing is counted. A process may be put into another group."""
+        """Return seconds since the group was created; None where nothing is counted. A process may move to another
+        group."""
         for file in _statistics():
             try:
                 found = dict(line.split() for line in _text(file).splitlines())
@@ -174,7 +175,7 @@ class ThrottleSource(Source):
 
 
 class MemorySource(Source):
-    """Memory of the machine that could be had without swapping, and what this process holds of it."""
+    """Memory of the machine that is available without swapping, and memory of this process."""
 
     name: ClassVar[str] = "psutil"
     metrics = ("host.available_bytes", "host.resident_bytes")
@@ -192,7 +193,7 @@ class MemorySource(Source):
 
 
 def host_sources(thread: int) -> Sequence[Source]:
-    """All that the machine tells, for a process in which that thread computes."""
+    """Return all sources about the machine, for a process with computing thread `thread`."""
     return [SchedulerSource(thread), MachineSource(thread), PressureSource(), ThrottleSource(), MemorySource()]
 
 
@@ -209,7 +210,7 @@ def _readable(path: str) -> None:
 
 
 def _statistics() -> Iterable[Path]:
-    """The files that count for the groups of this process, of either version of control groups."""
+    """Yield the files that count for the groups of this process, of either version of control groups."""
     try:
         lines = _text("/proc/self/cgroup").splitlines()
     except OSError:

@@ -1,4 +1,7 @@
-"""A thread that samples a rank's device and machine while it trains, and what it has seen.
+"""A thread that samples a rank's device and machine during training, and keeps the samples.
+
+DynPipe's engine records latencies, use of units and free memory every few hundred milliseconds (S III). Times of stages
+come from the run's own timeline, not from here.
 
 DynPipe's engine records latencies, use of units and free memory every few hundred milliseconds (S III). Times of stages
 come from the run's own timeline, not from here.
@@ -23,25 +26,25 @@ from lightning_pipes.sim.shown.monitored import Curves
 OVERHEAD = 0.005
 """The share of a core that sampling may take: where samples cost more, there are fewer."""
 MAX_HERTZ = 10.0
-"""GPUs have nothing new to say in less than 100 ms."""
+"""GPUs update their numbers every 100 ms at most."""
 MIN_SECONDS = 1e-9
-"""That a sample stands for: clocks may say the same twice."""
+"""The shortest time that a sample stands for, because two readings of a clock may be equal."""
 _SETTLING = 0.9
 _STOP_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
 class Monitor:
-    """Samples sources from `start` to `stop`. A source that can't be had, or that fails later, is missing, which is
-    said once; nothing else comes of it.
+    """Samples sources from `start` to `stop`. An unavailable source, or one that fails later, is missing; that is
+    logged once and has no other effect.
 
     Args:
         sources: those that could be had, the best first.
         hertz: samples in a second, or fewer where they would take more than 0.5 % of a core.
         window: seconds that features summarise: two steps of the training at least, or a sample says where in a step it
             was taken.
-        who: whose device that is, for messages.
-        told: names of numbers that somebody else tells, to be kept beside the samples.
+        label: whose device that is, for messages.
+        extra: names of numbers that somebody else tells, to be kept beside the samples.
         memory: metrics of free bytes of the device, the best first, as `free_metrics` has them.
 
     Raises:
@@ -80,26 +83,26 @@ class Monitor:
         """Seconds of a core that a sample takes, on average over the last ones."""
 
     def start(self) -> None:
-        """Samples from now on, in a thread of its own."""
+        """Start sampling in a thread of its own."""
         self._thread = threading.Thread(target=self._work, name="monitor", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends sampling; what was seen can still be asked for."""
+        """Stop sampling; the samples remain available."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(_STOP_SECONDS)  # a driver that hangs is not waited for
             self._thread = None
 
     def features(self) -> Mapping[str, float]:
-        """The mean of each metric over the last window by name, and its 95th percentile with `_p95` behind the name;
-        not a number where it is missing. Empty before the first sample."""
+        """Return the mean of each metric over the last window by name, and its 95th percentile with `_p95` behind the
+        name; NaN where it is missing. Empty before the first sample."""
         with self._lock:
             return self._window.features(self._metrics)
 
     def since_last(self) -> tuple[Mapping[str, float], int | None]:
-        """The mean of each metric over the time since this was asked last, but of the last window at most, and of the
-        last sample at least; and what `free` says."""
+        """Return the mean of each metric since the last call, over the last window at most and the last sample at
+        least; and the result of `free_bytes`."""
         with self._lock:
             samples = [*self._window.samples][-max(1, self._unasked) :]
             self._unasked = 0
@@ -107,19 +110,19 @@ class Monitor:
         return means, self.free_bytes()
 
     def free_bytes(self) -> int | None:
-        """Bytes free on the device at the last sample; None where nothing says."""
+        """Return the free bytes of the device at the last sample; None where no source reports them."""
         with self._lock:
             last = self._window.samples[-1] if self._window.samples else None
             now = {} if last is None else dict(zip(self._metrics, last.values, strict=True))
         return next((int(now[name]) for name in self._memory if name in now and not math.isnan(now[name])), None)
 
     def record_values(self, numbers: Mapping[str, float]) -> None:
-        """Numbers that were told of, kept from now on in the curves. Others than those named are left out."""
+        """Keep these values in the curves from now on. Unknown names are left out."""
         with self._lock:
             self._extra.update((name, value) for name, value in numbers.items() if name in self._extra)
 
     def to_curves(self) -> Curves:
-        """All that was seen, in time."""
+        """Return all samples over time."""
         with self._lock:
             points = [point.tolist() for point in self._history.points]
         columns = [*zip(*points, strict=True)] or [()] * (1 + len(self._metrics) + len(self._extra))
@@ -133,7 +136,7 @@ class Monitor:
     # ---- in the thread
 
     def open(self) -> None:
-        """Opens what can be had, and says what that is. For who samples without the thread, with `tick` and `close`."""
+        """Open all available sources, and log them. For sampling without the thread, with `take_sample` and `close`."""
         without = []
         for source in self._wanted:
             try:
@@ -150,7 +153,7 @@ class Monitor:
         _log.info("%s is monitored by %s%s", self._label, used, f"; not by {', '.join(without)}" if without else "")
 
     def take_sample(self) -> None:
-        """Takes one sample."""
+        """Take one sample."""
         sample = _joined([self._read(source) for source in self._sources])
         now = time.monotonic()
         covers, self._ticked = max(MIN_SECONDS, now - self._ticked), now
@@ -161,7 +164,7 @@ class Monitor:
             self._history.add(_joined([when, sample, told]))
 
     def close(self) -> None:
-        """Closes what is open."""
+        """Close all open sources."""
         for source in self._sources:
             with suppress(Exception):  # of a driver that is gone, say; nothing is read any more
                 source.close()
@@ -178,7 +181,7 @@ class Monitor:
         self.close()
 
     def _read(self, source: Source) -> Sample:
-        """Return what a source says now; its rates are those since it answered last."""
+        """Return the current values of a source; its rates cover the time since its last answer."""
         missing = np.full(len(source.metrics), math.nan)
         try:
             found = np.asarray(source.read(), float)

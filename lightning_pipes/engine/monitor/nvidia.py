@@ -1,4 +1,6 @@
-"""NVIDIA's management library, and the device that a rank computes on.
+"""NVIDIA's management library, and the device of a rank.
+
+The library ignores CUDA_VISIBLE_DEVICES in its numbering, so a device is found by its UUID.
 
 The library numbers devices without asking CUDA_VISIBLE_DEVICES, so a device is found by its UUID.
 """
@@ -29,7 +31,7 @@ class Nvidia:
         self._uuid = uuid
 
     def open(self) -> None:
-        """Loads the library and finds the device.
+        """Load the library and find the device.
 
         Raises:
             SourceError: there is none.
@@ -48,12 +50,12 @@ class Nvidia:
         self.api = pynvml
 
     def close(self) -> None:
-        """Lets go of the library."""
+        """Release the library."""
         self.api.nvmlShutdown()
 
     @property
     def permanent_errors(self) -> tuple[type[Exception], ...]:
-        """The errors of a call that this device or driver, or this user, will never get an answer to."""
+        """Errors of calls that this device, driver or user will never support."""
         api = self.api
         missing = getattr(
             api, "NVMLLibraryMismatchError", api.NVMLError_FunctionNotFound
@@ -62,7 +64,8 @@ class Nvidia:
 
 
 def uuid_of(device: int) -> str | None:
-    """The UUID of one of torch's CUDA devices, as NVIDIA's library names it; None where torch does not know."""
+    """Return the UUID of one of torch's CUDA devices, as NVIDIA's library names it; None where torch does not know
+    it."""
     import torch
 
     found = getattr(torch.cuda.get_device_properties(device), "uuid", None)

@@ -1,4 +1,5 @@
-"""Numbers of every NVIDIA GPU's driver: utilisation, clocks and why they are low, PCIe, memory, who else is there."""
+"""Numbers of every NVIDIA GPU's driver: utilisation, clocks and reasons for low clocks, PCIe, memory, other
+processes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _MEGA = 1e6
 
 
 class NvmlSource(Source):
-    """Calls that return at once; what the driver does not know is asked once, and missing.
+    """Calls that return at once; a call that the driver does not support is made once, and missing afterwards.
 
     Args:
         uuid: of the device.
@@ -92,7 +93,7 @@ def _slowed(api: Any, handle: Any) -> list[float]:
 
 
 def _value(field: Any) -> float:
-    """The number in a field, which says itself of what type it is, and whether there is one."""
+    """Return the number in a field, according to the field's own type; NaN where there is none."""
     if field.nvmlReturn:
         return math.nan
     names = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")

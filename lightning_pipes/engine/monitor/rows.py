@@ -1,4 +1,7 @@
-"""Rows of metrics, one a sample, in little room: the last ones for features, all of them for curves.
+"""Rows of metrics, one a sample, in bounded memory: the last ones for features, all of them for curves.
+
+Each value counts for the seconds since the last sample that had its metric. Samples are not evenly spaced, and a rate
+covers the whole time between two of them.
 
 Each value counts for the seconds since the last sample that had its metric: samples are not evenly apart, and a rate is
 that of the whole time between two of them.
@@ -89,7 +92,8 @@ class SampleWindow:
 
 
 class SampleHistory:
-    """All samples with their times, however many: beyond `most` points, each becomes the mean of two neighbours."""
+    """All samples with their times, in bounded memory: beyond `most` points, each becomes the mean of two
+    neighbours."""
 
     def __init__(self, most: int = 400) -> None:
         self._most = most

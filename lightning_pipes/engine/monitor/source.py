@@ -1,4 +1,4 @@
-"""One place that numbers about a device or a machine come from."""
+"""The interface of a source of numbers about a device or a machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = npt.NDArray[np.float64]
 
 
 class SourceError(Exception):
-    """A source that can't be read, with the reason for people."""
+    """A source that can't be read, with a readable reason."""
 
 
 class Source(ABC):
@@ -25,7 +25,7 @@ class Source(ABC):
         name: of the source.
         metrics: what `read` returns, in order: the name of each, which begins with that of its device and ends in its
             unit. Shares are from 0 to 1; `cores` are seconds of computing in a second.
-        lost: metrics that can't be had although the source can, and why, for people; the monitor says it once.
+        lost: unavailable metrics of an available source, with readable reasons; the monitor logs each once.
     """
 
     name: ClassVar[str]
@@ -36,34 +36,34 @@ class Source(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Gets ready.
+        """Prepare the source.
 
         Raises:
-            SourceError: it can't be had here, and why.
+            SourceError: it is not available here, with the reason.
         """
 
     @abstractmethod
     def read(self) -> Sequence[float] | Row:
-        """The metrics now, or since the last call. What is missing is not a number, and never 0: that would say that it
-        was measured.
+        """Return the metrics now, or since the last call. A missing metric is NaN and never 0, which would count as
+        measured.
 
         Raises:
             Exception: of any kind: it can't be read any more, or not this time.
         """
 
     def close(self) -> None:  # noqa: B027  # most hold nothing
-        """Gives back what it holds."""
+        """Release resources."""
 
 
 class Rates:
-    """Counters that only grow, as their growth in a second since the last call."""
+    """Converts counters that only grow into their growth per second since the last call."""
 
     def __init__(self) -> None:
         self._at = math.nan
         self._last: Row | None = None
 
     def per_second(self, counters: Sequence[float] | Row, now: float | None = None) -> Row:
-        """The growth of each in a second; not a number at the first call, and where one went back, as it wraps.
+        """Return the growth of each counter per second; NaN at the first call, and where one went back, as it wraps.
 
         Args:
             now: seconds of a clock that does not jump; by default those of this moment.

@@ -1,1 +1,1 @@
-"""States that take turns on a device."""
+"""States that share a device by swapping."""

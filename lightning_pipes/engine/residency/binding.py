@@ -1,4 +1,9 @@
-"""A model and its optimizers, whose tensors can be somewhere else from one moment to the next.
+"""Binds a model and its optimizers to tensors that move between host and device.
+
+Parameters keep their identity: optimizers, schedulers, callbacks and users continue with the objects that they know.
+Only the content of such an object changes, by `torch.utils.swap_tensors`: a view of another slab, with that slab's
+version counter. So autograd notices a slab that is overwritten between forward and backward, and a parameter that a
+graph refers to can't be moved at all. Rebinding `param.data` keeps the old counter and gives silently wrong gradients.
 
 Parameters keep their identity: optimizers, schedulers, callbacks and users go on with the objects that they know. What
 changes is what such an object holds, by `torch.utils.swap_tensors`: a view of another slab, with that slab's version
@@ -22,7 +27,7 @@ from lightning_pipes.ir import PipelineError, PlanError
 
 
 class OptimizerLike(Protocol):
-    """An optimizer, as far as its tensors are concerned."""
+    """The part of an optimizer that holds tensors."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -30,20 +35,20 @@ class OptimizerLike(Protocol):
 
     @property
     def state(self) -> Mapping[torch.Tensor, Any]:
-        """Its state of each parameter."""
+        """The optimizer's state of each parameter."""
 
 
 class _TensorHolder(Protocol):
-    """Where a tensor is held."""
+    """A place that holds a tensor."""
 
     def get(self) -> torch.Tensor:
-        """The tensor that is held now."""
+        """Return the tensor that is held now."""
 
     def bind_tensor(self, tensor: torch.Tensor) -> None:
-        """Holds another one of the same shape and values."""
+        """Hold another tensor of the same shape and values."""
 
     def is_held(self, tensor: torch.Tensor) -> bool:
-        """Whether it is still the one that `hold` got."""
+        """Return whether the holder still has the tensor that `bind_tensor` got."""
 
 
 @dataclass
@@ -72,7 +77,7 @@ class _Parameter:
 
 @dataclass
 class _Entries:
-    """Entries of dictionaries: buffers, and what optimizers remember."""
+    """Entries of dictionaries: buffers, and states of optimizers."""
 
     of_module: bool
     places: list[tuple[MutableMapping[str, Any], str]] = field(default_factory=list)
@@ -93,8 +98,8 @@ class _Entries:
 
 
 def _with_own_counter(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, with a version counter of its own: a forward changes running statistics, and would else be taken
-    for one that changes the weights beside them."""
+    """Return the same memory with a version counter of its own. A forward that changes running statistics would
+    otherwise count as a change of the weights beside them."""
     made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
@@ -104,8 +109,8 @@ class Binding:
 
     Args:
         module: its parameters and buffers.
-        optimizers: what they remember of parameters, and parameters that are not the module's.
-        device: what lies elsewhere stays there, such as steps that are counted on the host.
+        optimizers: their states, and parameters that are not the module's.
+        device: tensors on other devices stay there, such as step counters on the host.
     """
 
     def __init__(self, module: nn.Module, optimizers: Sequence[OptimizerLike], device: torch.device) -> None:
@@ -114,13 +119,13 @@ class Binding:
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, nn.Parameter], device: torch.device) -> Binding:
-        """Parameters by name that belong to no module, such as those of a weight version."""
+        """Bind parameters by name that belong to no module, such as a weight version."""
         made = cls(nn.Module(), (), device)
         made._holders.update({name: _Parameter(p) for name, p in parameters.items() if p.device == device})
         return made
 
     def check(self) -> None:
-        """Whether all can be moved, each for itself.
+        """Check that each tensor can be moved separately.
 
         Raises:
             PlanError: two tensors lie in one memory, a parameter is of another class, or has hooks.
@@ -129,21 +134,23 @@ class Binding:
 
     @property
     def has_buffers(self) -> bool:
-        """Whether there is something that a forward may change."""
+        """Whether there is a buffer, which a forward may change."""
         return any(isinstance(holder, _Entries) and holder.of_module for holder in self._holders.values())
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
-        """Them by name."""
+        """Return the tensors by name."""
         return {name: holder.get().detach() for name, holder in self._holders.items()}
 
     def has_same_tensors(self, other: Binding) -> bool:
-        """Whether both have the same tensors in the same places, whatever the values."""
+        """Return whether both have the same tensors in the same places, whatever the values."""
         return self._described == other._described
 
     def still_holds(
         self, tensors: Mapping[str, torch.Tensor], module: nn.Module, optimizers: Sequence[OptimizerLike]
     ) -> bool:
-        """Whether `module` and `optimizers` have these tensors where they were given them, and nothing else.
+        """Return whether `module` and `optimizers` still hold exactly these tensors.
+
+        This costs a quarter of a new search for all tensors.
 
         That costs a quarter of looking for all of them anew.
         """
@@ -152,7 +159,7 @@ class Binding:
         )
 
     def bind_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Has the model use `tensors` from now on; they have the values.
+        """Make the model use `tensors`, which have the current values.
 
         Raises:
             PipelineError: a graph refers to a parameter; those before it are held.
@@ -168,7 +175,7 @@ class Binding:
                     ) from error
 
     def rebind_replaced(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Has `tensors` in use again where the model has replaced some, with the values of those."""
+        """Make the model use `tensors` again where it has replaced some, with the values of the replacements."""
         with torch.inference_mode(False), torch.no_grad():
             for name, holder in self._holders.items():
                 found = holder.get()
@@ -188,8 +195,8 @@ class Binding:
 def still_bound(
     swap: Swap[Key], key: Key, module: nn.Module, optimizers: Sequence[OptimizerLike], device: torch.device
 ) -> bool:
-    """Whether `module` and `optimizers`, which are bound to `key`, have their tensors where they had them. Values that
-    lie elsewhere are put there. Otherwise they have to be added anew."""
+    """Return whether `module` and `optimizers`, which are bound to `key`, still hold their tensors. Values in other
+    memory are copied back. Otherwise they have to be added again."""
     known = swap.bound_tensors(key)
     if not isinstance(known, Binding):
         return False
@@ -206,7 +213,7 @@ def still_bound(
 
 
 def _shape(module: nn.Module, optimizers: Iterable[OptimizerLike]) -> list[object]:
-    """A list that differs when tensors come or go, as far as that can be seen without looking at each."""
+    """Return a list that differs when tensors are added or removed, as far as can be seen without looking at each."""
     modules = [(id(child), *map(id, child._parameters.values()), len(child._buffers)) for child in module.modules()]
     states = [(id(o), *(len(state) for state in o.state.values())) for o in optimizers]
     groups = [tuple(map(id, group["params"])) for o in optimizers for group in o.param_groups]

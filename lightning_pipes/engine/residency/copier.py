@@ -16,31 +16,31 @@ Way = Literal["in", "out"]
 
 
 class SlabCopier(Protocol):
-    """Copies slabs of bytes. A ticket stands for something that ends; copies of one way are made in turn."""
+    """Copies slabs of bytes. A ticket stands for an operation that ends; copies of one direction run in turn."""
 
     def copy(self, way: Way, target: torch.Tensor, source: torch.Tensor, after: Iterable[int] = ()) -> int:
-        """Starts a copy that begins when the tickets `after` have ended; returns its ticket.
+        """Start a copy that begins when the tickets `after` have ended; return its ticket.
 
         Raises:
             RuntimeError: an earlier copy failed.
         """
 
     def mark_computation(self) -> int | None:
-        """A ticket that ends with what was computed up to now; None where that has ended already."""
+        """Return a ticket for all computation so far; None where that has ended already."""
 
     def is_done(self, ticket: int) -> bool:
-        """Whether it has ended."""
+        """Return whether the operation has ended."""
 
     def order_after(self, ticket: int) -> int:
-        """Nanoseconds for which the device has stood still in calls of this, as far as they are known and were not
-        returned before. All that is computed from now on finds the copy ended; the host need not wait for that.
+        """Order all later computation after the copy, without making the host wait. Return the nanoseconds that the
+        device has waited in such calls, as far as they are known and were not returned before.
 
         Raises:
             RuntimeError: the copy failed.
         """
 
     def wait(self, ticket: int) -> None:
-        """Returns when it has ended, to the host as well.
+        """Wait on the host until the operation has ended.
 
         Raises:
             RuntimeError: the copy failed.
@@ -48,14 +48,15 @@ class SlabCopier(Protocol):
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes per second while copying, as measured; None before there was a copy."""
+        """Bytes per second while copying, as measured; None before the first copy."""
 
     def close(self) -> int:
-        """Ends what is under way, and takes no more copies. Returns what `follow` has not."""
+        """Finish all copies in flight, and accept no more. Return waited nanoseconds that `order_after` has not
+        returned."""
 
 
 class ThreadCopier:
-    """A thread for each way. Device and host are the same memory here, so a slow link can be emulated.
+    """A thread for each direction. Device and host are the same memory here, so a slow link can be emulated.
 
     Args:
         bandwidth: bytes per second of each way, if slower than memory.
@@ -133,13 +134,15 @@ class ThreadCopier:
             ticket, run = task
             try:
                 run()
-            except BaseException as error:  # told to whoever waits
+            except BaseException as error:  # raised in waiting calls
                 self._error = error
             self._under_way.pop(ticket).set()
 
 
 class CudaCopier:
-    """A stream for each way. Copies are asynchronous where the host's slab is pinned.
+    """A stream for each direction. Copies are asynchronous where the host's slab is pinned.
+
+    No tensor is freed while a copy uses it: the owner of a slab waits first, so `record_stream` is not needed.
 
     No tensor is handed to the allocator while a copy uses it: slabs live as long as their owner waits for, so that
     `record_stream` is not needed.
@@ -200,7 +203,7 @@ class CudaCopier:
         return self._take_waited_ns()
 
     def _take_waited_ns(self) -> int:
-        """Nanoseconds of the waits that have ended since the last call."""
+        """Return the nanoseconds of waits that have ended since the last call."""
         ended = [each for each in self._waits if _has_ended(each[1])]
         self._waits = [each for each in self._waits if each not in ended]
         return round(1e6 * sum(float(before.elapsed_time(after)) for before, after in ended))
@@ -217,7 +220,7 @@ class CudaCopier:
         return ticket
 
     def _collect_ended(self) -> None:
-        """Adds up the copies that have ended."""
+        """Add up the copies that have ended."""
         self._events = {ticket: event for ticket, event in self._events.items() if not _has_ended(event)}
         for started, ended, size in self._timed:
             if _has_ended(ended):
@@ -231,7 +234,7 @@ def _has_ended(event: torch.cuda.Event) -> bool:
 
 
 def copier_for(device: torch.device, bandwidth: float | None = None) -> SlabCopier:
-    """A copier between the host and `device`.
+    """Return a copier between the host and `device`.
 
     Args:
         bandwidth: of an emulated link; only where the device is the host itself.

@@ -1,5 +1,5 @@
-"""Layers travel in time for the batches of one window: sent as soon as they are as they should be, awaited by the
-forwards that use them, and at home when all is over."""
+"""Transfers of layers for the batches of one window: sent once they are up to date, awaited by forwards that use them,
+and returned to their owners at the end."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lightning_pipes.ir import Instruction, Ledger, Transfer
 
 
 class LayerDeliveries:
-    """Those of one rank.
+    """The deliveries of one rank.
 
     Args:
-        ledger: says what travels.
+        ledger: decides on transfers.
         window: its number.
-        mirrors: where layers of other ranks are kept here.
-        ring: wakes who waits for messages.
+        mirrors: the copies of other ranks' layers on this rank.
+        notify: wakes the rank while it waits for messages.
     """
 
     def __init__(self, ledger: Ledger, rank: int, window: int, mirrors: Mirrors, notify: Callable[[], None]) -> None:
@@ -32,25 +32,25 @@ class LayerDeliveries:
 
     @property
     def n_expected(self) -> int:
-        """How many layers are on their way here."""
+        """Number of layers in flight to this rank."""
         return len(self._expected)
 
     @property
     def is_over(self) -> bool:
-        """Whether all layers are at home."""
+        """Whether all layers are back at their owners."""
         return self._returning and not self._expected
 
     def enter(self, batch: int) -> None:
-        """The ledger knows of one more batch."""
+        """Start the transfers of one more batch of the ledger."""
         for transfer in self._ledger.transfers(batch):
             self._start(transfer)
 
     def missing_transfers(self, batch: int, stage: int) -> tuple[Transfer, ...]:
-        """The needs of the forwards of a batch on a stage."""
+        """Return the missing transfers of a batch's forwards on a stage."""
         return tuple(t for t in self._ledger.coming(batch, stage) if t in self._expected)
 
     def take_arrived(self) -> list[Transfer]:
-        """All that has come since this was asked last.
+        """Return the transfers that have arrived since the last call.
 
         Raises:
             PeerFailure: a rank has failed.
@@ -68,20 +68,21 @@ class LayerDeliveries:
         return found
 
     def before_forward(self, batch: int, stage: int) -> None:
-        """Puts what has come for a batch where its forward finds it; nobody here needs what was there any more."""
+        """Install the layers of a batch for its forward; no earlier batch needs the previous ones."""
         for transfer in self._ledger.coming(batch, stage):
             if transfer in self._received:
                 self._mirrors.install_layer(transfer.name, self._received.pop(transfer))
 
     def after_step(self, step: Instruction) -> None:
-        """The ledger knows that `step` has run: sends what others wait for, and forgets what nobody will use."""
+        """Send layers that waited for `step`, and drop copies without further use; the ledger knows that `step` has
+        run."""
         for transfer in self._leaving.pop(step, ()):
             self._send(transfer)
         for name in self._ledger.uses[step.batch].layers[step.stage]:
             self._forget(name)
 
     def return_layers(self) -> None:
-        """All batches of the window have run here."""
+        """Return layers to their owners; all batches of the window have run here."""
         if not self._returning:
             self._returning = True
             for transfer in self._ledger.ways_home():

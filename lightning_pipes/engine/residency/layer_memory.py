@@ -1,4 +1,7 @@
-"""Layers that batches choose take turns on a device: each is there while something is computed with it.
+"""Layers that batches choose share a device: each is there while a computation uses it.
+
+             runs F of batch 7        keeps                    loads meanwhile
+layers 0.3 1.1          on the device          0.2 1.4 (8 next)         0.0 1.1 (of 9)      others on the host
 
              runs F of batch 7        keeps                    brings meanwhile
 layers 0.3 1.1          on the device          0.2 1.4 (8 next)         0.0 1.1 (of 9)      others on the host
@@ -23,7 +26,7 @@ Parts = Mapping[str, nn.Module]
 
 
 class _LayerOptimizer:
-    """One optimizer, as far as one layer is concerned: a `Binding` looks at nothing else of it."""
+    """One optimizer restricted to one layer: a `Binding` reads nothing else of it."""
 
     def __init__(self, optimizer: Optimizer, layer: nn.Module) -> None:
         self._optimizer, self._parameters = optimizer, list(layer.parameters())
@@ -31,12 +34,12 @@ class _LayerOptimizer:
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
-        """Its state of the layer's parameters."""
+        """The optimizer's state of the layer's parameters."""
         return {p: self._optimizer.state[p] for p in self._parameters if p in self._optimizer.state}
 
 
 class StateMemory(Protocol):
-    """Where states of any key take turns; `MemorySwap` is one.
+    """Memory in which states of any key share devices; `MemorySwap` is one.
 
     Attributes:
         device_bytes: of each device.
@@ -46,22 +49,22 @@ class StateMemory(Protocol):
     prefetch: bool
 
     def states(self, device: torch.device) -> Swap[Hashable]:
-        """Those on `device`."""
+        """Return the states on `device`."""
 
 
 class LayerMemory:
-    """The layers of one rank, whose weights, buffers and optimizer states come and go.
+    """The layers of one rank, with weights, buffers and optimizer states that are loaded and offloaded.
 
-    A layer counts from when its first batch is known; before that it stays where it is. Layers that several batches use
-    at once, as those that none steps, stay on the device for good.
+    A layer counts once its first batch is known; before that it stays in place. Layers that several batches use at
+    once, such as layers that no batch steps, stay on the device.
 
     Args:
-        memory: where they take turns.
-        device: of this rank.
-        optimizers: those of the training, when they are known.
+        memory: the memory that the layers share.
+        device: the device of this rank.
+        optimizers: returns the optimizers of the training, once they are known.
 
     Attributes:
-        coming: gives the layers of the tasks that will probably run next, by name, the first one first.
+        upcoming: returns the layers of the probable next tasks, by name, the first one first.
     """
 
     def __init__(
@@ -75,17 +78,17 @@ class LayerMemory:
         self.upcoming: Callable[[], Iterable[str]] = tuple
 
     def enter(self, parts: Parts) -> None:
-        """These will be used; from now on they are counted."""
+        """Register layers for use; they count from now on."""
         for name, part in parts.items():
             if name not in self._parts:
                 self._add(name, part)
 
     def has_room(self, names: Iterable[str]) -> bool:
-        """Whether these layers can be on the device beside those that have to stay there."""
+        """Return whether these layers fit on the device beside pinned and leased ones."""
         return self._swap.has_room(*(_key(name) for name in names if name in self._parts))
 
     def acquire(self, parts: Parts, write: bool = False, again: bool = False) -> None:
-        """They are there until `release`, and what comes next is brought.
+        """Load the layers and keep them until `release`, and start to load the next ones.
 
         Args:
             write: they are changed meanwhile; buffers always are.
@@ -114,39 +117,39 @@ class LayerMemory:
         self.look_ahead()
 
     def look_ahead(self) -> None:
-        """Starts to bring what probably comes next, as far as there is room."""
+        """Start to load the probable next layers, as far as there is room."""
         self._swap.predict(map(_key, self.upcoming()))
         if self._prefetch:
             self._swap.prefetch_states()
 
     def release(self, parts: Parts) -> None:
-        """They may leave."""
+        """Allow the layers to leave."""
         for name in parts:
             self._leases[name] -= 1
             if not self._leases[name]:
                 self._swap.release(_key(name))
-                self._swap.write_back(_key(name))  # at once, so that nobody waits for that when its place is taken
+                self._swap.write_back(_key(name))  # at once, so that no load waits for it when its place is taken
 
     def after_step(self, parts: Parts) -> None:
-        """An optimizer has stepped them, which are acquired; it may remember more of them than before."""
+        """Update acquired layers after an optimizer step, which may have added optimizer state."""
         for name in parts:
             module, owns = self._parts[name]
             if not still_bound(self._swap, _key(name), module, owns, self._device):
                 self._renew(name)
 
     def pin_layers(self, parts: Parts) -> None:
-        """They are used by several batches at once, and stay on the device."""
+        """Keep layers that several batches use at once on the device."""
         for name, part in parts.items():
             if name not in self._pinned:
                 self._pinned.add(name)
                 self._bring(part, self._owns(part))
 
     def flush(self) -> None:
-        """Returns when all that is on the host is up to date."""
+        """Wait until the host is up to date."""
         self._swap.flush()
 
     def close(self) -> None:
-        """All layers have tensors of their own again, on the host where they took turns."""
+        """Give all layers tensors of their own again, on the host where they were swapped."""
         for name in self._parts:
             self._swap.remove(_key(name))
         self._parts.clear()
@@ -165,15 +168,15 @@ class LayerMemory:
         self._parts[name] = part, owns
 
     def _renew(self, name: str) -> None:
-        """It has more tensors than before, and leaves the device, where it has not been counted so large: nothing is
-        computed with it before its next use."""
+        """Re-register a layer that has more tensors than before. It leaves the device, where its size was counted
+        smaller, until its next use."""
         module, owns = self._parts[name]
         self._swap.remove(_key(name))
         self._bring(module, owns)
         self._swap.add(_key(name), Binding(module, owns, self._device))
 
     def _bring(self, part: nn.Module, owns: Sequence[_LayerOptimizer]) -> None:
-        """Puts what lies on the host onto the device, but for what optimizers keep there."""
+        """Move tensors from the host to the device, except tensors that optimizers keep on the host."""
         part.to(self._device)
         for p, state in ((p, state) for own in owns for p, state in own.state.items()):
             for key, value in state.items():

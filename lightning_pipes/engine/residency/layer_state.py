@@ -1,4 +1,4 @@
-"""A layer besides its code: what another rank needs to go on with it."""
+"""The state of a layer that another rank needs to continue with it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _STRIDE = 0x1E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class LayerState:
-    """Weights, buffers, gradients and optimizer states of one layer, by name, and what its modules say of themselves.
+    """Weights, buffers, gradients and optimizer states of one layer, by name, and the state of its modules.
 
     Attributes:
-        parameters: with whether each is trained, and its gradient.
-        buffers: also those that checkpoints leave out.
+        parameters: each with whether it is trained, and its gradient.
+        buffers: all buffers, including those that checkpoints leave out.
         training: whether each module is in training mode.
-        extra: what modules give by `get_extra_state`.
-        optimizers: for each optimizer the states of the parameters, and the names of those tensors in them that stay on
-            the host.
+        extra: the results of `get_extra_state`.
+        optimizers: for each optimizer the states of the parameters, and the names of their tensors that stay on the
+            host.
     """
 
     parameters: Mapping[str, tuple[torch.Tensor, bool, torch.Tensor | None]]
@@ -41,7 +41,7 @@ class LayerState:
 
     @classmethod
     def from_layer(cls, layer: nn.Module, optimizers: Sequence[Optimizer], gradients: bool = True) -> LayerState:
-        """That of a layer on this rank. It refers to the tensors and copies none."""
+        """Return the state of a layer on this rank. It refers to the tensors and copies none."""
         return cls(
             {n: (p.detach(), p.requires_grad, p.grad if gradients else None) for n, p in layer.named_parameters()},
             {name: buffer.detach() for name, buffer in layer.named_buffers()},
@@ -54,19 +54,19 @@ class LayerState:
 
     @staticmethod
     def module_state(layer: nn.Module) -> tuple[dict[str, bool], dict[str, Any]]:
-        """`training` and `extra` of a layer, whose tensors may be elsewhere."""
+        """Return `training` and `extra` of a layer; its tensors may be on another rank."""
         modules = dict(layer.named_modules())
         extra = {name: module.get_extra_state() for name, module in modules.items() if _has_extra_state(module)}
         return {name: module.training for name, module in modules.items()}, extra
 
     @staticmethod
     def with_host(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """The state that an optimizer has of a parameter, as it is in `optimizers`."""
+        """Return an optimizer's state of a parameter, in the form of `optimizers`."""
         return dict(state), [k for k, v in state.items() if isinstance(v, torch.Tensor) and v.device.type == "cpu"]
 
     @property
     def other_state(self) -> dict[str, Any]:
-        """All but weights and optimizer states, in a form that can be sent: what changes also where nothing steps."""
+        """All state except weights and optimizer states, in a form that can be sent: it changes even without a step."""
         parameters = {name: (trained, gradient) for name, (_, trained, gradient) in self.parameters.items()}
         return {
             "parameters": parameters,
@@ -76,13 +76,13 @@ class LayerState:
         }
 
     def with_other_state(self, rest: Mapping[str, Any]) -> LayerState:
-        """These weights and optimizer states with the `rest` of another state of the layer."""
+        """Return these weights and optimizer states with `other_state` of another state of the layer."""
         given = rest["parameters"]
         parameters = {name: (p, *given[name]) for name, (p, _, _) in self.parameters.items()}
         return replace(self, **{**rest, "parameters": parameters})
 
     def state_checksum(self) -> int:
-        """A number by which weights and optimizer states of the layer are told from others, wherever they are."""
+        """Return a checksum of the layer's weights and optimizer states, independent of their device."""
         states = [(n, *each) for o in self.optimizers for n, (s, _) in sorted(o.items()) for each in sorted(s.items())]
         total = 0
         for parts in (*((name, p) for name, (p, _, _) in sorted(self.parameters.items())), *states):
@@ -92,18 +92,18 @@ class LayerState:
         return total
 
     def put_values(self, layer: nn.Module, device: torch.device) -> None:
-        """Gives a layer the values of its weights, which it has others of."""
+        """Copy the values of the weights into a layer."""
         with torch.no_grad():
             for name, p in layer.named_parameters():
                 p.copy_(self.parameters[name][0].to(device))
 
     def tensors_on(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters and buffers there, by name."""
+        """Yield parameters and buffers on `device`, by name."""
         yield from ((name, p.to(device)) for name, (p, _, _) in self.parameters.items())
         yield from ((name, buffer.to(device)) for name, buffer in self.buffers.items())
 
     def put(self, layer: nn.Module, device: torch.device) -> None:
-        """Gives a layer all but the values of its weights and saved buffers, which it has by now."""
+        """Restore everything except the values of weights and saved buffers, which the layer already has."""
         for name, p in layer.named_parameters():
             _, trained, gradient = self.parameters[name]
             p.requires_grad_(trained)
@@ -118,19 +118,19 @@ class LayerState:
                     buffer.data = self.buffers[f"{name}.{key}" if name else key].to(device)
 
     def put_optimizer_states(self, layer: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
-        """The other direction for the optimizers, which have the layer's parameters by now."""
+        """Restore the optimizers' states of the layer's parameters."""
         for optimizer, states in zip(optimizers, self.optimizers, strict=True):
             for name, p in layer.named_parameters():
                 if name in states:
                     optimizer.state[p] = _place_state(*states[name], device)
 
     def states_on(self, number: int, device: torch.device) -> dict[str, tuple[dict[str, Any], Sequence[str]]]:
-        """The states of optimizer `number` there."""
+        """Return the states of optimizer `number` on `device`."""
         return {name: (_place_state(*each, device), each[1]) for name, each in self.optimizers[number].items()}
 
 
 def tensor_checksum(tensor: torch.Tensor) -> int:
-    """A number that is another one if values, or their order, are others; computed where these are."""
+    """Return a checksum that differs if values or their order differ; computed on the tensor's device."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     words = plain[: len(plain) // 4 * 4].view(torch.int32)
     # Odd factors, so that no bit gets lost, and far apart, so that what changes in two words does not cancel out.
@@ -142,7 +142,7 @@ def tensor_checksum(tensor: torch.Tensor) -> int:
 
 
 def with_layout_of(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """These values as `like` lies in memory, where the shapes are equal: kernels may go by that."""
+    """Return the values in the memory layout of `like`, where the shapes are equal: kernels may depend on it."""
     strides = like.stride() if like.shape == values.shape and 0 not in like.stride() else None
     if strides is None or strides == values.stride():
         return values

@@ -1,4 +1,4 @@
-"""Parameters are marked, and what has changed since then is found."""
+"""Detects changes of parameters since a mark."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _SEEN = attrgetter("_version", "requires_grad")
 
 
 class ChangeMarks:
-    """Parameters as they are now.
+    """A record of parameters' versions at one moment.
 
     Args:
-        values: look at the values, too: torch does not count changes of `p.data`.
+        values: compare values, too: torch does not count changes of `p.data`.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter] = (), values: bool = False) -> None:
@@ -24,7 +24,7 @@ class ChangeMarks:
         self._values = [_sums(p) for p in parameters] if values else None
 
     def find_change(self) -> tuple[nn.Parameter, str] | None:
-        """Return one parameter that has changed since then and what of it, in words; None if none has."""
+        """Return one parameter that has changed since then, with the changed property in words; None if none has."""
         if (now := list(map(_SEEN, self._parameters))) != self._seen:
             at, (before, after) = next(
                 (n, pair) for n, pair in enumerate(zip(self._seen, now, strict=True)) if pair[0] != pair[1]
@@ -37,7 +37,7 @@ class ChangeMarks:
 
 
 def _sums(p: nn.Parameter) -> torch.Tensor:
-    """Return two numbers by which the values of a parameter are told from others."""
+    """Return two numbers that identify the values of a parameter."""
     values = p.detach()
     values = torch.view_as_real(values) if values.is_complex() else values
     values = values if values.is_floating_point() else values.double()

@@ -1,4 +1,4 @@
-"""The layers that a stage runs for a batch with a cut of its own, with copies of weights that are at home elsewhere."""
+"""The layers that a stage runs for a batch with a cut of its own, with copies of other ranks' weights."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class MirroredLayers:
         self._stage, self._mirrors, self._layers = stage, mirrors, layers
 
     def layers_of(self, use: Use | None, own: Mapping[int, nn.Module]) -> Mapping[int, nn.Module]:
-        """Those that the stage runs for a batch; its `own` where the batch has no cut of its own."""
+        """Return the layers that the stage runs for a batch; its `own` where the batch has no cut of its own."""
         if use is None or use.cut is None:
             return own
         return {number: self._layers[number] for number in range(*use.cut[self._stage])}
 
     def is_remote(self, number: int) -> bool:
-        """Whether that layer is at home on another rank."""
+        """Return whether another rank owns the layer."""
         return self._mirrors.is_remote(str(number))
 
     def run(self, use: Use, number: int, layer: nn.Module, x: Any, only_read: Set[int], changes: bool) -> Any:
-        """The output of a layer that is `away` for `x`, with those parts of it that the batch uses.
+        """Return the output of an `is_remote` layer for `x`, using the parts of it that the batch uses.
 
         Args:
             only_read: ids of parameters that get no gradients.

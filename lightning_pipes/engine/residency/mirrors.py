@@ -1,5 +1,8 @@
-"""Layers of other ranks that batches run here: their weights, buffers and optimizer states, as long as these are the
-newest; see `ir.stream.copies`.
+"""Copies of other ranks' layers that batches run here: weights, buffers and optimizer states, while they are current;
+see `ir.stream.copies`.
+
+The copies lie beside the module, whose own layers stay unchanged. So checkpoints, hooks and optimizers see each layer
+once, on the rank that owns it.
 
 They lie beside the module, whose own layers stay as they are, so that checkpoints, hooks and optimizers see each layer
 once, on the rank that has it.
@@ -26,7 +29,7 @@ from lightning_pipes.ir import PlanError
 
 @dataclass
 class Mirror:
-    """One layer, or a part of one, by name of what is in it.
+    """A copy of one layer, or of a part of one.
 
     Attributes:
         states: of the parameters, by optimizer; with the names of those tensors in them that stay on the host.
@@ -38,12 +41,12 @@ class Mirror:
 
 
 class Mirrors:
-    """The copies on one rank of layers that are at home on others, and the way between the two.
+    """The copies on one rank of layers that other ranks own, and their transfers.
 
     Args:
-        layers: all layers of the model, by number. Weights of those whose home is elsewhere are not looked at.
-        at_home: whether a layer's home is here.
-        post: to the other ranks.
+        layers: all layers of the model, by number. Weights of layers that other ranks own are not read.
+        at_home: returns whether this rank owns a layer.
+        transport: to the other ranks.
         optimizers: of the training, in the same order on every rank.
         group_of: the group of an optimizer that a parameter belongs to: of optimizer number, number of the layer, and
             name in it; None if to none.
@@ -68,11 +71,11 @@ class Mirrors:
         self._marks: dict[str, ChangeMarks] = {}  # of layers at home when they were sent to other ranks
 
     def is_remote(self, name: str) -> bool:
-        """Whether a layer of that name has its home on another rank."""
+        """Return whether another rank owns the layer of that name."""
         return not self._at_home(_number(name))
 
     def of_layer(self, number: int, names: Iterable[str]) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
-        """The parameters and buffers of a layer under those of `names` that are in it, by name in the layer."""
+        """Return the parameters and buffers of a layer that belong to `names`, by name in the layer."""
         parameters: dict[str, nn.Parameter] = {}
         buffers: dict[str, torch.Tensor] = {}
         for name in names:
@@ -83,14 +86,14 @@ class Mirrors:
         return parameters, buffers
 
     def replace_buffers(self, number: int, names: Iterable[str], found: Mapping[str, torch.Tensor]) -> None:
-        """Those of `of_layer` that its forward has put others in place of."""
+        """Store the buffers of `of_layer` that a forward has replaced."""
         for name in names:
             if _number(name) == number:
                 buffers = self.copies[name].buffers
                 buffers.update({key: found[_join(_part(name), key)] for key in buffers})
 
     def send(self, name: str, rank: int, key: Key) -> None:
-        """Sends a layer, as it is now.
+        """Send a layer in its current state.
 
         Raises:
             PlanError: something is registered on a parameter, which would not see the copy's gradients.
@@ -100,11 +103,11 @@ class Mirrors:
         self._transport.send(rank, key, vars(self._state(name)))
 
     def receive(self, rank: int, key: Key, on_arrival: Callable[[], None]) -> PendingTree:
-        """The content that another rank sends by that key, to be put by `install`."""
+        """Return the content that another rank sends under that key, for `install_layer`."""
         return self._transport.receive(rank, key, on_arrival)
 
     def install_layer(self, name: str, content: Any) -> None:
-        """A layer is from now on here as it was sent."""
+        """Install a received layer."""
         state, module, device = LayerState(**content), self._module(name), self._device
         if self.is_remote(name):
             for at, part in module.named_modules():
@@ -140,17 +143,17 @@ class Mirrors:
         state.put_optimizer_states(module, self.optimizers(), device)
 
     def drop_copy(self, name: str) -> None:
-        """Forgets the copy of a layer, if there is one."""
+        """Drop the copy of a layer, if there is one."""
         self.copies.pop(name, None)
 
     def clear(self) -> None:
-        """Forgets all copies: every layer is at home."""
+        """Drop all copies: every layer is with its owner."""
         self.copies.clear()
 
     @contextmanager
     def in_optimizers(self, names: Iterable[str]) -> Iterator[None]:
-        """In the block the optimizers have those of the layers that are `away`, in the groups where the layers' own
-        parameters are, and what they remember of them."""
+        """Add the copies of `is_remote` layers to the optimizers inside the block, in the groups of the layers' own
+        parameters, with their states."""
         mirrors = {name: self.copies[name] for name in sorted(names) if self.is_remote(name)}
         optimizers = self.optimizers()
         own = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
@@ -174,7 +177,7 @@ class Mirrors:
 
     @contextmanager
     def in_module(self, names: Iterable[str]) -> Iterator[None]:
-        """In the block the module has the copies of those of the layers that are `away` in place of its own."""
+        """Replace the module's own parameters by the copies of `is_remote` layers inside the block."""
         own: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]] = []
         for name in sorted(name for name in names if self.is_remote(name)):
             for at, p in self.copies[name].parameters.items():

@@ -23,7 +23,7 @@ class _Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class SlabLayout:
-    """Where each tensor lies in a slab.
+    """The place of each tensor in a slab.
 
     Attributes:
         nbytes: of the slab.
@@ -34,7 +34,7 @@ class SlabLayout:
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, torch.Tensor]) -> SlabLayout:
-        """One tensor after the other; strides are kept where a tensor has no holes."""
+        """Lay out one tensor after the other; strides are kept where a tensor has no holes."""
         places, offset = {}, 0
         for name, tensor in tensors.items():
             nbytes = tensor.numel() * tensor.element_size()
@@ -44,7 +44,8 @@ class SlabLayout:
         return SlabLayout(places, offset)
 
     def view_tensors(self, slab: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors in a slab. They share its version counter, so that autograd notices when it is overwritten."""
+        """Return the tensors in a slab. They share its version counter, so that autograd notices when it is
+        overwritten."""
         return {
             name: slab[at.offset : at.offset + at.nbytes].view(at.dtype).as_strided(at.shape, at.stride)
             if at.nbytes
@@ -54,8 +55,8 @@ class SlabLayout:
 
 
 def host_slab(nbytes: int, pinned: bool) -> torch.Tensor:
-    """Bytes on the host. Pinned ones are registered as they are: torch's own allocator would round up to a power of
-    two."""
+    """Return bytes on the host. Pinned ones are registered in place, because torch's own allocator would round up to a
+    power of two."""
     slab = torch.empty(nbytes, dtype=torch.uint8)
     if pinned and nbytes:
         runtime, address = torch.cuda.cudart(), slab.data_ptr()  # type: ignore[no-untyped-call]

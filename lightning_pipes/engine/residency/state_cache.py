@@ -1,4 +1,9 @@
-"""States of which a device holds a few at a time: those in use, and those that are needed next.
+"""States that exceed a device's memory: the device holds those in use, and those needed next.
+
+`sim.residency` decides on loads and evictions; this module moves the tensors. Each state has a slab on the host, and
+states share slabs on the device. A slab on the device is overwritten only after three operations: the copy that filled
+it, the computation with it, and the copy of its changes to the host. The next load of the same state waits for that
+copy, too.
 
 What to load, and what makes room for it, `sim.residency` decides. Here is where it lies: a slab on the host for each
 state, and slabs on the device that states take in turn. A slab on the device is overwritten when three things are over:
@@ -31,9 +36,9 @@ class _DeviceSlab:
     """A slab on the device.
 
     Attributes:
-        copies: from it and to it, the last of each.
-        used: what was computed with it, or with the memory before.
-        lost: not for other states.
+        copies: tickets of the last copies from it and to it.
+        used: the ticket of the last computation with it, or with its memory before.
+        is_lost: whether other states must not use it.
     """
 
     slab: torch.Tensor
@@ -43,19 +48,19 @@ class _DeviceSlab:
 
     @property
     def pending_tickets(self) -> list[int]:
-        """The tickets of what must have ended before it is overwritten."""
+        """Tickets of operations that must end before the slab is overwritten."""
         return self.copies if self.used is None else [*self.copies, self.used]
 
 
 @dataclass
 class _State:
-    """Where a state lies.
+    """The places of a state.
 
     Attributes:
-        made: it has come to be on the device.
+        made: whether it was created on the device.
         on_host: its tensors in the host's slab.
-        written: the copy that made the host's slab what it is.
-        on_device: its tensors in each slab on the device where it has been; views take longer to make than to bind.
+        written: tickets of the copy that filled the host's slab.
+        on_device: its tensors in each slab on the device that it has used; views take longer to make than to bind.
     """
 
     layout: SlabLayout
@@ -110,21 +115,21 @@ class StateCache(Generic[Key]):
 
     @property
     def statistics(self) -> Statistics:
-        """Counts of what leases met."""
+        """Counts of hits and loads of leases."""
         return self._residency.statistics
 
     @property
     def resident_keys(self) -> frozenset[Key]:
-        """The keys that are on the device, or on their way to it."""
+        """Keys that are on the device, or in flight to it."""
         return self._residency.resident
 
     @property
     def host_bytes(self) -> int:
-        """Of all states on the host."""
+        """Bytes of all states on the host."""
         return sum(state.layout.nbytes for state in self._states.values())
 
     def add(self, key: Key, tensors: Mapping[str, torch.Tensor]) -> int:
-        """One more state; its tensors are copied to the host. Returns its bytes.
+        """Add a state by copying its tensors to the host. Return its bytes.
 
         Raises:
             PlanError: it does not fit into the device's or the host's budget.
@@ -139,8 +144,8 @@ class StateCache(Generic[Key]):
         return layout.nbytes
 
     def make(self, key: Key, tensors: Mapping[str, torch.Tensor]) -> int:
-        """One more state, which is on the device: `tensors` are there and copied. The host has it when its place is
-        taken, or after `offload`. Returns its bytes.
+        """Add a state on the device by copying `tensors` there. The host gets it when its place is taken, or after
+        `start_write_back`. Return its bytes.
 
         Raises:
             PlanError: it does not fit into the device's or the host's budget, or all that is there is leased.
@@ -170,10 +175,10 @@ class StateCache(Generic[Key]):
         return layout
 
     def drop_state(self, key: Key, in_use: bool = False) -> None:
-        """The state is not needed any more.
+        """Remove a state.
 
         Args:
-            in_use: somebody may still refer to its slab on the device, which no other state gets.
+            in_use: whether other code may still refer to its slab on the device, which no other state gets then.
 
         Raises:
             PlanError: it is leased.
@@ -191,28 +196,28 @@ class StateCache(Generic[Key]):
 
     @property
     def is_over_budget(self) -> bool:
-        """Whether states have to take turns."""
+        """Whether the states exceed the device's budget."""
         return self.host_bytes > self._budget or (self._slots is not None and len(self._states) > self._slots)
 
     def expect_leases(self, keys: Iterable[Key]) -> None:
-        """These leases follow those that were expected before; no others may come."""
+        """Announce leases that follow the announced ones; no others may occur."""
         self._residency.expect(keys)
 
     def predict(self, keys: Iterable[Key]) -> None:
-        """These will probably be leased next, the first one first."""
+        """Announce probable next leases, the first one first."""
         self._residency.predict(keys)
 
     def prefetch_states(self) -> int:
-        """Starts to load what is needed next, as far as there is room; returns how many."""
+        """Start to load the next states, as far as there is room; return their number."""
         return self._residency.prefetch()
 
     def has_room(self, *keys: Key) -> bool:
-        """Whether leases of all these would find places."""
+        """Return whether leases of all these keys would find room."""
         return self._residency.has_room(*keys)
 
     @contextmanager
     def lease_state(self, key: Key, write: bool = False) -> Iterator[Tensors]:
-        """The state's tensors on the device, for as long as the block runs.
+        """Yield the state's tensors on the device, for as long as the block runs.
 
         Args:
             write: the block changes them.
@@ -227,22 +232,22 @@ class StateCache(Generic[Key]):
             self.release(key)
 
     def acquire(self, key: Key, write: bool = False) -> None:
-        """A lease that lasts until `release`."""
+        """Acquire a lease that lasts until `release`."""
         self._residency.lease(key, write)
 
     def mark_changed(self, key: Key) -> None:
-        """The state, which is leased, is changed after all."""
+        """Mark a leased state as changed."""
         self._residency.change(key)
 
     def release(self, key: Key) -> None:
-        """The lease is over; what is being computed with it may still be under way."""
+        """Release a lease; computation with the state may still be in flight."""
         self._residency.release(key)
         slot = self._states[key].slot
         assert slot is not None
         slot.used = self._copier.mark_computation()
 
     def on_device(self, key: Key) -> Tensors:
-        """The tensors of a state that is resident."""
+        """Return the tensors of a resident state."""
         state = self._states[key]
         assert state.slot is not None, f"state {key} is on the host only"
         views = state.on_device.get(state.slot)
@@ -251,32 +256,33 @@ class StateCache(Generic[Key]):
         return views
 
     def on_host(self, key: Key) -> Tensors:
-        """The tensors of a state on the host; they have what leases have changed after `wait_for_host`."""
+        """Return the tensors of a state on the host; they include changes by leases after `wait_for_host`."""
         return self._states[key].on_host
 
     def wait_for_host(self, key: Key) -> None:
-        """Returns when what is being written back for a state is on the host."""
+        """Wait until a state's write-back has reached the host."""
         for ticket in self._states[key].written:
             self._copier.wait(ticket)
 
     def start_write_back(self, key: Key) -> None:
-        """Starts to write back what leases have changed."""
+        """Start to write back the changes of leases."""
         self._residency.offload(key)
 
     def flush(self) -> None:
-        """Returns when the host has all that leases have changed."""
+        """Wait until the host has all changes of leases."""
         self._residency.flush()
         for key in self._states:
             self.wait_for_host(key)
 
     def close(self) -> None:
-        """Ends the copies that are under way."""
+        """Finish the copies in flight."""
         self.statistics.stall_ns += self._copier.close()
 
     # ---- where states lie
 
     def _take_slab(self, nbytes: int) -> _DeviceSlab:
-        """A slab of a state that left, or a new one; those of other sizes go where it would be too much."""
+        """Return a slab of an evicted state, or a new one; slabs of other sizes are freed where the budget requires
+        it."""
         if self._free[nbytes]:
             return self._free[nbytes].popleft()
         for others in self._free.values():
@@ -290,7 +296,7 @@ class StateCache(Generic[Key]):
 
 
 class _Mover:
-    """Does what the residency of a cache decides."""
+    """Carries out the decisions of a cache's residency."""
 
     def __init__(self, cache: StateCache[Any]) -> None:
         self._cache = cache

@@ -1,4 +1,4 @@
-"""How long computations take on a device that the host runs ahead of."""
+"""Measures the time of computations on a device that the host runs ahead of."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Stopwatch:
-    """The shortest of the computations that were timed, as the device ran them."""
+    """Keeps the shortest time of timed computations on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -20,14 +20,14 @@ class Stopwatch:
         self._shortest = float("inf")
 
     def start(self) -> None:
-        """A computation begins."""
+        """Start timing a computation."""
         if self._on_gpu:
             self._began = self._now()
         else:
             self._started = time.monotonic()
 
     def stop(self) -> None:
-        """It has been run, or on a GPU enqueued."""
+        """Stop timing a computation that has run, or is enqueued on a GPU."""
         if self._began is None:
             self._shortest = min(self._shortest, time.monotonic() - self._started)
             return
@@ -37,7 +37,7 @@ class Stopwatch:
             self._read()
 
     def shortest_seconds(self) -> float:
-        """Seconds of the shortest one; infinite where there was none. Waits until all have ended."""
+        """Return the seconds of the shortest computation; infinite where there was none. Waits until all have ended."""
         while self._under_way:
             self._under_way[0][1].synchronize()
             self._read()

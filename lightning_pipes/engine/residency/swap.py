@@ -1,4 +1,7 @@
-"""Keeps whatever computes on the device while it is needed there, on the host else: siblings, layers, weight versions.
+"""Keeps tensors on the device while they are needed, and on the host otherwise: siblings, layers, weight versions.
+
+A `StateCache` moves tensors; this module binds them to their owners. Users keep their objects, and find them on the
+device while they are leased.
 
 A `StateCache` moves tensors; here is what they belong to. Whoever uses these goes on with the objects that he knows,
 and finds them on the device while they are leased.
@@ -22,20 +25,20 @@ Key = TypeVar("Key")
 
 
 class MovableTensors(Protocol):
-    """Something whose tensors can be elsewhere from one moment to the next; a `Binding` is one."""
+    """An owner of tensors that can move between host and device; a `Binding` is one."""
 
     def check(self) -> None:
-        """Whether all can be moved, each for itself.
+        """Check that each tensor can be moved separately.
 
         Raises:
             PlanError: they can't.
         """
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
-        """Them by name."""
+        """Return the tensors by name."""
 
     def bind_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Uses `tensors` from now on, which have the values.
+        """Use `tensors`, which have the current values.
 
         Raises:
             PipelineError: a graph refers to one that it uses.
@@ -44,11 +47,11 @@ class MovableTensors(Protocol):
 
 @dataclass
 class _SwapEntry:
-    """The tensors that belong to a key.
+    """The owner of a key's tensors.
 
     Attributes:
-        here: its tensors are those on the device.
-        leased: they stay there.
+        here: whether its tensors are those on the device.
+        leased: whether they must stay there.
     """
 
     bound: MovableTensors
@@ -57,7 +60,7 @@ class _SwapEntry:
 
 
 class Swap(Generic[Key]):
-    """States of any kind by key, and what they belong to.
+    """States of any kind by key, and their owners.
 
         swap.add(key, Binding(module, optimizers, device))
         swap.expect(keys)                       # or predict(keys)
@@ -95,37 +98,37 @@ class Swap(Generic[Key]):
 
     @property
     def statistics(self) -> Statistics:
-        """Counts of what leases met."""
+        """Counts of hits and loads of leases."""
         return self._cache.statistics
 
     @property
     def host_bytes(self) -> int:
-        """Of all states on the host."""
+        """Bytes of all states on the host."""
         return self._cache.host_bytes
 
     @property
     def resident_keys(self) -> frozenset[Key]:
-        """The keys that are on the device, or on their way to it."""
+        """Keys that are on the device, or in flight to it."""
         return self._cache.resident_keys
 
     def __contains__(self, key: Key) -> bool:
         return key in self._held
 
     def is_leased(self, key: Key) -> bool:
-        """Whether the state is leased."""
+        """Return whether the state is leased."""
         each = self._held.get(key)
         return each is not None and each.leased
 
     def bound_tensors(self, key: Key) -> MovableTensors | None:
-        """The tensors that belong to the key."""
+        """Return the owner of the key's tensors."""
         each = self._held.get(key)
         return None if each is None else each.bound
 
     def add(self, key: Key, bound: MovableTensors, fits: Callable[[int], object] = lambda size: None) -> int:
-        """One more state, which is on the host from now on. Returns its bytes.
+        """Add a state and move it to the host. Return its bytes.
 
         Args:
-            fits: gets the bytes first; if it raises, nothing has changed.
+            fits: called with the bytes first; if it raises, nothing has changed.
 
         Raises:
             PlanError: it does not fit into the device's or the host's budget, or can't be moved.
@@ -142,7 +145,7 @@ class Swap(Generic[Key]):
         return size
 
     def make(self, key: Key, bound: MovableTensors) -> None:
-        """One more state, a copy on the device of what `bound` uses there, which uses the copy from now on.
+        """Add a copy on the device of the tensors of `bound`, and make it use the copy.
 
         Raises:
             PlanError: it does not fit into the device's or the host's budget, or can't be moved.
@@ -153,15 +156,15 @@ class Swap(Generic[Key]):
         bound.bind_tensors(self._cache.on_device(key))
 
     def rebind(self, key: Key, bound: MovableTensors) -> None:
-        """The state belongs to `bound` from now on, which has the same tensors in the same places."""
+        """Replace the owner of a state by `bound`, which has the same tensors in the same places."""
         self._held[key].bound = bound
 
     def on_device(self, key: Key) -> dict[str, torch.Tensor] | None:
-        """The state's tensors there, if what it belongs to uses them."""
+        """Return the state's tensors on the device, if its owner uses them."""
         return self._cache.on_device(key) if self._held[key].here else None
 
     def remove(self, key: Key) -> None:
-        """Gives what belongs to the key tensors of its own again, on the host."""
+        """Give the owner of a key tensors of its own again, on the host."""
         each = self._held.get(key)
         if each is None:
             return
@@ -179,29 +182,29 @@ class Swap(Generic[Key]):
         self._cache.drop_state(key, in_use)
 
     def discard_state(self, key: Key) -> None:
-        """Nobody uses what belongs to the key any more: its tensors have no values from now on."""
+        """Drop a state that is not needed any more: its tensors have no values afterwards."""
         del self._held[key]
         self._cache.drop_state(key)
 
     def expect_leases(self, keys: Iterable[Key]) -> None:
-        """These leases follow those that were expected before; no others may come."""
+        """Announce leases that follow the announced ones; no others may occur."""
         self._cache.expect_leases(keys)
 
     def predict(self, keys: Iterable[Key]) -> None:
-        """These will probably be leased next, the first one first; others that are not here are passed over."""
+        """Announce probable next leases, the first one first; unknown keys are skipped."""
         self._cache.predict(key for key in keys if key in self._held)
 
     def prefetch_states(self) -> int:
-        """Starts to load what is needed next, as far as there is room; returns how many."""
+        """Start to load the next states, as far as there is room; return their number."""
         return self._cache.prefetch_states()
 
     def has_room(self, *keys: Key) -> bool:
-        """Whether leases of all these would find places."""
+        """Return whether leases of all these keys would find room."""
         return self._cache.has_room(*keys)
 
     @contextmanager
     def lease_state(self, key: Key, write: bool = False) -> Iterator[None]:
-        """Has what belongs to the key compute on the device, for as long as the block runs.
+        """Make the owner of a key compute on the device, for as long as the block runs.
 
         Args:
             write: the block changes the state.
@@ -216,7 +219,7 @@ class Swap(Generic[Key]):
             self.release(key)
 
     def acquire(self, key: Key, write: bool = False) -> None:
-        """A lease that lasts until `release`."""
+        """Acquire a lease that lasts until `release`."""
         each = self._held[key]
         self._cache.acquire(key, write)
         each.leased = True
@@ -225,32 +228,32 @@ class Swap(Generic[Key]):
             each.here = True
 
     def mark_changed(self, key: Key) -> None:
-        """The state, which is leased, is changed after all."""
+        """Mark a leased state as changed."""
         self._cache.mark_changed(key)
 
     def release(self, key: Key) -> None:
-        """The lease is over, if there is one; what is being computed may still be under way."""
+        """Release a lease, if there is one; computation may still be in flight."""
         each = self._held.get(key)
         if each is not None and each.leased:
             self._cache.release(key)
             each.leased = False
 
     def write_back(self, key: Key) -> None:
-        """Starts to write back what leases have changed, where states have to take turns."""
+        """Start to write back the changes of leases, where states exceed the device."""
         if self._cache.is_over_budget:
             self._cache.start_write_back(key)
 
     def flush(self) -> None:
-        """Returns when the host has all that leases have changed."""
+        """Wait until the host has all changes of leases."""
         self._cache.flush()
 
     def close(self) -> None:
-        """Ends the copies that are under way. What is left here stays where it is."""
+        """Finish the copies in flight. Remaining states stay in place."""
         self._cache.close()
         self._held.clear()
 
     def _to_host(self, key: Key) -> None:
-        """Another state takes its place on the device."""
+        """Bind an owner to the host's tensors when another state takes its place on the device."""
         each = self._held.get(key)
         if each is not None and each.here:
             each.bound.bind_tensors(self._cache.on_host(key))

@@ -1,4 +1,7 @@
-"""Versions of weights take turns on a device: each is there while it is read, and the next ones are brought meanwhile.
+"""Versions of weights share a device: each is there while it is read, and the next ones are loaded meanwhile.
+
+B5 reads                  loads meanwhile       goes to the host      on the host, in the order of their reads
+weights 3 of stage 0      weights 4             weights 7             weights 5, weights 6
 
 B5 reads                  brought meanwhile     goes to the host      on the host, in the order in which they are read
 weights 3 of stage 0      weights 4             weights 7             weights 5, weights 6
@@ -16,16 +19,16 @@ from lightning_pipes.engine.residency.swap import MovableTensors
 
 
 class VersionMemory:
-    """The versions of one rank's stages.
+    """The weight versions of one rank's stages.
 
-    Nobody writes to a version, so it goes to the host once, right after it was made, and is brought from there.
+    A version is read-only, so it goes to the host once, right after its creation, and is loaded from there.
 
     Args:
-        memory: where they take turns.
-        device: of this rank.
+        memory: the memory that the versions share.
+        device: the device of this rank.
 
     Attributes:
-        coming: gives the keys of the versions that will be read next, the first one first.
+        upcoming: returns the keys of the versions that are read next, the first one first.
     """
 
     def __init__(self, memory: StateMemory, device: torch.device) -> None:
@@ -34,7 +37,7 @@ class VersionMemory:
         self._kept: set[Hashable] = set()
 
     def add_version(self, key: Hashable, bound: MovableTensors) -> None:
-        """One more version, a copy of what `bound` uses, which uses the copy from now on.
+        """Add a version, a copy of the tensors of `bound`, which uses the copy from now on.
 
         Raises:
             PlanError: no room for it.
@@ -45,7 +48,7 @@ class VersionMemory:
 
     @contextmanager
     def lease_version(self, key: Hashable) -> Iterator[None]:
-        """It is on the device for as long as the block runs.
+        """Keep a version on the device for as long as the block runs.
 
         Raises:
             PlanError: no room for it.
@@ -55,19 +58,19 @@ class VersionMemory:
             yield
 
     def drop_version(self, key: Hashable) -> None:
-        """Nobody will read it any more."""
+        """Drop a version that is not read any more."""
         self._swap.discard_state(key)
         self._kept.discard(key)
 
     def look_ahead(self) -> None:
-        """Brings what is read next, as far as there is room."""
+        """Load the versions that are read next, as far as there is room."""
         if self._kept:
             self._swap.predict(self._next())
             if self._prefetch:
                 self._swap.prefetch_states()
 
     def _next(self) -> Iterator[Hashable]:
-        """The versions that are kept, in the order of their next reading; the rest of what comes does not matter."""
+        """Yield the kept versions in the order of their next reads."""
         missing = set(self._kept)
         for key in self.upcoming():
             if key in missing:

@@ -1,1 +1,1 @@
-"""Ranks find each other, and nobody waits for the dead."""
+"""Rendezvous of ranks, and detection of dead ones, so that no rank waits forever."""

@@ -1,4 +1,9 @@
-"""A failure on one rank reaches all others, and nobody waits for the dead.
+"""Propagates a failure on one rank to all others, so that no rank waits for a dead one.
+
+The side channel is the store of the rendezvous. The first rank to fail writes its failure there, and all ranks read it
+several times a second. Broken connections, and ended processes of this host, are reported the same way. A stopped
+process or a cut link breaks nothing; there the heartbeat expires. Each rank checks the next one in a ring, so that the
+load of the store grows only as the number of ranks.
 
 The side channel is the store through which the ranks found each other: whoever fails first writes there what
 happened, everybody reads it several times a second. Broken connections are reported the same way, and processes of
@@ -33,11 +38,11 @@ _log = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
 REASON_SECONDS = 5 * POLL_SECONDS
 GRACE_SECONDS = 7.0
-"""How long a rank that knows of a failure may take to leave by itself before its watchdog ends it."""
+"""How long a rank that knows of a failure may take to exit by itself before its watchdog ends it."""
 PUBLISH_SECONDS = 2.0
-"""How long a failing rank waits for the store to take its word."""
+"""How long a failing rank waits for the store to accept its report."""
 LOG_SECONDS = 30.0
-"""How often a rank says for whom it waits."""
+"""How often a rank logs the ranks that it waits for."""
 HEARTBEAT_TIMEOUT = 120.0
 """Long enough for any call that keeps Python's lock, such as loading a large pickle."""
 T = TypeVar("T")
@@ -48,7 +53,7 @@ class PeerFailure(PipelineError):  # noqa: N818 - reads as what it is: the failu
 
 
 class _FailureReport:
-    """A failure on its way to the store.
+    """A failure to be written to the store.
 
     Attributes:
         first: the failure that was written first, once the store has answered.
@@ -60,18 +65,20 @@ class _FailureReport:
         self._answered = threading.Event()
 
     def set_answer(self, first: str | None) -> None:
-        """The store has answered, or can't."""
+        """Set the store's answer, or None where the store failed."""
         self.first = first
         self._answered.set()
 
     def wait(self, seconds: float) -> str | None:
-        """The text that was written first; None where the store has not answered by then."""
+        """Return the failure that was written first; None where the store has not answered in time."""
         self._answered.wait(seconds)
         return self.first
 
 
 class FailureWatch:
-    """Tells all ranks of the first failure of any.
+    """Propagates the first failure of any rank to all ranks.
+
+    It creates all its threads at the start, because a process that is out of memory can't start another one.
 
     All that it needs for that is there from the beginning: a process that is out of memory can't have another thread.
 
@@ -79,15 +86,15 @@ class FailureWatch:
         store: the c10d store of the process group; None for ranks in one process.
         rank: the global rank.
         ranks: how many there are in all.
-        heartbeat_timeout: seconds after which a rank without a sign of life, or a store without an answer, is given up.
-        store_host: who hosts the store, for the message.
+        heartbeat_timeout: seconds after which a rank without a heartbeat, or a store without an answer, is given up.
+        store_host: the host of the store, for messages.
         enforce: end the process when it has not closed the watch `GRACE_SECONDS` after a failure elsewhere: a rank
             that is blocked in a collective neither sees exceptions nor runs signal handlers. After any failure, end it
             also when it has not ended `GRACE_SECONDS` after its main thread.
 
     Attributes:
         stages: the stages of each global rank, for messages.
-        doing: what this rank waits for, for messages; None while it computes.
+        doing: the reason why this rank waits, for messages; None while it computes.
     """
 
     def __init__(
@@ -127,28 +134,29 @@ class FailureWatch:
             fault_point("watch.made")
 
     def sub_store(self) -> Any:
-        """A part of the store for one purpose of this run; ranks that ask equally often get the same."""
+        """Return a part of the store for one purpose of this run; ranks that call this equally often get the same
+        part."""
         return self.sub_store_factory()()
 
     def sub_store_factory(self) -> Callable[[], Any]:
-        """A function that gives that part of the store, with a connection of its own; making one takes up to a tenth of
-        a second."""
+        """Return a function that returns that part of the store, with a connection of its own; connecting takes up to a
+        tenth of a second."""
         self._stores += 1
         prefix = f"{self._prefix}/{self._stores}"
         return lambda: sub_store_of(self._store, prefix)
 
     @property
     def seal(self) -> Seal | None:
-        """The seal that proves that something comes from another rank; None where there is none."""
+        """The seal that proves that data comes from another rank; None where there is none."""
         return seal_of(self._store)
 
     def name(self, rank: int) -> str:
-        """A rank and its stages, as messages call it."""
+        """Return a rank and its stages, as messages name it."""
         stages = self.stages.get(rank, ())
         return f"rank {rank}" + (f" (stage {', '.join(map(str, stages))})" if stages else "")
 
     def on_failure(self, listener: Callable[[BaseException], None]) -> None:
-        """Calls `listener(error)` from another thread when any rank fails; at once if one has."""
+        """Call `listener(error)` from another thread when any rank fails; at once if one has failed."""
         with self._lock:
             self._listeners.append(listener)
             error = self.error
@@ -156,12 +164,13 @@ class FailureWatch:
             listener(error)
 
     def report_failure(self, error: BaseException, where: str = "") -> None:
-        """Tells everybody that this rank failed, unless another failure was told before."""
+        """Report this rank's failure to all ranks, unless another failure came first."""
         who = f"rank {self._rank} failed in {where}" if where else f"{self.name(self._rank)} failed"
         self._publish_failure(f"{who}: {type(error).__name__}: {error}", is_remote=False)
 
     def report_lost_peer(self, peer: int, error: BaseException) -> None:
-        """A connection to `peer` broke. If the peer has said why, that is the failure; else it is gone."""
+        """Report a broken connection to `peer`. If the peer has reported a failure, that is the failure; else the peer
+        is gone."""
         if self._closed.is_set():
             return
         if self._store is not None and self._closed.wait(2 * POLL_SECONDS):
@@ -171,18 +180,18 @@ class FailureWatch:
             self._publish_failure(f"{self.name(peer)} has ended or can't be reached: {lost}")
 
     def has_ended(self, rank: int) -> bool:
-        """Whether the process of `rank` is known to have ended; that of another host never is."""
+        """Return whether the process of `rank` is known to have ended; a process of another host never is."""
         process = None if self._store is None else self._heartbeat.known_process(rank)
         return process is not None and process.has_ended()
 
     def check(self) -> None:
-        """Raises PeerFailure if any rank has failed."""
+        """Raise PeerFailure if any rank has failed."""
         if self.error is not None:
             raise self.error
 
     def call(self, fn: Callable[[], T]) -> T:
-        """The result of `fn()`, which waits for other ranks where no exception gets in. It has a thread of its own, and
-        is left there when a rank fails.
+        """Return the result of `fn()`, which waits for other ranks where exceptions can't interrupt it. It runs in a
+        thread of its own, which is abandoned when a rank fails.
 
         Raises:
             PeerFailure: a rank has failed.
@@ -208,7 +217,7 @@ class FailureWatch:
         return result
 
     def missing_ranks(self) -> list[int]:
-        """The ranks that have not come to the store yet."""
+        """Return the ranks that have not reached the store yet."""
         return (
             []
             if self._store is None
@@ -216,15 +225,15 @@ class FailureWatch:
         )
 
     def wait_for_ranks(self, timeout: float, check: Callable[[], None], ended: Callable[[], Mapping[int, str]]) -> None:
-        """Returns when all ranks have come to the store.
+        """Wait until all ranks have reached the store.
 
         Args:
             timeout: seconds to wait for the last one.
-            check: called again and again meanwhile; may raise.
-            ended: of ranks, also those that have not come, what is known of how they have ended.
+            check: called repeatedly meanwhile; may raise.
+            ended: returns the known ends of ranks, including ranks that have not reached the store.
 
         Raises:
-            PeerFailure: one has ended, or does not come.
+            PeerFailure: a rank has ended, or does not reach the store in time.
         """
         started = logged = time.monotonic()
         while missing := self.missing_ranks():
@@ -243,16 +252,16 @@ class FailureWatch:
         self.check()
 
     def raise_reason(self) -> None:
-        """Raises PeerFailure once it gets to know of a failure, of which something else was noticed; returns if it does
-        not, a second later."""
+        """Raise PeerFailure once a failure is known that explains another error; return after a second if there is
+        none."""
         until = time.monotonic() + REASON_SECONDS
-        while time.monotonic() < until:  # who fails tells the store first, and closes connections then
+        while time.monotonic() < until:  # a failing rank writes to the store first, and closes connections afterwards
             self.check()
             time.sleep(POLL_SECONDS / 4)
 
     def close(self) -> None:
-        """Stops watching; this process needs to give no more signs of life. It is safe from the watchdog until its main
-        thread has ended."""
+        """Stop watching; this process needs no further heartbeats. The watchdog leaves it alone until its main thread
+        has ended."""
         fault_point("watch.close")
         self._closed.set()
         self._reports.put(None)
@@ -264,8 +273,8 @@ class FailureWatch:
         fault_point("watch.closed")
 
     def _watch(self) -> None:
-        """Listens to the store, for the next rank's signs of life, and whether processes of this host have ended. Its
-        calls block where the store is stopped."""
+        """Read the store for failures, the next rank's heartbeat, and ended processes of this host. Its calls block
+        where the store is stopped."""
         silence, looks = StallTimer(2 * BEAT_SECONDS), round(BEAT_SECONDS / POLL_SECONDS)
         try:
             while self.error is None and not self._closed.wait(POLL_SECONDS):
@@ -283,8 +292,7 @@ class FailureWatch:
                 self._accept_failure(f"{self._store_host}, which hosts the store of this run, has ended ({error})")
 
     def _check_process(self, other: int) -> None:
-        """Tells all if the process of another rank has ended, as far as can be seen from here, in the middle of this
-        run."""
+        """Publish a failure if the process of another rank is known to have ended in the middle of this run."""
         process = self._heartbeat.find_process(other)
         if process is not None and process.has_ended() and not self._has_left(other):
             self._publish_failure(
@@ -293,7 +301,7 @@ class FailureWatch:
             )
 
     def _check_heartbeat(self, silence: StallTimer) -> None:
-        """Tells all if the next rank has come to its end, or seems dead."""
+        """Publish a failure if the next rank has exited, or its heartbeat has expired."""
         if self._heartbeat.find_process(self._neighbour) is None:
             return  # it has not come yet; setting something up may take it an hour
         seconds = silence.stalled_seconds(self._heartbeat.count_beats(self._neighbour), time.monotonic())
@@ -318,7 +326,7 @@ class FailureWatch:
         return " by itself, while others were in a run, in which all ranks must take part"
 
     def _run_watchdog(self) -> None:
-        """Notices that the store does not answer, and ends a process that is blocked; never blocks itself."""
+        """Detect a store that does not answer, and end a process that is blocked; never blocks itself."""
         silence = StallTimer(2 * POLL_SECONDS)
         while not self._closed.wait(POLL_SECONDS):
             now = time.monotonic()
@@ -347,10 +355,10 @@ class FailureWatch:
         os._exit(1)
 
     def _publish_failure(self, text: str, is_remote: bool = True) -> None:
-        """Makes `text` the failure of the run, unless there is one; `elsewhere` if it is not this rank's own."""
+        """Make `text` the failure of the run, unless there is one; `is_remote` if it is not this rank's own."""
         text = to_printable(text)
         first = None
-        # The store may be gone with its host; closed connections tell the others then.
+        # The store may be gone with its host; closed connections then inform the others.
         if self._store is not None and not self._closed.is_set():
             words = _FailureReport(text)
             self._reports.put(words)
@@ -361,7 +369,7 @@ class FailureWatch:
             self._accept_failure(first)
 
     def _write(self) -> None:
-        """Writes failures into the store, which may block, and gets the first that was written."""
+        """Write failures into the store, which may block, and read back the one that was written first."""
         while (words := self._reports.get()) is not None:
             try:
                 words.set_answer(self._heartbeat.report_connection.compare_set(self._key, "", words.text).decode())
@@ -380,7 +388,7 @@ class FailureWatch:
             self._failed_at = time.monotonic()
             listeners = list(self._listeners)
         process_exit.give_up()
-        if is_remote:  # at once: whoever started this process may kill it before its own error is printed
+        if is_remote:  # at once: the launcher may kill this process before its own error is printed
             _log.error("[rank %d] %s", self._rank, text)
         for listener in listeners:
             listener(self.error)

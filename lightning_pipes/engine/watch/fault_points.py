@@ -1,4 +1,6 @@
-"""Named places at which a process comes to harm when it is asked to, so that tests can place a fault exactly.
+"""Named points at which a test can inject a fault into a process.
+
+The environment of a process, which is read once, requests a fault. Nothing happens otherwise.
 
 A fault is asked for by the environment of the processes, which is read once. Nothing happens otherwise.
 """
@@ -66,19 +68,19 @@ POINTS = {
     "watch.closed": "it does not watch any more",
     "exit": "the interpreter ends",
 }
-"""All places, and what happens there. Instructions go by their kind."""
+"""All points with a description. The point of an instruction is its kind."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that is to happen to one process.
+    """A fault to inject into one process.
 
     Attributes:
-        rank: whose process, as its launcher numbers them.
-        point: where; a key of `POINTS`.
-        file: gets the time at which it happens, of the monotonic clock. Nothing happens to whom finds it there, as
-            processes do that were started again.
-        nth: at which passing, from 1 on.
+        rank: the rank of the process, as its launcher numbers them.
+        point: a key of `POINTS`.
+        file: gets the time of the fault, of the monotonic clock. A process that finds the file gets no fault, such as
+            a restarted one.
+        nth: the number of the pass that triggers it, from 1 on.
         act: "kill" and "stop" send SIGKILL and SIGSTOP to the process itself; "wait" only holds it up until `file` is
             gone.
         delay: seconds from the passing to the act; the process goes on meanwhile.
@@ -98,17 +100,17 @@ class Fault:
             raise ValueError(f"a fault can kill, stop or wait, not {self.act!r}")
 
     def to_environment(self) -> Mapping[str, str]:
-        """Variables that processes must have in their environment, whichever rank they are."""
+        """Return variables that processes need in their environment, for any rank."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     def trigger(self) -> None:
-        """Does it to this process, now."""
+        """Trigger the fault in this process, now."""
         path = Path(self.file)
         if path.exists():
             return
         unnamed = path.with_name(f"{path.name}.{os.getpid()}")
         unnamed.write_text(str(time.monotonic()))
-        unnamed.rename(path)  # whoever waits for it finds it whole
+        unnamed.rename(path)  # atomically, for processes that wait for the file
         if self.act == "wait":
             while path.exists():
                 time.sleep(0.005)
@@ -117,7 +119,7 @@ class Fault:
 
 
 class _PassCounter:
-    """Counts the passings of the place at which this process comes to harm."""
+    """Counts the passes of the point at which this process gets a fault."""
 
     def __init__(self, fault: Fault) -> None:
         self._fault = fault
@@ -148,7 +150,7 @@ def _requested_fault() -> _PassCounter | None:
 
 
 def fault_point(name: str) -> None:
-    """Marks a place of `POINTS`: the fault that was asked for happens here, if any was."""
+    """Mark a point of `POINTS`: a requested fault happens here."""
     count = _requested_fault()
     if count is not None:
         count.count_pass(name)

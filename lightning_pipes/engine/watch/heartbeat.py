@@ -1,4 +1,6 @@
-"""Signs of life: every process counts up in the store, and whoever waits for it looks whether the count moves.
+"""Heartbeats: every process counts up in the store, and waiting ranks check that the count moves.
+
+The store also holds the identity of each process, and the mark that it has exited.
 
 There it also says which process it is, and in the end that it has come to its end.
 """
@@ -17,7 +19,10 @@ BEAT_SECONDS = 1.0
 
 
 class StallTimer:
-    """How long a count has not moved, in the time of who looks; nobody's clock on another host matters.
+    """Measures how long a count has not moved, on the observer's clock, so that clocks of other hosts do not matter.
+
+    At most `gap` seconds count between two checks. So a process that was stopped, or suspended with all others, does
+    not take its own sleep for a stall of the others.
 
     Between two looks at most `gap` seconds count. So whoever was itself stopped, or suspended with all others, does not
     take its own sleep for the silence of the rest.
@@ -30,7 +35,7 @@ class StallTimer:
         self._seconds = 0.0
 
     def stalled_seconds(self, count: int, now: float) -> float:
-        """How long `count` has been the same, as seen at `now`, a monotonic time."""
+        """Return how long `count` has been the same, as seen at `now`, a monotonic time."""
         passed = min(now - self._looked, self._gap)
         self._seconds = self._seconds + passed if count == self._count else 0.0
         self._count, self._looked = count, now
@@ -38,12 +43,12 @@ class StallTimer:
 
 
 class Heartbeat:
-    """Counts up once a second for as long as the process lives, also between runs, when user code may take hours.
+    """Counts up once a second for as long as the process lives, also between runs, where user code may take hours.
 
     Attributes:
-        line: a connection to the store for what is answered at once. What waits for a key needs one of its own: a
-            connection serves one call at a time.
-        last_words: another, for when `line` is blocked.
+        connection: a connection to the store for calls that are answered at once. A call that waits for a key needs
+            its own connection, because a connection serves one call at a time.
+        report_connection: another connection, for reports while `connection` is blocked.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
@@ -58,16 +63,16 @@ class Heartbeat:
         self._thread.start()
 
     def count_beats(self, rank: int) -> int:
-        """How often the heart of `rank` has beaten."""
+        """Return the number of heartbeats of `rank`."""
         key = _key("heart", rank)
         return int(self.connection.get(key)) if self.connection.check([key]) else 0
 
     def known_process(self, rank: int) -> Process | None:
-        """The process of `rank`; None where it has not said so yet, or `ask` has not asked."""
+        """Return the process of `rank`; None where `find_process` has not found it."""
         return self._processes.get(rank)
 
     def find_process(self, rank: int) -> Process | None:
-        """The process of `rank`; None where it has not said so yet."""
+        """Return the process of `rank`; None where it is not registered yet."""
         if rank not in self._processes and self.connection.check([_key("place", rank)]):
             process = Process.parse(self.connection.get(_key("place", rank)).decode())
             if process is not None:
@@ -75,16 +80,16 @@ class Heartbeat:
         return self._processes.get(rank)
 
     def has_exited(self, rank: int) -> bool:
-        """Whether the interpreter of `rank` has ended, as it says itself."""
+        """Return whether the interpreter of `rank` has marked its end."""
         return bool(self.connection.check([_key("ended", rank)]))
 
     def next_run(self, rank: int) -> int:
-        """The number of the run that begins; the same on every rank."""
+        """Return the number of the run that begins; the same on every rank."""
         self._runs[rank] += 1
         return self._runs[rank]
 
     def stop(self) -> None:
-        """No more beats; the interpreter can end."""
+        """Stop the heartbeat; the interpreter can end."""
         self._ended.set()
         self._thread.join(timeout=2.0)
 
@@ -97,7 +102,7 @@ class Heartbeat:
                     _key("heart", self._rank), str(beats)
                 )  # and not `add`: what that makes can't be signed
             self.connection.set(_key("ended", self._rank), "")
-        except RuntimeError:  # the store is gone, which the watch of a run notices and tells
+        except RuntimeError:  # the store is gone, which the failure watch of a run reports
             return
 
 
@@ -105,7 +110,7 @@ _heartbeat: Heartbeat | None = None
 
 
 def get_heartbeat(store: Any, rank: int) -> Heartbeat:
-    """The heart of this process, which beats in `store` from the first call on."""
+    """Return the heartbeat of this process, which beats in `store` from the first call on."""
     global _heartbeat
     if _heartbeat is None:
         atexit.register(stop_heartbeat)
@@ -116,7 +121,7 @@ def get_heartbeat(store: Any, rank: int) -> Heartbeat:
 
 
 def stop_heartbeat() -> None:
-    """This process says that it comes to its end, as it does at the end of an interpreter."""
+    """Mark the end of this process, as at the end of an interpreter."""
     if _heartbeat is not None:
         _heartbeat.stop()
 

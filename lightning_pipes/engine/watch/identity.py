@@ -1,4 +1,7 @@
-"""Which process this is, among all that may see the same folder, store or database.
+"""Identifies a process among all that may share a folder, store or database.
+
+A host name and a process number do not suffice: containers may share a host name and number their processes separately,
+and numbers are reused.
 
 A host name and a number do not tell processes apart: containers may have one name, and each counts its processes by
 itself. And a number is given again to a later process.
@@ -22,14 +25,14 @@ _FIRST_SPACE = "effffffc"
 
 
 class Process(NamedTuple):
-    """A process.
+    """The identity of a process.
 
     Attributes:
-        machine: stands for the name of its host and, where there is one, the machine's own number.
-        boot: stands for the start of the machine's system; empty where that can't be had.
-        space: the PID name space, in which `pid` counts; empty where there are none.
+        machine: a hash of the host's name and, where there is one, the machine's id.
+        boot: a hash of the boot id; empty where there is none.
+        space: the PID namespace of `pid`; empty where there are none.
         pid: its number.
-        started: when it was started, in a unit of the system.
+        started: its start time, in a unit of the system.
     """
 
     machine: str
@@ -40,12 +43,12 @@ class Process(NamedTuple):
 
     @classmethod
     def current(cls) -> Process:
-        """The one that asks."""
+        """Return the identity of this process."""
         return _process(os.getpid())
 
     @classmethod
     def from_pid(cls, pid: int) -> Process:
-        """Another one of this PID name space.
+        """Return the identity of another process of this PID namespace.
 
         Raises:
             ProcessLookupError: there is none.
@@ -57,7 +60,7 @@ class Process(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Process | None:
-        """The process of which `str` is `text`; None if that is no process."""
+        """Return the process with the text form `text`; None if there is no such form."""
         parts = text.split("-")
         if len(parts) != 5 or not all(part.isdigit() for part in parts[3:]):
             return None
@@ -65,12 +68,12 @@ class Process(NamedTuple):
         return cls(machine, boot, space, int(pid), int(started))
 
     def __str__(self) -> str:
-        """Letters, digits and hyphens."""
+        """Return letters, digits and hyphens."""
         return "-".join(map(str, self))
 
     def has_ended(self) -> bool:
-        """Whether it is known to have ended. Nothing is known of another machine's, nor of another container's, which
-        may have the same name. What ran before the machine was started anew has ended."""
+        """Return whether the process is known to have ended. Processes of other machines and containers are unknown. A
+        process from before the machine's last boot has ended."""
         machine, boot, space = _host_marks()
         if self.machine != machine or self.space != space:
             return False
@@ -82,14 +85,14 @@ class Process(NamedTuple):
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process of this PID name space does nothing until it gets SIGCONT; unknown elsewhere than on Linux."""
+    """Return whether a process of this PID namespace waits for SIGCONT; unknown on systems other than Linux."""
     state = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return state[:1] == ["T"]  # a debugger's are "t"
 
 
 def has_ended(pid: int) -> bool:
-    """Whether there is no such process in this PID name space, or nobody has asked yet how it ended; unknown elsewhere
-    than on Linux."""
+    """Return whether no such process runs in this PID namespace, zombies excluded; unknown on systems other than
+    Linux."""
     state = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return state[:1] in ([], ["Z"], ["X"])
 
@@ -101,7 +104,7 @@ def _process(pid: int) -> Process:
 
 @cache
 def _host_marks() -> tuple[str, str, str]:
-    """The marks that the processes of this PID name space have in common."""
+    """Return the marks that all processes of this PID namespace share."""
     machine = _short(f"{socket.gethostname()}/{_read('/etc/machine-id')}")
     boot = _read("/proc/sys/kernel/random/boot_id")
     space = ""
@@ -121,7 +124,7 @@ def _read(path: str) -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """When a process was started; None if it has ended, also if nobody has waited for it yet.
+    """Return the start time of a process; None if it has ended, also as a zombie.
 
     Raises:
         PermissionError: the system does not say it.

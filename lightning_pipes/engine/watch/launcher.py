@@ -1,4 +1,7 @@
-"""Who has started this process, and those that it has started itself, as ranks of one job.
+"""Watches the process that started this one, and the processes that this one started as ranks of one job.
+
+A rank with a dead launcher is alone: no process restarts or stops it. So it ends, wherever it is. A launcher that is
+itself a rank ends when one of its ranks dies, and waits for them at its own end.
 
 A rank whose launcher has died is alone: nobody starts it again, or stops it. It ends, wherever it is. A launcher that
 is itself a rank ends when one that it has started dies, and waits for the others when it comes to its own end.
@@ -31,31 +34,31 @@ from lightning_pipes.ir import PipelineError
 _log = logging.getLogger(__name__)
 
 LAUNCHER = "LIGHTNING_PIPES_LAUNCHER"
-"""The process that starts the others, in the environment of those."""
+"""The environment variable with the process id of the launcher."""
 TERMINATED = 128 + 15
-"""The exit status of who has ended in order after SIGTERM."""
+"""The exit status of an orderly end after SIGTERM."""
 GRACE_SECONDS = 6.0
-"""How long a process goes on whose launcher, or a rank that it has started, has died: it may have heard of it, and be
-about to end with an error that says more."""
+"""How long a process continues after its launcher, or a rank that it has started, has died. It may already be about to
+end with a more specific error."""
 _WAIT_SECONDS = 4.0
-"""How long a process that has failed waits in its end for those that it has started."""
+"""How long a failed process waits at its end for the ranks that it has started."""
 _POLL_SECONDS = 0.3
 _CHECK_SECONDS = 1.0
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _first_pids = os.getpid(), os.getppid()
-"""This process when it came here first, and its parent; a fork of it has another."""
+"""This process and its parent at import; a fork has other ones."""
 
 
 class LauncherEndedError(PipelineError):
-    """The process that has started this one has ended."""
+    """The process that started this one has ended."""
 
 
 class RankStoppedError(PipelineError):
-    """A rank that was started with this one does nothing."""
+    """A rank that was started with this one is stopped."""
 
 
 class _Launcher:
-    """Looks whether the launcher is there, once `heed` has found one."""
+    """Watches the launcher, once `start_watching` has found one."""
 
     def __init__(self) -> None:
         self.pid = 0
@@ -97,7 +100,7 @@ class _Launched:
             process.send_signal(signum)  # nothing to those that have ended
 
     def exited_ranks(self) -> dict[int, str]:
-        """How ranks have ended that have."""
+        """Return how ranks have ended."""
         return {
             rank: how_it_ended(process.returncode)
             for rank, process in self.processes.items()
@@ -105,7 +108,7 @@ class _Launched:
         }
 
     def _watch(self) -> None:
-        """Ends this process, and those that it has started, after one of them has died."""
+        """End this process and all processes it started after one of them has died."""
         while True:
             codes = {rank: process.poll() for rank, process in self.processes.items()}
             for rank, code in codes.items():
@@ -119,7 +122,7 @@ class _Launched:
             time.sleep(_POLL_SECONDS)
 
     def _wait_at_exit(self) -> None:
-        """Waits for them: they are ranks of the job that ends with this process."""
+        """Wait for the started processes: they are ranks of the job that ends with this process."""
         until = time.monotonic() + _WAIT_SECONDS
         while any(process.poll() is None for process in self.processes.values()):
             if process_exit.has_given_up() and time.monotonic() > until:
@@ -137,10 +140,10 @@ _launcher_watch, _launched_ranks = _Launcher(), _Launched()
 
 
 def exit_with_launcher(stop_timeout: float) -> None:
-    """From now on this process ends when its launcher does, if that is Lightning's or torchrun's.
+    """End this process when its launcher ends, if that is Lightning or torchrun.
 
     Args:
-        patience: seconds that others may be stopped.
+        stop_timeout: seconds for which other processes may be stopped.
     """
     _launcher_watch.stop_timeout = stop_timeout
     _launcher_watch.start_watching()
@@ -148,7 +151,7 @@ def exit_with_launcher(stop_timeout: float) -> None:
 
 @contextmanager
 def environment_for_children(variables: Mapping[str, str]) -> Iterator[None]:
-    """Put variables into the environment of processes that are started in the block, and take them out again."""
+    """Set variables in the environment of processes that are started in the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -162,31 +165,30 @@ def environment_for_children(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def watch_launched(first_rank: int, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """This process has started others as ranks, from `first_rank` on."""
+    """Watch processes that this one has started as ranks, from `first_rank` on."""
     _launched_ranks.start_watching(dict(enumerate(processes, first_rank)))
 
 
 def signal_launched(signum: int) -> None:
-    """Passes a signal on to the ranks that this process has started."""
+    """Pass a signal on to the ranks that this process has started."""
     _launched_ranks.send_signal(signum)
 
 
 def exited_ranks() -> dict[int, str]:
-    """Of the ranks that this process has started, those that have ended, and how."""
+    """Return which ranks started by this process have ended, and how."""
     return _launched_ranks.exited_ranks()
 
 
 def check_launcher() -> None:
-    """Raises LauncherEndedError if the launcher has ended."""
+    """Raise LauncherEndedError if the launcher has ended."""
     if _launcher_watch.gone:
         raise LauncherEndedError(f"process {_launcher_watch.pid}, which has started this one, has ended")
 
 
 class StartupWatch:
-    """Looks after those of this host before ranks have met, when nobody has given a sign of life yet: who is slow then
-    may have much to load, and who is stopped can be seen. `heed_launcher` was told how long one may be, if it was
-    called: who waits in company heeds its launcher in any case.
-    """
+    """Watches the processes of this host before the ranks connect and have heartbeats. A slow process may load much
+    then, but a stopped one can be detected. `exit_with_launcher` sets the timeout of a stop. Creating a watch also
+    watches the launcher."""
 
     def __init__(self) -> None:
         _launcher_watch.start_watching()
@@ -195,7 +197,7 @@ class StartupWatch:
         self._next = 0.0
 
     def check(self) -> None:
-        """Looks now and then; called as often as one likes.
+        """Check now and then; may be called as often as needed.
 
         Raises:
             LauncherEndedError: the launcher has ended.
@@ -217,7 +219,8 @@ class StartupWatch:
 
 
 def _host_processes() -> Iterator[tuple[str, int]]:
-    """The other processes that the same launcher has started as ranks, with their names; itself, if it is one."""
+    """Yield the other processes that the same launcher has started as ranks, with their names, and the launcher itself
+    if it is a rank."""
     for rank, process in _launched_ranks.processes.items():
         yield f"rank {rank}", process.pid
     if not _launcher_watch.pid or _launcher_watch.gone:
@@ -232,12 +235,12 @@ def _host_processes() -> Iterator[tuple[str, int]]:
 
 
 def how_it_ended(code: int) -> str:
-    """The meaning of an exit status, in words."""
+    """Return the meaning of an exit status, in words."""
     return f"was ended by signal {-code}" if code < 0 else f"has ended with exit status {code}"
 
 
 def _launcher() -> int:
-    """The process that has started this one as a rank; 0 if there is none, or this was started by a rank."""
+    """Return the process that has started this one as a rank; 0 if there is none, or a rank has started this one."""
     if os.environ.get("LOCAL_RANK", "0") != "0" and LAUNCHER in os.environ:
         pid = int(os.environ[LAUNCHER])
         return pid if os.getppid() == pid or has_ended(pid) else 0
@@ -248,7 +251,7 @@ def _launcher() -> int:
 
 
 def _in_environment(pid: int, name: str) -> str | None:
-    """The value of a variable in the environment of a process; None where there is none, or is not to be known."""
+    """Return the value of a variable in the environment of a process; None where it is not set or not readable."""
     with suppress(OSError):
         pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
         return next((pair.partition("=")[2] for pair in pairs if pair.startswith(f"{name}=")), None)

@@ -1,4 +1,7 @@
-"""Objects as bytes from which nothing but data is read: whoever writes them can't have code run.
+"""Serialises objects as data: reading the bytes can't run code, whatever their origin.
+
+The bytes are a pickle. A reader accepts only opcodes that build data: numbers, text, containers, tensors, arrays, and
+our own dataclasses. Other classes and functions are refused by name.
 
 The bytes are those of a pickle, of which a reader takes what builds data: numbers, text, containers, tensors, arrays,
 and our own dataclasses. Other classes and functions are refused by name.
@@ -32,7 +35,7 @@ class NotPlainError(PipelineError):
 
 
 def dumps(thing: Any, aside: Callable[[pickle.PickleBuffer], Any] | None = None) -> bytes:
-    """The bytes of any object that pickles; tensors come back as plain ones on the CPU.
+    """Return the bytes of any object that pickles; tensors come back as plain ones on the CPU.
 
     Args:
         aside: gets the contents of tensors and arrays, which are part of the bytes otherwise.
@@ -43,7 +46,7 @@ def dumps(thing: Any, aside: Callable[[pickle.PickleBuffer], Any] | None = None)
 
 
 def loads(data: bytes | memoryview, aside: Iterable[Any] = ()) -> Any:
-    """The object of these bytes, if it is data.
+    """Return the object of these bytes, if it is data.
 
     Raises:
         NotPlainError: it is not.
@@ -57,12 +60,12 @@ def loads(data: bytes | memoryview, aside: Iterable[Any] = ()) -> Any:
 
 
 def allow_classes(*kinds: type) -> None:
-    """Objects of these classes count as data: making one does nothing else."""
+    """Accept objects of these classes as data: creating one must have no other effect."""
     _kinds.update(kinds)
 
 
 class _Writer(pickle.Pickler):
-    """Puts tensors and arrays aside; a view drags no larger storage along."""
+    """Moves tensors and arrays out of the stream; a view does not drag along its larger storage."""
 
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, torch.Tensor):
@@ -84,7 +87,7 @@ _Unpickler: Any = pickle._Unpickler  # the one in Python; type checkers do not k
 
 
 class _Reader(_Unpickler):  # type: ignore[misc]
-    """In Python, so that each step can be looked at."""
+    """An unpickler in Python, so that each step can be checked."""
 
     dispatch = dict(_Unpickler.dispatch)
 
@@ -132,14 +135,14 @@ _kinds: set[Any] = {
 
 
 def _is_plain(found: Any) -> bool:
-    """Whether it may be part of data: a class whose objects are, a function of ours that makes some, or a constant."""
+    """Return whether it may be part of data: a class of plain objects, one of our constructors, or a constant."""
     if isinstance(found, torch.dtype | torch.memory_format) or found in _makers:
         return True
     return isinstance(found, type) and (_is_callable(found) or _is_record(found))
 
 
 def _is_callable(found: Any) -> bool:
-    """Whether it may be called with any data."""
+    """Return whether it may be called with any data."""
     if found in _makers:
         return True
     return isinstance(found, type) and (
@@ -148,7 +151,7 @@ def _is_callable(found: Any) -> bool:
 
 
 def _is_record(found: type) -> bool:
-    """Whether its objects are made from their fields without calling anything of theirs."""
+    """Return whether its objects are made from their fields without calling their code."""
     return _is_ours(found) and (is_dataclass(found) or issubclass(found, tuple))
 
 

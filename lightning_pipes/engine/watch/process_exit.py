@@ -1,4 +1,9 @@
-"""How a process ends that has given up waiting for others.
+"""Ends a process that has given up waiting for others.
+
+Gloo's threads wait for an abandoned collective until its timeout, half an hour later. Destroying its group waits for
+them, and the end of the interpreter destroys all objects. Also, a thread may return from a call of torch while the
+interpreter ends, for example when the other rank ends at the same time. Python (before 3.14) then unwinds the thread,
+and C++ aborts the process.
 
 gloo's threads sit on a collective that was given up until its time is up, half an hour later. Who destroys its group
 waits for them, and the end of the interpreter destroys all objects. And a thread whose call of torch's comes back while
@@ -21,37 +26,36 @@ from contextlib import suppress
 
 _POLL_SECONDS = 0.2
 _MAX_SECONDS = 20
-"""For the end of an interpreter, once it has begun."""
+"""The longest time that the end of an interpreter may take."""
 _given_up = threading.Event()
 _waits = threading.Lock()
 _left = threading.Lock()
 
 
 def give_up() -> None:
-    """There may be collectives that do not end."""
+    """Note that there may be collectives that do not end."""
     _given_up.set()
 
 
 def has_given_up() -> bool:
-    """Whether there may be."""
+    """Return whether there may be collectives that do not end."""
     return _given_up.is_set()
 
 
 def claim_final_wait() -> bool:
-    """Whether nobody else has asked this before: one is enough to wait for the main thread's end."""
+    """Return True at the first call only: one thread is enough to wait for the main thread's end."""
     return _waits.acquire(blocking=False)
 
 
 def wait_for_main_thread() -> None:
-    """Returns when there is nothing left to do but what comes at the end of an interpreter."""
+    """Wait until only the end of the interpreter is left."""
     while threading.main_thread().is_alive():  # `join` would take part in how the interpreter ends it
         time.sleep(_POLL_SECONDS)
 
 
 def leak_until_exit(things: Iterable[object]) -> None:
-    """The things outlive the interpreter, which ends in order otherwise: what is printed, written and its exit status
-    are its own. Then the process ends at once, where the C library is GNU's; elsewhere it waits for no thread, either.
-    """
+    """Keep the objects alive beyond the interpreter, which otherwise ends in order, with its output and exit status.
+    Then the process ends at once, where the C library is GNU's; on other systems it waits for no thread, either."""
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
     if sys.platform == "linux":
@@ -62,14 +66,14 @@ def leak_until_exit(things: Iterable[object]) -> None:
 
 
 def abandon_thread() -> None:
-    """A thread stays behind in a call of torch's that nobody waits for any more: it must not disturb the end."""
+    """Note that a thread stays behind in a call of torch, so that it does not disturb the end."""
     if _left.acquire(blocking=False):
         atexit.register(leak_until_exit, ())
 
 
 def _pause_on_terminate(library: ctypes.CDLL) -> None:
-    """From here on a thread that C++ would answer with an abort waits for the end of the process; and so that this
-    never waits for the thread, an alarm ends it then, unless somebody else uses alarms."""
+    """Pause a thread that C++ would abort until the process ends. An alarm bounds that time, unless alarms are already
+    in use."""
     try:
         set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
     except (OSError, AttributeError):  # another C++ library
@@ -80,8 +84,8 @@ def _pause_on_terminate(library: ctypes.CDLL) -> None:
 
 
 def skip_final_gc() -> None:
-    """The interpreter ends without looking for garbage once more, which takes seconds on a busy machine, while other
-    ranks, or who starts them anew, wait for this one. Files that would have been closed then are written to now."""
+    """Skip the final garbage collection, which takes seconds on a busy machine while other ranks or the launcher wait.
+    Files that it would have closed are flushed now."""
     for thing in gc.get_objects():
         if issubclass(type(thing), io.IOBase):
             with suppress(Exception):  # whatever kind of file it is

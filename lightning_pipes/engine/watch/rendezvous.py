@@ -1,5 +1,8 @@
 """A part of the launcher's store that no earlier attempt has written to.
 
+Torchrun's store outlives the processes that it starts. After a restart it still has the addresses of dead ones, and
+gloo would connect there. The count of restarts can't name a fresh part, because each node counts its own.
+
 torchrun's store outlives the processes that it starts. After a restart it still says where the dead ones listened, and
 gloo would connect there. The count of restarts can't be the name of a fresh part: each node counts its own.
 """
@@ -25,17 +28,17 @@ _POLL_SECONDS = 0.1
 
 
 def launcher_hosts_store() -> bool:
-    """Whether the processes meet in a store of torchrun's, and not in one that rank 0 makes."""
+    """Return whether torchrun hosts the store, instead of rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def store_host() -> str:
-    """Who hosts the store, as messages call it."""
+    """Return the host of the store, as messages name it."""
     return "the launcher" if launcher_hosts_store() else "rank 0"
 
 
 def wait_for_host(address: str, port: int, timeout: timedelta, check: Callable[[], None]) -> None:
-    """Returns when somebody listens there; a store's own client would wait for that without a word."""
+    """Wait until the store listens there; a store's own client would wait without a message."""
     until = time.monotonic() + timeout.total_seconds()
     while True:
         check()
@@ -57,10 +60,10 @@ def wait_for_host(address: str, port: int, timeout: timedelta, check: Callable[[
 
 
 def launcher_store(timeout: timedelta, check: Callable[[], None] = lambda: None) -> TCPStore:
-    """A connection to the launcher's store.
+    """Return a connection to the launcher's store.
 
     Raises:
-        TimeoutError: there is none, or the launcher does not answer, as one does that is stopped.
+        TimeoutError: there is none, or the launcher does not answer, such as a stopped one.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     until = time.monotonic() + timeout.total_seconds()
@@ -80,11 +83,12 @@ def launcher_store(timeout: timedelta, check: Callable[[], None] = lambda: None)
 def attempt_store(
     rank: int, size: int, timeout: timedelta, check: Callable[[], None] = lambda: None
 ) -> PrefixStore | None:
-    """The part of the launcher's store that belongs to this attempt's `size` processes; None without such a store.
+    """Return the part of the launcher's store that belongs to this attempt's `size` processes; None without such a
+    store.
 
     Raises:
-        TimeoutError: not all ranks came.
-        ConnectionAbortedError: one has ended since it came.
+        TimeoutError: ranks are missing.
+        ConnectionAbortedError: a rank has ended since it was seen.
     """
     if not launcher_hosts_store():
         return None
@@ -95,7 +99,7 @@ def attempt_store(
 def agree_on_name(
     store: TCPStore, rank: int, size: int, timeout: timedelta, check: Callable[[], None] = lambda: None
 ) -> str:
-    """A name that rank 0 has just made up, the same on all ranks.
+    """Return a name that rank 0 has just created, the same on all ranks.
 
     Each other rank leaves a number that nobody has used before. Rank 0 answers every such number that it finds, those
     of the dead too, until each rank has confirmed to have this name.
@@ -130,7 +134,7 @@ def agree_on_name(
             if not store.check([f"lightning_pipes/asks/{other}"]):
                 continue
             number = store.get(f"lightning_pipes/asks/{other}").decode()
-            before = answered.get(other)  # looked for first: who has confirmed may have asked for the next name since
+            before = answered.get(other)  # checked first: a rank that has confirmed may already ask for the next name
             if before is not None and store.check([f"lightning_pipes/confirms/{own}/{before}"]):
                 missing.remove(other)
             elif number != before:
@@ -142,14 +146,14 @@ def agree_on_name(
 
 
 class _LivenessCheck:
-    """Those of this attempt that were seen alive; the store has the dead of earlier ones, too."""
+    """Processes of this attempt that were seen alive; the store also has dead ones of earlier attempts."""
 
     def __init__(self, store: TCPStore) -> None:
         self._store = store
         self._seen: set[str] = set()
 
     def check_rank(self, rank: int) -> None:
-        """Raises ConnectionAbortedError if the rank has been alive, and is not any more."""
+        """Raise ConnectionAbortedError if the rank was alive and has ended."""
         if not self._store.check([f"lightning_pipes/asks/{rank}"]):
             return
         number = self._store.get(f"lightning_pipes/asks/{rank}").decode()

@@ -1,4 +1,4 @@
-"""Calls that may never return, as those of torch's store to a process that is stopped."""
+"""Makes calls that may never return, such as calls of torch's store to a stopped process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _POLL_SECONDS = 0.1
 
 
 class SerialCaller:
-    """Makes calls one after the other, in a thread that the end of the process does not wait for. In a `with` block it
-    ends with the last call."""
+    """Makes calls one after the other, in a thread that the end of the process does not wait for. A `with` block ends
+    the thread after the last call."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
@@ -29,8 +29,8 @@ class SerialCaller:
         self._calls.put(None)
 
     def __call__(self, call: Callable[[], T], meanwhile: Callable[[], object]) -> T:
-        """The result of `call`, also if it raises; or what `meanwhile` raises, called again and again until then, and
-        after which nothing more can be asked."""
+        """Return the result of `call`, or raise its error. `meanwhile` is called repeatedly until then; an error of it
+        is raised instead, and ends the caller."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._make, name="lightning_pipes asking", daemon=True)
             self._thread.start()

@@ -1,4 +1,6 @@
-"""The store in which the ranks of a run find each other, and keep to themselves.
+"""The store for the rendezvous of a run's ranks, protected from other users and hosts.
+
+On one host no socket listens that another host can reach; values that other users of this host could write are signed.
 
 On one host nothing listens that another host reaches; what another user of this host can reach is signed.
 """
@@ -31,17 +33,17 @@ _held: socket.socket | None = None
 
 
 def run_store(rank: int, size: int, local: int, timeout: timedelta, check: Callable[[], None]) -> Any:
-    """The store in which this job's `size` processes meet, so many of them on this host, the same in all of its runs;
-    only what they write counts there. Nobody on another host reaches it, nor connections made later, where all are on
-    this one.
+    """Return the store of this job's `size` processes, `local` of them on this host; the same in all of its runs. Only
+    values that these processes write count. Where all are on one host, no other host reaches it or later connections.
+    Nobody on another host reaches it, nor connections made later, where all are on this one.
 
     Args:
-        check: called while others have not come; may raise.
+        check: called while other ranks are missing; may raise.
 
     Raises:
-        TimeoutError: not all that are needed came, or who hosts the store answers no more.
-        ConnectionRefusedError: the launcher hosted the store, and is gone.
-        PipelineError: the ranks do not believe each other.
+        TimeoutError: ranks are missing, or the host of the store does not answer.
+        ConnectionRefusedError: the launcher hosted the store, and has ended.
+        PipelineError: the ranks have different secrets.
     """
     global _store
     if _store is None:
@@ -51,7 +53,7 @@ def run_store(rank: int, size: int, local: int, timeout: timedelta, check: Calla
         try:
             _store = _call_while_answering(partial(_open_store, rank, size, one_host, timeout), timeout, check)
         except BaseException:
-            give_up()  # those that this process has started may wait for it
+            give_up()  # processes that this one has started may wait for the store
             raise
     return _store
 
@@ -64,15 +66,15 @@ def _open_store(rank: int, size: int, one_host: bool, timeout: timedelta, check:
 def _call_while_answering(
     opened: Callable[[Callable[[], None]], Any], timeout: timedelta, check: Callable[[], None]
 ) -> Any:
-    """The result of `opened`, which calls what it is given whenever the store has answered; where that was not so for
-    long, as of a host that is stopped, TimeoutError is raised: most calls of a store know no limit."""
+    """Return the result of `opened`, which calls its argument whenever the store has answered. TimeoutError is raised
+    when the store has not answered for long, such as that of a stopped host: most calls of a store have no timeout."""
     answered, left = time.monotonic(), False
 
     def mark_answer() -> None:
         nonlocal answered
         answered = time.monotonic()
         if left:
-            raise TimeoutError("nobody waits for this any more")
+            raise TimeoutError("this call was abandoned")
 
     def check_answer() -> None:
         check()
@@ -90,24 +92,23 @@ def _call_while_answering(
 
 
 def current_store() -> Any:
-    """The store that `run_store` has returned; None where processes found each other in another way."""
+    """Return the store that `run_store` has returned; None where processes used another rendezvous."""
     return _store
 
 
 def single_process_store() -> HashStore:
-    """A store for one process, which needs no port."""
+    """Return a store for one process, which needs no port."""
     return HashStore()
 
 
 def keep_store(store: Any) -> Any:
-    """The store, kept for as long as a process group may use it: torch keeps only its own half of ours."""
+    """Keep a store alive for as long as a process group may use it: torch keeps only its own half of our stores."""
     _kept.append(store)
     return store
 
 
 def adopt_store(default: Any, rank: int, size: int, local: int) -> Any:
-    """The store of a process group that others have made, in which only what ranks write counts from now on.
-    Collective.
+    """Return the store of a foreign process group, in which only values that ranks write count from now on. Collective.
 
     Raises:
         PipelineError: the ranks do not believe each other.
@@ -119,13 +120,13 @@ def adopt_store(default: Any, rank: int, size: int, local: int) -> Any:
 
 
 def store_on_loopback(port: int, timeout: timedelta) -> TCPStore:
-    """A store that this process hosts, which no other host reaches.
+    """Return a store that this process hosts, unreachable from other hosts.
 
     Args:
         port: 0 for any that is free.
 
     Raises:
-        PipelineError: somebody has the port.
+        PipelineError: the port is taken.
     """
     listener = _take_held_port(port) or _bind_port(port)
     listener.listen(socket.SOMAXCONN)
@@ -136,8 +137,8 @@ def store_on_loopback(port: int, timeout: timedelta) -> TCPStore:
 
 
 def hold_port(port: int) -> None:
-    """Nobody takes the port, where it is free, before this process hosts its store there: who starts other processes
-    first may need half a minute until then."""
+    """Reserve a free port until this process hosts its store there, because starting other processes may take half a
+    minute."""
     global _held
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -149,7 +150,7 @@ def hold_port(port: int) -> None:
 
 
 def _take_held_port(port: int) -> socket.socket | None:
-    """The socket that holds the port, for who asks first."""
+    """Return the socket that holds the port, at the first call."""
     global _held
     if _held is None or _held.getsockname()[1] != port:
         return None
@@ -172,7 +173,7 @@ def _bind_port(port: int) -> socket.socket:
 
 
 def _stay_on_host() -> None:
-    """Has gloo listen where no other host reaches it, unless the environment names another interface."""
+    """Make gloo listen on the loopback interface, unless the environment names another interface."""
     if _GLOO_INTERFACE not in os.environ:
         found = (n for n, all_of in psutil.net_if_addrs().items() if any(a.address == LOOPBACK for a in all_of))
         name = next(found, None)
@@ -185,7 +186,7 @@ def _on_one_host(size: int, local: int) -> bool:
 
 
 def _connect_store(rank: int, one_host: bool, timeout: timedelta, check: Callable[[], None]) -> TCPStore:
-    """The store that rank 0 hosts."""
+    """Return the store that rank 0 hosts."""
     address, port = LOOPBACK if one_host else os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank:
         wait_for_host(address, port, timeout, check)

@@ -1,4 +1,9 @@
-"""Whom a rank believes: the other ranks, which share a secret with it, and nobody else who reaches a port.
+"""Authenticates ranks: a rank accepts data only from ranks that share its secret.
+
+Ranks communicate through sockets that gloo and torch's store listen on, and neither authenticates a client. So each
+value in the store, and each object in a message, carries a MAC (keyed BLAKE2) that needs the secret. Ranks of one host
+get the secret from rank 0 through a socket that identifies the user at the other end. Ranks of several hosts find it in
+their environment; without one, they accept nothing but data from each other.
 
 What ranks tell each other goes through sockets that gloo and a store of torch listen on, and neither asks who connects.
 So each value in the store, and each object in a message, carries a code that only who has the secret can make: a MAC,
@@ -29,7 +34,7 @@ from lightning_pipes.engine.watch import plain
 from lightning_pipes.ir import PipelineError
 
 SECRET = "LIGHTNING_PIPES_SECRET"
-"""The environment variable with the secret, the same for all processes of a run. Any text that nobody can guess."""
+"""The environment variable with the secret, the same for all processes of a run: any text that is hard to guess."""
 _CODE_BYTES = 32
 _POLL_SECONDS = 0.05
 _EXCHANGE_SECONDS = 60.0
@@ -37,31 +42,31 @@ _TIMEOUT = timedelta(minutes=30)
 _PEER = struct.Struct("3i")  # process, user and group at the other end of a socket
 _SOCKET_KEY, _PROOF = "lightning_pipes/door", "lightning_pipes/proofs"
 _SOCKET_PREFIX = "\0lightning_pipes-"
-"""How the names of our Unix sockets begin; a name of their own space, not of a file."""
+"""The prefix of our Unix sockets' names, which are abstract names, not files."""
 _log = logging.getLogger(__name__)
 _own_secret = ""
-"""The one that this process has made for those that it starts."""
+"""The secret that this process has created for its child processes."""
 
 
 class ForgedError(PipelineError):
-    """Something that no rank of this run has written."""
+    """Data that no rank of this run has written."""
 
 
 class Seal:
-    """Makes and checks the codes of those who share a secret."""
+    """Creates and checks MACs with a shared secret."""
 
     def __init__(self, secret: bytes) -> None:
         self._keyed = hashlib.blake2b(key=secret, digest_size=_CODE_BYTES)  # OpenSSL's HMAC takes nine times as long
 
     def sign(self, data: bytes, name: str = "") -> bytes:
-        """A code, and the data that are known by that name."""
+        """Return a MAC followed by the data; both belong to `name`."""
         return self._code(data, name) + data
 
     def open(self, signed: bytes | memoryview, name: str = "") -> bytes:
-        """The data.
+        """Return the data.
 
         Raises:
-            ForgedError: the code is not theirs.
+            ForgedError: the MAC is wrong.
         """
         data = bytes(signed[_CODE_BYTES:])
         if not hmac.compare_digest(bytes(signed[:_CODE_BYTES]), self._code(data, name)):
@@ -76,7 +81,7 @@ class Seal:
 
 
 class TrustedPeerSeal(Seal):
-    """Of those who are known otherwise, as at a socket of which the system has said who is at the other end."""
+    """The seal for peers authenticated otherwise, such as by a socket that identifies its peer's user."""
 
     def __init__(self) -> None:
         super().__init__(b"")
@@ -92,16 +97,16 @@ TRUSTED = TrustedPeerSeal()
 
 
 def dumps(thing: Any, seal: Seal | None, aside: Any = None) -> bytes:
-    """The bytes of an object; `aside` as for `plain.dumps`."""
+    """Return the bytes of an object; `aside` as for `plain.dumps`."""
     data = plain.dumps(thing, aside)
     return data if seal is None else seal.sign(data)
 
 
 def loads(data: bytes | memoryview, seal: Seal | None, aside: Iterable[Any] = ()) -> Any:
-    """The object of these bytes: any that somebody with the secret has sent, or else one that is data.
+    """Return the object of these bytes: any object sent with the secret, or else one that is data.
 
     Raises:
-        ForgedError: nobody with the secret has sent it.
+        ForgedError: it was not signed with the secret.
         NotPlainError: there is no secret, and it is not data.
     """
     if seal is not None:
@@ -116,13 +121,13 @@ def loads(data: bytes | memoryview, seal: Seal | None, aside: Iterable[Any] = ()
 
 
 def to_printable(text: str) -> str:
-    """The text without what a terminal would obey; lines stay lines."""
+    """Return the text without control characters for a terminal; line breaks stay."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 class SignedStore(Store):
-    """A store in which only what ranks of this run have written counts. What others put there is not there, and is
-    named once in the log; counts that `add` makes can't be signed.
+    """A store in which only values written by ranks of this run count. Other values are ignored, and named once in the
+    log. Counts that `add` makes can't be signed.
 
     Attributes:
         seal: of the run.
@@ -137,7 +142,7 @@ class SignedStore(Store):
         self._named: set[str] = set()
 
     def sub_store(self, prefix: str) -> SignedStore:
-        """A part of it, by a connection of its own."""
+        """Return a part of the store, with a connection of its own."""
         return SignedStore(self._store.clone(), self.seal, f"{self._prefix}{prefix}/")
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -185,7 +190,7 @@ class SignedStore(Store):
             opened = b"" if not found else self._opened(name, found)
             if opened is not None:
                 return opened
-            before = found  # a stranger's: it is as if nothing was there
+            before = found  # a stranger's value counts as missing
             if expected:
                 return bytes(expected) if isinstance(expected, bytes) else expected.encode()
 
@@ -226,24 +231,24 @@ class SignedStore(Store):
 
 
 def sub_store_of(store: Any, prefix: str) -> Any:
-    """A part of any store, by a connection of its own."""
+    """Return a part of any store, with a connection of its own."""
     return store.sub_store(prefix) if isinstance(store, SignedStore) else PrefixStore(prefix, store.clone())
 
 
 def seal_of(store: Any) -> Seal | None:
-    """The seal that proves that something comes from a rank that uses this store; None where there is none."""
+    """Return the seal that proves that data comes from a rank that uses this store; None where there is none."""
     return store.seal if isinstance(store, SignedStore) else None
 
 
 def secret_for_children() -> dict[str, str]:
-    """Return what the environment of processes that this one starts needs; this process keeps the secret to itself."""
+    """Return the environment variables for child processes; this process keeps the secret to itself."""
     global _own_secret
     _own_secret = os.environ.get(SECRET) or _own_secret or secrets.token_hex(32)
     return {SECRET: _own_secret}
 
 
 def seal_from_environment() -> Seal | None:
-    """Return the seal of the secret that the environment holds; None where it holds none."""
+    """Return the seal of the secret in the environment; None where there is none."""
     text = os.environ.get(SECRET)
     return Seal(_secret(text)) if text else None
 
@@ -260,16 +265,16 @@ def seal_store(
     timeout: timedelta = _TIMEOUT,
     check: Callable[[], None] = lambda: None,
 ) -> Any:
-    """The store, in which only what ranks write counts from now on, if they have a secret in common. Collective.
+    """Return the store, in which only values written by ranks count from now on, if they share a secret. Collective.
 
     Args:
         one_host: all ranks are on this host, and belong to one user.
-        size: how many there are; of those that find no secret in their environment.
+        size: the number of ranks without a secret in their environment.
         timeout: how long the others wait for rank 0.
         check: called meanwhile; may raise.
 
     Raises:
-        PipelineError: ranks have different secrets, or somebody is in between.
+        PipelineError: ranks have different secrets, or a stranger has written to the store.
     """
 
     def wait(key: str) -> bytes:
@@ -300,7 +305,7 @@ def seal_store(
 
 
 def _check_same(store: Any, rank: int, secret: bytes, wait: Callable[[str], bytes]) -> None:
-    """Raises PipelineError if rank 0 has another secret."""
+    """Raise PipelineError if rank 0 has another secret."""
     proof = hmac.digest(secret, _PROOF.encode(), "sha256").hex()
     if rank == 0:
         store.set(_PROOF, proof)
@@ -312,7 +317,7 @@ def _check_same(store: Any, rank: int, secret: bytes, wait: Callable[[str], byte
 
 
 def _serve_secret(store: Any, size: int) -> bytes:
-    """A new secret, which each other rank is told that asks for it."""
+    """Create a secret, and serve it to each other rank that requests it."""
     secret = secrets.token_bytes(32)
     name = f"{_SOCKET_PREFIX}{secrets.token_hex(16)}"
     door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -338,7 +343,7 @@ def _serve_secret(store: Any, size: int) -> bytes:
 
 
 def _request_secret(store: Any, wait: Callable[[str], bytes]) -> bytes:
-    """The secret of rank 0."""
+    """Return the secret of rank 0."""
     name = wait(_SOCKET_KEY).decode(errors="replace")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_EXCHANGE_SECONDS)
@@ -360,6 +365,6 @@ def _request_secret(store: Any, wait: Callable[[str], bytes]) -> bytes:
 
 
 def same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket belongs to who runs this one."""
+    """Return whether the process at the other end of a Unix socket belongs to this process's user."""
     _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return bool(uid == os.getuid())

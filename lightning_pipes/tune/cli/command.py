@@ -1,4 +1,4 @@
-"""Commands, and what they have in common."""
+"""The description of a command, and helpers that all commands share."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from omegaconf import DictConfig
 
 @dataclass(frozen=True)
 class Command:
-    """One command.
+    """One command of `lightning-pipes`.
 
     Attributes:
-        config: its settings in conf/; None for none.
-        words: what it takes besides settings, in order.
-        flags: by name, a placeholder for the value (empty for a switch) and what it is for.
-        defaults: overrides that say what is so without them, and that Hydra does not know.
-        script: whether its last word is a Python script, and what follows belongs to that.
-        translate: what an override is to Hydra.
-        run: does it, given settings, words and flags.
+        config: the name of its settings in conf/; None for none.
+        positionals: names of its positional arguments, in order.
+        flags: by name, a placeholder for the value (empty for a switch) and a help text.
+        defaults: overrides that repeat a default and that Hydra does not know.
+        script: whether its last positional is a Python script, which gets the rest of the command line.
+        translate: converts an override into Hydra's form.
+        run: runs the command, given settings, positionals and flags.
     """
 
     name: str
@@ -45,7 +45,7 @@ PICTURES = {
 
 
 def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Columns named after the keys of the first row; numbers to the right."""
+    """Format rows as a table. The keys of the first row name the columns; numbers align to the right."""
     if not rows:
         return ""
     heads = list(rows[0])
@@ -65,10 +65,10 @@ def _is_number(text: str) -> bool:
 
 
 def print_json(found: Mapping[str, Any]) -> None:
-    """One object on one line."""
+    """Print one object on one line."""
     print(json.dumps(found))
 
 
 def drawing_width() -> int:
-    """How many characters a drawing may be wide."""
+    """Return the width of a drawing in characters."""
     return max(40, min(shutil.get_terminal_size((120, 24)).columns, 160) - 24)

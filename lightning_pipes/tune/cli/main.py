@@ -1,4 +1,4 @@
-"""Which command, and what it is told."""
+"""Parses the command line and runs a command."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0 done, 1 it can't be done, 2 the command line makes no sense."""
+    """Run a command and return the exit code: 0 for success, 1 for failure, 2 for a wrong command line."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
         print(_overview())
@@ -108,7 +108,7 @@ def _positional_usage(command: Command) -> list[str]:
 
 
 def _defaults(config: str) -> str:
-    """The settings file, without its list of defaults."""
+    """Return the settings file without its list of defaults."""
     lines = (files("lightning_pipes.conf") / f"{config}.yaml").read_text(encoding="utf-8").splitlines()
     start = next(n for n, line in enumerate(lines) if n and line and not line.startswith(("#", "defaults", " ")))
     return "\n".join(f"  {line}".rstrip() for line in lines[start:])

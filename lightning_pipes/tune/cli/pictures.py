@@ -1,4 +1,4 @@
-"""Timelines as files, where a command was asked for them."""
+"""Writes timelines to files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lightning_pipes.sim.shown.record import RunRecord
 def write_pictures(
     record: RunRecord, options: argparse.Namespace, progress: Progress, advice: Advice | None = None
 ) -> list[str]:
-    """Writes what --png and --html ask for; a line on each. Without `advice` the page has what `advise` finds.
+    """Write the files of --png and --html; return a line on each. Without `advice` the page has the result of `advise`.
 
     Raises:
-        InputError: the folder of a file is not there.
+        InputError: the folder of a file does not exist.
     """
     lines = []
     if options.png:
@@ -33,10 +33,10 @@ def write_pictures(
 
 
 def check_writable(name: str) -> Path:
-    """The path of a file that can be made.
+    """Return the path of a file that can be created.
 
     Raises:
-        InputError: its folder is not there.
+        InputError: its folder does not exist.
     """
     path = Path(name)
     if not path.parent.is_dir():

@@ -157,7 +157,7 @@ def _record(choice: Choice, timeline: Timeline, profile: ModelProfile, cluster: 
 
 
 def _advice(choice: Choice, sentence: str, arguments: dict[str, Any], timeline: Timeline) -> Advice:
-    """The choice as the page shows it."""
+    """Return the choice in the form that the page shows."""
     best = _change(choice.best, timeline)
     fitting = [option for option in choice.options if option.fit is not None and option is not choice.best]
     others = tuple(_change(option) for option in fitting[:8])

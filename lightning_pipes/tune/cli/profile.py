@@ -85,7 +85,7 @@ def _text(profile: ModelProfile, rows: int) -> str:
 
 
 def _factory(override: str) -> str:
-    """`model=package.module:factory` as Hydra knows it."""
+    """Convert `model=package.module:factory` into Hydra's form."""
     name, _, value = override.partition("=")
     return f"factory={value}" if name == "model" and ":" in value else override
 

@@ -78,7 +78,8 @@ def _bubble(run: Timeline, batches: int | None) -> float:
 
 
 def _first_sentence(text: str) -> str:
-    """The first sentence of a docstring, without the citation, and without what follows a colon if that is enough."""
+    """Return the first sentence of a docstring, without its citation and, if long enough, without the part after a
+    colon."""
     paragraph = " ".join(text.split("\n\n")[0].split())
     sentence = re.sub(r" \([^)]*\d{4}[^)]*\)", "", paragraph).split(". ")[0].rstrip(".")
     head = sentence.split(": ")[0]

@@ -83,7 +83,8 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
 
 
 def _given(cfg: DictConfig, schedule: Schedule | Policy) -> tuple[Program | Policy, Plan, CostModel]:
-    """Times from the command line: of a micro-batch on a rank, shared out evenly to the rank's stages."""
+    """Return order, plan and costs for times from the command line. A time of a rank is divided evenly among its
+    stages."""
     (m,) = parse_numbers(cfg.microbatches, "microbatches", MAX_NUMBER // cfg.ranks) or [8]
     plan = planned(Problem(schedule, cfg.ranks, m, m))
     times = {
@@ -114,7 +115,7 @@ def _given(cfg: DictConfig, schedule: Schedule | Policy) -> tuple[Program | Poli
 def _profiled(
     cfg: DictConfig, schedule: Schedule | Policy, profile: ModelProfile, cluster: Cluster
 ) -> tuple[Program | Policy, Plan, CostModel]:
-    """Times from a profile, cut where `partition` says or where it is best."""
+    """Return order, plan and costs for a profile, cut by `partition`, or at the best boundaries."""
     (m,) = parse_numbers(cfg.microbatches, "microbatches", MAX_NUMBER // cfg.ranks) or [8]
     plan = planned(Problem(schedule, cfg.ranks, cfg.batch or m, m, cfg.recompute))
     cluster = replace(cluster, devices=cluster.devices[: cfg.ranks])

@@ -1,4 +1,4 @@
-"""Where a command gets layers, devices and schedules from."""
+"""Reads layers, devices and schedules from a command's settings."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from lightning_pipes.ir import MOST_STAGES, InputError, Policy, Schedule, check_
 
 _T = TypeVar("_T")
 MAX_NUMBER = 2**16
-"""Of micro-batches times ranks, and of rows that are measured."""
+"""The largest product of micro-batches and ranks, and the largest number of measured rows."""
 
 
 def profile_from_settings(cfg: DictConfig) -> ModelProfile | None:
-    """The profile in the file `profile`, or of the model named `model` by formula; None where neither is given.
+    """Return the profile in the file `profile`, or the profile by formula of the model `model`; None where neither is
+    given.
 
     Raises:
-        InputError: both are given, the file is none, or nobody knows the name.
+        InputError: both are given, the file is no profile, or the name is unknown.
     """
     if cfg.profile is not None and cfg.named is not None:
         raise InputError(f"profile={cfg.profile} and model={cfg.named}: give one of them")
@@ -38,13 +39,13 @@ def profile_from_settings(cfg: DictConfig) -> ModelProfile | None:
 
 
 def translate_model_override(override: str) -> str:
-    """`model=NAME` as Hydra knows it here: `model` is the group of the examples' settings."""
+    """Convert `model=NAME` into Hydra's form; `model` is a group of the examples' settings."""
     name, _, value = override.partition("=")
     return f"named={value}" if name == "model" else override
 
 
 def load_profile(path: str) -> ModelProfile:
-    """The profile in a file.
+    """Return the profile in a file.
 
     Raises:
         InputError: there is no such file, or it is no profile.
@@ -55,7 +56,7 @@ def load_profile(path: str) -> ModelProfile:
 
 
 def cluster_from_settings(cfg: DictConfig, devices: int) -> Cluster:
-    """The cluster of the settings with at least so many devices: `cluster`, or one host with equal links.
+    """Return a cluster with at least `devices` devices: `cluster` of the settings, or one host with equal links.
 
     Raises:
         InputError: it has too few devices, or links are given twice.
@@ -80,12 +81,12 @@ def cluster_from_settings(cfg: DictConfig, devices: int) -> Cluster:
 
 
 def schedule_from_settings(cfg: DictConfig) -> Schedule | Policy | None:
-    """The schedule of the settings; None for schedule=auto."""
+    """Return the schedule of the settings; None for schedule=auto."""
     return None if cfg.schedule is None or cfg.schedule.name == "auto" else instantiate(cfg.schedule)
 
 
 def parse_numbers(value: Any, name: str, most: int = MAX_NUMBER) -> list[int]:
-    """One number or a list of them; an empty list for null.
+    """Return one number or a list of numbers as a list; an empty list for null.
 
     Raises:
         InputError: something else, or one below 1 or above `most`.
@@ -103,7 +104,7 @@ def parse_numbers(value: Any, name: str, most: int = MAX_NUMBER) -> list[int]:
 
 
 def parse_durations(value: Any, name: str, count: int) -> list[float]:
-    """Seconds of each of `count` ranks, from one time or a list of them.
+    """Return the seconds of each of `count` ranks, from one time or a list of times.
 
     Raises:
         InputError: a list of another length, or no times.
@@ -115,7 +116,7 @@ def parse_durations(value: Any, name: str, count: int) -> list[float]:
 
 
 def read_setting(cfg: DictConfig, name: str, parse: Callable[[Any], _T]) -> _T:
-    """The setting `name`, read by a function of `cost.units`.
+    """Return the setting `name`, parsed by a function of `cost.units`.
 
     Raises:
         InputError: it can't be read; names the setting.

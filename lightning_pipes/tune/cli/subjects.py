@@ -1,4 +1,4 @@
-"""The subject of a profile: layers, what enters them, and the optimizer that trains them."""
+"""The subject of a profile: layers, their input, and the optimizer that trains them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Subject:
     """Layers to profile.
 
     Attributes:
-        module: whose layers these are.
-        layers: run one after the other.
-        example: what enters the module; axis 0 counts samples.
+        module: the module that owns the layers.
+        layers: layers that run one after the other.
+        example: an input of the module; axis 0 counts samples.
     """
 
     module: nn.Module
@@ -38,7 +38,7 @@ class Subject:
 
 
 def subject_from_example(cfg: DictConfig, rows: Sequence[int]) -> Subject:
-    """A model of examples/models.py with data of examples/data.py, by their settings.
+    """Return a model of examples/models.py with data of examples/data.py, according to their settings.
 
     Raises:
         InputError: the examples are not here, or the model can't read the data.
@@ -61,7 +61,7 @@ def subject_from_example(cfg: DictConfig, rows: Sequence[int]) -> Subject:
 
 
 def subject_from_factory(path: str, rows: Sequence[int]) -> Subject:
-    """The subject that `package.module:factory` makes, found from the current directory too.
+    """Return the subject that `package.module:factory` makes; the current directory is searched too.
 
     Raises:
         InputError: there is no such function, it fails, or it gives no layers or no example.
@@ -85,7 +85,7 @@ def subject_from_factory(path: str, rows: Sequence[int]) -> Subject:
         example = getattr(module, "example_input_array", None)
     if example is None:
         raise InputError(
-            f"model={path}: nobody knows what enters {type(module).__name__}; set its example_input_array, or have the "
+            f"model={path}: the input of {type(module).__name__} is unknown; set its example_input_array, or have the "
             "function return the module and an example input"
         )
     return _subject(module, example, f"model={path}")
@@ -101,7 +101,8 @@ def profile_subject(
     repeats: int,
     progress: Progress,
 ) -> ModelProfile:
-    """The profile of `subject` for every number of rows. On a CPU it runs on `threads` threads.
+    """Return the profile of `subject` for every number of rows. On a CPU it runs on `threads` threads. On a CPU it runs
+    on `threads` threads.
 
     Raises:
         InputError: there is no such device, or no such optimizer.
@@ -155,7 +156,7 @@ def _instantiate(kinds: Mapping[str, Any], settings: DictConfig, **more: Any) ->
 
 
 def _rows(example: Any, rows: int, device: torch.device) -> Any:
-    """The example with so many samples, on the device: some of it, or all of it repeatedly."""
+    """Return the example with `rows` samples on the device: a part of it, or repetitions of it."""
 
     def take_rows(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[torch.arange(rows) % len(tensor)].to(device)
@@ -164,11 +165,11 @@ def _rows(example: Any, rows: int, device: torch.device) -> Any:
 
 
 class _LayersReachedError(Exception):
-    """Ends a forward when it has come to the layers."""
+    """Ends a forward when it reaches the layers."""
 
 
 def _layers_input(subject: Subject, x: Any) -> Any:
-    """The input of the layers when `x` goes into the module."""
+    """Return the input of the layers when `x` enters the module."""
     if subject.module is subject.layers:
         return x
     seen: list[Any] = []
@@ -193,7 +194,7 @@ def _layers_input(subject: Subject, x: Any) -> Any:
 
 
 def _optimizer(module: nn.Module, name: str | None) -> Optimizer:
-    """The module's own, or one of torch.optim by its name."""
+    """Return the module's own optimizer, or one of torch.optim by name."""
     if name is not None:
         kind = getattr(torch.optim, name, None)
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):

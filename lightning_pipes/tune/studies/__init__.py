@@ -1,1 +1,1 @@
-"""Optuna studies whose trials are the siblings of a job array."""
+"""Runs the trials of Optuna studies as siblings of a job array."""

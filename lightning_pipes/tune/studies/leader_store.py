@@ -1,4 +1,7 @@
-"""Messages of rank 0 to the others about trials, before they exist and after.
+"""Messages from rank 0 to the other ranks about trials, before the ranks connect and afterwards.
+
+The messages live in a key-value store, not in a sequence of broadcasts. Lightning starts processes in the middle of the
+first trial. They run the script from its beginning, and find the messages sent before their start.
 
 It is a store of words by key, not a sequence of broadcasts: processes that Lightning starts in the middle of the first
 trial run the script from its beginning, and find what was said before they were there.
@@ -46,16 +49,16 @@ plain.allow_classes(FrozenTrial, *(kind for kind in vars(distributions).values()
 
 
 class RankZeroEndedError(PipelineError):
-    """Rank 0, which says what is tried next, has ended or can't be reached."""
+    """Rank 0, which chooses the next trial, has ended or can't be reached."""
 
 
 class LeaderStore:
-    """Words of rank 0 for one purpose. Ranks that make equally many have the same.
+    """Messages of rank 0 for one purpose. All ranks create their stores in the same order.
 
     Attributes:
-        leads: whether this is rank 0, which says; the others hear.
-        rank: of this process among all, or among those of its host where no launcher but Lightning has started it.
-        is_signed: whether only ranks of this run can have said what is heard.
+        is_leader: whether this is rank 0, which publishes; the others read.
+        rank: the rank of this process, or its rank on this host where Lightning itself started it.
+        is_signed: whether only ranks of this run can have written the values.
 
     Raises:
         InputError: there is no way to rank 0.
@@ -71,15 +74,15 @@ class LeaderStore:
         self._store = sub_store_of(self._connection.store, f"lightning_pipes/boards/{self._connection.n_stores}")
 
     def put(self, key: str, value: object) -> None:
-        """Lets the other ranks know."""
+        """Publish a value under `key` to the other ranks."""
         self._store.set(key, dumps(value, self._connection.seal))
 
     def get(self, key: str, until: Callable[[], bool] = lambda: False) -> Any:
-        """The value that rank 0 gives under `key`, or None where `until()` comes first; a sibling lets others compute
-        meanwhile.
+        """Return the value that rank 0 publishes under `key`, or None once `until()` is true; a sibling lets others
+        compute meanwhile.
 
         Raises:
-            RankZeroEndedError: it will not say anything.
+            RankZeroEndedError: rank 0 has ended.
         """
 
         def is_ready() -> bool:
@@ -95,11 +98,11 @@ class LeaderStore:
         )
 
     def has_key(self, key: str) -> bool:
-        """Whether there is a word under `key`.
+        """Return whether there is a value under `key`.
 
         Raises:
-            RankZeroEndedError: nobody can tell.
-            RankStoppedError: nobody can tell, as rank 0 is stopped.
+            RankZeroEndedError: rank 0 has ended.
+            RankStoppedError: rank 0 is stopped.
         """
         try:
             return bool(self._call_store(partial(self._store.check, [key])))
@@ -109,7 +112,8 @@ class LeaderStore:
             raise RankZeroEndedError(f"rank 0, which holds the study or sweep, has ended ({error})") from error
 
     def close(self) -> None:
-        """Called by all when they have heard all: rank 0 stays for them where it hosts the store."""
+        """Close the store on every rank after the last `get`; rank 0 waits for the other ranks where it hosts the
+        store."""
         if not self.is_leader:
             self._call_store(partial(self._store.set, f"left/{self.rank}", ""))
         elif self._connection.hosted:
@@ -120,14 +124,14 @@ class LeaderStore:
         self._connection.close()
 
     def _call_store(self, call: Callable[[], Any]) -> Any:
-        """The result of a call of the store, which would never return where rank 0 is stopped."""
+        """Return the result of a call of the store; such a call never returns while rank 0 is stopped."""
         return (
             call() if self._connection.hosted else self._connection.caller(call, self._connection.startup_watch.check)
         )
 
 
 class _StoreConnection:
-    """This process's connection to the store in which the boards of its run are."""
+    """This process's connection to the store that holds all leader stores of its run."""
 
     def __init__(self) -> None:
         self.n_stores = 0
@@ -161,24 +165,24 @@ class _StoreConnection:
             self.store = seal_store(store, self.rank, one_host=True)
             self._variables = {**secret, ADDRESS: str(store.port)}
         self.seal = TRUSTED if seal_of(self.store) else None
-        """The store vouches for what is in it, or nobody does."""
+        """None where the store does not sign its values."""
 
     def open(self) -> None:
-        """Let processes that are started from now on find this board."""
+        """Let processes that start later find this store."""
         if not self._open and self._variables:
             self._environment = ExitStack()
             self._environment.enter_context(environment_for_children(self._variables))
         self._open += 1
 
     def close(self) -> None:
-        """Undo one `open`; the last one takes the way to the board out of the environment."""
+        """Undo one `open`; the last one removes the address from the environment."""
         self._open -= 1
         if not self._open:
             self._environment.close()
 
 
 def _has_other_launcher() -> bool:
-    """Whether this process has brothers that Lightning has not started."""
+    """Return whether a launcher other than Lightning has started peer processes."""
     if "SLURM_PROCID" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
         return int(os.environ.get("SLURM_NTASKS", "1")) > 1
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 or int(os.environ.get("NODE_RANK", "0")) > 0

@@ -1,4 +1,4 @@
-"""Every private name of Optuna that is touched here, each pinned by a test."""
+"""Every private name of Optuna that this package touches; a test pins each."""
 
 from __future__ import annotations
 
@@ -16,43 +16,42 @@ from optuna.trial import FrozenTrial, Trial
 
 tell_with_warning = _tell_with_warning
 _NOTHING_DRAWN = 624
-"""Where a Mersenne twister stands after it was given a seed: at the end of its block of numbers."""
+"""The position of a freshly seeded Mersenne twister: the end of its block of numbers."""
 
 
 def storage_of(study: Study) -> BaseStorage:
-    """Where the trials of a study are."""
+    """Return the storage of a study."""
     return study._storage
 
 
 def share_storage(study: Study, other: Study) -> None:
-    """Makes the trials of `other` those of `study`."""
+    """Make `study` use the trials of `other`."""
     study._storage, study._study_id = other._storage, other._study_id
 
 
 def stored_trial(study: Study, trial: Trial) -> FrozenTrial:
-    """A trial as the storage has it."""
+    """Return a trial as the storage has it."""
     return study._storage.get_trial(trial._trial_id)
 
 
 def log_completed(study: Study, values: Any, trial: FrozenTrial) -> None:
-    """Says of a trial what `study.optimize` says."""
+    """Log a trial the way `study.optimize` does."""
     study._log_completed_trial(values, trial.number, trial.params)
 
 
 def is_stop_requested(study: Study) -> bool:
-    """Whether `study.stop()` was called."""
+    """Return whether `study.stop()` was called."""
     return study._stop_flag
 
 
 def reset_stop(study: Study) -> None:
-    """As `study.optimize` does when it begins."""
+    """Reset the stop flag, as `study.optimize` does at its start."""
     study._stop_flag = False
 
 
 @contextmanager
 def inside_optimize_loop(study: Study) -> Iterator[None]:
-    """In the block `study.stop()` is legal in this thread, for callbacks, samplers that have nothing left, and
-    objectives."""
+    """Allow `study.stop()` in this thread inside the block, for callbacks, exhausted samplers and objectives."""
     local = study._thread_local
     before, local.in_optimize_loop = local.in_optimize_loop, True
     try:
@@ -62,7 +61,7 @@ def inside_optimize_loop(study: Study) -> Iterator[None]:
 
 
 def untouched_generators(sampler: BaseSampler) -> Iterator[np.random.RandomState]:
-    """The random generators of a sampler, and of those that it asks, that have a fixed seed and have drawn nothing."""
+    """Yield the seeded random generators of a sampler and its inner samplers that have drawn nothing yet."""
     for value in vars(sampler).values():
         if isinstance(value, BaseSampler):
             yield from untouched_generators(value)

@@ -10,10 +10,10 @@ from lightning_pipes.tune.studies.trial import current_trial
 
 
 class OptunaPruning(pl.Callback):
-    """Reports a metric to the trial after each validation, or each epoch where nothing is validated, and ends the trial
-    on all ranks when the study's pruner says so. Does nothing outside of `optimize_array` and Hydra's sweeps.
+    """Reports a metric to the trial after each validation, or after each epoch where there is no validation.
 
-    The steps of what is reported count the reports, from 0.
+    When the study's pruner decides so, the trial ends on all ranks. The callback does nothing outside of
+    `optimize_array` and Hydra's sweeps. Reports are numbered from 0.
 
     Args:
         monitor: name of the logged metric.

@@ -1,4 +1,4 @@
-"""How a trial has ended: told the study, and the user as Optuna's `study.optimize` says it."""
+"""Reports the end of a trial to the study, and to the user in the words of Optuna's `study.optimize`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from lightning_pipes.tune.studies.private_optuna import log_completed, stored_trial, tell_with_warning
 
 log = optuna.logging.get_logger("optuna.lightning_pipes")
-"""Below Optuna's own logger, so that `optuna.logging.set_verbosity` is about it, too."""
+"""A child of Optuna's own logger, so that `optuna.logging.set_verbosity` applies to it."""
 
 
 def report_result(
     study: Study, trial: Trial, value: Any, error: BaseException | None, traceback: bool = True
 ) -> FrozenTrial:
-    """Ends a trial by what its objective returned or raised; what is no number makes it fail."""
+    """Finish a trial with the result or error of its objective; a result that is no number makes it fail."""
     pruned = isinstance(error, optuna.TrialPruned)
     state = None if error is None else TrialState.PRUNED if pruned else TrialState.FAIL
     returned = value if error is None else None
@@ -42,7 +42,7 @@ def report_result(
 
 @contextmanager
 def optuna_in_root_log() -> Iterator[None]:
-    """In the block, Optuna's messages go where all others go, once and in their form."""
+    """Send Optuna's messages to the root logger inside the block, once and in its format."""
     logger = logging.getLogger("optuna")
     before = logger.propagate, logger.handlers[:]
     logger.propagate, logger.handlers[:] = True, []

@@ -1,4 +1,5 @@
-"""The work of `hydra/sweeper=optuna`: trials become jobs, streaming where the launcher can, else in batches."""
+"""The implementation of `hydra/sweeper=optuna`: trials become jobs, one by one where the launcher can, else in
+batches."""
 
 from __future__ import annotations
 
@@ -69,8 +70,8 @@ class OptunaSearch:
             )
 
     def run(self, arguments: list[str]) -> dict[str, Any]:
-        """The study's name with the best parameters and value, or all Pareto-optimal ones; also in the sweep's
-        directory, as optimization_results.yaml.
+        """Return the study's name with the best parameters and value, or all Pareto-optimal ones. The result is also
+        written to optimization_results.yaml in the sweep's directory.
 
         Raises:
             InputError: nothing to search.
@@ -94,7 +95,7 @@ class OptunaSearch:
     # ---- the space
 
     def _read(self, arguments: list[str]) -> None:
-        """Sorts what is given in the configuration and on the command line, which has the last word."""
+        """Parse the search space from the configuration and the command line, which takes precedence."""
         params = [f"{key}={value}" for key, value in self._settings["params"].items()]
         self._space: dict[str, Any] = {}
         self._fixed: dict[str, str] = {}
@@ -128,7 +129,7 @@ class OptunaSearch:
     # ---- the study
 
     def _study(self) -> Study:
-        """Rank 0's."""
+        """Create the study on rank 0."""
         settings = self._settings
         storage = open_storage(settings["storage"])
         folder = self._folder()
@@ -156,7 +157,7 @@ class OptunaSearch:
     # ---- trials
 
     def _in_array(self, array: Multirun) -> Study:
-        """With a launcher that takes the next trial when a slot is free."""
+        """Run trials with a launcher that takes the next trial as soon as a slot is free."""
         array.ends += (optuna.TrialPruned,)
         with array.sibling_environment():
             return run_leader_or_follower(
@@ -194,7 +195,7 @@ class OptunaSearch:
         return len(self._failures) > float(self._settings["max_failure_rate"]) * self._ended
 
     def _in_batches(self) -> Study:
-        """With a launcher that returns when all jobs of a batch have ended."""
+        """Run trials with a launcher that returns when all jobs of a batch have ended."""
         with storage_errors():
             study = self._study()
             fail_dead_trials(study)
@@ -238,7 +239,7 @@ class OptunaSearch:
 
 
 def _outcome(returned: JobReturn) -> tuple[Any, BaseException | None]:
-    """The value that a job returned, and the error that it raised."""
+    """Return the value that a job returned, and the error that it raised."""
     try:
         return returned.return_value, None
     except Exception as error:
@@ -261,7 +262,7 @@ def _directions(given: Any) -> list[Any]:
 
 
 def open_storage(given: str | None) -> str | BaseStorage | None:
-    """The storage as Optuna takes it: an URL as it is, a journal file opened.
+    """Return the storage in the form that Optuna takes: a URL unchanged, a journal file opened.
 
     Raises:
         InputError: neither.

@@ -1,4 +1,4 @@
-"""Hydra's sweeps as Optuna's distributions, and back to overrides."""
+"""Converts Hydra's sweeps into Optuna's distributions, and values back into overrides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_pipes.ir import InputError
 
 
 def distribution_from_override(override: Override) -> BaseDistribution | None:
-    """The distribution from which an override lets Optuna choose; None where it is one value.
+    """Return the distribution of a sweep override; None where the override is one value.
 
     `interval(1, 2)` is a float, `int(interval(1, 10))` an integer with both ends, each with `tag(log, ...)` if wanted;
     `range(1, 8, step=2)` excludes 8, as everywhere in Hydra; `choice(a, b)` and `a,b` are one of these.
@@ -60,7 +60,7 @@ def _range(values: list[Any], step: Any) -> BaseDistribution:
 
 
 def suggest(trial: BaseTrial | Trial, name: str, among: BaseDistribution) -> Any:
-    """A value for a parameter."""
+    """Suggest a value for a parameter."""
     if isinstance(among, IntDistribution):
         return trial.suggest_int(name, among.low, among.high, step=among.step, log=among.log)
     if isinstance(among, FloatDistribution):

@@ -1,4 +1,4 @@
-"""Optuna studies whose trials are the siblings of a job array."""
+"""Optuna studies with trials that run as siblings of a job array."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from lightning_pipes.tune.studies.reporting import log, report_result
 from lightning_pipes.tune.studies.trial import ArrayTrial, StorageLostError, storage_errors, using_trial
 
 OWNER = "lightning_pipes:owner"
-"""The user attribute of a trial that says which process runs it."""
+"""The user attribute of a trial that names its process."""
 RETRY = "lightning_pipes:retry_of"
-"""The user attribute of a trial that repeats one whose process has died: the number of that one."""
+"""The user attribute of a trial that repeats the trial of a dead process: the number of that trial."""
 
 _REASON_SECONDS = 2.0
-"""How long other ranks wait for rank 0 to say why it ends the study."""
+"""How long other ranks wait for rank 0's reason for ending the study."""
 
 Objective = Callable[[ArrayTrial], Any]
 Callback = Callable[[Study, FrozenTrial], None]
 
 
 class StudyFailedError(PipelineError):
-    """The study has ended on rank 0 by an error; the message says which."""
+    """The study has ended on rank 0 with an error, which the message names."""
 
 
 def optimize_array(
@@ -58,34 +58,35 @@ def optimize_array(
     catch: type[Exception] | tuple[type[Exception], ...] = (),
     callbacks: Sequence[Callback] = (),
 ) -> Study:
-    """`study.optimize` with `array_size` trials at a time, which share one pipeline.
+    """Run `study.optimize` with `array_size` trials at a time, which share one pipeline.
 
     `objective` is an ordinary objective, with a `Trainer.fit` with a PipelineStrategy in it. All ranks call this, run
     all trials, and get rank 0's parameters and decisions to prune. A trial that ends leaves its slot to the next one at
-    once. Which one ends first follows the order of their batches and not the clock, so that a seeded sampler gives the
-    same trials again. One that a study goes on with draws others than those of the trials that it has.
+    once. The order of batches, not the clock, decides which trial ends first, so that a seeded sampler gives the same
+    trials again. A resumed study draws other parameters than those of its trials.
 
-    Trials that a process which has died left behind fail, those under way when another rank dies do, too, and the
-    parameters of both are tried again first when the study goes on.
+    Running trials of dead processes fail, and so do running trials when another rank dies. A resumed study tries the
+    parameters of both first.
 
     Args:
-        study: rank 0's is used; nobody else writes to its storage. A function that makes it is called by rank 0 alone.
-        n_trials: to start, besides those that the study has; None for as many as there is time for, or until
-            `study.stop()`.
-        array_size: how many at a time; or a new `JobArray`, which has the timeline afterwards, and may swap memory.
-        timeout: seconds after which no trial is started; those under way go on.
-        catch: errors of an objective after which the study goes on. After another one no trial is started, and it is
-            raised when those under way have ended. One on another rank counts as one on rank 0; where it can't be
-            pickled it is a SiblingFailure.
+        study: rank 0's study is used, and only rank 0 writes to its storage. Only rank 0 calls a function that makes
+            it.
+        n_trials: the number of trials to start; None for no limit except `timeout` and `study.stop()`.
+        array_size: the number of concurrent trials; or a new `JobArray`, which has the timeline afterwards, and may
+            swap memory.
+        timeout: seconds after which no trial starts; running trials continue.
+        catch: errors of an objective after which the study continues. After another error no trial starts, and the
+            error is raised when running trials have ended. An error on another rank counts as one on rank 0; it becomes
+            a SiblingFailure where it can't be pickled.
         callbacks: called on rank 0 after each trial, in its order.
 
     Returns:
         The study, on every rank with all trials.
 
     Raises:
-        InputError: an argument makes no sense, or the ranks have no way to talk to each other before they train.
+        InputError: an argument is out of range, or the ranks can't communicate before they train.
         StorageLostError: the storage failed; trials that had ended are in it.
-        StudyFailedError: on the other ranks, what rank 0 raises.
+        StudyFailedError: rank 0 raised an error; raised on the other ranks.
     """
     if not isinstance(study, Study) and not callable(study):
         raise InputError(f"study must be a study of Optuna, or a function that makes one, got {shown(study)}")
@@ -116,8 +117,8 @@ def run_leader_or_follower(
     callbacks: Sequence[Callback],
     tracebacks: bool = True,
 ) -> Study:
-    """`optimize_array` on a board of the caller's, with a number of trials that depends on the study's; `tracebacks` of
-    trials that fail are logged, or not."""
+    """Run `optimize_array` on the caller's leader store, with a budget that depends on the study. `tracebacks` decides
+    whether tracebacks of failed trials are logged."""
     array: JobArray[Any] = array_size if isinstance(array_size, JobArray) else JobArray(array_size)
     if not leader_store.is_leader:
         return _Follower(leader_store, objective).run(array, study if isinstance(study, Study) else None)
@@ -138,7 +139,7 @@ def _make_study(study: Study | Callable[[], Study]) -> Study:
 
 
 class _Leader:
-    """Rank 0: owns the study, and says what is tried."""
+    """Rank 0: owns the study, and decides on trials."""
 
     def __init__(
         self,
@@ -195,7 +196,7 @@ class _Leader:
             yield partial(self._job, index)
 
     def _job(self, index: int) -> Any:
-        """One trial, in its sibling's thread; or nothing, if there is none to start any more."""
+        """Run one trial in its sibling's thread, or nothing if the study starts no more trials."""
         with inside_optimize_loop(self._study):
             try:
                 with storage_errors():
@@ -226,7 +227,7 @@ class _Leader:
         return ArrayTrial(trial.number, self._study.directions, self._leader_store, _ended_key(index), trial)
 
     def _finish_trial(self, outcome: Outcome[Any]) -> None:
-        """Tells the study how a trial has ended."""
+        """Report the end of a trial to the study."""
         trial = self._open.pop(outcome.index, None)
         error = outcome.error
         if isinstance(error, StorageLostError) or (trial is None and error is not None):
@@ -245,10 +246,11 @@ class _Leader:
 
 
 class _Follower:
-    """Another rank: runs what rank 0 says.
+    """Another rank: runs the trials that rank 0 decides on.
 
     Attributes:
-        patience: seconds for which rank 0 may go on with a trial that has failed here before the ranks had connections.
+        stop_timeout: seconds for which rank 0 may go on with a trial that has failed here before the ranks had
+        connections.
     """
 
     stop_timeout = 60.0
@@ -274,7 +276,8 @@ class _Follower:
         return _with_trials(study, *end)
 
     def _check_ended(self) -> None:
-        """Raises why rank 0 has ended the study, if it says so; its array, which ends before, does not know it."""
+        """Raise the reason why rank 0 has ended the study, if it is known. Rank 0's array ends earlier and does not
+        know it."""
         until = time.monotonic() + _REASON_SECONDS
         end = self._leader_store.get("end", until=lambda: time.monotonic() > until)
         if isinstance(end, str):
@@ -287,7 +290,7 @@ class _Follower:
             yield partial(self._job, index)
 
     def _check_ends_on_leader(self, outcome: Outcome[Any]) -> None:
-        """Raises the error of a trial that does not end on rank 0, which would wait for this rank for ever."""
+        """Raise the error of a trial that does not end on rank 0, which would wait for this rank forever."""
         assert outcome.error is not None
         until = time.monotonic() + self.stop_timeout
         self._leader_store.get(_ended_key(outcome.index), until=lambda: time.monotonic() > until)
@@ -305,7 +308,7 @@ class _Follower:
 
 
 def _ended_key(index: int) -> str:
-    """Where rank 0 says that a sibling has ended there."""
+    """Return the key under which rank 0 publishes the end of a sibling."""
     return f"ended/{index}"
 
 
@@ -316,14 +319,14 @@ def _run_objective(objective: Objective, trial: ArrayTrial) -> Any:
 
 
 def ask_trial(study: Study) -> Trial:
-    """A new trial of this process."""
+    """Ask the study for a new trial of this process."""
     trial = study.ask()
     trial.set_user_attr(OWNER, str(Process.current()))
     return trial
 
 
 def fail_dead_trials(study: Study) -> int:
-    """How many trials were still running for processes of this host that have died; their parameters are queued again.
+    """Return the number of trials that were running in dead processes of this host; their parameters are queued again.
 
     They would also repel the sampler, and heartbeats, which Optuna has for this, need its own `optimize`.
     """
@@ -339,8 +342,8 @@ def fail_dead_trials(study: Study) -> int:
 
 
 def reseed_for_resume(study: Study) -> None:
-    """Has a new sampler with a fixed seed draw others than when the trials of the study began, and the same ones each
-    time that a study goes on from there. Otherwise it would try again what was tried."""
+    """Reseed a new sampler with a fixed seed by the number of started trials. A resumed study then draws other
+    parameters than before, and the same ones each time it resumes there."""
     begun = sum(trial.state != TrialState.WAITING for trial in study.get_trials(deepcopy=False))
     if begun:
         for generator in untouched_generators(study.sampler):
@@ -348,9 +351,8 @@ def reseed_for_resume(study: Study) -> None:
 
 
 def enqueue_again(study: Study, number: int, params: Mapping[str, Any]) -> None:
-    """Queues the parameters of a trial that a process has taken with it: those too that were queued for it, and that it
-    had not come to suggest. Once, and before the trial is said to have failed: who is killed in between has lost
-    nothing."""
+    """Queue the parameters of a trial of a dead process, with queued parameters that it did not yet suggest. They are
+    queued once, and before the trial fails, so that a kill in between loses nothing."""
     trials = study.get_trials(deepcopy=False)
     parameters = {**trials[number].system_attrs.get("fixed_params", {}), **params}
     if parameters and not any(trial.user_attrs.get(RETRY) == number for trial in trials):
@@ -358,13 +360,13 @@ def enqueue_again(study: Study, number: int, params: Mapping[str, Any]) -> None:
 
 
 def _has_ended(owner: object) -> bool:
-    """Whether the process of that name is known to have ended."""
+    """Return whether the process of that name is known to have ended."""
     process = Process.parse(owner) if isinstance(owner, str) else None
     return process is not None and process.has_ended()
 
 
 def _with_trials(study: Study | None, name: str, directions: Any, user_attrs: Any, trials: Any) -> Study:
-    """A study with rank 0's trials: `study` itself, unless it reads them in their storage."""
+    """Return a study with rank 0's trials: `study` itself, unless it reads them from its storage."""
     if study is not None and not isinstance(storage_of(study), InMemoryStorage):
         return study
     with _silent():

@@ -1,4 +1,4 @@
-"""A trial that several ranks run: rank 0 asks the study, all get its answers."""
+"""A trial on several ranks: rank 0 asks the study, and all ranks get its answers."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _trial: ContextVar[ArrayTrial | None] = ContextVar("lightning_pipes_trial", defa
 
 
 class StorageLostError(PipelineError):
-    """The study's storage does not answer; what had been stored before is in it."""
+    """The study's storage does not respond; earlier results are stored."""
 
 
 class ArrayTrial(BaseTrial):
-    """The trial that an objective gets: Optuna's, on every rank with the values of rank 0's.
+    """The trial that an objective gets: Optuna's, with rank 0's values on every rank.
 
     All ranks must make the same calls, as the same code does.
 
     Args:
-        ended: the key under which rank 0 says that the trial has ended.
-        trial: rank 0's.
+        ended: the key under which rank 0 publishes the end of the trial.
+        trial: the trial of the study, on rank 0.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ArrayTrial(BaseTrial):
 
     @property
     def study(self) -> Never:
-        """Nothing that ranks could share.
+        """The study, which ranks can't share.
 
         Raises:
             AttributeError: always, with what to do instead.
@@ -124,12 +124,12 @@ class ArrayTrial(BaseTrial):
         return dict(self._ask_leader("constraints", lambda t: t.constraints))
 
     def find_duplicate(self) -> FrozenTrial | None:
-        """A finished trial with the same parameters, or None; an objective may return its values."""
+        """Return a finished trial with the same parameters, or None; an objective may return its values."""
         found: FrozenTrial | None = self._ask_leader("find_duplicate", find_duplicate_trial)
         return found
 
     def _ask_leader(self, what: str, ask: Callable[[Trial], Any]) -> Any:
-        """The study's answer, or its exception; `what` is the same on all ranks."""
+        """Return the study's answer, or raise its exception; `what` is the same on all ranks."""
         self._calls += 1
         key = f"trials/{self._number}/{self._calls}"
         if self._trial is None:
@@ -152,7 +152,7 @@ class ArrayTrial(BaseTrial):
 
 
 def find_duplicate_trial(trial: Trial) -> FrozenTrial | None:
-    """The first finished trial of the study that has the same parameters."""
+    """Return the first finished trial of the study with the same parameters."""
     done = trial.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     return next((one for one in done if one.params == trial.params), None)
 
@@ -167,7 +167,7 @@ def _answer(trial: Trial, ask: Callable[[Trial], Any]) -> tuple[Any, Exception |
 
 @contextmanager
 def storage_errors() -> Iterator[None]:
-    """Exceptions of a study's storage in the block become StorageLostError."""
+    """Convert exceptions of a study's storage in the block into StorageLostError."""
     try:
         yield
     except (StorageInternalError, OSError) as error:
@@ -181,13 +181,13 @@ def storage_errors() -> Iterator[None]:
 
 
 def current_trial() -> ArrayTrial | None:
-    """The trial of the sibling that asks; None outside of studies that run as arrays."""
+    """Return the trial of the calling sibling; None outside of studies that run as arrays."""
     return _trial.get()
 
 
 @contextmanager
 def using_trial(trial: ArrayTrial) -> Iterator[None]:
-    """In the block, `current_trial()` is `trial`."""
+    """Make `trial` the result of `current_trial()` inside the block."""
     token = _trial.set(trial)
     try:
         yield

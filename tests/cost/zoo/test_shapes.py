@@ -210,7 +210,7 @@ def test_half_the_bytes_where_numbers_are_half_as_wide():
 def test_layers_that_do_not_fit():
     with pytest.raises(PlanError, match="its input is too small"):
         record_layers([("convolution", blocks.conv_block(4, pool=True))] * 6, IMAGE, ShapeTape(4))
-    with pytest.raises(PlanError, match="this layer takes one tensor, and 2 came"):
+    with pytest.raises(PlanError, match="this layer takes one tensor, got 2"):
         record_layers([("down", blocks.unet_down(4)), ("convolution", blocks.conv_block(4))], IMAGE, ShapeTape(4))
     with pytest.raises(PlanError, match="needs what a step down handed on"):
         record_layers([("up", blocks.unet_up(4))], IMAGE, ShapeTape(4))

@@ -19,7 +19,7 @@ from lightning_pipes.testing.generators import tiny_plan
 class Everything:
     """A mailbox with every message."""
 
-    def holds(self, key: Any) -> bool:
+    def has_message(self, key: Any) -> bool:
         return True
 
 

@@ -36,7 +36,7 @@ class Desk:
     def send(self, rank: int, key: Any, content: Any) -> None:
         self.content = copy.deepcopy(content)
 
-    def expect(self, rank: int, key: Any, told: Any) -> Any:
+    def receive(self, rank: int, key: Any, on_arrival: Any) -> Any:
         raise NotImplementedError
 
 

@@ -42,13 +42,13 @@ class Late:
         self.waiting[self.count] = way, target, source, tuple(after)
         return self.count
 
-    def mark(self) -> None:
+    def mark_computation(self) -> None:
         return None
 
-    def done(self, ticket: int) -> bool:
+    def is_done(self, ticket: int) -> bool:
         return ticket not in self.waiting
 
-    def follow(self, ticket: int) -> int:
+    def order_after(self, ticket: int) -> int:
         if ticket in self.waiting:
             way = self.waiting[ticket][0]
             for number in [n for n, each in self.waiting.items() if n <= ticket and each[0] == way]:

@@ -22,13 +22,13 @@ class Virtual:
             return self.link.load(None, source.numel(), max(after, default=None))
         return self.link.store(None, source.numel())
 
-    def mark(self) -> None:
+    def mark_computation(self) -> None:
         return None
 
-    def done(self, ticket: int) -> bool:
+    def is_done(self, ticket: int) -> bool:
         return self.link.done(ticket)
 
-    def follow(self, ticket: int) -> int:
+    def order_after(self, ticket: int) -> int:
         return self.link.wait(ticket)
 
     def wait(self, ticket: int) -> None:

@@ -38,7 +38,7 @@ def test_priced_takes_no_schedule_either():
 @pytest.mark.parametrize("stages", [0, 1, 2])
 def test_a_model_of_too_few_stages(order, stages):
     costs = CostModel({key: table for key, table in COSTS.seconds.items() if key[1] < stages})
-    with pytest.raises(InputError, match=f"times of {stages} stages and the plan has 3: nothing is known of stage"):
+    with pytest.raises(InputError, match=f"times of {stages} stages and the plan has 3: there are no times of stage"):
         makespan(order, PLAN, costs)
     with pytest.raises(InputError, match=f"times of {stages} stages"):
         simulate(order, PLAN, replace(costs, activation_bytes=(1,) * stages))

@@ -26,7 +26,7 @@ class Fake:
     def since_last(self) -> tuple[Mapping[str, float], int | None]:
         return {}, next(self.free)
 
-    def curves(self) -> Curves:
+    def to_curves(self) -> Curves:
         raise AssertionError("nobody asks for a report")
 
 
