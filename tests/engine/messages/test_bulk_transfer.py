@@ -97,7 +97,7 @@ def all_pairs(rank: int, n: int, rounds: int) -> list[int]:
     for source, handle in expected:
         assert same(handle.content, content(source, rank))
     bytes_ = sum(handle.wait().size for handle in sent)
-    assert all(handle.done() and handle.seconds > 0 for handle in sent)
+    assert all(handle.is_done() and handle.seconds > 0 for handle in sent)
     memory = [t.untyped_storage().data_ptr() for _, h in expected for t in h.content.values() if hasattr(t, "numel")]
     assert len({m for m in memory if m}) == len([m for m in memory if m])
     parcels.close()

@@ -47,7 +47,7 @@ def test_round_trips_need_no_common_clock(monkeypatch):
     link = Link(bandwidth=1e8, latency=2e-4)
     transport = Answering(link, link)
     monkeypatch.setattr("lightning_pipes.engine.messages.links.time.perf_counter", lambda: transport.now)
-    monkeypatch.setattr("lightning_pipes.engine.messages.links._Exchange.pong", lambda *args: None)
+    monkeypatch.setattr("lightning_pipes.engine.messages.links._Exchange.answer_trips", lambda *args: None)
     found = measure_links(Plan.even(2, 2), 0, transport)
     assert found.keys() == {(0, 1)}
     assert found[0, 1].bandwidth == pytest.approx(1e8, rel=1e-3)

@@ -143,7 +143,7 @@ def test_what_is_missing_is_no_number_and_counts_for_nothing(clock):
 
 def test_the_log_says_once_by_what(caplog):
     caplog.set_level(logging.INFO)
-    monitor = ticked(Absent([]), Broken([]), Fake([[0.5]] * 3), ticks=3, who="rank 7")
+    monitor = ticked(Absent([]), Broken([]), Fake([[0.5]] * 3), ticks=3, label="rank 7")
     assert [r.message for r in caplog.records] == [
         "rank 7 is monitored by fake; not by absent (there is none), broken (RuntimeError: it can't even say why)"
     ]

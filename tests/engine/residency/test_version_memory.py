@@ -55,13 +55,13 @@ class Late:
                 if number in self.waiting:  # else one before has waited for it
                     _, target, source, after = self.waiting[number]
                     for other in after:
-                        self.follow(other)
+                        self.order_after(other)
                     target.copy_(source)
                     self.waiting.pop(number, None)
         return 0
 
     def wait(self, ticket: int) -> None:
-        self.follow(ticket)
+        self.order_after(ticket)
 
     def close(self) -> int:
         return 0
