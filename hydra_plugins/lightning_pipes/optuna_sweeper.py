@@ -1,8 +1,6 @@
 """`hydra/sweeper=optuna`: Optuna chooses the jobs of a multirun.
 
 No `from __future__ import annotations` here: Hydra runs this module before it is in sys.modules.
-
-No `from __future__ import annotations` here: Hydra runs this module before it is in sys.modules.
 """
 
 from typing import Any

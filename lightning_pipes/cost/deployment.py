@@ -125,7 +125,7 @@ def _worst_pipeline(cluster: Cluster, pipelines: Sequence[Sequence[int]]) -> Clu
 
 
 def _find_differing_pairs(cluster: Cluster, pipelines: npt.NDArray[np.intp]) -> list[tuple[int, int]]:
-    """Return the pairs of ranks whose links may differ between pipelines, or are not as their hosts have it."""
+    """Return the pairs of ranks with links that may differ between pipelines, or from the links of their hosts."""
     ranks = pipelines.shape[1]
     asked = np.full((ranks, ranks), cluster.regime != Regime.ASYNCHRONOUS)  # otherwise wires have names of their own
     names = {device.host: number for number, device in enumerate(cluster.devices)}

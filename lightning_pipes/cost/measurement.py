@@ -57,17 +57,17 @@ class Measurement(NamedTuple):
         """Return the numbers of `timelines`."""
         computed: list[tuple[Instruction, int, Plan]] = []
         sent: dict[tuple[Kind, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-        alike: dict[tuple[Kind, int], dict[tuple[Pass, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
+        by_passes: dict[tuple[Kind, int], dict[tuple[Pass, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
         waited: list[int] = []
         for timeline in timelines:
             waited += dispatch_delays(timeline)
             for i, took in _occupancy_ns(timeline, latency):
                 if i.kind in COMPUTE:
                     computed.append((i, took, timeline.plan))
-                    alike[i.kind, i.stage][tuple(passes(i, timeline.plan))].append(took)
+                    by_passes[i.kind, i.stage][tuple(passes(i, timeline.plan))].append(took)
                 else:
                     sent[i.kind, i.stage][i.span.rows].append(took)
-                    alike[i.kind, i.stage][(Pass(i.span.rows, False),)].append(took)
+                    by_passes[i.kind, i.stage][(Pass(i.span.rows, False),)].append(took)
         seen = {**times_of_passes(computed), **sent}
         tables = {key: {rows: median(times) / 1e9 for rows, times in by.items()} for key, by in seen.items()}
         for (kind, _), points in tables.items():
@@ -77,7 +77,7 @@ class Measurement(NamedTuple):
             {key: tuple(sorted(points.items())) for key, points in tables.items()},
             {
                 key: tuple(ratio for times in by.values() for ratio in _ratios_to_median(times))
-                for key, by in alike.items()
+                for key, by in by_passes.items()
             },
             median(waited) / 1e9 if waited else None,
         )

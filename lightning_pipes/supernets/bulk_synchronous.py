@@ -16,7 +16,7 @@ def bulk_synchronous(layers: Mapping[str, bool | Delayed], number: int, bulk: in
     subnets one after another.
 
     Args:
-        layers: as `Supernet.layers_of` says.
+        layers: the result of `Supernet.layers_of`.
         bulk: how many subnets.
 
     Raises:

@@ -54,6 +54,6 @@ def measure_layer_costs(net: Supernet, x: Any, repeats: int = 3) -> dict[str, fl
         )
         for name, layer in zip(names, profile.layers, strict=True):
             found.setdefault(name, sum(seconds for table in (layer.forward, layer.backward) for _, seconds in table))
-    for name, block in net.blocks.items():  # for those whose candidates have something in common: they are used whole
+    for name, block in net.blocks.items():  # for blocks with shared state, which are used whole
         found[name] = fmean(found[f"{name}.{choice}"] for choice in range(len(block)))
     return found

@@ -38,7 +38,7 @@ class Evolution(Explorer):
         self.parents = check_count("parents", parents, "; subnets of the population", most=population)
         self.mutation = check_number("mutation", mutation, "a share from 0 to 1", lambda share: 0 <= share <= 1)
         self.seed = check_type("seed", seed, int)
-        self._pending: dict[int, Choices] = {}  # not told yet
+        self._pending: dict[int, Choices] = {}  # without a loss so far
         self._best: list[tuple[float, int, Choices]] = []
 
     def choose_subnet(self, number: int) -> Choices:

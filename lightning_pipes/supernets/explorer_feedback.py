@@ -16,8 +16,8 @@ from lightning_pipes.trainer.loop.run import Listener
 class ExplorerFeedback(pl.Callback):
     """Reports the training loss of each subnet to the stream, in order, with any strategy.
 
-    Where batches overlap losses come late. When the next subnet depends on them, as it does between two generations of
-    an evolution, the batches under way are ended first: at the same subnet on any number of stages.
+    Where batches overlap, losses arrive late. When the next subnet depends on them, as it does between two generations
+    of an evolution, the batches under way are ended first: at the same subnet on any number of stages.
 
     Args:
         stream: the stream whose subnets end the batches, as `stream.pair_with` makes them.

@@ -1,8 +1,6 @@
 """Explorers choose the subnet of each batch. Their answers depend on the number, the seed, and the reported losses.
 
 Every rank asks for numbers in order, from 0.
-
-They are asked for numbers in order, from 0, on every rank alike.
 """
 
 from __future__ import annotations
@@ -197,7 +195,7 @@ def as_iterator(what: str, value: object) -> Iterator[Any]:
     """Return an iterator over `value`.
 
     Raises:
-        InputError: it has none; a tensor without axes says so late.
+        InputError: it has none; a tensor without axes fails late.
     """
     try:
         return iter(check_type(what, value, Iterable))

@@ -1,6 +1,6 @@
 """Layers that take and give (x, subnet): choice blocks, and the ordinary layers between them.
 
-`shared` says what becomes of a layer that every subnet uses; an embedding, a head, a norm. "sequential": each subnet
+`shared` decides how subnets share a layer that all of them use: an embedding, a head, a norm. "sequential": each subnet
 steps it, one after another, as without a pipeline. "frozen": it is read and never stepped. "per_choice": each candidate
 of the block that follows (of the last block, where none follows) has a copy. "delayed": each subnet steps it, and reads
 it as the subnet `delay` before has left it.

@@ -66,7 +66,7 @@ class SubnetStream(Iterable[Subnet]):
         """Report the loss of a subnet; losses are reported in the order of subnets.
 
         Raises:
-            InputError: another one comes next.
+            InputError: another one is next.
         """
         if subnet.id != self.n_reported:
             raise InputError(f"the loss of subnet {subnet.id} was reported; the next one is subnet {self.n_reported}")

@@ -22,10 +22,10 @@ Choices = Subnet | Sequence[int]
 class Supernet(nn.Sequential):
     """Takes (x, subnet) and returns y. Its layers pass the subnet on; the last one drops it.
 
-    Blocks are numbered in their order, from 0. An ordinary layer becomes a `Shared` one, as `shared` and `delay` say,
+    Blocks are numbered in their order, from 0. An ordinary layer becomes a `SharedLayer` with `shared` and `delay`,
     unless it is one already. x may be a tensor, or a tuple or dict of them.
 
-    For a pipeline, let the LightningModule say which layers a batch uses:
+    For a pipeline, let the LightningModule return the layers of a batch:
 
         def layers_of_batch(self, batch):
             return self.net.layers_of(batch[-1])

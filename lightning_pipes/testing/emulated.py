@@ -108,7 +108,7 @@ class Emulation:
     Attributes:
         plan: with the layers of each stage.
         order: what orders it.
-        layers: of the whole model; all of them hand on as many bytes.
+        layers: all layers of the model, with outputs of equal size.
         speeds: of each rank's device.
     """
 

@@ -2,9 +2,6 @@
 
 The namespaces have no names. A process holds each of them, and the kernel kills it with its owner. So they vanish with
 their creator, however that ends.
-
-The namespaces have no names and are held by a process each, which the kernel kills with its owner; so they vanish with
-whoever made them, however that ends.
 """
 
 from __future__ import annotations
@@ -132,7 +129,7 @@ class Hosts:
 
     def _popen(self, command: Sequence[str], env: Mapping[str, str], **more: Any) -> subprocess.Popen[str]:
         everything = {**os.environ, _OWNER: f"{os.getpid()} {_start_time(os.getpid())}", **env}
-        # Tied to us before Popen returns: setpriv might come to it when we are gone already.
+        # Tied to us before Popen returns: setpriv might run after our end.
         process = subprocess.Popen(command, env=everything, text=True, preexec_fn=die_with_parent, **more)
         self._stack.callback(_end, process)
         return process
@@ -170,7 +167,7 @@ def run_command(*command: str) -> None:
     """Run a command to its end.
 
     Raises:
-        OSError: it failed; with what it said.
+        OSError: it failed; with its output.
     """
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:

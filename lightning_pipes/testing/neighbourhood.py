@@ -170,13 +170,13 @@ def visiting_slowdown(ranks: int, load: float, stay: float, seed: int) -> Slowdo
     found = []
     for _ in range(ranks):
         count = int(chance.poisson(load * (until + 10 * stay) / stay))
-        comes = chance.uniform(-10 * stay, until, count)
-        found.append((comes, comes + chance.exponential(stay, count), chance.choice(BESIDE, count) - 1.0))
+        arrivals = chance.uniform(-10 * stay, until, count)
+        found.append((arrivals, arrivals + chance.exponential(stay, count), chance.choice(BESIDE, count) - 1.0))
 
     def slowdown_of(rank: int, first: int, batches: int) -> Array:
-        comes, goes, more = found[rank]
+        arrivals, departures, more = found[rank]
         now = np.arange(first, first + batches)[:, None]
-        return np.asarray(1.0 + (((comes <= now) & (now < goes)) * more).sum(axis=1, keepdims=True))
+        return np.asarray(1.0 + (((arrivals <= now) & (now < departures)) * more).sum(axis=1, keepdims=True))
 
     return slowdown_of
 

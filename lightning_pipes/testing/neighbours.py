@@ -25,7 +25,7 @@ PERIOD, LONG_PERIOD = 0.02, 2.0
 """Seconds of one turn of work and rest, and of that of `bursts`."""
 _GROUPS = Path("/sys/fs/cgroup")
 _QUOTA_PERIOD = 10_000
-"""Microseconds: as short as steps are, so that each is held back alike."""
+"""Microseconds: as short as steps are, so that each is throttled equally."""
 _numbers = count()
 
 

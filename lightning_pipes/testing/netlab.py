@@ -3,9 +3,6 @@ root on Linux.
 
 Hosts reach each other over a switch at full speed. Neighbours in the ring also have a cable of their own for their
 messages. Each of its directions has a token bucket (Linux's tbf). Nothing leaves the machine.
-
-Hosts reach each other over a switch at full speed. Neighbours in the ring also have a cable to themselves, which their
-messages take; each of its directions has a token bucket (Linux's tbf). Nothing leaves the machine.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ GOODPUT = 0.954
 BURST = 8 * 1024
 """Bytes that pass at full speed after idleness: as few as work, as a message looks so much shorter."""
 QUEUE = 2**20
-"""Bytes that may wait before a link; what comes on top is lost, as in a switch, and TCP sends it again."""
+"""Bytes that may wait before a link; more bytes are dropped, as in a switch, and TCP sends it again."""
 _PORT = 7000
 _CHUNK = 2**16
 
@@ -42,7 +39,7 @@ class NetLab(Hosts):
     """`n` hosts in a ring of shaped links, while the context is open. Opened and used from one thread, except for
     `shape`, which any thread may call.
 
-    Ranks started by `run_ranks` are on different hosts, so their messages go over gloo without being told to.
+    Ranks started by `run_ranks` are on different hosts, so their messages go over gloo without a setting.
 
     Args:
         bandwidth: bytes of messages per second, of every link and direction; None is without a limit. Up to 20 MB/s it
@@ -82,7 +79,7 @@ class NetLab(Hosts):
         Raises:
             PlanError: no positive bandwidth.
             KeyError: no such link.
-            OSError: it can't be set; with what tc said.
+            OSError: it can't be set; with the output of tc.
         """
         link = Link() if bandwidth is None else Link(bandwidth, burst=GOODPUT * self._burst)
         for source, target in self.directions if directions is None else directions:

@@ -145,7 +145,7 @@ def _collect(
                 rank = sentinels.pop(thing)
                 processes[rank].join()
                 code = processes[rank].exitcode
-                value, error = replies.get(rank, (None, f"the process ended with exit code {code} and said nothing"))
+                value, error = replies.get(rank, (None, f"the process ended with exit code {code} without a result"))
                 results[rank] = RankResult(rank, value, error, code, time.monotonic() - started)
         if not ready:  # the deadline
             for rank in sentinels.values():
@@ -186,7 +186,7 @@ def _rank_main(
     launched = {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
     os.environ.update(rank_environment(rank, n, "127.0.0.1", port) | launched | env)
     torch.set_num_threads(1)
-    gc.freeze()  # what is loaded is no garbage, and looking at it in the end takes a second
+    gc.freeze()  # loaded modules are no garbage, and scanning them at the end takes a second
     with open(stacks, "w") as file:
         faulthandler.dump_traceback_later(max(timeout - 3.0, timeout / 2), file=file)
         value, error, status = None, "", 0

@@ -53,7 +53,7 @@ def record_of(
     """Return a run of layers with these milliseconds of forward for `rows` rows, the rows of a micro-batch.
 
     What was "measured" is the same simulated with every time 2 % longer. Layers are counted evenly to stages unless
-    `cuts` says where stages begin; they are `known` or not.
+    `cuts` gives the first layers of stages; they are `known` or not.
     """
     made = make_schedule(schedule, **settings)
     where = made.placement(ranks)

@@ -195,7 +195,7 @@ def collect_windows(quick: bool, seconds: float, progress: Callable[[str, float]
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     core, other = cores[-1], cores[0] if len(cores) > 1 else None
-    everybody = set(cores)
+    all_cores = set(cores)
     chance, collected, why = random.Random(0), Collected(), why_no_quota()
     beside_others = f"beside the other work of this machine: {why}"
     progress("in front of the other work of this machine" if why is None else beside_others, 0.0)
@@ -204,7 +204,7 @@ def collect_windows(quick: bool, seconds: float, progress: Callable[[str, float]
     try:
         with nullcontext() if why else Quota(None, weight=WEIGHT):
             for number, setting in enumerate(chance.sample(beside, len(beside))):
-                os.sched_setaffinity(0, everybody)  # neighbours check their core
+                os.sched_setaffinity(0, all_cores)  # neighbours check their core
                 with setting.beside(), sampled() as look:
                     os.sched_setaffinity(0, {core})
                     for turn, stage in [(n % 2, s) for n in range(PASSES) for s in chance.sample(made, len(made))]:
@@ -213,7 +213,7 @@ def collect_windows(quick: bool, seconds: float, progress: Callable[[str, float]
                 if number % 10 == 9:
                     progress(f"{number + 1} of {len(beside)} settings", (number + 1) / len(beside))
     finally:
-        os.sched_setaffinity(0, everybody)
+        os.sched_setaffinity(0, all_cores)
     return collected.windows()
 
 

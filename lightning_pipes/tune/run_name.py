@@ -74,7 +74,7 @@ def _torchrun_name(now: str) -> str:
         now = _kept_in_folder(folder, now)
     if seal is None and not one_host:
         _log.warning(
-            "the hosts of this run have no secret in common: another user who reaches the store of torchrun can choose "
+            "the hosts of this run share no secret: another user who reaches the store of torchrun can choose "
             "which time names the run's directory; set %s to the same long random text on all hosts",
             SECRET,
         )

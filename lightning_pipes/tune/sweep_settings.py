@@ -38,7 +38,7 @@ class OptunaSettings:
     timeout: float | None = None  # seconds after which no trial is started
     max_failure_rate: float = 0.0  # of the trials that have ended; above it no trial is started
     reuse: bool = False  # a finished trial's values for one with the same parameters, which is not run then
-    params: dict[str, Any] = field(default_factory=dict)  # sweeps; the command line has the last word
+    params: dict[str, Any] = field(default_factory=dict)  # sweeps; the command line takes precedence
     custom_search_space: str | None = None  # a function (overrides, trial) that suggests more, by its dotted path
 
 

@@ -42,7 +42,7 @@ def test_both_ends_notice_a_cut_link(place: str, tmp_path: Path) -> None:
         assert o.exitcode == 1
         assert "PeerFailure" in o.error
     seconds = r"for \d+ s"
-    assert re.search(rf"rank 1 \(stage 0\) was declared dead by rank 0: no sign of life {seconds}", with_store.error)
+    assert re.search(rf"rank 1 \(stage 0\) was declared dead by rank 0: no heartbeat {seconds}", with_store.error)
     assert re.search(rf"rank 0, which hosts the store .*, has not answered rank 1 {seconds}", without.error)
 
 

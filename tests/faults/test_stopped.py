@@ -1,4 +1,4 @@
-"""A process that is stopped gives no sign of life; one that is busy does."""
+"""A process that is stopped has no heartbeat; one that is busy does."""
 
 from __future__ import annotations
 

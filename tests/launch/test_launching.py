@@ -105,7 +105,7 @@ def test_who_raises_ends_though_a_stopped_rank_owes_it_an_answer(tmp_path):
         run.send(signal.SIGSTOP, 1, "training")
         status, said = run.end(but=1)
     assert status == 1
-    assert f"rank 1 (stage 0) was declared dead by rank 0: no sign of life for {HEARTBEAT_TIMEOUT:.0f} s" in said
+    assert f"rank 1 (stage 0) was declared dead by rank 0: no heartbeat for {HEARTBEAT_TIMEOUT:.0f} s" in said
     assert "Traceback" in said
 
 

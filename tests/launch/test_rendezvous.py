@@ -59,7 +59,7 @@ def test_who_asks_again_at_once_is_not_given_the_same_name(store):
 
 
 def test_rank_zero_does_not_wait_for_ever(store):
-    with pytest.raises(TimeoutError, match="rank 1, 2 did not come within 0 s"):
+    with pytest.raises(TimeoutError, match="rank 1, 2 did not connect within 0 s"):
         agree_on_name(store, 0, 3, timedelta(seconds=0.1))
 
 
@@ -88,7 +88,7 @@ def test_a_requeued_slurm_job_keeps_its_name(environment):
 
 def test_who_comes_after_the_launcher_has_died_says_so(environment):
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # nobody listens
+        unused.bind(("127.0.0.1", 0))  # no process listens
         for name, value in {
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "MASTER_ADDR": "127.0.0.1",
@@ -163,5 +163,5 @@ def test_who_was_alive_and_has_ended_is_not_waited_for(monkeypatch):
     store |= {"lightning_pipes/asks/1": b"8", "lightning_pipes/place/8": b"own"}
     living.check_rank(1)
     alive["own"] = False
-    with pytest.raises(ConnectionAbortedError, match="rank 1 has ended before all ranks had come"):
+    with pytest.raises(ConnectionAbortedError, match="rank 1 has ended before all ranks had connected"):
         living.check_rank(1)

@@ -47,7 +47,7 @@ def in_turn(rank: int, ranks: int, folder: str) -> tuple[list[dict[str, Any]], l
     resumed = cut(rank, ranks, "delayed", SHORT, folder, f"{folder}/step=30.ckpt")
     sequential = cut(rank, ranks, "sequential", SHORT, folder)
     balanced = fit(rank, ranks, "frozen", SHORT, f"{folder}/balanced", schedule=CSP(depth=8, balanced=True))
-    left = [thread.name for thread in threading.enumerate() if "parcels" in thread.name]
+    left = [thread.name for thread in threading.enumerate() if "bulk transfer" in thread.name]
     return [delayed, resumed, sequential, balanced], left
 
 

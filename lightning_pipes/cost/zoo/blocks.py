@@ -141,8 +141,8 @@ def unet_down(channels: int, *, pool: bool = True) -> Layer:
     def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
         if not pool:
             return _two_convolutions(tape, _single_tensor(x), channels)
-        came = (x,) if isinstance(x, SymbolicTensor) else x
-        return (*came, _two_convolutions(tape, tape.max_pool2d(came[-1], 2, 2), channels))
+        inputs = (x,) if isinstance(x, SymbolicTensor) else x
+        return (*inputs, _two_convolutions(tape, tape.max_pool2d(inputs[-1], 2, 2), channels))
 
     return run
 

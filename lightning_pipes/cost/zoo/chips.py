@@ -1,11 +1,10 @@
 """Devices by name, and the seconds that they need for an operation of known shape.
 
 An operation takes the device's launch time, plus the longer of its FLOPs and its bytes at the bandwidth of memory.
-
-An operation takes the seconds that a device needs to be told, and the longer of two: its FLOPs, and its bytes at the
-bandwidth of memory. Large products reach a share of the peak, small ones less: a product of `half_flops` half of that,
-which comes to the same as `half_flops` more for each. The peaks are the makers' public figures, dense; the shares are
-guesses in the range that well-tuned training reports, so what comes out is a plausible device and no measurement.
+Large
+products reach a share of the peak, small ones less: a product of `half_flops` reaches half of that share, as if each
+product had `half_flops` more. The peaks are the makers' public figures, dense. The shares are guesses within the range
+that well-tuned training reports, so the result is a plausible device and no measurement.
 """
 
 from __future__ import annotations

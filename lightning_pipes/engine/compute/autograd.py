@@ -79,8 +79,6 @@ def leave_stage(tree: Any, saved: SavedForward, flags: Flags | None = None) -> t
     backward.
 
     `flags` that were sent before the graph existed override the tensors' own.
-
-    With `flags`, which were sent before the graph existed, those tensors count that they name.
     """
     if isinstance(tree, torch.Tensor) and flags is None:
         if not tree.requires_grad:

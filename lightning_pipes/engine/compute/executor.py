@@ -69,7 +69,7 @@ class Executor:
         self._split: dict[Instruction, tuple[split.WeightGradients, list[WeightVersion | None]]] = {}
         self._versions: dict[tuple[int, int, int], WeightVersion | None] = {}
         self._late: dict[tuple[int, int], LateWeights] = {}
-        self._rows_left: dict[tuple[int, int, int], int] = {}  # whose weight gradients are to come
+        self._rows_left: dict[tuple[int, int, int], int] = {}  # rows without weight gradients so far
         self._steps: Counter[tuple[int, int]] = Counter()
         self._last_arrival: dict[tuple[int, Kind], int] = {}
 

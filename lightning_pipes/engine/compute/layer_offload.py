@@ -19,9 +19,6 @@ class LayerOffload:
     A stage that recomputes needs its layers only while a task runs. Any other stage, such as the last, keeps those of a
     batch from its first forward to its step, because autograd refers to them meanwhile.
 
-    A stage that recomputes needs its layers only while a task runs. Another one, which the last always is, keeps those
-    of a batch from its first forward to its step, for autograd refers to them meanwhile.
-
     Args:
         recompute: whether the stage recomputes.
     """

@@ -148,7 +148,7 @@ class StaticOrder:
                 yield i
             else:
                 others += 1
-                if others == most:  # a whole turn of later ones: none comes back to those that are known
+                if others == most:  # a whole turn of later batches: no known batch follows
                     return
 
     def _current(self) -> Instruction | None:
@@ -159,7 +159,7 @@ class StaticOrder:
                     return i
             elif not self._closed:
                 return None
-            self._advance()  # past what belongs to a batch, or to samples, that never came
+            self._advance()  # skip instructions of batches or samples that were never added
         return None
 
     def _advance(self) -> None:
@@ -171,9 +171,6 @@ class ReadyOrder:
     """Lets a policy choose among ready instructions; messages are received and sent at once.
 
     In an endless window the needs of batches follow from the layers that they use, and ended batches are forgotten.
-
-    In an endless window what batches wait for comes with them, by the layers that they use, and they are forgotten when
-    they are over.
 
     Args:
         has_room: returns whether a forward of a stage finds room for the layers of its batch.
@@ -196,7 +193,7 @@ class ReadyOrder:
         self._ledger = Ledger(plan, plan.stages[rank])
         self._transfers: deque[Instruction] = deque()
         self._ready: list[Instruction] = []  # sorted
-        self._unchecked: list[Instruction] = []  # receives whose message may have come before they were added
+        self._unchecked: list[Instruction] = []  # receives whose message may have arrived before they were added
         self._rows: dict[Item, int] = {}
         self._left: dict[Item, int] = {}  # instructions of the batches under way, the oldest batch first
         self._begun: dict[int, None] = {}  # batches under way of which something has run, in that order
@@ -257,8 +254,8 @@ class ReadyOrder:
             return self._transfers[0]
         if not self._ready:
             return None
-        anybody = self._has_room is None and not self._plan.limits
-        allowed = tuple(self._ready) if anybody else offered(self._ready, self._fits)
+        unlimited = self._has_room is None and not self._plan.limits
+        allowed = tuple(self._ready) if unlimited else offered(self._ready, self._fits)
         if not allowed:
             return None
         ledger = self._ledger

@@ -44,7 +44,7 @@ class _LayerMeasurements:
     working: dict[int, float] = field(default_factory=dict)
     keeps_input: bool = False
     in_place: bool = False
-    """Whether the layer works in place on what comes in, which is to be a copy then, as on a stage."""
+    """Whether the layer works in place on its input, which must be a copy then, as on a stage."""
 
     def median_table(self, kind: Kind) -> Table:
         return tuple((rows, median(found)) for rows, found in sorted(self.times[kind].items()))

@@ -2,9 +2,6 @@
 
 A bucket also carries a mark per parameter. A parameter without a gradient on all ranks keeps none, so that its
 optimizer state and weight decay stay unchanged.
-
-A bucket carries a mark per parameter too: a parameter without a gradient on any rank keeps none, so that its optimizer
-state and its weight decay stay as they are.
 """
 
 from __future__ import annotations

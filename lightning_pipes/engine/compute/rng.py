@@ -1,8 +1,6 @@
 """Random numbers that do not depend on a layer's rank.
 
 Every (job, layer, batch, span) has its own stream, so dropout gives the same masks on any number of stages.
-
-Every (job, layer, batch, span) has its own stream, so dropout gives the same masks on any number of stages.
 """
 
 from __future__ import annotations

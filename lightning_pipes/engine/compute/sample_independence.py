@@ -22,8 +22,6 @@ class SampleIndependenceCheck:
 
     Otherwise its gradient would belong to an output that the next stage never received.
 
-    Otherwise its gradient would be that of something that never went on to the next stage.
-
     Args:
         stage: the number of the stage.
         span: the samples of the forward.
@@ -79,7 +77,7 @@ class SampleIndependenceCheck:
     def _refuse(self, why: str) -> None:
         raise PlanError(
             f"{self._where}, and again in parts for its backwards, which would give something else: {why}. Split this "
-            "stage's forward too, by a plan without whole_forward for it, or cut forward and backward alike"
+            "stage's forward too, by a plan without whole_forward for it, or cut forward and backward equally"
         )
 
 

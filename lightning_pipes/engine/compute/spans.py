@@ -2,9 +2,6 @@
 
 Tensors with axis 0 as long as the span hold rows. Every other leaf on an edge, such as masks, flags and None, belongs
 to the whole micro-batch. Where sender and receiver cut a batch equally, nothing here copies.
-
-Tensors whose axis 0 is as long as the span hold rows. Everything else on an edge, masks and flags and None, belongs
-to the whole micro-batch. Where sender and receiver cut a batch alike, nothing here copies.
 """
 
 from __future__ import annotations
@@ -99,7 +96,7 @@ def _refuse_lists(tree: Any, span: Span) -> None:
     if any(map(holds_samples, pytree.tree_leaves(tree, is_leaf=holds_samples))):
         raise PlanError(
             f"an edge carries a list with a tensor for each of {span.rows} samples, which can't be cut differently on "
-            "its two ends: pad the tensors and stack them, or take a schedule that cuts a batch alike everywhere"
+            "its two ends: pad the tensors and stack them, or take a schedule that cuts a batch equally everywhere"
         )
 
 

@@ -4,11 +4,6 @@ The graph of a stage has a trunk, the nodes on a path from its outputs to its in
 weights. The first part runs the trunk alone and keeps the gradients at nodes with branches. The second part starts at
 these nodes and runs the branches alone. Nothing large is computed twice, and only the tensors that the branches need
 stay alive in between.
-
-The graph of a stage has a trunk, the nodes on a way from what left the stage to what entered it, and branches that lead
-off it to weights. The first part runs the trunk alone and keeps the gradients that arrive at nodes with branches; the
-second starts at these nodes and runs the branches alone. Nothing large is computed twice, and in between only the
-tensors are held that the branches need.
 """
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ class LateWeights:
         for name, copies in self._copies.items():
             if len(copies) > 1:
                 waiting = (reads[name] for reads in self._reads.values() if name in reads)
-                oldest = min(waiting, default=self._latest[name])  # who waits has asked before the latest
+                oldest = min(waiting, default=self._latest[name])  # waiting batches are older than the latest
                 while len(copies) > 1 and copies[1][0] <= oldest:
                     copies.popleft()
 

@@ -9,16 +9,6 @@ flight as the queue stays finite for (DynPipe, S V-C3), because the network lets
 
 A pair of ranks connects when one sends and the other receives for the first time. A thread at each end waits for that;
 no other thread does.
-
-    sender      wait until nothing of ours waits for the network   chunk -->            wait   chunk -->
-    receiver                                                             <-- it is here              <-- it is here
-
-Chunks go on a group that only these two know, and only in that direction; the next one is packed while one travels. At
-most one is under way from a rank to another, so that a message of training that comes next waits for one chunk at most.
-With `priority` as many are as queue without end (DynPipe, S V-C3), for the network lets training pass.
-
-A pair of ranks is connected when one sends and the other expects for the first time; a thread at each end waits for
-that, and nobody else.
 """
 
 from __future__ import annotations
@@ -53,13 +43,15 @@ from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.ir import InputError, PipelineError
 
 Key = str | int | tuple[Any, ...]
-"""Names a parcel: a text, a number, or a tuple of these."""
+"""The key of a transfer: a text, a number, or a tuple of these."""
 
 GATE_SECONDS = 0.1
 """Seconds after which a chunk leaves although messages of training wait, so that transfers never stall."""
 POLL_SECONDS = 0.001
 CLOSE_SECONDS = 10.0
-_CHUNK = struct.Struct("<8s q q q q q")  # magic, parcel, bytes of its description, bytes in all, first byte, and last
+_CHUNK = struct.Struct(
+    "<8s q q q q q"
+)  # magic, number of the tree, bytes of its description, bytes in all, first byte, and last
 _MAGIC = b"LPARC01\0"
 _FRONT = 64
 _HELLO, _GOODBYE = -1, -2
@@ -154,7 +146,7 @@ class BulkTransfer:
 
     Args:
         rank: the global rank of this process.
-        ranks: the global ranks among which parcels go.
+        ranks: the global ranks that exchange data.
         device: the device of received tensors; the CPU by default.
         priority: mark the connections as less urgent than all others, by SO_PRIORITY, instead of letting chunks wait
             for training. It needs a queue in front of the network that goes by it, which root installs, on all hosts:
@@ -194,15 +186,15 @@ class BulkTransfer:
     def send(self, to: int, key: Key, content: Any) -> TransferHandle:
         """Start to send `content`: dicts, lists and tuples of tensors, numbers, texts and None.
 
-        Tensors are read until the handle is done; give copies of what changes before. Of parcels that are sent to one
-        rank, whatever has least left goes first; equal keys arrive in the order of these calls.
+        Tensors are read until the handle is done; give copies of tensors that change before. Of several trees to one
+        rank, the one with the fewest bytes left goes first; equal keys arrive in the order of these calls.
 
         Raises:
-            InputError: no such rank, or something that a parcel can't carry.
+            InputError: no such rank, or content that can't be sent.
             PeerFailure: a rank has failed.
         """
         self._check(to)
-        handle = TransferHandle(f"parcel {key!r} to {self.watch.name(to)} to arrive", self.watch, self.changed)
+        handle = TransferHandle(f"bulk transfer {key!r} to {self.watch.name(to)} to arrive", self.watch, self.changed)
         description, tensors = pack_tree([self._checked(key), content])
         if to == self.rank:
             copies = iter([t.detach().to(self.device, copy=True) for t in tensors])
@@ -227,7 +219,9 @@ class BulkTransfer:
             PeerFailure: a rank has failed.
         """
         self._check(source)
-        handle = TransferHandle(f"parcel {key!r} from {self.watch.name(source)}", self.watch, self.changed, on_arrival)
+        handle = TransferHandle(
+            f"bulk transfer {key!r} from {self.watch.name(source)}", self.watch, self.changed, on_arrival
+        )
         with self.changed:
             here = self._arrived.get((source, self._checked(key)))
             if here:
@@ -245,7 +239,7 @@ class BulkTransfer:
         """Close all connections when everything sent has arrived; both ends must call it.
 
         Raises:
-            PipelineError: a parcel was sent to a rank that never expected one.
+            PipelineError: a tree was sent to a rank that never received it.
         """
         self.closing.set()
         with self.changed:
@@ -260,8 +254,8 @@ class BulkTransfer:
         self._out, self._in = {}, {}
         if left and self.watch.error is None:
             raise PipelineError(
-                f"rank {self.rank} closes its parcels, and still waits for {', '.join(left)}; every parcel has to be "
-                "expected by the rank that it is sent to, before either closes"
+                f"rank {self.rank} closes its bulk transfers, and still waits for {', '.join(left)}; every "
+                "transfer has to be received by the rank that it is sent to, before either closes"
             )
 
     def add_arrived(self, source: int, key: Key, size: int, content: Any) -> None:
@@ -282,7 +276,7 @@ class BulkTransfer:
         if isinstance(error, RuntimeError) and not isinstance(error, PipelineError):
             self.watch.report_lost_peer(peer, error)
         else:
-            self.watch.report_failure(error, f"its parcels from or to rank {peer}")
+            self.watch.report_failure(error, f"its bulk transfers from or to rank {peer}")
 
     def wait_for_gate(self) -> None:
         """Wait until a chunk may leave."""
@@ -297,9 +291,6 @@ class BulkTransfer:
         """Return the group of that direction once both ends want it; None if that does not happen before `close`.
 
         Each end announces itself, and creates the group only after the other's announcement, because creating it blocks
-        until then.
-
-        Each end says that it is there, and begins to make the group when the other has said so too: it would block
         until then.
         """
         store, mine = self._connection(), int(self.rank == destination)
@@ -324,12 +315,12 @@ class BulkTransfer:
 
     def _check(self, rank: int) -> None:
         if rank not in self._ranks:
-            raise InputError(f"there is no rank {rank} to exchange parcels with; there are {sorted(self._ranks)}")
+            raise InputError(f"there is no rank {rank} to exchange data with; there are {sorted(self._ranks)}")
         self.watch.check()
 
     def _checked(self, key: Key) -> Key:
         if not isinstance(key, str | int | tuple):
-            raise InputError(f"a parcel's key is a text, a number or a tuple of these, not {key!r}")
+            raise InputError(f"a transfer's key is a text, a number or a tuple of these, not {key!r}")
         return key
 
     def _on_failure(self, error: BaseException) -> None:
@@ -414,7 +405,7 @@ class _Sender:
         self._in_flight: deque[_Chunk] = deque()
         self._quickest = 0.0  # seconds of a chunk without content
         self._last = 0.0  # when the last one was there
-        self._thread = threading.Thread(target=self._run, name=f"lightning_pipes parcels to {peer}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"lightning_pipes bulk transfer to {peer}", daemon=True)
         self._thread.start()
 
     @property
@@ -542,7 +533,9 @@ class _IncomingTree:
         self._skeleton, found = parse_description(self._description.numpy().tobytes())
         sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in found]
         if self._description.numel() + sum(sizes) != self._size:
-            raise PipelineError("received a parcel of another size than it says: do all ranks run the same version?")
+            raise PipelineError(
+                "received a bulk transfer of another size than its header: do all ranks run the same version?"
+            )
         self._tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in found]
         self._parts += [t.reshape(-1).view(torch.uint8) if t.numel() else t for t in self._tensors]
         self._layout = ByteLayout([self._description.numel(), *sizes])
@@ -556,7 +549,9 @@ class _Receiver:
         self.connected = False
         self._transfer = transfer
         self._trees: dict[int, _IncomingTree] = {}
-        self._thread = threading.Thread(target=self._run, name=f"lightning_pipes parcels from {peer}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"lightning_pipes bulk transfer from {peer}", daemon=True
+        )
         self._thread.start()
 
     def join(self, until: float) -> None:
@@ -577,7 +572,9 @@ class _Receiver:
                 work.wait()
                 magic, number, description, size, start, stop = _CHUNK.unpack_from(buffer.numpy().data, 0)
                 if magic != _MAGIC:
-                    raise PipelineError(f"received {magic!r} instead of a parcel: do all ranks run the same version?")
+                    raise PipelineError(
+                        f"received {magic!r} instead of a bulk transfer: do all ranks run the same version?"
+                    )
                 whole = number >= 0 and self._take(buffer, number, description, size, start, stop)
                 if number == _GOODBYE:
                     left -= 1

@@ -3,10 +3,6 @@
 Gloo moves bytes only after the receiver has posted a receive, and a message must fit the posted buffer. So receives are
 posted ahead, in slots. Each arriving piece announces the size of the slot posted in its place. A message larger than
 the posted slots is cut into pieces. A steady stream takes one slot a message.
-
-Bytes move on gloo only once the receiver has posted a receive, and a message must fit the posted buffer. So receives
-are posted ahead, in slots: each piece that arrives announces how large the slot is that is posted in its place, and a
-message too large for the slots on their way is cut into pieces. A steady stream takes one slot a message.
 """
 
 from __future__ import annotations
@@ -61,10 +57,6 @@ class Outbox:
     `send` returns once gloo has the bytes, or for tensors on a GPU once their copy is enqueued. A thread keeps them
     alive until delivery. It wakes only now and then, because a wake-up for each message would cost the computing thread
     more than the message itself.
-
-    `send` returns once the bytes are handed over to gloo, or for tensors on a GPU once their copy is enqueued. A
-    thread keeps them alive until they are delivered; it wakes only now and then, because a wake-up for each message
-    would cost the computing thread more than the message does.
     """
 
     def __init__(

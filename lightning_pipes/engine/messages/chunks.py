@@ -1,6 +1,6 @@
-"""How parcels become chunks: which goes next, how large it is, and whose bytes it holds. Nothing here sends anything.
+"""Divides trees into chunks: their order, sizes and contents. Nothing here sends anything.
 
-parcel   |  description  |  tensor 0  |        tensor 1        |t2|
+tree     |  description  |  tensor 0  |        tensor 1        |t2|
 chunks   |      0      |      1      |      2      |      3       |
 """
 
@@ -61,7 +61,7 @@ class ChunkSizer:
     def record_chunk(self, size: int, seconds: float) -> None:
         """Record the seconds of a chunk. The size doubles at most, because one chunk may have been fast by chance."""
         self.best = max(self.best, size / max(seconds, 1e-9))
-        if size == self.size:  # what is shorter than it may be says little
+        if size == self.size:  # a shorter chunk is not representative
             fitting = MAX_CHUNK if seconds <= 0 else int(size * SECONDS / seconds)
             self.size = max(MIN_CHUNK, min(MAX_CHUNK, fitting, 2 * size))
 

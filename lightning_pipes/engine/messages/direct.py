@@ -3,10 +3,6 @@
 NCCL has no tags, checks no sizes and can't describe a received tensor, so a small header goes ahead through an ordinary
 channel. The receiver posts its receives when it has the header with every shape. Both ends process one channel's
 messages in the same order, as NCCL requires.
-
-NCCL has no tags, checks no sizes and can't say what it received, so a small header goes ahead through an ordinary
-channel. The receiver posts its receives when the header is there and knows every shape by then; both ends work
-through one channel's messages in the same order, which is all that NCCL asks for.
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 A message costs one copy into memory that both ends map, and one small write. The write wakes the receiver itself,
 without a thread in between.
-
-A message costs its copy into memory that both ends map and one small write, and wakes the receiver itself: there is no
-thread in between.
 """
 
 from __future__ import annotations

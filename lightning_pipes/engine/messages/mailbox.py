@@ -19,14 +19,12 @@ class Mailbox:
     """Messages by key, filled by other threads.
 
     A rank waits here for everything, so that a failure anywhere can wake it.
-
-    Everything that a rank may have to wait for comes through here, so that a failure anywhere can wake it.
     """
 
     def __init__(self) -> None:
         self._messages: dict[Key, Message] = {}
         self._unseen: dict[Key, None] = {}
-        self._changes: SimpleQueue[None] = SimpleQueue()  # rung after each change; says that something came, not what
+        self._changes: SimpleQueue[None] = SimpleQueue()  # one entry after each change, without its content
         self._error: BaseException | None = None
         self._notified = False
 
@@ -113,8 +111,6 @@ class Transport(Protocol):
         """Start to send a tree to another pipeline rank, and return at once.
 
         `key` names its receive; `flags` tells for each tensor whether the sender wants its gradient.
-
-        `key` names its receive, `flags` says for each tensor whether its gradient is wanted.
         """
 
     def close(self) -> None:

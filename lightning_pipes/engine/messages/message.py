@@ -2,9 +2,6 @@
 
 Gloo checks neither size nor order, so a message carries everything that its receiver must know and check. The structure
 of the tree is sent once per channel and signature, and referred to by number afterwards.
-
-gloo checks neither size nor order, so everything that a receiver must know travels along and is checked. The
-structure of the tree is sent once per channel and signature, and named by number afterwards.
 """
 
 from __future__ import annotations
@@ -217,7 +214,7 @@ class ReceiveBuffer:
     """Bytes in which message after message arrives.
 
     Attributes:
-        views: the tensors in it for each kind of message that has come, by the number of its signature.
+        views: the tensors in it for each kind of received message, by the number of its signature.
     """
 
     def __init__(self, buffer: torch.Tensor) -> None:
@@ -281,7 +278,7 @@ class Decoder:
         return Message(key, signature.build_tree(tensors, values), signature.flags, sent, posted, arrived)
 
 
-@lru_cache(maxsize=4096)  # the same come with every batch
+@lru_cache(maxsize=4096)  # every batch repeats them
 def _instruction(kind: int, stage: int, job: int, batch: int, start: int, stop: int) -> Instruction:
     return Instruction(KINDS[kind], stage, job, batch, Span(start, stop))
 

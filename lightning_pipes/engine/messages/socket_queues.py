@@ -28,8 +28,6 @@ class SocketQueues:
     """All TCP connections of this process, including gloo's private ones.
 
     Systems other than Linux report nothing, so nothing waits there.
-
-    On systems other than Linux nothing is seen, and nothing waits.
     """
 
     def __init__(self) -> None:

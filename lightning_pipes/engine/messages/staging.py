@@ -13,9 +13,6 @@ def record_stream_use(stream: Any, tree: Any) -> None:
 
     The allocator then reuses their memory only after `stream` is done. Otherwise the creating stream could reuse it as
     soon as Python drops them, while queued kernels still read them.
-
-    Their memory is then given to others only when `stream` is done with it. Without, it is free for the stream that
-    made them as soon as Python drops them, while kernels that read them are still queued.
     """
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
@@ -26,8 +23,6 @@ class StageIn:
     """Copies trees of tensors to a device; on the CPU they stay unchanged.
 
     The computing thread must create it: its stream is the one that will use them.
-
-    Made by the thread that computes: its stream is the one that will use them.
     """
 
     def __init__(self, device: torch.device) -> None:

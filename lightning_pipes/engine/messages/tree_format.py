@@ -41,7 +41,8 @@ def parse_description(description: bytes | memoryview) -> tuple[Any, TensorSpecs
         return skeleton, [(tuple(shape), _DTYPES[dtype]) for shape, dtype in _tensors(skeleton)]
     except (ValueError, KeyError, TypeError) as error:
         raise PipelineError(
-            f"received what is no parcel ({type(error).__name__}: {error}): do all ranks run the same version?"
+            f"received data that is no bulk transfer ({type(error).__name__}: {error}): do all ranks run the same "
+            f"version?"
         ) from error
 
 
@@ -62,7 +63,8 @@ def _pack(content: Any, tensors: list[torch.Tensor], where: str) -> Any:
     if isinstance(content, torch.Tensor):
         if content.layout is not torch.strided or content.is_meta or content.is_quantized:
             raise InputError(
-                f"a parcel can't carry {where or 'this'}: a tensor of layout {content.layout} on {content.device}. "
+                f"a bulk transfer can't carry {where or 'this'}: a tensor of layout {content.layout} on "
+                f"{content.device}. "
                 "Send the plain tensors that it is made of"
             )
         tensors.append(content)
@@ -79,7 +81,8 @@ def _pack(content: Any, tensors: list[torch.Tensor], where: str) -> Any:
         kind = _LIST if isinstance(content, list) else _TUPLE
         return [kind, *(_pack(part, tensors, f"{where}[{n}]") for n, part in enumerate(content))]
     raise InputError(
-        f"a parcel can't carry {where or 'this'}: a {type(content).__name__}. It holds dicts, lists and tuples of "
+        f"a bulk transfer can't carry {where or 'this'}: a {type(content).__name__}. It holds dicts, lists and tuples "
+        f"of "
         "tensors, numbers, texts and None; turn it into these"
     )
 

@@ -111,8 +111,8 @@ class MachineSource(Source):
         places = [place for place, core in enumerate(sorted(cores)) if core in mine]
         user, nice, system, _, _, interrupts, soft, stolen = table[places].mean(axis=0)
         busy = user + nice + system + interrupts + soft + stolen
-        everybody = table.mean(axis=0)
-        all_busy = everybody.sum() - everybody[3] - everybody[4]  # idle, and idle until a disk answers
+        all_cores = table.mean(axis=0)
+        all_busy = all_cores.sum() - all_cores[3] - all_cores[4]  # idle, and idle until a disk answers
         rates = self._rates.per_second([busy, system, interrupts + soft, stolen, all_busy])
         return np.append(rates, runnable)
 

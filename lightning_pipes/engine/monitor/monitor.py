@@ -2,9 +2,6 @@
 
 DynPipe's engine records latencies, use of units and free memory every few hundred milliseconds (S III). Times of stages
 come from the run's own timeline, not from here.
-
-DynPipe's engine records latencies, use of units and free memory every few hundred milliseconds (S III). Times of stages
-come from the run's own timeline, not from here.
 """
 
 from __future__ import annotations
@@ -41,10 +38,10 @@ class Monitor:
     Args:
         sources: those that could be had, the best first.
         hertz: samples in a second, or fewer where they would take more than 0.5 % of a core.
-        window: seconds that features summarise: two steps of the training at least, or a sample says where in a step it
-            was taken.
-        label: whose device that is, for messages.
-        extra: names of numbers that somebody else tells, to be kept beside the samples.
+        window: seconds that features summarise: two steps of the training at least, because samples of shorter windows
+        depend on their position in a step.
+        label: the owner of the device, for messages.
+        extra: names of values from `record_values`, kept beside the samples.
         memory: metrics of free bytes of the device, the best first, as `free_metrics` has them.
 
     Raises:
@@ -73,7 +70,7 @@ class Monitor:
         self._history = SampleHistory()
         self._read_at: dict[Source, float] = {}  # when a source last answered
         self._ticked = 0.0
-        self._unasked = 0  # samples since somebody asked `since_last`
+        self._unasked = 0  # samples since the last call of `since_last`
         self._failed: set[str] = set()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -160,8 +157,8 @@ class Monitor:
         with self._lock:
             self._window.add(sample, covers)
             self._unasked += 1
-            when, told = _sample([now - self._began], covers), _sample([*self._extra.values()], covers)
-            self._history.add(_joined([when, sample, told]))
+            when, extra = _sample([now - self._began], covers), _sample([*self._extra.values()], covers)
+            self._history.add(_joined([when, sample, extra]))
 
     def close(self) -> None:
         """Close all open sources."""

@@ -1,8 +1,6 @@
 """NVIDIA's management library, and the device of a rank.
 
 The library ignores CUDA_VISIBLE_DEVICES in its numbering, so a device is found by its UUID.
-
-The library numbers devices without asking CUDA_VISIBLE_DEVICES, so a device is found by its UUID.
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 Each value counts for the seconds since the last sample that had its metric. Samples are not evenly spaced, and a rate
 covers the whole time between two of them.
-
-Each value counts for the seconds since the last sample that had its metric: samples are not evenly apart, and a rate is
-that of the whole time between two of them.
 """
 
 from __future__ import annotations

@@ -4,11 +4,6 @@ Parameters keep their identity: optimizers, schedulers, callbacks and users cont
 Only the content of such an object changes, by `torch.utils.swap_tensors`: a view of another slab, with that slab's
 version counter. So autograd notices a slab that is overwritten between forward and backward, and a parameter that a
 graph refers to can't be moved at all. Rebinding `param.data` keeps the old counter and gives silently wrong gradients.
-
-Parameters keep their identity: optimizers, schedulers, callbacks and users go on with the objects that they know. What
-changes is what such an object holds, by `torch.utils.swap_tensors`: a view of another slab, with that slab's version
-counter. So autograd notices when a slab is overwritten between forward and backward, and a parameter that a graph still
-refers to can't be moved at all. Rebinding `param.data` keeps the old counter and gives silently wrong gradients.
 """
 
 from __future__ import annotations
@@ -54,7 +49,7 @@ class _TensorHolder(Protocol):
 @dataclass
 class _Parameter:
     parameter: nn.Parameter
-    aside: torch.Tensor | None = None  # a gradient, while the parameter is elsewhere
+    aside: torch.Tensor | None = None  # a gradient, while the parameter is on another device
 
     def get(self) -> torch.Tensor:
         return self.parameter
@@ -151,8 +146,6 @@ class Binding:
         """Return whether `module` and `optimizers` still hold exactly these tensors.
 
         This costs a quarter of a new search for all tensors.
-
-        That costs a quarter of looking for all of them anew.
         """
         return self._shape == _shape(module, optimizers) and all(
             holder.is_held(tensors[name]) for name, holder in self._holders.items()

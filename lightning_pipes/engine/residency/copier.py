@@ -143,9 +143,6 @@ class CudaCopier:
     """A stream for each direction. Copies are asynchronous where the host's slab is pinned.
 
     No tensor is freed while a copy uses it: the owner of a slab waits first, so `record_stream` is not needed.
-
-    No tensor is handed to the allocator while a copy uses it: slabs live as long as their owner waits for, so that
-    `record_stream` is not needed.
     """
 
     def __init__(self, device: torch.device) -> None:

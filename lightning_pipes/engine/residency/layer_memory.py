@@ -2,9 +2,6 @@
 
              runs F of batch 7        keeps                    loads meanwhile
 layers 0.3 1.1          on the device          0.2 1.4 (8 next)         0.0 1.1 (of 9)      others on the host
-
-             runs F of batch 7        keeps                    brings meanwhile
-layers 0.3 1.1          on the device          0.2 1.4 (8 next)         0.0 1.1 (of 9)      others on the host
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from lightning_pipes.engine.residency.swap import Swap
 from lightning_pipes.ir import PlanError
 
 Parts = Mapping[str, nn.Module]
-"""Layers, or parts of them, by the names under which batches say what they use."""
+"""Layers, or parts of them, by the names that batches use."""
 
 
 class _LayerOptimizer:

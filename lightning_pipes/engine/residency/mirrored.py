@@ -43,7 +43,7 @@ class MirroredLayers:
             changes: whether buffers may change.
 
         Raises:
-            PlanError: it needs more than the batch has said.
+            PlanError: it needs weights that the batch does not name.
         """
         names = sorted(use.layers[self._stage])
         parameters, buffers = self._mirrors.of_layer(number, names)
@@ -56,7 +56,7 @@ class MirroredLayers:
         if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(out)):
             raise PlanError(
                 f"layer {number} ran on stage {self._stage}, where it is for this batch only, and used weights that "
-                f"the batch does not say: it says {', '.join(names) or 'none'}. Let layers_of_batch name all that a "
+                f"the batch does not name: it names {', '.join(names) or 'none'}. Let layers_of_batch name all that a "
                 "batch uses"
             )
         return out

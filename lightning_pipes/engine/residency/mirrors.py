@@ -3,9 +3,6 @@ see `ir.stream.copies`.
 
 The copies lie beside the module, whose own layers stay unchanged. So checkpoints, hooks and optimizers see each layer
 once, on the rank that owns it.
-
-They lie beside the module, whose own layers stay as they are, so that checkpoints, hooks and optimizers see each layer
-once, on the rank that has it.
 """
 
 from __future__ import annotations

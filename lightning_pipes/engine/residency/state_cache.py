@@ -4,11 +4,6 @@
 states share slabs on the device. A slab on the device is overwritten only after three operations: the copy that filled
 it, the computation with it, and the copy of its changes to the host. The next load of the same state waits for that
 copy, too.
-
-What to load, and what makes room for it, `sim.residency` decides. Here is where it lies: a slab on the host for each
-state, and slabs on the device that states take in turn. A slab on the device is overwritten when three things are over:
-the copy that filled it, what was computed with it, and the copy of what that has changed to the host, which the next
-load of the same state waits for, too.
 """
 
 from __future__ import annotations

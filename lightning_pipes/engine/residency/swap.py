@@ -2,9 +2,6 @@
 
 A `StateCache` moves tensors; this module binds them to their owners. Users keep their objects, and find them on the
 device while they are leased.
-
-A `StateCache` moves tensors; here is what they belong to. Whoever uses these goes on with the objects that he knows,
-and finds them on the device while they are leased.
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 B5 reads                  loads meanwhile       goes to the host      on the host, in the order of their reads
 weights 3 of stage 0      weights 4             weights 7             weights 5, weights 6
-
-B5 reads                  brought meanwhile     goes to the host      on the host, in the order in which they are read
-weights 3 of stage 0      weights 4             weights 7             weights 5, weights 6
 """
 
 from __future__ import annotations

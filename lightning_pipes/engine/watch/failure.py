@@ -4,12 +4,6 @@ The side channel is the store of the rendezvous. The first rank to fail writes i
 several times a second. Broken connections, and ended processes of this host, are reported the same way. A stopped
 process or a cut link breaks nothing; there the heartbeat expires. Each rank checks the next one in a ring, so that the
 load of the store grows only as the number of ranks.
-
-The side channel is the store through which the ranks found each other: whoever fails first writes there what
-happened, everybody reads it several times a second. Broken connections are reported the same way, and processes of
-this host that have ended. Where nothing breaks, because a process is stopped or a link is cut, its missing signs of
-life are: each rank looks after the next one in a ring, so that the work for the store grows only as the number of
-ranks.
 """
 
 from __future__ import annotations
@@ -80,16 +74,14 @@ class FailureWatch:
 
     It creates all its threads at the start, because a process that is out of memory can't start another one.
 
-    All that it needs for that is there from the beginning: a process that is out of memory can't have another thread.
-
     Args:
         store: the c10d store of the process group; None for ranks in one process.
         rank: the global rank.
         ranks: how many there are in all.
         heartbeat_timeout: seconds after which a rank without a heartbeat, or a store without an answer, is given up.
         store_host: the host of the store, for messages.
-        enforce: end the process when it has not closed the watch `GRACE_SECONDS` after a failure elsewhere: a rank
-            that is blocked in a collective neither sees exceptions nor runs signal handlers. After any failure, end it
+        enforce: end the process when it has not closed the watch `GRACE_SECONDS` after a failure on another rank: a
+        rank that is blocked in a collective neither sees exceptions nor runs signal handlers. After any failure, end it
             also when it has not ended `GRACE_SECONDS` after its main thread.
 
     Attributes:
@@ -241,13 +233,13 @@ class FailureWatch:
             check()
             for rank, how in ended().items():
                 if rank in missing:
-                    self._publish_failure(f"{self.name(rank)} {how} before it came to the other ranks")
+                    self._publish_failure(f"{self.name(rank)} {how} before it connected to the other ranks")
             now = time.monotonic()
             if now > logged + LOG_SECONDS:
                 logged = now
                 _log.warning("[rank %d] waits for %s", self._rank, _ranks(missing))
             if now > started + timeout:
-                self._publish_failure(f"{_ranks(missing)} did not come to the other ranks within {timeout:.0f} s")
+                self._publish_failure(f"{_ranks(missing)} did not connect to the other ranks within {timeout:.0f} s")
             time.sleep(POLL_SECONDS / 4)
         self.check()
 
@@ -303,7 +295,7 @@ class FailureWatch:
     def _check_heartbeat(self, silence: StallTimer) -> None:
         """Publish a failure if the next rank has exited, or its heartbeat has expired."""
         if self._heartbeat.find_process(self._neighbour) is None:
-            return  # it has not come yet; setting something up may take it an hour
+            return  # it has not connected yet; its setup may take an hour
         seconds = silence.stalled_seconds(self._heartbeat.count_beats(self._neighbour), time.monotonic())
         ended = self._heartbeat.has_exited(self._neighbour)
         if (not ended and seconds <= self._timeout) or self._has_left(self._neighbour):
@@ -315,7 +307,7 @@ class FailureWatch:
             )
         else:
             self._publish_failure(
-                f"{who} was declared dead by rank {self._rank}: no sign of life for "
+                f"{who} was declared dead by rank {self._rank}: no heartbeat for "
                 f"{seconds:.0f} s. Its process or host is stopped, or can't be reached; if it was only "
                 f"busy, raise heartbeat_timeout (now {self._timeout:g})"
             )
@@ -344,9 +336,7 @@ class FailureWatch:
         if self.error is not None and self._enforce and process_exit.claim_final_wait():
             process_exit.wait_for_main_thread()
             time.sleep(GRACE_SECONDS)
-            self._end_process(
-                f"has not come to its end {GRACE_SECONDS:.0f} s after its last line, nor after: {self.error}"
-            )
+            self._end_process(f"has not exited {GRACE_SECONDS:.0f} s after its last line, nor after: {self.error}")
 
     def _end_process(self, why: str) -> None:
         with suppress(Exception):  # whatever becomes of the words

@@ -1,8 +1,6 @@
 """Named points at which a test can inject a fault into a process.
 
 The environment of a process, which is read once, requests a fault. Nothing happens otherwise.
-
-A fault is asked for by the environment of the processes, which is read once. Nothing happens otherwise.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Heartbeats: every process counts up in the store, and waiting ranks check that the count moves.
 
 The store also holds the identity of each process, and the mark that it has exited.
-
-There it also says which process it is, and in the end that it has come to its end.
 """
 
 from __future__ import annotations
@@ -23,9 +21,6 @@ class StallTimer:
 
     At most `gap` seconds count between two checks. So a process that was stopped, or suspended with all others, does
     not take its own sleep for a stall of the others.
-
-    Between two looks at most `gap` seconds count. So whoever was itself stopped, or suspended with all others, does not
-    take its own sleep for the silence of the rest.
     """
 
     def __init__(self, gap: float) -> None:

@@ -2,9 +2,6 @@
 
 A host name and a process number do not suffice: containers may share a host name and number their processes separately,
 and numbers are reused.
-
-A host name and a number do not tell processes apart: containers may have one name, and each counts its processes by
-itself. And a number is given again to a later process.
 """
 
 from __future__ import annotations
@@ -79,7 +76,7 @@ class Process(NamedTuple):
             return False
         if self.boot != boot:
             return bool(self.boot and boot) and space == _FIRST_SPACE
-        with suppress(PermissionError):  # another user's, about which the system says nothing
+        with suppress(PermissionError):  # another user's process, which the system does not describe
             return _start_time(self.pid) != self.started
         return False
 
@@ -127,7 +124,7 @@ def _start_time(pid: int) -> int | None:
     """Return the start time of a process; None if it has ended, also as a zombie.
 
     Raises:
-        PermissionError: the system does not say it.
+        PermissionError: the system denies access.
     """
     if sys.platform == "linux":  # psutil's times move with the clock of the machine
         with suppress(FileNotFoundError, ProcessLookupError):

@@ -2,9 +2,6 @@
 
 A rank with a dead launcher is alone: no process restarts or stops it. So it ends, wherever it is. A launcher that is
 itself a rank ends when one of its ranks dies, and waits for them at its own end.
-
-A rank whose launcher has died is alone: nobody starts it again, or stops it. It ends, wherever it is. A launcher that
-is itself a rank ends when one that it has started dies, and waits for the others when it comes to its own end.
 """
 
 from __future__ import annotations
@@ -214,7 +211,7 @@ class StartupWatch:
             if seconds > _launcher_watch.stop_timeout:
                 raise RankStoppedError(
                     f"{name}, process {pid}, has been stopped for {seconds:.0f} s, and others wait for "
-                    f"it. Let it go on (kill -CONT {pid}) and start again; heartbeat_timeout says how long is waited"
+                    f"it. Continue it (kill -CONT {pid}) and start again; heartbeat_timeout sets how long ranks wait"
                 )
 
 

@@ -2,9 +2,6 @@
 
 The bytes are a pickle. A reader accepts only opcodes that build data: numbers, text, containers, tensors, arrays, and
 our own dataclasses. Other classes and functions are refused by name.
-
-The bytes are those of a pickle, of which a reader takes what builds data: numbers, text, containers, tensors, arrays,
-and our own dataclasses. Other classes and functions are refused by name.
 """
 
 from __future__ import annotations

@@ -4,11 +4,6 @@ Gloo's threads wait for an abandoned collective until its timeout, half an hour 
 them, and the end of the interpreter destroys all objects. Also, a thread may return from a call of torch while the
 interpreter ends, for example when the other rank ends at the same time. Python (before 3.14) then unwinds the thread,
 and C++ aborts the process.
-
-gloo's threads sit on a collective that was given up until its time is up, half an hour later. Who destroys its group
-waits for them, and the end of the interpreter destroys all objects. And a thread whose call of torch's comes back while
-the interpreter ends, as where the other rank ends at the same time, is ended by Python by unwinding it (before 3.14),
-which C++ answers with an abort of the process.
 """
 
 from __future__ import annotations

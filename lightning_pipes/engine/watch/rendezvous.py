@@ -2,9 +2,6 @@
 
 Torchrun's store outlives the processes that it starts. After a restart it still has the addresses of dead ones, and
 gloo would connect there. The count of restarts can't name a fresh part, because each node counts its own.
-
-torchrun's store outlives the processes that it starts. After a restart it still says where the dead ones listened, and
-gloo would connect there. The count of restarts can't be the name of a fresh part: each node counts its own.
 """
 
 from __future__ import annotations
@@ -48,13 +45,13 @@ def wait_for_host(address: str, port: int, timeout: timedelta, check: Callable[[
         except OSError as error:
             if launcher_hosts_store() and isinstance(error, ConnectionRefusedError):
                 raise ConnectionRefusedError(  # it was there before it started this process
-                    f"the launcher has ended: it hosted the store of this run at {address}:{port}, where nobody "
-                    f"listens now ({error})"
+                    f"the launcher has ended: it hosted the store of this run at {address}:{port}, where no "
+                    f"process listens now ({error})"
                 ) from error
             if time.monotonic() > until:
                 seconds = timeout.total_seconds()
                 raise TimeoutError(
-                    f"rank 0 has not come within {seconds:.0f} s: nobody listens at {address}:{port} ({error})"
+                    f"rank 0 did not connect within {seconds:.0f} s: no process listens at {address}:{port} ({error})"
                 ) from error
         time.sleep(_POLL_SECONDS)
 
@@ -101,8 +98,8 @@ def agree_on_name(
 ) -> str:
     """Return a name that rank 0 has just created, the same on all ranks.
 
-    Each other rank leaves a number that nobody has used before. Rank 0 answers every such number that it finds, those
-    of the dead too, until each rank has confirmed to have this name.
+    Each other rank writes a fresh number. Rank 0 answers every such number that it finds, also those of dead ranks,
+    until each rank has confirmed to have this name.
     """
     own = secrets.token_hex(8)
     fault_point("rendezvous")
@@ -117,7 +114,7 @@ def agree_on_name(
             living.check_rank(other)
         if time.monotonic() > deadline:
             ranks = ", ".join(map(str, sorted(missing)))
-            raise TimeoutError(f"rank {ranks} did not come within {timeout.total_seconds():.0f} s")
+            raise TimeoutError(f"rank {ranks} did not connect within {timeout.total_seconds():.0f} s")
         time.sleep(_ASK_SECONDS)
 
     if rank != 0:
@@ -161,4 +158,4 @@ class _LivenessCheck:
         if process is None or not process.has_ended():
             self._seen.add(number)
         elif number in self._seen:
-            raise ConnectionAbortedError(f"rank {rank} has ended before all ranks had come")
+            raise ConnectionAbortedError(f"rank {rank} has ended before all ranks had connected")

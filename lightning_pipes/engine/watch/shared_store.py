@@ -1,8 +1,6 @@
 """The store for the rendezvous of a run's ranks, protected from other users and hosts.
 
 On one host no socket listens that another host can reach; values that other users of this host could write are signed.
-
-On one host nothing listens that another host reaches; what another user of this host can reach is signed.
 """
 
 from __future__ import annotations
@@ -143,7 +141,7 @@ def hold_port(port: int) -> None:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.bind((LOOPBACK, port))  # not SO_REUSEADDR, with which another could bind it, too
-    except OSError:  # perhaps the last run's; who needs it says so
+    except OSError:  # perhaps the last run's; hosting the store reports it
         listener.close()
     else:
         _held = listener
@@ -167,7 +165,7 @@ def _bind_port(port: int) -> socket.socket:
         listener.close()
         raise PipelineError(
             f"rank 0 can't host the store of this run at {LOOPBACK}:{port}: {error}. Set MASTER_PORT to a port that is "
-            "free, or end who has this one"
+            "free, or end the process that uses this one"
         ) from error
     return listener
 

@@ -4,11 +4,6 @@ Ranks communicate through sockets that gloo and torch's store listen on, and nei
 value in the store, and each object in a message, carries a MAC (keyed BLAKE2) that needs the secret. Ranks of one host
 get the secret from rank 0 through a socket that identifies the user at the other end. Ranks of several hosts find it in
 their environment; without one, they accept nothing but data from each other.
-
-What ranks tell each other goes through sockets that gloo and a store of torch listen on, and neither asks who connects.
-So each value in the store, and each object in a message, carries a code that only who has the secret can make: a MAC,
-by keyed BLAKE2. Ranks of one host get the secret from rank 0 through a socket at which the system says whose the other
-end is. Those of several hosts find it in their environment; without one, they take nothing but data from each other.
 """
 
 from __future__ import annotations
@@ -115,7 +110,8 @@ def loads(data: bytes | memoryview, seal: Seal | None, aside: Iterable[Any] = ()
         return plain.loads(data, aside)
     except plain.NotPlainError as error:
         raise plain.NotPlainError(
-            f"another rank sent what can't be taken from somebody unknown: {error}; give all processes of the run the "
+            f"another rank sent an object that can't be accepted without a secret: {error}; give all processes of the "
+            f"run the "
             f"same {SECRET} in their environment, a long random text"
         ) from None
 
@@ -212,7 +208,7 @@ class SignedStore(Store):
 
     def clone(self) -> SignedStore:
         made = SignedStore(self._store.clone(), self.seal, self._prefix)
-        self._clones.append(made)  # torch, which may be who asks, keeps only its own half of it
+        self._clones.append(made)  # torch may be the caller, and keeps only its own half of it
         return made
 
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 - as torch calls them
@@ -226,7 +222,7 @@ class SignedStore(Store):
         except ForgedError:
             if name not in self._named:
                 self._named.add(name)
-                _log.warning("somebody who is no rank of this run wrote %r into its store; it is ignored", name)
+                _log.warning("a process outside this run wrote %r into its store; the value is ignored", name)
             return None
 
 
@@ -282,7 +278,7 @@ def seal_store(
         while not store.check([key]):
             check()
             if time.monotonic() > until:
-                raise TimeoutError(f"rank 0 has not come within {timeout.total_seconds():.0f} s")
+                raise TimeoutError(f"rank 0 did not connect within {timeout.total_seconds():.0f} s")
             time.sleep(_POLL_SECONDS)
         return bytes(store.get(key))
 
@@ -295,8 +291,8 @@ def seal_store(
         secret = b""
         if rank == 0:
             _log.warning(
-                "the ranks of this run are on several hosts and have no secret in common: whoever reaches their ports "
-                "can tell them anything, though not run code. Give all processes the same %s in their environment, a "
+                "the ranks of this run are on several hosts and share no secret: any process that reaches their "
+                "ports can send them data, but not run code. Give all processes the same %s in their environment, a "
                 "long random text",
                 SECRET,
             )
@@ -351,7 +347,7 @@ def _request_secret(store: Any, wait: Callable[[str], bytes]) -> bytes:
             if name.startswith(_SOCKET_PREFIX):
                 connection.connect(name)
             if not name.startswith(_SOCKET_PREFIX) or not same_user(connection):
-                raise ForgedError("somebody else answers")
+                raise ForgedError("another user answers")
             secret = connection.recv(32, socket.MSG_WAITALL)
         except (OSError, ForgedError) as error:
             raise PipelineError(

@@ -27,8 +27,8 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
             check_writable(str(data))
         from lightning_pipes.tune.interference import collect_windows
 
-        with progress_bar("interference") as told:
-            windows = collect_windows(options.quick, QUICK_SECONDS if options.quick else SECONDS, told)
+        with progress_bar("interference") as progress:
+            windows = collect_windows(options.quick, QUICK_SECONDS if options.quick else SECONDS, progress)
     found = schedule_factory("dynpipe").train_predictor(windows, data, forest)
     if options.json:
         print_json({"file": str(forest), **found})

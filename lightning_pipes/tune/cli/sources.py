@@ -34,7 +34,7 @@ def profile_from_settings(cfg: DictConfig) -> ModelProfile | None:
     if cfg.named is None:
         return None
     if Path(str(cfg.named)).suffix == ".json":
-        raise InputError(f"model={cfg.named} looks like a file; say profile={cfg.named}")
+        raise InputError(f"model={cfg.named} looks like a file; use profile={cfg.named}")
     return named_profile(str(cfg.named), cfg.device, dtype=cfg.dtype, optimizer=cfg.optimizer)
 
 
@@ -67,13 +67,13 @@ def cluster_from_settings(cfg: DictConfig, devices: int) -> Cluster:
     if cfg.cluster is None:
         return Cluster((Device(memory),) * devices, inside=link, regime=cfg.regime)
     if link != Link():
-        raise InputError("bandwidth and latency are for one host; with a cluster say cluster.inside.bandwidth=...")
+        raise InputError("bandwidth and latency are for one host; with a cluster set cluster.inside.bandwidth=...")
     made: Cluster = replace(instantiate(cfg.cluster), regime=cfg.regime)
     if len(made.devices) < devices:
         per_host = cfg.cluster.devices_per_host
         raise InputError(
             f"{devices} devices are needed and the cluster has {len(made.devices)}; "
-            f"say cluster.hosts={-(-devices // per_host)}, or use fewer ranks or replicas"
+            f"set cluster.hosts={-(-devices // per_host)}, or use fewer ranks or replicas"
         )
     if memory is not None:
         made = replace(made, devices=tuple(replace(device, memory=memory) for device in made.devices))

@@ -53,7 +53,7 @@ def subject_from_example(cfg: DictConfig, rows: Sequence[int]) -> Subject:
     train = import_module("train")
     name = cfg.model.name
     if train.READS[name] != cfg.data.name:
-        raise InputError(f"model={name} can't read data={cfg.data.name}: say data={train.READS[name]}")
+        raise InputError(f"model={name} can't read data={cfg.data.name}: use data={train.READS[name]}")
     module = _instantiate(train.MODELS, cfg.model)
     data = _instantiate(train.DATA, cfg.data, batch_size=max(rows))
     data.setup("fit")
@@ -151,7 +151,7 @@ def _instantiate(kinds: Mapping[str, Any], settings: DictConfig, **more: Any) ->
     name = given.pop("name")
     try:
         return kinds[name](**given)
-    except (RuntimeError, TypeError, ValueError) as error:  # a width below 0, say
+    except (RuntimeError, TypeError, ValueError) as error:  # such as a width below 0
         raise InputError(f"{name} can't be made with {shown(given)}: {error}") from error
 
 
@@ -198,13 +198,13 @@ def _optimizer(module: nn.Module, name: str | None) -> Optimizer:
     if name is not None:
         kind = getattr(torch.optim, name, None)
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-            raise InputError(f"optimizer={name}: torch.optim has no such optimizer; say optimizer=AdamW")
+            raise InputError(f"optimizer={name}: torch.optim has no such optimizer; set optimizer=AdamW")
         return kind(module.parameters())  # type: ignore[call-arg]
     if not isinstance(module, L.LightningModule):
         return torch.optim.AdamW(module.parameters())
     found: Any = module.configure_optimizers()
     while not isinstance(found, Optimizer):
         if not found:
-            raise InputError(f"{type(module).__name__}.configure_optimizers gave no optimizer; say optimizer=AdamW")
+            raise InputError(f"{type(module).__name__}.configure_optimizers gave no optimizer; set optimizer=AdamW")
         found = found["optimizer"] if isinstance(found, Mapping) else found[0]
     return found

@@ -2,9 +2,6 @@
 
 The messages live in a key-value store, not in a sequence of broadcasts. Lightning starts processes in the middle of the
 first trial. They run the script from its beginning, and find the messages sent before their start.
-
-It is a store of words by key, not a sequence of broadcasts: processes that Lightning starts in the middle of the first
-trial run the script from its beginning, and find what was said before they were there.
 """
 
 from __future__ import annotations
@@ -140,17 +137,17 @@ class _StoreConnection:
         self._variables: dict[str, str] = {}
         self._environment = ExitStack()
         self.caller = SerialCaller()
-        self.startup_watch = company = StartupWatch()
+        self.startup_watch = watch = StartupWatch()
         if dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, size = dist.get_rank(), dist.get_world_size()
             self.store = current_store() or adopt_store(default_store(), self.rank, size, 1)
         elif launcher_hosts_store():
             self.rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            self.store = run_store(self.rank, size, size, _TIMEOUT, company.check)
+            self.store = run_store(self.rank, size, size, _TIMEOUT, watch.check)
         elif ADDRESS in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
             self.rank = int(os.environ["LOCAL_RANK"])
             port = int(os.environ[ADDRESS])
-            wait_for_host(LOOPBACK, port, _TIMEOUT, company.check)  # which may be gone by now
+            wait_for_host(LOOPBACK, port, _TIMEOUT, watch.check)  # which may be gone by now
             store = TCPStore(LOOPBACK, port, is_master=False, timeout=_TIMEOUT)
             self.store = seal_store(store, self.rank, one_host=True)
         else:

@@ -172,7 +172,7 @@ def storage_errors() -> Iterator[None]:
         yield
     except (StorageInternalError, OSError) as error:
         cause: BaseException = error
-        while cause.__cause__ is not None:  # Optuna says that something has failed, the last one what
+        while cause.__cause__ is not None:  # Optuna's error is general, the last cause specific
             cause = cause.__cause__
         raise StorageLostError(
             f"the study's storage can't be used any more ({type(cause).__name__}: {cause}); trials that had ended are "

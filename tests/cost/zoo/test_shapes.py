@@ -212,5 +212,5 @@ def test_layers_that_do_not_fit():
         record_layers([("convolution", blocks.conv_block(4, pool=True))] * 6, IMAGE, ShapeTape(4))
     with pytest.raises(PlanError, match="this layer takes one tensor, got 2"):
         record_layers([("down", blocks.unet_down(4)), ("convolution", blocks.conv_block(4))], IMAGE, ShapeTape(4))
-    with pytest.raises(PlanError, match="needs what a step down handed on"):
+    with pytest.raises(PlanError, match="needs the outputs of a step down"):
         record_layers([("up", blocks.unet_up(4))], IMAGE, ShapeTape(4))

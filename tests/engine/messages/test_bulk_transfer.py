@@ -162,7 +162,7 @@ def test_who_dies_is_named_and_nobody_hangs(how: str) -> None:
         assert PeerFailure.__name__ in o.error
         assert "rank 1" in o.error.split(PeerFailure.__name__)[-1]
     # Who was never there may be missed before anybody comes to wait.
-    assert how == "unconnected" or any("while waiting for parcel 'layer' from rank 1" in o.error for o in alive)
+    assert how == "unconnected" or any("while waiting for bulk transfer 'layer' from rank 1" in o.error for o in alive)
 
 
 def fails_by_itself(rank: int) -> None:
@@ -180,7 +180,7 @@ def fails_by_itself(rank: int) -> None:
 
 def test_an_error_of_our_own_is_not_said_to_be_the_peers() -> None:
     ours, _ = watch_ranks(fails_by_itself, 2, timeout=30)
-    assert "rank 1 failed in its parcels from or to rank 0: IndexError" in ours.error
+    assert "rank 1 failed in its bulk transfers from or to rank 0: IndexError" in ours.error
 
 
 def fails(rank: int) -> None:
@@ -256,7 +256,7 @@ def never_expected(rank: int) -> str:
 
 def test_a_parcel_that_nobody_expects() -> None:
     found, _ = run_ranks(never_expected, 2)
-    assert "still waits for parcel 'lonely' to rank 1 to arrive; every parcel has to be expected" in found
+    assert "still waits for bulk transfer 'lonely' to rank 1 to arrive; every transfer has to be received" in found
 
 
 def trains(rank: int, steps: int, beside: bool) -> tuple[dict[str, torch.Tensor], float, int]:
@@ -370,7 +370,7 @@ def test_what_a_parcel_does_not_carry(given: Any, why: str) -> None:
 
 @pytest.mark.parametrize("text", [b"\x80\x04", b'["tensor",[1],"torch.nothing"]', b'["call",1]', b'["tensor",1,2,3]'])
 def test_what_is_no_parcel_is_not_run(text: bytes) -> None:
-    with pytest.raises(PipelineError, match="received what is no parcel"):
+    with pytest.raises(PipelineError, match="received data that is no bulk transfer"):
         parse_description(text)
 
 

@@ -72,7 +72,7 @@ def test_what_strangers_write_is_not_there(
         raw.set("a", value)
         assert not signed.check(["a"])
     assert [r.getMessage() for r in caplog.records] == [
-        "somebody who is no rank of this run wrote 'a' into its store; it is ignored"
+        "a process outside this run wrote 'a' into its store; the value is ignored"
     ]
     assert signed.compare_set("a", "", "ours") == b"ours"
     raw.set("b", raw.get("a"))  # what counts under one name does not under another
@@ -197,7 +197,7 @@ def test_a_door_of_another_user(raw: TCPStore) -> None:
                 connection.sendall(b"x" * 32)
         return b"asked"
 
-    cant = r"rank 0 can't be asked for the secret of this run \(somebody else answers"
+    cant = r"rank 0 can't be asked for the secret of this run \(another user answers"
     with nobody(answer) as said:
         with pytest.raises(PipelineError, match=cant):
             seal_store(raw.clone(), 1, True, 2)
@@ -211,7 +211,7 @@ def test_secrets_of_several_hosts(
     raw: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert seal_store(raw, 0, False, 2) is raw
-    assert "whoever reaches their ports can tell them anything" in caplog.text
+    assert "any process that reaches their ports can send them data" in caplog.text
     assert seal_store(raw, 1, False, 2) is raw
     assert len(caplog.records) == 1
     monkeypatch.setenv(SECRET, "one")

@@ -59,7 +59,7 @@ os._exit(1)
 def test_who_waits_for_rank_0_before_any_training_ends_with_its_launcher(tmp_path: Path) -> None:
     """Lightning's launcher is rank 0: it has started the others and dies before it listens."""
     token = f"leader_store {os.getpid()}"
-    env = {**run_environment(token, tmp_path), "LOCAL_RANK": "1", ADDRESS: "9"}  # where nobody listens
+    env = {**run_environment(token, tmp_path), "LOCAL_RANK": "1", ADDRESS: "9"}  # where no process listens
     command = [sys.executable, "-c", _LAUNCHER, _RANK_1]
     out = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}  # the rank has the latter too
     done = subprocess.run(command, env=env, text=True, timeout=scale_timeout(60), check=False, **out)
