@@ -24,9 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.harness.report import Report
-from benchmarks.papers.csp.emulation.accesses import accesses
 from benchmarks.papers.csp.emulation.spaces import CV, NLP, SPACES, Placed, Space, Subnets, balanced, fixed
-from benchmarks.papers.csp.emulation.stream import Rules, run
+from benchmarks.papers.csp.emulation.stream import Ran, Rules, run
 from benchmarks.papers.csp.emulation.swapped import Swaps, ahead, in_turn, nothing, one_step, swapped
 from benchmarks.papers.csp.emulation.systems import (
     SYSTEMS,
@@ -40,6 +39,21 @@ from benchmarks.papers.csp.emulation.systems import (
 from benchmarks.papers.csp.emulation.theory import collisions, forced_bubble, least_bubble
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.strategies.zero_bubble import ZeroBubble
+
+# ---- Who read and wrote a layer, one after another (NASPipe, Table 4).
+
+
+def accesses(ran: Ran, block: int, choice: int) -> str:
+    """The order in which subnets read and wrote the layer, such as "2F-2B-5F-5B": F where the first forward of one on
+    the layer's stage began, B where its last backward there ended, with weight gradients."""
+    placed = ran.placed
+    found = []
+    for subnet in np.flatnonzero(placed.subnets.choices[:, block] == choice):
+        stage = placed.stage_of[subnet, block]
+        found.append((int(ran.forwards[0, subnet, stage].min()), 1, f"{subnet}F"))
+        found.append((int(ran.stepped[subnet, stage]), 0, f"{subnet}B"))  # ends before others begin
+    return "-".join(what for _, _, what in sorted(found))
+
 
 # ---- CSP on the paper's spaces, emulated: layers of its times (Table 5) on 8 stages, against the systems that it
 # names.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.papers.csp.emulation.accesses import accesses
 from benchmarks.papers.csp.emulation.spaces import NLP, Kind, Space, Subnets
 from benchmarks.papers.csp.emulation.stream import Rules
 from benchmarks.papers.csp.emulation.systems import SYSTEMS, bsp
+from benchmarks.papers.csp.figures import accesses
 
 
 def shared_by(*users: int) -> Subnets:

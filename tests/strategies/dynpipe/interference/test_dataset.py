@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import mean_absolute_error, r2_score
 
-from benchmarks.papers.dynpipe.models import Constant, Scaled
+from benchmarks.papers.dynpipe.predictor import Constant, Scaled
 from lightning_pipes.ir import InputError
 from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset, cross_validated, score
 from lightning_pipes.strategies.dynpipe.interference.features import FORMULA_AT, NAMES, STAGE

@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from benchmarks.papers.dynpipe.models import MODELS, Constant, Linear, Trees
+from benchmarks.papers.dynpipe.predictor import MODELS, Constant, Linear, Trees
 from lightning_pipes.ir import InputError
 from lightning_pipes.planning.replanning import Hosting, Interference
 from lightning_pipes.strategies.dynpipe.interference import Forest, Predictor

@@ -1,1 +1,0 @@
-"""Streams of subnets in virtual time, on spaces of the paper's shapes."""
