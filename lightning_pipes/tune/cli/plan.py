@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_pipes.cost import Cluster, Deployment, ModelProfile
-from lightning_pipes.ir import InputError, check_count
+from lightning_pipes.ir import MOST_FORWARDS, InputError, check_count
 from lightning_pipes.planning.advice import Advice, Change
 from lightning_pipes.planning.auto import Choice, Option, choose
 from lightning_pipes.planning.fit import evaluated
@@ -30,7 +30,6 @@ from lightning_pipes.sim.units import bytes_text, seconds_text
 from lightning_pipes.tune.cli.command import PICTURES, Command, drawing_width, format_table, print_json
 from lightning_pipes.tune.cli.pictures import write_pictures
 from lightning_pipes.tune.cli.sources import (
-    MAX_NUMBER,
     cluster_from_settings,
     parse_numbers,
     profile_from_settings,
@@ -58,7 +57,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
             cfg.batch,
             deployment,
             schedules=None if schedule is None else [schedule],
-            microbatches=parse_numbers(cfg.microbatches, "microbatches", MAX_NUMBER // cfg.ranks),
+            microbatches=parse_numbers(cfg.microbatches, "microbatches", MOST_FORWARDS // cfg.ranks),
             recompute=(False, True) if cfg.recompute is None else (cfg.recompute,),
             progress=progress,
         )

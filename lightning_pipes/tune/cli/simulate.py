@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from lightning_pipes.cost import Cluster, CostModel, ModelProfile, Table
 from lightning_pipes.cost.units import parse_bytes
-from lightning_pipes.ir import InputError, Kind, Plan, Policy, Program, Schedule, verify
+from lightning_pipes.ir import MOST_FORWARDS, InputError, Kind, Plan, Policy, Program, Schedule, verify
 from lightning_pipes.planning.fit import evaluated, fit_layers, ordered, step_bubble, step_seconds
 from lightning_pipes.planning.partition import partition_at
 from lightning_pipes.planning.planner import Problem, planned
@@ -22,7 +22,6 @@ from lightning_pipes.sim.units import bytes_text, seconds_text
 from lightning_pipes.tune.cli.command import PICTURES, Command, drawing_width, print_json
 from lightning_pipes.tune.cli.pictures import write_pictures
 from lightning_pipes.tune.cli.sources import (
-    MAX_NUMBER,
     cluster_from_settings,
     parse_durations,
     parse_numbers,
@@ -85,7 +84,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
 def _given(cfg: DictConfig, schedule: Schedule | Policy) -> tuple[Program | Policy, Plan, CostModel]:
     """Return order, plan and costs for times from the command line. A time of a rank is divided evenly among its
     stages."""
-    (m,) = parse_numbers(cfg.microbatches, "microbatches", MAX_NUMBER // cfg.ranks) or [8]
+    (m,) = parse_numbers(cfg.microbatches, "microbatches", MOST_FORWARDS // cfg.ranks) or [8]
     plan = planned(Problem(schedule, cfg.ranks, m, m))
     times = {
         Kind.F: parse_durations(cfg.forward, "forward", cfg.ranks),
@@ -116,7 +115,7 @@ def _profiled(
     cfg: DictConfig, schedule: Schedule | Policy, profile: ModelProfile, cluster: Cluster
 ) -> tuple[Program | Policy, Plan, CostModel]:
     """Return order, plan and costs for a profile, cut by `partition`, or at the best boundaries."""
-    (m,) = parse_numbers(cfg.microbatches, "microbatches", MAX_NUMBER // cfg.ranks) or [8]
+    (m,) = parse_numbers(cfg.microbatches, "microbatches", MOST_FORWARDS // cfg.ranks) or [8]
     plan = planned(Problem(schedule, cfg.ranks, cfg.batch or m, m, cfg.recompute))
     cluster = replace(cluster, devices=cluster.devices[: cfg.ranks])
     if cfg.partition is None:

@@ -17,7 +17,7 @@ from lightning_pipes.ir import MOST_STAGES, InputError, Policy, Schedule, check_
 
 _T = TypeVar("_T")
 MAX_NUMBER = 2**16
-"""The largest product of micro-batches and ranks, and the largest number of measured rows."""
+"""The largest number of micro-batches, and of measured rows."""
 
 
 def profile_from_settings(cfg: DictConfig) -> ModelProfile | None:
@@ -93,6 +93,7 @@ def parse_numbers(value: Any, name: str, most: int = MAX_NUMBER) -> list[int]:
     """
     if value is None:
         return []
+    most = min(most, MAX_NUMBER)
     found = OmegaConf.to_container(value) if isinstance(value, ListConfig) else [value]
     assert isinstance(found, list)
     if not found or not all(type(each) is int and 1 <= each <= most for each in found):

@@ -24,7 +24,8 @@ def stream(shape, times, waits, rules, ran):
     `rules` are how far subnets may be apart, the size of a bulk, 0 for none, whether all forwards of a bulk come before
     its backwards, how many micro-batches each stage may hold, and whether the backward is split.
 
-    All that happens at one instant has happened before any stage decides; stages decide in order.
+    All that happens at one instant has happened before any stage decides; stages decide in order, those for which
+    something has changed.
     """
     subnets, stages, microbatches = shape
     forward, backward, weights, busy, latency = times
@@ -40,6 +41,7 @@ def stream(shape, times, waits, rules, ran):
     held = [0] * stages
     begun = [0] * stages  # forwards
     doing = [-1] * stages  # the task that runs: three times its number, and its kind
+    changed = [True] * stages  # since the stage decided last
     free_f = [0] * stages  # when the link to the next stage is free
     free_b = [0] * stages
     for y in range(subnets):
@@ -51,8 +53,9 @@ def stream(shape, times, waits, rules, ran):
     now = 0
     while True:
         for s in range(stages):
-            if doing[s] >= 0:
+            if doing[s] >= 0 or not changed[s]:
                 continue
+            changed[s] = False
             until = (oldest[s] // bulk + 1) * bulk if bulk > 0 else oldest[s] + depth
             until = min(until, subnets)
             may_return = not forwards_first or begun[s] == until * microbatches
@@ -109,12 +112,16 @@ def stream(shape, times, waits, rules, ran):
             i = event // 4
             if what == FORWARD:
                 here_f[i] += 1
+                changed[i % stages] = True
             elif what == BACKWARD:
                 here_b[i] += 1
+                changed[i % stages] = True
             elif what == LAYER:
                 missing[i] -= 1
+                changed[i % stages] = True
             else:
                 s = i
+                changed[s] = True
                 k = doing[s] // 3
                 kind = doing[s] % 3
                 doing[s] = -1
@@ -143,6 +150,7 @@ def stream(shape, times, waits, rules, ran):
                     for n in range(first[i], first[i + 1]):
                         if delay[n] == 0:
                             missing[target[n]] -= 1
+                            changed[target[n] % stages] = True
                         else:
                             events += 1
                             heappush(agenda, (now + delay[n], events, 4 * target[n] + LAYER))
