@@ -6,9 +6,10 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from tests.trainer.lit import Lit, LitOutside
+from tests.trainer.lit import WIDTH, Lit, LitOutside
 
 BOTH = {"on_step": True, "on_epoch": True}
 
@@ -71,6 +72,88 @@ class ReturnsNumbers(Lit):
             "by_class": torch.zeros(3, 3, dtype=torch.long).index_put((y, logits.argmax(1)), torch.tensor(1), True),
             "nested": {"rows": len(x), "mean": float(logits.detach().mean())},
         }
+
+
+class PassesLoss(nn.Module):
+    """Adds an auxiliary loss to the one that comes with its input."""
+
+    def __init__(self, linear: bool) -> None:
+        super().__init__()
+        self.linear = linear
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: Any) -> Any:
+        h, loss = given if isinstance(given, tuple) else (given, 0.0)
+        h = self.inner(h)
+        return torch.tanh(h), loss + (h.pow(2).mean() if self.linear else h.mean(0).pow(2).sum())
+
+
+class LeavesLoss(PassesLoss):
+    """Leaves it in an attribute."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        h, self.loss = super().forward(h)
+        return h
+
+
+class PassesLosses(Lit):
+    """Layers hand an auxiliary loss on."""
+
+    def __init__(self, linear: bool) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(PassesLoss(linear) for _ in range(6)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out, extra = self.model(batch[0])
+        return F.cross_entropy(out, batch[1]) + extra
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+
+class LeavesLosses(Lit):
+    """Layers of the last stage leave an auxiliary loss in an attribute."""
+
+    def __init__(self, linear: bool) -> None:
+        super().__init__()
+        self.model = nn.Sequential(
+            *(nn.Linear(WIDTH, WIDTH) for _ in range(4)), LeavesLoss(linear), nn.Linear(WIDTH, 3)
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + self.model[4].loss
+
+
+def with_table(samples: Any) -> dict[str, Any]:
+    """A batch with weights of classes, of which there are as many as samples."""
+    x, y = torch.utils.data.default_collate(samples)
+    return {"x": x, "y": y, "by_class": torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)}
+
+
+class WeighsClasses(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self(batch["x"]), batch["y"], weight=batch["by_class"])
+
+
+class LooksUpBefore(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self(batch["x"] * batch["by_class"][batch["y"]][:, None]), batch["y"])
+
+
+class FailsByItself(Lit):
+    """Ends with an error of its own, after the layers."""
+
+    failed = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if not self.failed and batch_idx == 1:
+            self.failed = True
+            raise IndexError("no size fits the shape")
+        return loss
 
 
 class PenalisesUnused(Lit):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
+from torch.utils.data import DataLoader
+
 from tests.compat import step_modules as s
-from tests.compat.registry import row
+from tests.compat.registry import batches, row
+from tests.trainer.lit import data
 
 steps = partial(row, "Steps")
 steps("self.log of constants, numbers of samples, sums and means, by each reduce_fx", module=s.LogsReduced)
@@ -22,6 +25,32 @@ steps(
     reason="a warning names the value in the first batch in which it is not",
 )
 steps("numbers, words, counts and tables in the dict that training_step returns", module=s.ReturnsNumbers)
+last = {"partition": [3]}
+steps("auxiliary losses that layers pass along, of each sample", module=partial(s.PassesLosses, True))
+steps(
+    "auxiliary losses that layers pass along, of several samples",
+    module=partial(s.PassesLosses, False),
+    warned="computes something from several samples together",
+)
+steps("an auxiliary loss in an attribute, of each sample", module=partial(s.LeavesLosses, True), strategy=last)
+steps(
+    "an auxiliary loss in an attribute, of several samples",
+    module=partial(s.LeavesLosses, False),
+    strategy=last,
+    warned=" computes .loss, which it leaves there, from several samples together",
+)
+tables = partial(batches, DataLoader(data(), batch_size=3, collate_fn=s.with_table, drop_last=True))
+cut = "belongs into a buffer of the module"
+steps("weights of classes in the batch, as many as samples", loaders=tables, module=s.WeighsClasses, refused=cut)
+steps(
+    "a table in the batch, as long as it, read before the layers",
+    loaders=tables,
+    module=s.LooksUpBefore,
+    refused=cut,
+    slow=True,
+)
+steps("an error of training_step after the layers", module=s.FailsByItself, raises="IndexError: no size fits the shape")
+
 gap = "takes a gradient of what self.model(...) returns"
 steps("autograd.grad through the layers, allow_unused=True", module=s.PenalisesUnused, refused=gap)
 steps("autograd.grad through the layers and a skip around them", slow=True, module=s.PenalisesAround, refused=gap)

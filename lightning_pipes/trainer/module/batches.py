@@ -228,10 +228,13 @@ def cutter(batch: Any, rows: int, whole: Collection[int] = (), samples: Collecti
     return partial(within, batch)
 
 
-def join(parts: Sequence[Any], spans: Sequence[Span], what: str) -> Any:
+def join(parts: Sequence[Any], spans: Sequence[Span], what: str, average: bool = False) -> Any:
     """The whole of what was computed span by span: tensors are joined along axis 0, and lists that have an entry for
     each sample; all else is that of the first, as are tensors that have not one entry for each sample and are the same
     in all parts.
+
+    Args:
+        average: take the mean over samples of other tensors without samples, as of an auxiliary loss.
 
     Raises:
         PipelineError: the parts have other shapes than their spans, so axis 0 does not count samples.
@@ -252,6 +255,8 @@ def join(parts: Sequence[Any], spans: Sequence[Span], what: str) -> Any:
         for_samples = all(t.ndim and t.size(0) == span.rows for t, span in zip(leaves, spans, strict=True))
         if not for_samples and all(torch.equal(t, first) for t in leaves[1:]):
             return first
+        if average and not for_samples and first.is_floating_point() and all(t.shape == first.shape for t in leaves):
+            return weighted_sum(leaves, [span.rows / sum(s.rows for s in spans) for span in spans])
         for leaf, span in zip(leaves, spans, strict=True):
             if leaf.ndim == 0 or leaf.size(0) != span.rows:
                 raise PipelineError(
@@ -260,6 +265,11 @@ def join(parts: Sequence[Any], spans: Sequence[Span], what: str) -> Any:
         return torch.cat(leaves) if len(leaves) > 1 else first
 
     return pytree.tree_map(joined, *parts, is_leaf=is_whole) if len(parts) > 1 else parts[0]
+
+
+def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Return the sum of tensors of one shape, each times its weight."""
+    return sum((t * weight for t, weight in zip(tensors[1:], weights[1:], strict=True)), start=tensors[0] * weights[0])
 
 
 def fingerprint(batch: Any) -> str:

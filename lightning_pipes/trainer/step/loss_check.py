@@ -171,7 +171,7 @@ class LossCheck:
             if kept.parts.keys() != parts.keys():
                 raise _NotComparableError("not all micro-batches have run")
             order = sorted(kept.parts)
-            x = join([kept.parts[span] for span in order], order, "what the last stage has")
+            x = join([kept.parts[span] for span in order], order, "what the last stage has", average=True)
             losses = self._losses(stage, item, kept, x, kept.parts, parts)
         except Exception as error:  # a step that can't run on a whole batch, or not without gradients
             self._said_why(error, "was not compared with those of")

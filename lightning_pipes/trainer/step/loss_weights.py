@@ -67,7 +67,7 @@ def candidates(module: pl.LightningModule, batch: Any, rows: int, spans: Iterabl
         own = {span: float(module.microbatch_weight(cut(span))) for span in spans}
         found.append(Amounts(OWN, own.__getitem__, sum(own.values())))
     found.append(Amounts(SAMPLES, lambda span: span.rows, rows))
-    for where, tensor in _columns(batch, rows):
+    for where, tensor in columns(batch, rows):
         if tensor.dtype is torch.bool or ("mask" in where and not tensor.is_floating_point()):
             found += _tokens(f"entries of {where}", "that are not 0", tensor, 0)
         elif tensor.dtype in (torch.int64, torch.int32):
@@ -75,8 +75,8 @@ def candidates(module: pl.LightningModule, batch: Any, rows: int, spans: Iterabl
     return [*found, Amounts(SUMS, lambda span: 1.0, 1.0)]
 
 
-def _columns(batch: Any, rows: int, where: str = "batch") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors with an entry for each sample, and their places."""
+def columns(batch: Any, rows: int, where: str = "batch") -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the tensors with an entry for each sample, and their places."""
     if isinstance(batch, torch.Tensor):
         if batch.ndim and batch.size(0) == rows:
             yield where, batch
@@ -89,7 +89,7 @@ def _columns(batch: Any, rows: int, where: str = "batch") -> Iterator[tuple[str,
     elif is_dataclass(batch):
         parts = ((f"{where}.{field.name}", getattr(batch, field.name)) for field in fields(batch))
     for place, part in parts:
-        yield from _columns(part, rows, place)
+        yield from columns(part, rows, place)
 
 
 def _tokens(what: str, which: str, tensor: torch.Tensor, ignored: int) -> Iterator[Amounts]:

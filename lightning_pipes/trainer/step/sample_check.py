@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -24,15 +24,30 @@ from lightning_pipes.engine.compute.rng import RngUse, forked_rng, seed_all
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import PipelineError, Span
-from lightning_pipes.trainer.module.batches import copied, join, take
+from lightning_pipes.trainer.module.batches import copied, join, take, weighted_sum
 from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.module.tape import TapedLayer
 from lightning_pipes.trainer.module.unchanged import unchanged
 from lightning_pipes.trainer.private_lightning import is_compiled, spectral_norms
 from lightning_pipes.trainer.step.steps import HOST, Steps, TrainingBatch, no_room
 
 _COARSE = 1e-2
 """By how much values may differ, relative to the largest, where they were computed from numbers with half the bits."""
+
+
+class _LayerOutputs(NamedTuple):
+    """The outputs of a layer for a whole batch and for its parts.
+
+    Attributes:
+        left: the same of values with a graph that it leaves in attributes, by their names.
+        compared: whether they can be compared.
+    """
+
+    whole: Any
+    parts: dict[Span, Any]
+    left: dict[str, tuple[Any, dict[Span, Any]]]
+    compared: bool
 
 
 class SampleCheck:
@@ -84,10 +99,13 @@ class SampleCheck:
                 found = self._outputs(layer, parts)
                 if found is None:
                     return
-                whole, parts, compared = found
-                if compared and _differ(whole, parts):
-                    name = f"layer {list(self._cut.full._modules)[number]} of self.{self._cut.path} (rank {self._rank})"
+                whole, parts, left, compared = found
+                name = f"layer {list(self._cut.full._modules)[number]} of self.{self._cut.path} (rank {self._rank})"
+                if compared and _differ(whole, parts, totals=True):
                     self._warn(name, f"{name} computes something", "")
+                for place, (value, of_parts) in (left if compared else {}).items():
+                    if _differ(value, of_parts, totals=True):
+                        self._warn(name + place, f"{name} computes .{place}, which it leaves there,", "")
 
     def _compare_entering(self, item: Item, entered: dict[Span, Any]) -> None:
         step, data = named_step(self._cut.module, "training_step"), item.data
@@ -117,36 +135,50 @@ class SampleCheck:
                 "Compute it in on_after_batch_transfer, or where batches are put together, which get all samples, or s",
             )
 
-    def _outputs(self, layer: nn.Module, parts: dict[Span, Any]) -> tuple[Any, dict[Span, Any], bool] | None:
-        """Return the outputs of a layer for the whole batch and for its parts, and whether they can be compared.
-
-        None if the layer, or what follows it, gets no samples.
-        """
+    def _outputs(self, layer: nn.Module, parts: dict[Span, Any]) -> _LayerOutputs | None:
+        """Return what a layer gives; None if the layer, or what follows it, gets no samples."""
         spans = sorted(parts)
         if any(map(is_compiled, layer.modules())):
             return None  # it would be compiled anew, for other sizes
-        x = join([parts[span] for span in spans], spans, "what enters a layer")
+        x = join([parts[span] for span in spans], spans, "what enters a layer", average=True)
+        left_trained: set[str] = set()
         with unchanged(layer):
             draws = RngUse(self._device)
-            whole, drew = self._run(layer, x, draws), False
+            (whole, left), drew = self._run(layer, x, draws), False
             if draws.was_used:
                 with _evaluating(layer):
                     draws = RngUse(self._device)
-                    whole = self._run(layer, x, draws)
-                    outputs = {span: self._run(layer, parts[span], draws) for span in spans}
+                    whole, left = self._run(layer, x, draws)
+                    found = {span: self._run(layer, parts[span], draws) for span in spans}
                     drew = draws.was_used
             else:
-                outputs = {span: self._run(layer, parts[span], draws) for span in spans}
+                found = {span: self._run(layer, parts[span], draws) for span in spans}
+            if left:  # what has no graph is not trained by
+                with torch.enable_grad():
+                    _, again = self._run(layer, parts[spans[0]], draws)
+                left_trained = {key for key, value in again.items() if any(t.requires_grad for t in tensors_in(value))}
         # Which a warning has told before.
         known = any(isinstance(part, BatchNorm) for part in layer.modules()) or spectral_norms(layer)
-        return whole, outputs, not known and not drew
+        outputs = {span: out for span, (out, _) in found.items()}
+        both = {
+            place: (left[place], {span: of_part[place] for span, (_, of_part) in found.items()})
+            for place in sorted(left_trained)
+            if place in left and all(place in of_part for _, of_part in found.values())
+        }
+        return _LayerOutputs(whole, outputs, both, not known and not drew)
 
-    def _run(self, layer: nn.Module, x: Any, draws: RngUse) -> Any:
+    def _run(self, layer: nn.Module, x: Any, draws: RngUse) -> tuple[Any, dict[str, Any]]:
+        """What a layer returns, and what it leaves in attributes of its modules, by their names."""
         seed_all(0, self._device)
+        before = {place: (value, len(value) if _is_list(value) else 0) for place, value in _attributes(layer).items()}
         draws.start()
         out = layer(pytree.tree_map_only(torch.Tensor, torch.clone, x))
         draws.stop()
-        return out
+        left = {}
+        for place, value in _attributes(layer).items():
+            old, length = before.get(place, (None, 0))
+            left[place] = value if old is not value else value[length:] if _is_list(value) else None
+        return out, {place: value for place, value in left.items() if tensors_in(value)}
 
     def _warn(self, place: str, what: str, way_out: str) -> None:
         if place in self._warned:
@@ -178,26 +210,60 @@ def _evaluating(root: nn.Module, but: set[nn.Module] = frozenset()) -> Iterator[
             part.training = True
 
 
-def _differ(whole: Any, parts: Mapping[Span, Any]) -> bool:
-    """Whether tensors of a whole batch are others than those of its parts, by more than rounding makes of it."""
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _attributes(layer: nn.Module) -> dict[str, Any]:
+    """The plain attributes of the modules in a layer, by their names."""
+    layer = layer.layer if isinstance(layer, TapedLayer) else layer
+    return {
+        f"{name}.{key}".lstrip("."): value
+        for name, part in layer.named_modules()
+        for key, value in vars(part).items()
+        if key not in _OF_MODULES
+    }
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def _differ(whole: Any, parts: Mapping[Span, Any], totals: bool = False) -> bool:
+    """Whether tensors of a whole batch are others than those of its parts, by more than rounding makes of it.
+
+    Args:
+        totals: whether tensors without samples may be means or sums over samples.
+    """
     spans = sorted(parts)
     leaves, spec = pytree.tree_flatten(whole)
     of_parts = [pytree.tree_flatten(parts[span]) for span in spans]
     if any(other != spec for _, other in of_parts):
         return False  # what is not a tensor differs, such as a string of each sample
     return any(
-        isinstance(leaf, torch.Tensor) and _leaf_differs(leaf, others, spans)
+        isinstance(leaf, torch.Tensor) and _leaf_differs(leaf, others, spans, totals)
         for leaf, *others in zip(leaves, *(found for found, _ in of_parts), strict=True)
     )
 
 
-def _leaf_differs(whole: torch.Tensor, parts: Sequence[torch.Tensor], spans: Sequence[Span]) -> bool:
+def _leaf_differs(whole: torch.Tensor, parts: Sequence[torch.Tensor], spans: Sequence[Span], totals: bool) -> bool:
+    if totals and not all(t.ndim and t.size(0) == span.rows for t, span in zip(parts, spans, strict=True)):
+        if any(t.shape != whole.shape for t in parts):
+            return True
+        rows = sum(span.rows for span in spans)
+        means = weighted_sum(parts, [span.rows / rows for span in spans])
+        return _values_differ(whole, means.to(whole.dtype)) and _values_differ(
+            whole, weighted_sum(parts, [1] * len(parts))
+        )
     try:
         joined = join(list(parts), spans, "it")
     except PipelineError:
         return True  # it has no samples, and is another one for each micro-batch
     if joined.shape != whole.shape or joined.dtype != whole.dtype or whole.is_sparse:
         return bool(joined.shape != whole.shape)
+    return _values_differ(whole, joined)
+
+
+def _values_differ(whole: torch.Tensor, joined: torch.Tensor) -> bool:
     if not whole.is_floating_point() and not whole.is_complex():
         return not torch.equal(whole, joined)
     eps = torch.finfo(whole.dtype).eps

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -31,7 +31,7 @@ from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.module.batches import Path, copied, cutter, join, take, tensors_of
 from lightning_pipes.trainer.module.capture import Interceptor, NoCallError, named_step
 from lightning_pipes.trainer.step.logs import LogCall, LogKey, merge, merge_returned, numbered, recorded, returned_calls
-from lightning_pipes.trainer.step.loss_weights import BatchWeights
+from lightning_pipes.trainer.step.loss_weights import BatchWeights, columns
 
 Context = Callable[[], AbstractContextManager[Any]]
 _NOTHING = nullcontext()
@@ -363,10 +363,14 @@ class Steps:
         with self.context():
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part = data.part(span)
+            step = named_step(self._module, "training_step")
             with recorded(self._module):  # the last stage logs
-                x = self._interceptor.capture(
-                    named_step(self._module, "training_step"), part if last_run else copied(part), *data.arguments
-                )
+                try:
+                    x = self._interceptor.capture(step, part if last_run else copied(part), *data.arguments)
+                except Exception as error:
+                    run = partial(self._interceptor.capture, step)
+                    self._refuse_if_cut(error, item, span, lambda batch, rows: run(batch, *data.arguments))
+                    raise
             if data.entered is not None:
                 data.keep_entering(stage.number, span, x)
             return stage.run_layers(item, span, x)
@@ -391,13 +395,16 @@ class Steps:
             if data.weights.undecided and data.kept is None:
                 data.keep()
         y: Any = None
+        failed_inside = False
 
         def answer(x: Any) -> Any:
-            nonlocal y
+            nonlocal y, failed_inside
             entering = x if stage.number == 0 else received
             if data.entered is not None:
                 data.keep_entering(stage.number, span, entering)
+            failed_inside = True
             y = stage.run_layers(item, span, entering)
+            failed_inside = False
             if data.kept is not None:
                 data.kept.keep(span, entering, y)
             stage.seed_user_code(item, span, AFTER_LAYERS)
@@ -409,17 +416,12 @@ class Steps:
             if self._recomputes_first:
                 part = copied(part)
             with recorded(self._module) as logged:
+                step, apart = named_step(self._module, "training_step"), stage.number > 0
                 try:
-                    step = named_step(self._module, "training_step")
-                    apart = stage.number > 0
                     out = self._interceptor.supply(step, answer, part, *data.arguments, apart=apart)
-                except RuntimeError as error:
-                    if "shape" in str(error) or "size" in str(error):
-                        error.add_note(
-                            f"training_step has got {span.rows} of {item.rows} samples: every tensor and list of the "
-                            f"batch with {item.rows} entries is cut so. A table that has as many by chance, as weights "
-                            "of classes, belongs into a buffer of the module, or gets an axis in front"
-                        )
+                except Exception as error:
+                    if not failed_inside:
+                        self._refuse_if_cut(error, item, span, partial(self._run_again, step, item, span, y))
                     raise
         loss, extras = loss_of(out)
         data.results[span] = StepResult(loss.detach(), extras, logged)
@@ -431,6 +433,38 @@ class Steps:
         scaled = loss * (factor / data.divisor) if factor else _no_loss(y)
         scaler = getattr(self._precision, "scaler", None)
         return scaled if scaler is None else scaler.scale(scaled)
+
+    def _run_again(self, step: Callable[..., Any], item: Item, span: Span, y: Any, batch: Any, rows: int) -> None:
+        """Run a step with copies of what one micro-batch's layers have returned, as many as there are samples."""
+        copies = [Span(start, start + span.rows) for start in range(0, rows, span.rows)]
+        given = take(join([y] * len(copies), copies, "what layers return"), Span(0, rows), copies[-1].stop)
+        self._interceptor.supply(step, lambda x: given, batch, *item.data.arguments)
+
+    @staticmethod
+    def _refuse_if_cut(error: Exception, item: Item, span: Span, run: Callable[[Any, int], object]) -> None:
+        """Raise PipelineError if a step has failed because its batch is cut.
+
+        Args:
+            run: runs it with so many samples: it fails again with those of the micro-batch, and not with all.
+        """
+        data = item.data
+        if isinstance(error, PipelineError) or span.rows == item.rows:
+            return
+        try:
+            run(copied(data.batch), item.rows)
+        except Exception:
+            return
+        with suppress(Exception):
+            run(copied(take(data.batch, span, item.rows, samples=data.samples)), span.rows)
+            return
+        cut = ", ".join(where for where, _ in columns(data.batch, item.rows))
+        raise PipelineError(
+            f"training_step runs with all {item.rows} samples of a batch, and not with {span.rows} of them, as a "
+            f"micro-batch has ({type(error).__name__}: {error}). Tensors and lists of the batch with {item.rows} "
+            f"entries are cut{cut and f': {cut}'}. A table that has as many by chance, as weights of classes, belongs "
+            "into a buffer of the module, or gets an axis in front. A step that needs all samples needs "
+            "PipelineStrategy(microbatches=1)"
+        ) from error
 
     def _seed_user_code(self, item: Item, layer: int) -> None:
         seed = stream_seed(self._seed, item.job, layer, item.number, Span(0, item.rows))
