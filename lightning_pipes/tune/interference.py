@@ -70,7 +70,7 @@ class TimedStage:
         return float(np.quantile([whole for _, whole in self.alone], SOLO))
 
     @property
-    def hosting(self) -> Hosting:
+    def stage_load(self) -> Hosting:
         """The stage as planners describe it."""
         forward = float(np.quantile([part for part, _ in self.alone], SOLO))
         backward = max(0.0, self.solo - forward)
@@ -125,7 +125,7 @@ def settings(quick: bool, core: int, other: int | None) -> list[Surroundings]:
     return found + [Surroundings(NONE, nullcontext)] * (3 if quick else 6)
 
 
-class Window(NamedTuple):
+class NeighbourWindow(NamedTuple):
     """A stage beside a neighbour for some time.
 
     Attributes:
@@ -146,17 +146,17 @@ class Window(NamedTuple):
 
 @dataclass
 class Collected:
-    """Looks at stages: what the monitor has seen, and seconds of a step on average. The odd ones and the even ones of a
-    stage in a setting are put together, so that there are two windows of about the same time."""
+    """Observations of stages: the monitor's means, and seconds of a step on average. Odd and even observations of a
+    stage in a setting are merged, so that there are two windows of about the same time."""
 
     looks: dict[tuple[int, str, TimedStage, int], list[tuple[dict[str, float], float]]] = field(default_factory=dict)
 
-    def windows(self) -> list[Window]:
+    def windows(self) -> list[NeighbourWindow]:
         """Return all windows; ratios are known once all times alone are."""
         return [
-            Window(
+            NeighbourWindow(
                 _mean([seen for seen, _ in looks]),
-                stage.hosting,
+                stage.stage_load,
                 float(np.mean([mean for _, mean in looks]) / stage.solo),
                 kind,
                 stage.kind,
@@ -171,23 +171,23 @@ def _mean(seen: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 @contextmanager
-def sampled() -> Iterator[Callable[[], dict[str, float]]]:
+def sample_metrics() -> Iterator[Callable[[], dict[str, float]]]:
     """Yield a function that returns means of the monitor's sources of this machine since its last call. A thread reads
     them, as in a monitor."""
     monitor = Monitor(sources_for(torch.device("cpu")))
     with ThreadPoolExecutor(1) as thread:
         thread.submit(monitor.open).result()
 
-        def look() -> dict[str, float]:
+        def read_means() -> dict[str, float]:
             thread.submit(monitor.take_sample).result()
             return dict(monitor.since_last()[0])
 
-        yield look
+        yield read_means
         thread.submit(monitor.close).result()
 
 
-def collect_windows(quick: bool, seconds: float, progress: Callable[[str, float], None]) -> list[Window]:
-    """Each stage beside each neighbour, PASSES times for `seconds`, in an order by chance: once all, then all again.
+def collect_windows(quick: bool, seconds: float, progress: Callable[[str, float], None]) -> list[NeighbourWindow]:
+    """Observe each stage beside each neighbour, PASSES times for `seconds`, in random order.
 
     Where that is allowed, this process and the neighbours go before the other work of the machine, for which none of
     them is to blame.
@@ -205,7 +205,7 @@ def collect_windows(quick: bool, seconds: float, progress: Callable[[str, float]
         with nullcontext() if why else Quota(None, weight=WEIGHT):
             for number, setting in enumerate(chance.sample(beside, len(beside))):
                 os.sched_setaffinity(0, all_cores)  # neighbours check their core
-                with setting.beside(), sampled() as look:
+                with setting.beside(), sample_metrics() as look:
                     os.sched_setaffinity(0, {core})
                     for turn, stage in [(n % 2, s) for n in range(PASSES) for s in chance.sample(made, len(made))]:
                         found = _window(stage, seconds, look, setting.kind)

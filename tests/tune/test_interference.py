@@ -18,19 +18,19 @@ from lightning_pipes.strategies.dynpipe.interference.features import RUN, WAIT
 from lightning_pipes.testing.neighbours import Neighbour
 from lightning_pipes.tune import interference
 from lightning_pipes.tune.cli import main
-from lightning_pipes.tune.interference import NONE, Surroundings, Window
+from lightning_pipes.tune.interference import NONE, Surroundings, NeighbourWindow
 
 STAGE = Hosting(1, 8, 0.01, 0.02, 1e6, 1e6, 1e5, 1e4)
 
 
-def made_windows() -> list[Window]:
+def made_windows() -> list[NeighbourWindow]:
     """Return windows of three kinds of neighbours; steps take a tenth longer than the formula says."""
     rng = np.random.default_rng(0)
     found = []
     for setting in range(12):
         kind = ("spin", "memory", NONE)[setting % 3]
         wait = 0.0 if kind == NONE else float(rng.uniform(0.2, 1.0))
-        found += [Window({RUN: 1.0, WAIT: wait}, STAGE, 1.1 * (1 + wait), kind, "mlp", setting)] * 4
+        found += [NeighbourWindow({RUN: 1.0, WAIT: wait}, STAGE, 1.1 * (1 + wait), kind, "mlp", setting)] * 4
     return found
 
 
