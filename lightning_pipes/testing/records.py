@@ -19,7 +19,7 @@ FAST = Link(bandwidth=2e9)
 
 
 def make_layer(name: str, milliseconds: float, rows: int, fixed: float = 0.0) -> LayerProfile:
-    """Return a layer whose forward takes `milliseconds` for `rows` rows, `fixed` of them for any number of rows; its
+    """Return a layer with a forward of `milliseconds` for `rows` rows, `fixed` of them for any number of rows; its
     backward takes twice as long."""
 
     def make_table(factor: float) -> tuple[tuple[int, float], ...]:

@@ -55,7 +55,7 @@ class TimedStage:
         out.sum().backward()
 
     def step(self) -> tuple[float, float]:
-        """Seconds of a forward, and of it and its backward."""
+        """Return the seconds of a forward, and of forward and backward."""
         began = time.perf_counter()
         out = self._output()
         half = time.perf_counter()

@@ -247,12 +247,12 @@ CONF = Path(__file__).parent.parent / "conf"
 
 
 def our_schedules() -> list[str]:
-    """The names of the files in conf/schedule/ that stand for an installed schedule."""
+    """Return the names of the files in conf/schedule/ that stand for an installed schedule."""
     return sorted(path.stem for path in (CONF / "schedule").glob("*.yaml") if f"schedule/{path.stem}" not in SCHEMAS)
 
 
 def register() -> None:
-    """Adds the schemas to Hydra's config store as lightning_pipes/schema/<path of the file in conf/>."""
+    """Add the schemas to Hydra's config store as lightning_pipes/schema/<path of the file in conf/>."""
     for path, schema in SCHEMAS.items():
         group, _, name = f"{GROUP}/{path}".rpartition("/")
         ConfigStore.instance().store(group=group, name=name, node=schema, provider="lightning_pipes")

@@ -22,7 +22,7 @@ class JobArraySettings:
 
 @dataclass
 class OptunaSettings:
-    """A search by Optuna; what is searched is written as sweeps, as in `optimizer.lr=tag(log,interval(1e-4,1e-1))`."""
+    """A search by Optuna; the search space is written as sweeps, as in `optimizer.lr=tag(log,interval(1e-4,1e-1))`."""
 
     _target_: str = f"{_PLUGINS}.optuna_sweeper.OptunaSweeper"
     _recursive_: bool = False
@@ -139,12 +139,12 @@ PRUNERS: dict[str, type] = {
 
 
 def register_launcher() -> None:
-    """Adds `hydra/launcher=job_array`."""
+    """Add `hydra/launcher=job_array`."""
     _store("hydra/launcher", {"job_array": JobArraySettings})
 
 
 def register_sweeper() -> None:
-    """Adds `hydra/sweeper=optuna` with its samplers and pruners."""
+    """Add `hydra/sweeper=optuna` with its samplers and pruners."""
     _store("hydra/sweeper", {"optuna": OptunaSettings})
     _store("hydra/sweeper/sampler", SAMPLERS)
     _store("hydra/sweeper/pruner", PRUNERS)

@@ -18,7 +18,7 @@ from lightning_pipes.strategies.dynpipe.interference.features import RUN, WAIT
 from lightning_pipes.testing.neighbours import Neighbour
 from lightning_pipes.tune import interference
 from lightning_pipes.tune.cli import main
-from lightning_pipes.tune.interference import NONE, Surroundings, NeighbourWindow
+from lightning_pipes.tune.interference import NONE, NeighbourWindow, Surroundings
 
 STAGE = Hosting(1, 8, 0.01, 0.02, 1e6, 1e6, 1e5, 1e4)
 

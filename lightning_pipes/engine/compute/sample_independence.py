@@ -63,7 +63,7 @@ class SampleIndependenceCheck:
 
     @contextmanager
     def check_buffers(self, number: int, layer: nn.Module) -> Iterator[None]:
-        """Refuse a layer whose forward changes its buffers in the block: a forward in parts would read other values.
+        """Refuse a layer that changes its buffers in the block: a forward in parts would read other values.
 
         Raises:
             PlanError: it changes one.

@@ -285,7 +285,8 @@ SMALL = 4096
 
 
 class BuffersBefore:
-    """The buffers of layers as they were before a forward that runs again: it must read what it read the first time.
+    """The buffers of layers before a forward that runs again, because the second run must read the same values as the
+    first.
 
     Which of the large ones a layer changes is seen in its first forward; one that changes later is warned of.
     """

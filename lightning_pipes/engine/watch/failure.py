@@ -139,7 +139,7 @@ class FailureWatch:
 
     @property
     def seal(self) -> Seal | None:
-        """The seal that proves that data comes from another rank; None where there is none."""
+        """The seal of data from other ranks; None where there is none."""
         return seal_of(self._store)
 
     def name(self, rank: int) -> str:

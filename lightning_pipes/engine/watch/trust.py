@@ -232,7 +232,7 @@ def sub_store_of(store: Any, prefix: str) -> Any:
 
 
 def seal_of(store: Any) -> Seal | None:
-    """Return the seal that proves that data comes from a rank that uses this store; None where there is none."""
+    """Return the seal of data from ranks that use this store; None where there is none."""
     return store.seal if isinstance(store, SignedStore) else None
 
 

@@ -57,7 +57,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
 
 
 def _row(option: Any) -> dict[str, Any]:
-    """One number of stages, as JSON has it; a number that is not finite is null."""
+    """Return one number of stages in its JSON form; a number that is not finite is null."""
     found = option.best
     return {
         "stages": option.n_stages,
