@@ -1,0 +1,109 @@
+"""The most bytes of tensors that live at once in each phase of a run, in units of a layer's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.engine.compute.footprint import measure_footprint
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer import strategy as strategies
+from lightning_pipes.trainer.plan import deciding, measuring
+from lightning_pipes.trainer.setup import PipelineSetup
+from tests.trainer.lit import quiet
+
+WIDTH, LAYERS = 512, 8
+LAYER = 4 * WIDTH * (WIDTH + 1)
+HALF = LAYERS // 2
+
+
+class LitWide(pl.LightningModule):
+    """Layers whose weights are much larger than their activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def phases(rank: int) -> dict[str, tuple[float, float]]:
+    """Return by phase the most layers that lived at once, and those that were left at its end."""
+    quiet()
+    found: dict[str, tuple[float, float]] = {}
+    with pytest.MonkeyPatch.context() as patch, measure_footprint(torch.device("cpu")) as count:
+
+        def end(phase: str) -> None:
+            peak = found.get(phase, (0.0, 0.0))[0]
+            found[phase] = max(peak, count.peak_bytes / LAYER), count.live_bytes / LAYER
+            count.reset_peak()
+
+        def watch(owner: Any, name: str, phase: str) -> None:
+            """Let a phase end when the function `name` of `owner` has returned."""
+            plain: Callable[..., Any] = getattr(owner, name)
+
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                result = plain(*args, **kwargs)
+                end(phase)
+                return result
+
+            patch.setattr(owner, name, watched)
+
+        watch(strategies, "equal_weights", "setup")
+        watch(measuring.Measuring, "profile", "measuring")
+        watch(PipelineSetup, "decide", "trial")
+        watch(PipelineSetup, "cut", "cut")
+        watch(PipelineStrategy, "training_step", "batch")
+        watch(PipelineStrategy, "optimizer_step", "step")
+        watch(PipelineStrategy, "teardown", "end")
+        patch.setattr(measuring, "WORTH_MEASURING", 0.0)
+        patch.setattr(measuring, "SECONDS", 0.1)
+        patch.setattr(deciding, "ALLOWED", 0.3)
+        patch.setattr("lightning_pipes.planning.balance.WORTH_IT", 1.0)  # the cut is the even one, however busy it is
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=PipelineStrategy("1f1b", microbatches=2, gather="all"),
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        module = LitWide()
+        trainer.fit(module, DataLoader(torch.randn(12, WIDTH), batch_size=4))
+    return found
+
+
+WHOLE = LAYERS + 0.75
+"""All weights, and the numbers by which their checksums are made."""
+TRAINED = 4 * HALF + 0.75
+"""Half of the layers with gradients and AdamW's two numbers for each weight, the same numbers, and activations."""
+MOST: dict[str, tuple[float, float]] = {
+    "setup": (WHOLE + 0.5, WHOLE),
+    "measuring": (WHOLE + 8, WHOLE),  # a layer: copies of weights, gradients, and what a copied optimizer keeps
+    "trial": (WHOLE + HALF + 1, WHOLE),  # gradients of a stage
+    "cut": (WHOLE, HALF + 0.75),
+    "batch": (TRAINED + 1.25, TRAINED),  # a layer is copied while the whole batch is compared with its parts
+    "step": (TRAINED + 2.25, TRAINED),  # AdamW computes on copies, a layer at a time
+    "end": (TRAINED + HALF + 0.25, TRAINED + HALF),  # the layers of the other rank return
+}
+"""The most layers that a phase may hold at once, and leave behind."""
+
+
+def test_no_phase_holds_more_than_it_needs() -> None:
+    for found in run_ranks(phases, 2, timeout=120):
+        assert found.keys() == MOST.keys()
+        for phase, numbers in found.items():
+            assert all(n <= most for n, most in zip(numbers, MOST[phase], strict=True)), (phase, numbers, MOST[phase])
