@@ -46,8 +46,9 @@ from torch.distributed import TCPStore
 os.setuid(65534)
 for _ in range(1000):
     try:
-        store = TCPStore({namespaces.host_address(0)!r}, {namespaces.PORT}, is_master=False,
-        timeout=timedelta(seconds=1)) break
+        host, port = {namespaces.host_address(0)!r}, {namespaces.PORT}
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=1))
+        break
     except RuntimeError:
         time.sleep(0.1)
 while True:

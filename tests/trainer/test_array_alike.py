@@ -172,7 +172,7 @@ def boards() -> tuple[Board, Board]:
     one.tell("early", "word")
     one.tell_news(Failure(3, 1, "ValueError: x"))
     for rank, board in enumerate((one, two)):
-        watch: Any = SimpleNamespace(store=lambda: store)
+        watch: Any = SimpleNamespace(sub_store=lambda: store)
         board.open(watch, rank, 2)
     return one, two
 

@@ -24,7 +24,7 @@ class Gone:
 def test_a_store_that_has_gone_is_a_peer_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     watch = FailureWatch(store, 1, 2)
-    monkeypatch.setattr(watch, "store", Gone)
+    monkeypatch.setattr(watch, "sub_store", Gone)
     board = Board()
     board.open(watch, 1, 2)
     try:
