@@ -274,6 +274,8 @@ def main() -> None:
         return
     import torch
 
+    from lightning_pipes.engine.allocator import describe_allocator
+
     names = QUICK if options.quick else tuple(PEERS)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _ in range(1 if options.quick else options.rounds):
@@ -281,7 +283,8 @@ def main() -> None:
             for name in names:
                 found[name].append(run_peer(name, Path(folder)))
                 print(f"{name}: {found[name][-1]['peak'] / 1e6:.0f} MB", file=sys.stderr, flush=True)
-    print(f"{describe_machine()}, torch {torch.__version__}; GPT, {RANKS} processes")
+    about = f"torch {torch.__version__}, malloc of {describe_allocator()}"
+    print(f"{describe_machine()}, {about}; GPT, {RANKS} processes")
     print(f"{'':22} {'peak, MB':>16} {'to the first step, s':>24}")
     for name, runs in found.items():
         peaks, startups = ([each[key] for each in runs] for key in ("peak", "startup"))

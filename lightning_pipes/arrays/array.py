@@ -20,6 +20,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
@@ -39,6 +40,7 @@ from lightning_pipes.arrays.siblings.connections import join
 from lightning_pipes.arrays.siblings.shared import Shared
 from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, Outcome, Sibling, current_sibling
 from lightning_pipes.arrays.siblings.sibling_board import Board, Failure, NoMore, Return
+from lightning_pipes.engine.allocator import kept_heap, share_heap
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import InputError, PlanError, check_count, check_type, shown
@@ -93,6 +95,7 @@ class JobArray(Generic[T]):
             raise InputError(f"rounds must be a function, as in rounds=round_order, got {shown(rounds)}")
         check_type("memory", memory, MemorySwap | None)
         check_type("progress", progress, bool | None)
+        share_heap()
         decides = isinstance(size, str) and size == AUTO
         if decides and memory is None:
             raise InputError("size='auto' follows from memory: give memory=MemorySwap(device_bytes=...), or a number")
@@ -146,6 +149,8 @@ class JobArray(Generic[T]):
             self.size, self._deciding, self._asked = 1, True, -1
         self.memory.open(several=self._deciding or self.size > 1)
         self._interrupts.open()
+        heap = ExitStack()
+        heap.enter_context(kept_heap())
         end: BaseException = ArrayCancelledError("the array was closed before this sibling had ended")
         try:
             more = filling = True
@@ -190,6 +195,7 @@ class JobArray(Generic[T]):
             set_own_random_state(self._home)
             self._interrupts.close()
             self._close()
+            heap.close()
         self._interrupts.raise_later()
 
     # ---- what its siblings ask for

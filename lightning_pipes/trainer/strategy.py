@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lightning_pipes.engine.allocator import share_heap
 from lightning_pipes.engine.watch.failure import HEARTBEAT_TIMEOUT
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.launcher import exit_with_launcher
@@ -181,6 +182,7 @@ class PipelineStrategy(PipelineHost):
             process_group_backend,
             verify,
         )
+        share_heap()
         exit_with_launcher(self._settings.heartbeat_timeout)
         self._writing = Writing(check_type("async_checkpoint", async_checkpoint, bool))
         self.checkpoint_io = checkpoint_io

@@ -29,6 +29,7 @@ from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.arrays.first_batches import pyramid
 from lightning_pipes.cost import CostModel, LayerProfile, ModelProfile
 from lightning_pipes.cost.table import Table
+from lightning_pipes.engine.allocator import describe_allocator
 from lightning_pipes.engine.compute.profiler import profile_layers
 from lightning_pipes.ir import B, Cut, F, Kind, Plan, Span
 from lightning_pipes.sim import simulate
@@ -496,7 +497,7 @@ def executed(case: Case, pairs: int) -> tuple[list[str], dict[str, float]]:
     kind, jobs = "a real GPT" if case.real else "emulated", f"{case.siblings} siblings with {case.batches} batches"
     theirs = median(found["torch"])
     lines = [
-        f"{kind}, {case.ranks} ranks, {jobs} of {ROWS} each, {pairs} pairs",
+        f"{kind}, {case.ranks} ranks, {jobs} of {ROWS} each, {pairs} pairs; malloc of {describe_allocator()}",
         f"  array {median(wholes):.1f} s; one after another, ours {median(alone):.1f} s, torch's {theirs:.1f} s;"
         f" times as fast as the faster one {median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
         "  ours: "

@@ -1,0 +1,158 @@
+"""Siblings are threads that allocate from one heap, which keeps its memory from batch to batch."""
+
+from __future__ import annotations
+
+import resource
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipes import JobArray, PipelineStrategy
+from lightning_pipes.engine import allocator
+from lightning_pipes.testing.ranks import run_ranks
+
+SIBLINGS, BATCHES, ROWS, WIDTH = 4, 12, 16, 1 << 17
+WARM = 6
+"""Batches of each sibling in which memory is touched for the first time."""
+
+
+class Scale(nn.Module):
+    """A layer whose input and output are blocks of 8 MiB, and its weights are small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x.expand(-1, WIDTH) * self.scale)
+
+
+class Wide(L.LightningModule):
+    """A batch takes more than the 64 MiB that glibc's heap of a thread has at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Scale() for _ in range(8)))
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        out: torch.Tensor = self.layers(batch[0])
+        return out.mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class CountFaults(L.Callback):
+    """Keeps the page faults of this process after each batch."""
+
+    def __init__(self) -> None:
+        self.faults: list[int] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+
+
+def train(plain: bool = False) -> list[int]:
+    counting = CountFaults()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=PipelineStrategy("1f1b" if plain else "jap", microbatches=1, partition="parameters"),
+        max_epochs=1,
+        callbacks=[counting],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    L.seed_everything(0, verbose=False)
+    trainer.fit(Wide(), DataLoader(TensorDataset(torch.randn(ROWS * BATCHES, 1)), ROWS))
+    return counting.faults
+
+
+def count_faults_per_batch(rank: int) -> float:
+    """Return the page faults a batch between the warm batches of the last sibling and the end of the first one."""
+    train(plain=True)  # its threads would leave heaps behind for those of siblings
+    jobs: JobArray[list[int]] = JobArray(SIBLINGS, progress=False)
+    outcomes = list(jobs.run([train] * SIBLINGS))
+    assert not any(outcome.error for outcome in outcomes), outcomes
+    counts = [outcome.value for outcome in outcomes if outcome.value]
+    begin, end = max(each[WARM] for each in counts), min(each[-1] for each in counts)
+    batches = sum(begin < count <= end for each in counts for count in each)
+    return (end - begin) / batches
+
+
+needs_glibc = pytest.mark.skipif(allocator.load_libc() is None, reason="only glibc's allocator has the options")
+
+
+@needs_glibc
+def test_memory_stays_with_the_array_from_batch_to_batch() -> None:
+    """Off by the setting, each thread has a heap of its own, which shrinks after each batch."""
+    kept = run_ranks(count_faults_per_batch, 2)
+    off = run_ranks(count_faults_per_batch, 2, env={allocator.VARIABLE: "0"})
+    assert max(kept) < min(off) / 2, (kept, off)
+
+
+@pytest.fixture
+def options(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What glibc is told, instead of telling it; the environment says nothing about it."""
+    told: list[tuple[int, int]] = []
+    libc = SimpleNamespace(mallopt=lambda *option: told.append(option), malloc_trim=lambda _: told.append((0, 0)))
+    monkeypatch.setattr(allocator, "load_libc", lambda: libc)
+    for name in (allocator.VARIABLE, *allocator.VARIABLES_OF_GLIBC):
+        monkeypatch.delenv(name, raising=False)
+    return told
+
+
+def test_options_hold_while_the_array_runs(options: list[tuple[int, int]]) -> None:
+    with allocator.kept_heap():
+        assert dict(options) == {-8: 1, -3: 32 << 20, -1: (2 << 30) - 1, -2: 64 << 20}
+        options.clear()
+        allocator.release_free_memory()
+        assert not options, "a sibling that starts keeps the free memory of the others"
+    assert dict(options) == {-3: 32 << 20, -1: 64 << 20, -2: 128 << 10, 0: 0}, "free memory goes back in the end"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (allocator.VARIABLE, "0"),
+        ("MALLOC_ARENA_MAX", "4"),
+        ("MALLOC_TRIM_THRESHOLD_", "1000000"),
+        ("GLIBC_TUNABLES", "glibc.malloc.arena_max=2"),
+    ],
+)
+def test_settings_of_the_user_stay(
+    name: str, value: str, options: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with allocator.kept_heap():
+        allocator.share_heap()
+    assert not options
+
+
+@needs_glibc
+def test_other_allocators_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with LD_PRELOAD=libjemalloc.so.2, where `malloc` is found in that library."""
+    find = allocator._find_library
+    monkeypatch.setattr(allocator, "_find_library", lambda f: "/lib/libjemalloc.so.2" if f == "malloc" else find(f))
+    allocator.load_libc.cache_clear()
+    try:
+        assert allocator.load_libc() is None
+        assert allocator.describe_allocator() == "libjemalloc.so.2"
+    finally:
+        allocator.load_libc.cache_clear()
+
+
+@needs_glibc
+def test_benchmarks_name_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (allocator.VARIABLE, *allocator.VARIABLES_OF_GLIBC):
+        monkeypatch.delenv(name, raising=False)
+    assert allocator.describe_allocator() == "libc.so.6, one heap in arrays"
+    monkeypatch.setenv(allocator.VARIABLE, "0")
+    assert allocator.describe_allocator() == "libc.so.6"
