@@ -49,6 +49,8 @@ from lightning_pipes.trainer.plan.settings import PRIORITY, Settings
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.reports.summary import show_module
 from lightning_pipes.trainer.running import Running
+from lightning_pipes.trainer.state.left_values import layers_by_number
+from lightning_pipes.trainer.state.module_state import ModuleState
 from lightning_pipes.trainer.step.clipping import GradientAgreement
 from lightning_pipes.trainer.step.logs import metrics_gather_over
 from lightning_pipes.trainer.step.steps import Steps
@@ -201,6 +203,22 @@ class PipelineSetup:
         stops = StopAgreement(self._trainer, ranks.control, writing_at_once, lambda: links.told_to_end)
         self._undo.append(stops.remove)
         seed = replica_seed(settings.seed, ranks.grid.replica)
+        by_number = layers_by_number(self.full)
+        layers = (self._cut.proxy, *self.full.modules())
+        state = ModuleState(self._module, layers, self._hidden.objects_of_layers, ranks.device)
+        rank, device = holdings.rank, ranks.device
+        steps = Steps(
+            self._module,
+            precision,
+            self._interceptor,
+            self._plan,
+            rank,
+            seed,
+            device,
+            state,
+            by_number,
+            lambda: holdings.local,
+        )
         bound, first = links.turns is not None, settings.parcels == PRIORITY
         run = PipelineRun(
             self._trainer,
@@ -208,7 +226,7 @@ class PipelineSetup:
             links,
             Part(self._cut, holdings, self._hidden, layouts, self._connected.replicas, ranks, bound, first),
             self._plans,
-            Steps(self._module, precision, self._interceptor, self._plan, holdings.rank, seed, ranks.device),
+            steps,
             seed,
             settings.transport,
             settings.check_loss,

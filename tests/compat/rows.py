@@ -644,8 +644,6 @@ model("optimizers(), lr_schedulers(), all_gather, print, strategy.reduce", modul
 model(
     "losses kept in a list by training_step, read in on_train_epoch_end",
     module=m.LitCollects,
-    loaders=lambda: batches(DataLoader(data(24), batch_size=8)),
-    reason="the list has an entry for every micro-batch",
 )
 model("on_train_batch_start that returns -1", module=m.LitSkipsAnEpoch)
 model("configure_model", module=m.LitConfigured)

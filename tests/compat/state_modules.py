@@ -42,3 +42,443 @@ class PartlyFrozen(Lit):
 
     def forward(self, x: Any) -> Any:
         return self.after(self.model(x))
+
+
+# ---- attributes set in hooks
+
+
+class Annealed(Lit):
+    """Reads `beta` before, in and after the layers; how it is set is up to who derives from this."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = 0.5
+
+    def forward(self, x: Any) -> Any:
+        return self.model(x * (1 + self.beta))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss * (1 + self.beta)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+
+class AnnealedByEpoch(Annealed):
+    def on_train_epoch_end(self) -> None:
+        self.beta *= 0.5 ** (self.trainer.current_epoch + 1)
+
+
+class AnnealedByMetric(Annealed):
+    """A curriculum from what was logged."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.beta = float(self.trainer.callback_metrics["val_loss"]) / 10
+
+    def on_train_epoch_end(self) -> None:
+        self.threshold = self.trainer.callback_metrics["train_loss"]
+        self.beta += self.threshold.item() / 10
+
+
+class AnnealedByBatch(Annealed):
+    """From what validation steps keep, in `on_validation_batch_end`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.kept.append({"loss": loss, "rows": len(batch[0])})
+        self.log("val_loss", loss)
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.beta = 0.9 * self.beta + 0.01 * float(self.kept[-1]["loss"])
+
+    def on_validation_epoch_end(self) -> None:
+        rows = sum(each["rows"] for each in self.kept)
+        self.log("mean", sum(each["loss"] * each["rows"] for each in self.kept) / rows)
+        self.kept = []
+
+
+class SetsBeta(pl.Callback):
+    """A callback that sets attributes of the module from what steps have kept there."""
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.beta = float(module.last_loss)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        module.beta += float(module.last_loss) / 10
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        module.beta += float(trainer.callback_metrics["val_loss"]) / 10
+
+
+class KeepsLoss(Annealed):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.last_loss = loss.detach()
+        return loss
+
+
+class Thawing(Lit):
+    """Freezes and thaws layers in hooks, the first and the last one above all."""
+
+    def on_train_epoch_end(self) -> None:
+        self.model[0].requires_grad_(False)
+        self.model[2].requires_grad_(True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen.clear()
+        self.model[8].requires_grad_(self.current_epoch > 0)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 0:
+            self.model[2].requires_grad_(False)
+
+
+class Hooked(Lit):
+    """Registers hooks on layers of all stages at the end of the first epoch, and takes one away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handle = None
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 0:
+            for at in (0, 4, 8):
+                self.model[at].register_forward_hook(lambda layer, args, out: out * 0.5)
+            self.model[2].register_forward_pre_hook(lambda layer, args: (args[0] + 0.1,))
+
+
+class Config:
+    """Settings that layers and the module have."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.history: list[float] = []
+
+
+class Scaled(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.config = config
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(x).tanh() * self.config.scale
+
+
+class LitConfig(Annealed):
+    """Layers read settings that a hook changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config()
+        self.model = nn.Sequential(*(Scaled(self.config) for _ in range(5)), nn.Linear(WIDTH, 3))
+
+    def on_train_epoch_end(self) -> None:
+        self.config.scale *= 0.7
+        self.config.history.append(self.config.scale)
+
+
+class LitConfigBySteps(LitConfig):
+    """Layers read settings that the step changes after the layers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.config.scale = 0.5 + float(loss.detach()) / 10
+        return loss
+
+
+# ---- what steps set
+
+
+class Counting(Annealed):
+    """Warms up by a counter of steps, as an integer, a float and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.progress, self.rows = 0, 0.0, 0
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        self.beta = min(1.0, self.steps / 10) + float(self.calls) / 10 + self.progress + self.rows / 100
+        loss = super().training_step(batch, batch_idx)
+        self.progress += 0.05
+        self.calls += 1
+        self.rows += len(batch[0])
+        self.log("calls", float(self.calls))
+        return loss
+
+
+class Averaging(Annealed):
+    """Running averages: of the loss, of what comes out of the layers, in attributes and in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = 1.0
+        self.register_buffer("center", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("offset", torch.zeros(WIDTH, dtype=torch.float64))
+        self.stats = {"loss": torch.zeros((), dtype=torch.float64), "n": 0}
+
+    def forward(self, x: Any) -> Any:
+        return self.model(x + self.offset + self.stats["loss"]) - self.center
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y) * self.average
+        with torch.no_grad():
+            self.center.mul_(0.9).add_(logits.mean(0), alpha=0.1)
+            self.offset = 0.9 * self.offset + 0.1 * x.mean(0)
+        self.average = 0.9 * self.average + 0.1 * float(loss)
+        self.stats["loss"] = self.stats["loss"] * 0.5 + loss.detach() * 0.1
+        self.stats["n"] += 1
+        self.log("average", self.average)
+        self.log("n", float(self.stats["n"]))
+        return loss
+
+
+class Summing(Annealed):
+    """Counts right answers and samples, and reads their share at the end of the epoch and in the next steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right = torch.tensor(0)
+        self.total = 0
+        self.outputs: list[Any] = []
+        self.answers: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y) * (1 + self.total / 100)
+        self.right = self.right + (logits.argmax(1) == y).sum()
+        self.total += len(y)
+        self.outputs.append({"loss": loss.detach(), "logits": logits.detach()})
+        self.answers.extend(logits.argmax(1).tolist())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("share", self.right / self.total)
+        self.log("entries", float(len(self.outputs)))
+        self.log("answers", float(len(self.answers)) + sum(self.answers) / 1000)
+        self.log("norm", torch.cat([each["logits"] for each in self.outputs]).norm())
+        self.beta = float(torch.stack([each["loss"] for each in self.outputs]).mean()) / 10
+        self.outputs.clear()
+        self.right, self.total = torch.zeros_like(self.right), 0
+
+
+class Largest(Annealed):
+    """Keeps the largest and smallest answer of all batches, and scales by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = torch.tensor(0.0, dtype=torch.float64)
+        self.smallest = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y) * (1 + self.largest - self.smallest)
+        self.largest = torch.maximum(self.largest, logits.detach().max())
+        self.smallest = min(self.smallest, float(logits.min()))
+        return loss
+
+
+class Spread(Annealed):
+    """Keeps the standard deviation of a batch, which is no mean over samples, and scales the next batch by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spread = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y) * self.spread
+        self.spread = float(logits.detach().std()) + 1
+        return loss
+
+
+# ---- what layers leave
+
+
+class Expert(nn.Module):
+    """Leaves an auxiliary loss as `aux`, numbers and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.aux: Any = None
+        self.losses: list[Any] = []
+        self.register_buffer("usage", torch.zeros(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Any) -> Any:
+        y = self.linear(x).tanh()
+        self.aux = (y**2).mean()
+        self.losses.append(y.abs().mean())
+        self.usage = y.mean(0)
+        return y
+
+
+class Experts(Annealed):
+    """Adds what layers have left to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(Expert() for _ in range(5)), nn.Linear(WIDTH, 3))
+
+    def loss(self, batch: Any) -> Any:
+        loss = super().loss(batch)
+        experts = [layer for layer in self.model if isinstance(layer, Expert)]
+        extra = sum(0.1 * layer.aux + 0.2 * sum(layer.losses) + 0.1 * layer.usage.sum() for layer in experts)
+        for layer in experts:
+            layer.losses.clear()
+        self.log("extra", extra)
+        return loss + extra
+
+
+class SharedLosses(Annealed):
+    """Layers append to a list of the module, which is cleared before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra: list[Any] = []
+        self.model = nn.Sequential(*(Appending(self.extra) for _ in range(5)), nn.Linear(WIDTH, 3))
+
+    def loss(self, batch: Any) -> Any:
+        self.extra.clear()
+        loss = super().loss(batch)
+        self.log("entries", float(len(self.extra)))
+        return loss + 0.1 * sum(self.extra)
+
+
+class Appending(nn.Module):
+    def __init__(self, extra: list[Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.extra = extra
+
+    def forward(self, x: Any) -> Any:
+        y = self.linear(x).tanh()
+        self.extra.append((y**2).mean())
+        return y
+
+
+class Collected(Annealed):
+    """Forward hooks collect activations of all stages, for a loss of features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: dict[int, Any] = {}
+        self.last: Any = None
+        for at in (1, 3, 5, 7):
+            self.model[at].register_forward_hook(self.collecting(at))
+
+    def collecting(self, at: int) -> Any:
+        def hook(layer: Any, args: Any, out: Any) -> None:
+            self.features[at] = out
+            self.last = out.detach()
+
+        return hook
+
+    def loss(self, batch: Any) -> Any:
+        loss = super().loss(batch)
+        self.log("last", self.last.mean())
+        return loss + sum((feature**2).mean() for feature in self.features.values())
+
+
+# ---- aliases
+
+
+class Doubling(nn.Module):
+    """Returns one tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        h, other = x if isinstance(x, tuple) else (x, x)
+        h = self.linear(h + 0.1 * other.clone().tanh())
+        return h, h
+
+
+class Adding(nn.Module):
+    """Changes one of two tensors in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        h, other = x
+        h.add_(1.0)
+        return self.linear(h.tanh()) + other.tanh(), other
+
+
+class Joining(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(x[0] + x[1])
+
+
+class Aliased(Annealed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(Doubling(), Doubling(), Adding(), Adding(), Joining())
+
+
+class Viewing(Doubling):
+    """Returns a tensor and a view of it."""
+
+    def forward(self, x: Any) -> Any:
+        h, _ = super().forward(x)
+        return h, h[:, : WIDTH // 2]
+
+
+class AddingToView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        h, view = x
+        view.add_(1.0)
+        return self.linear(h.tanh()), h
+
+
+class AliasedView(Annealed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(Doubling(), Viewing(), AddingToView(), Doubling(), Joining())
+
+
+class Warming(nn.Module):
+    """Counts its calls, and scales by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        return self.linear(x).tanh() * min(1.0, self.calls / 6)
+
+
+class WarmingUp(Annealed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(Warming() for _ in range(5)), nn.Linear(WIDTH, 3))

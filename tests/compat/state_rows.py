@@ -10,3 +10,52 @@ from tests.compat.registry import row
 state = partial(row, "State")
 state("layers put into eval() before fit", module=s.FrozenNorms, watch=s.modes)
 state("a part of a layer, and one outside of the layers, put into eval() before fit", module=s.PartlyFrozen)
+
+THREE = {"max_epochs": 3}
+state("an attribute set in on_train_epoch_end, read before the layers", THREE, module=s.AnnealedByEpoch)
+state("an attribute set from what was logged, read before the layers", THREE, module=s.AnnealedByMetric)
+state("an attribute set in on_validation_batch_end, from what steps keep", THREE, module=s.AnnealedByBatch)
+state(
+    "attributes of the module set by callbacks",
+    lambda folder: {"callbacks": [s.SetsBeta()], "max_epochs": 3},
+    module=s.KeepsLoss,
+)
+state("layers frozen and thawed in hooks", {"max_epochs": 4}, module=s.Thawing)
+state("forward hooks registered in hooks", THREE, module=s.Hooked)
+state("settings that layers have, changed in hooks", THREE, module=s.LitConfig)
+state("settings that layers have, changed by the step after the layers", module=s.LitConfigBySteps)
+state("counters of steps and samples, read in the next step", THREE, module=s.Counting)
+state("running averages in attributes and buffers, read in the next step", THREE, module=s.Averaging)
+state("sums and lists kept by training_step", THREE, module=s.Summing)
+state(
+    "the largest and smallest value, kept by training_step",
+    THREE,
+    module=s.Largest,
+)
+state(
+    "what is no mean, sum or extreme over samples, kept by training_step",
+    THREE,
+    module=s.Spread,
+    warned="sets self.spread",
+    reason="it is another one for every micro-batch, and a warning says which",
+)
+state("auxiliary losses that layers leave in attributes, lists and buffers", module=s.Experts)
+state("auxiliary losses that layers append to a list of the module", module=s.SharedLosses)
+state("activations that forward hooks collect", module=s.Collected)
+state("one tensor twice between layers, changed in place", module=s.Aliased, strategy={"partition": [2]})
+state(
+    "a tensor and a view of it between layers, changed in place",
+    module=s.AliasedView,
+    strategy={"partition": [2]},
+    refused="in place that shares memory with another tensor",
+    reason="stages have copies; return `x.clone()`, or change nothing in place",
+)
+state("layers that count their calls", THREE, module=s.WarmingUp)
+state(
+    "attributes and buffers that steps set where batches overlap",
+    THREE,
+    module=s.Counting,
+    strategy={"schedule": "pipedream", "schedule_args": {}},
+    warned="Batches overlap with schedule 'pipedream'",
+    reason="other ranks have them after a flush; set them in hooks",
+)

@@ -16,22 +16,7 @@ WIDTH = 6
 BLOCKS = 6
 
 OFF: dict[str, str] = {
-    r"^value:.*:(step_begin|step_end|val_end):": "a step leaves it on some ranks only, or once for every micro-batch",
-    r"^value:.*:module:(on_train_epoch_end|on_validation_epoch_end|on_validation_batch_end):": "runs on one rank only",
-    r"^collected:": "has an entry for every micro-batch, and is on the last stage only",
-    r"^auxiliary:": "those of other stages are missing",
-    r"^others:before": "is not compared with the whole batch",
-    r"^torch hook:(collects|counts)": "runs on one rank only, or for every micro-batch",
-    r"^torch hook:(parameter|backward) clamps": "runs for every micro-batch",
-    r"^torch hook:container backward": "is forgotten",
-    r"^torch hook:.*:module.on_train_epoch_end": "is registered on one rank only",
-    r"^freezes:module.(on_train_epoch_end|on_validation_epoch_end)": "freezes on one rank only",
     r"^others:.*:one sample": "a branch may depend on one sample of a later batch only",
-    r"^optimizer_step:(clips|clips groups|norm by hand|two closures)": "sees one stage's gradients",
-    r"^odd optimizer:(norm inside|centred|sam|two closures)": "sees one stage's weights",
-    r"^weights:.*:(init|zeros|reset|random)": "ends with an IndexError",
-    r"^weights:module.on_(train|validation)_epoch_end:head": "changes the head on one rank only",
-    r"^batch norm:(before|after)": "running statistics are on one rank only",
 }
 """Causes that no module has, by regular expression, and why."""
 
@@ -354,7 +339,7 @@ def looks_at_others(rng: random.Random, base: Base, n: int) -> Piece:
     return Piece(
         f"others:{where}:{what}",
         frozen({where: [line.format("x" if where == "before" else "h")]}),
-        warned=r"mean over samples|other samples|samples of (the|a) batch|whole batch",
+        warned=r"mean over samples|other samples|samples of (the|a) batch|whole batch|several samples together",
         refused=r"other samples|whole batch",
     )
 
@@ -413,7 +398,10 @@ def torch_hook(rng: random.Random, base: Base, n: int) -> Piece:
         }
     if place == "init_end":
         code[place] = ["module = self", *lines]
-    refused = "has forward hooks, which no rank could run" if what == "container forward" else ""
+    refused = {
+        "container forward": "has forward hooks, which no rank could run",
+        "container backward": "registers a backward hook on self",
+    }.get(what, "")
     return Piece(f"torch hook:{what}:{place}", frozen(code), refused=refused)
 
 
@@ -538,7 +526,7 @@ def auxiliary(rng: random.Random, base: Base, n: int) -> Piece:
                 "block_out": [f"self.aux{n} = h.detach().pow(2).mean()"],
                 "loss": [f"loss = loss * (1 + sum(layer.aux{n} for layer in self.{path(base)}))"],
             }
-    return Piece(f"auxiliary:{how}", frozen(code), warned=r"keeps a tensor", refused=r".")
+    return Piece(f"auxiliary:{how}", frozen(code), warned=r"mean over samples")
 
 
 @piece(1)

@@ -45,6 +45,7 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
         "ranks",
         "module",
         "checkpoint",
+        "state",
         "step",
         "reports",
         "plan",

@@ -282,8 +282,7 @@ def test_what_a_hook_misses_on_other_stages_is_explained(here):
             self.last_loss.item()
 
     module = Storing()
-    unused: Any = None
-    wrappers = HookWrappers(module, unused, unused, 0, here, lambda: None, lambda: None)
+    wrappers = HookWrappers(module, lambda hook: hook, here, lambda: None, lambda: None)
     with pytest.raises(AttributeError, match="last_loss") as caught:
         module.on_train_batch_end(None, None, 0)
     explained = "on_train_batch_end runs on every stage" in "".join(getattr(caught.value, "__notes__", []))

@@ -41,6 +41,18 @@ def clone_leaf(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf else leaf
 
 
+def _each_once(change: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with its leaves changed; one that is there twice is one object afterwards, too."""
+    made: dict[int, Any] = {}
+
+    def changed(leaf: Any) -> Any:
+        if id(leaf) not in made:
+            made[id(leaf)] = change(leaf)
+        return made[id(leaf)]
+
+    return pytree.tree_map(changed, tree)
+
+
 class Stage:
     """The layers of one stage, and the code around them.
 
@@ -190,7 +202,7 @@ class Stage:
         """Run `x` through the layers; each layer draws from its own random stream."""
         first_of_two = self.recompute and item.training and not self.recomputing
         if first_of_two and self._changes_input is not False:  # the second run needs `x` as it is
-            copy = pytree.tree_map_only(torch.Tensor, torch.clone, x)
+            copy = _each_once(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, x)
             out = self._run_all(item, span, copy)
             tensors = [t for t in pytree.tree_leaves(copy) if isinstance(t, torch.Tensor)]
             self._changes_input = self._changes_input or any(t._version for t in tensors)
@@ -215,7 +227,7 @@ class Stage:
                         raise
                 self._changes_input = True
                 seed_all(seed, self.device)
-            x = self._run_layer(item, span, number, layer, pytree.tree_map(clone_leaf, x))
+            x = self._run_layer(item, span, number, layer, _each_once(clone_leaf, x))
         return x
 
     def _run_layer(self, item: Item, span: Span, number: int, layer: nn.Module, x: Any) -> Any:

@@ -176,6 +176,7 @@ class PipelineRun:
         self.cut = cut = part.cut
         self.plans = plans
         self.steps = steps
+        self.state = steps.state
         self.global_ranks = global_ranks = tuple(part.holdings.global_ranks)
         self.windows: deque[Window] = deque(maxlen=KEPT_WINDOWS)
         self.took: list[int] = []
@@ -386,6 +387,8 @@ class PipelineRun:
         item = Item(self._evaluation_number(), rows, training=False, use=self._training.use(batch))
         item.data = EvaluationBatch(context)
         message = None
+        self.state.begin()
+        self.steps.left.begin_batch()
         with self.hidden.batch(training=False):
             end = self._capture(step, item, context, batch, arguments)
             with_layers, whole = self._evaluated_steps[_key_of_evaluation(step, item, arguments)]
@@ -399,8 +402,12 @@ class PipelineRun:
                     else:
                         out = self.steps.run_without_layers(step, item, batch, arguments)
                 logs = self.trainer.state.fn != TrainerFn.PREDICTING
-                message = (out, self.replay.pack(merge([calls], [rows])) if logs else [], mark)
-        out, logged, last_mark = self.control.broadcast(message, self.last_rank)
+                if end is not None or not with_layers:
+                    self.state.note(Span(0, rows))
+                message = (out, self.state.merge(), self.replay.pack(merge([calls], [rows])) if logs else [], mark)
+        self.steps.left.end_batch()
+        out, changes, logged, last_mark = self.control.broadcast(message, self.last_rank)
+        self.state.settle(None if self.last else changes)
         self.check_mark(mark, last_mark, f"{step.__name__}, batch {batch_idx}")
         with context():
             self.replay.replay(logged)

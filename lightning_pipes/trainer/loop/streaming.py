@@ -119,6 +119,7 @@ class Streaming(Training):
         )
         self._orders_uses = isinstance(schedule, Policy)  # results are those of one batch after another
         several = len(run.global_ranks) > 1
+        run.state.expect_overlap(schedule.name, alone=not several)
         self._mirroring = Mirroring(run) if several and Cuts.wanted(run.cut.module, schedule) else None
         if self._mirroring is not None:
             run.moving.check_layers_stay("batches have cuts of their own")
@@ -151,6 +152,7 @@ class Streaming(Training):
                 run.turn_to(*plans.for_rows(rows))
             self._between.forget_layers()
             self._steps = None
+            run.state.take()
         if self._optimizers is not optimizers:
             self._optimizers, self._steps = optimizers, None
             if self._mirroring is not None:
@@ -244,6 +246,7 @@ class Streaming(Training):
                 if self._orders_uses:
                     self._between.check_gradients(self._last_number, self._with_gradients(), thorough=True)
             self._tell()
+        run.state.synchronise(run.control, run.last_rank, run.last)
         if self._memory is not None:
             self._memory.flush()
         window = self._window.ended(engine, self._ordering)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import lightning.pytorch as pl
 
@@ -36,7 +37,9 @@ def wrap_hooks(
         lambda: run.part.parameters, run.cut.scope, run.part.holdings, None if run.streams else pipeline
     )
     view = HookView(module, callbacks, run.cut.scope)  # next to the hooks: all else goes around it
-    hooks = HookWrappers(module, pipeline, run.replay, run.last_rank, run.last, agree, start_epoch)
+    synchronise = partial(run.state.synchronise, pipeline, run.last_rank, run.last)
+    followed = partial(run.state.follow_hook, synchronise=synchronise)
+    hooks = HookWrappers(module, followed, run.last, agree, start_epoch)
     steps = StepView(run.part.optimizers, run.cut.scope)
     undo = [view.remove, clipping.remove]
     if not run.streams or isinstance(run.plans.schedule, Schedule):  # else batches step some of the layers each

@@ -8,7 +8,6 @@ weights, a table that each of them computes alike. So what happens in the first 
 from __future__ import annotations
 
 import sys
-import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -34,7 +33,7 @@ _WAY_OUT = (
 )
 CONTAINERS = (list, tuple, dict, set, deque)
 _SKIPPED = {*sys.stdlib_module_names, "torch", "numpy", "lightning", "torchmetrics"}
-_OWN = set(vars(pl.LightningModule()))
+OWN = set(vars(pl.LightningModule()))
 """Names that nn.Module and LightningModule keep for themselves."""
 
 
@@ -113,6 +112,11 @@ class HiddenState:
         self._watching = False
 
     @property
+    def objects_of_layers(self) -> frozenset[int]:
+        """Ids of the objects that layers have."""
+        return frozenset(self._having)
+
+    @property
     def _stages(self) -> Sequence[int]:
         return self._holdings.stage_of_layer
 
@@ -148,9 +152,7 @@ class HiddenState:
     @contextmanager
     def _watched(self, number: int, layer: nn.Module) -> Iterator[None]:
         found = [shared for shared in self._shared if number in shared.layers]
-        own = list(layer.named_modules())
-        things = [*(shared.thing for shared in found), *(part for _, part in own)]
-        before = [{id(t) for t in _tensors(thing).values()} for thing in things]
+        before = [{id(t) for t in _tensors(shared.thing).values()} for shared in found]
         try:
             yield
         except (LookupError, AttributeError, TypeError) as error:  # as when something is not there
@@ -161,22 +163,12 @@ class HiddenState:
                         f"that {self._others(shared, number)} left in {shared.name}: {_WAY_OUT}"
                     ) from error
             raise
-        for shared, known in zip(found, before, strict=False):
+        for shared, known in zip(found, before, strict=True):
             for place, tensor in _tensors(shared.thing).items():
                 if id(tensor) not in known:
                     shared.by_layers.add(place)
-                    if tensor.requires_grad and self._others(shared, number):
+                    if tensor.requires_grad and self._others(shared, number) and not shared.outside:
                         raise self._error(shared, place, tuple(tensor.shape), self._named(number), number)
-        if self._stages[number] != self._stages[-1]:
-            for (name, part), known in zip(own, before[len(found) :], strict=True):
-                for place, tensor in _tensors(part).items():
-                    if tensor.requires_grad and id(tensor) not in known:
-                        warnings.warn(
-                            f"{self._named(number)} keeps a tensor of shape {tuple(tensor.shape)} with its graph in "
-                            f"{f'.{name}' if name else ''}{place}; code after the layers runs on another process and "
-                            "does not find it there. If it is part of the loss, let the layers pass it along",
-                            stacklevel=2,
-                        )
 
     def _compare(self, training: bool) -> None:
         changes = self._control.start_all_gather([_changes(s) for s in self._shared])
@@ -192,6 +184,8 @@ class HiddenState:
             for place in sorted({place for changes in by_rank.values() for place in changes[at]}):
                 changes = {rank: changes[at][place] for rank, changes in by_rank.items() if place in changes[at]}
                 shape = next(iter(changes.values())).shape
+                if shared.outside and any(change.by_layer for change in changes.values()):
+                    continue  # it travels to code after the layers, see state/left_values.py
                 if not all(change.by_layer for change in changes.values()):
                     raise self._error(shared, place, shape, "the code around the layers")
                 if len({changes[rank].checksum if rank in changes else "" for rank in ranks}) > 1:
@@ -237,7 +231,7 @@ def reachable(root: nn.Module | None, name: str, skip: nn.Module | None = None) 
     queue: deque[tuple[str, Any, int]] = deque([(name, root, 0)])
     while queue and len(found) < _MOST:
         where, thing, depth = queue.popleft()
-        if id(thing) in seen or depth > _DEPTH or not _can_change(thing):
+        if id(thing) in seen or depth > _DEPTH or not can_change(thing):
             continue
         seen.add(id(thing))
         if not isinstance(thing, tuple):
@@ -246,7 +240,7 @@ def reachable(root: nn.Module | None, name: str, skip: nn.Module | None = None) 
     return found
 
 
-def _can_change(thing: Any) -> bool:
+def can_change(thing: Any) -> bool:
     if isinstance(thing, (nn.Module, *CONTAINERS, SimpleNamespace)):
         return True
     package = type(thing).__module__.partition(".")[0]
@@ -257,7 +251,7 @@ def entries(thing: Any) -> list[tuple[str, Any]]:
     """The entries that an object holds directly, with how to get there."""
     if isinstance(thing, nn.Module):
         parts = [*thing._modules.items(), *thing._buffers.items()]
-        own = [(name, value) for name, value in vars(thing).items() if name not in _OWN]
+        own = [(name, value) for name, value in vars(thing).items() if name not in OWN]
         return [(f".{name}", value) for name, value in (*parts, *own)]
     if isinstance(thing, Mapping):
         return [(f"[{key!r}]", value) for key, value in list(thing.items())]

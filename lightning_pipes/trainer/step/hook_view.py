@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.private_torch import step_hooks
 from lightning_pipes.trainer.module.elsewhere import HookScope
-from lightning_pipes.trainer.step.hooks import LAST_STAGE_HOOKS
 
 _OURS = ("lightning", "pytorch_lightning", "lightning_pipes")
 """Packages whose callbacks know what a strategy is."""
@@ -41,9 +40,7 @@ class HookView:
         self._undo: list[Callable[[], None]] = []
         for name in _hooks(pl.LightningModule):
             if is_overridden(name, module):
-                everywhere = name not in (*LAST_STAGE_HOOKS, "on_save_checkpoint")
-                marked = getattr(getattr(module, name), "on_every_stage", False)
-                self._wrap(module, name, everywhere or marked)
+                self._wrap(module, name, name != "on_save_checkpoint")
         for callback in callbacks:
             if _is_ours(callback):
                 for name in _IN_CLOSURE:

@@ -9,10 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.step.logs import LogReplay, recorded
-
-LAST_STAGE_HOOKS = (
+READING_HOOKS = (
     "on_train_epoch_end",
     "on_validation_epoch_end",
     "on_test_epoch_end",
@@ -21,7 +18,7 @@ LAST_STAGE_HOOKS = (
     "on_test_batch_end",
     "on_predict_batch_end",
 )
-"""Hooks that usually read what the steps have stored on `self`, and only the last stage runs whole steps."""
+"""Hooks that usually read what the steps have stored on `self`, and set what the next steps read."""
 
 AGREEING_HOOKS = ("on_train_batch_end", "on_train_epoch_end")
 """Lightning calls them after those of all callbacks."""
@@ -30,7 +27,7 @@ Hook = Callable[..., Any]
 
 
 def on_every_stage(hook: Hook) -> Hook:
-    """Marks a hook of a LightningModule that changes weights and must run on all ranks, not on the last stage only."""
+    """Mark a hook of a LightningModule that must run on all ranks. All do but on_save_checkpoint, marked or not."""
     hook.__dict__["on_every_stage"] = True
     return hook
 
@@ -39,7 +36,8 @@ class HookWrappers:
     """Wraps hooks on the instance; `remove` undoes it.
 
     Args:
-        last_rank: the global rank of the last stage, where the hooks above run.
+        followed: gives a hook after which all ranks have the state of the module that the last stage has.
+        here: whether the last stage is on this rank.
         agree: called after the last of the hooks at which ranks agree on stopping.
         epoch_start: called after on_train_epoch_start.
     """
@@ -47,22 +45,17 @@ class HookWrappers:
     def __init__(
         self,
         module: pl.LightningModule,
-        control: Control,
-        replay: LogReplay,
-        last_rank: int,
+        followed: Callable[[Hook], Hook],
         here: bool,
         agree: Callable[[], None],
         epoch_start: Callable[[], None],
     ) -> None:
         self._module = module
-        self._control = control
-        self._replay = replay
-        self._last_rank = last_rank
         self._here = here
         self._wrapped: list[str] = []
-        for name in LAST_STAGE_HOOKS:
-            if is_overridden(name, module) and not getattr(getattr(module, name), "on_every_stage", False):
-                self._wrap(name, self._on_last_stage)
+        for name in READING_HOOKS:
+            if is_overridden(name, module):
+                self._wrap(name, lambda hook: followed(self._explained(hook)))
         if is_overridden("on_save_checkpoint", module):
             self._wrap("on_save_checkpoint", self._on_rank_zero)
         for name in AGREEING_HOOKS:
@@ -80,17 +73,6 @@ class HookWrappers:
         self._module.__dict__[name] = functools.wraps(hook)(around(hook))
         self._wrapped.append(name)
 
-    def _on_last_stage(self, hook: Hook) -> Hook:
-        def run(*args: Any, **kwargs: Any) -> None:
-            if self._here:
-                with recorded(self._module, make=True) as calls:
-                    hook(*args, **kwargs)
-                self._control.broadcast(self._replay.pack(calls), self._last_rank)
-            else:
-                self._replay.replay(self._control.broadcast(None, self._last_rank))
-
-        return run
-
     def _explained(self, hook: Hook) -> Hook:
         """The hook; what it misses on this rank because steps end elsewhere is explained in the error."""
 
@@ -99,7 +81,7 @@ class HookWrappers:
             try:
                 return hook(*args, **kwargs)
             except AttributeError as error:
-                if not self._here:
+                if not self._here and not hasattr(error, "__notes__"):
                     error.add_note(
                         f"{hook.__name__} runs on every stage, but only the last one runs training_step to its end; "
                         "read what it returns from `outputs`, or make the attribute in __init__"

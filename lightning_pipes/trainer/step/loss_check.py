@@ -154,7 +154,9 @@ class LossCheck:
 
         x = pytree.tree_map_only(torch.Tensor, distorted, x)
         assert item.data.weights is not None
-        return self._losses(stage, item, kept, x, {s: take(x, s, kept.rows) for s in item.data.weights.spans}, {})
+        entering = {s: take(x, s, kept.rows) for s in item.data.weights.spans}
+        left = dict.fromkeys(entering, kept.left[span])
+        return self._losses(stage, item, replace(kept, left=left), x, entering, {})
 
     def compare(self, stage: Stage, item: Item) -> None:
         """Warns if the loss of the whole batch is another one; `stage` is the last one, with the weights by which the
@@ -257,10 +259,11 @@ class LossCheck:
                 else:
                     batch = take(kept.batch, span, kept.rows, samples=item.data.samples)
                     given, rows = entering[span], span.rows
+                left = self._steps.left.merged(kept.left) if span is None else kept.left.get(span, {})
                 of_part = replace(item, rows=rows, training=False)
                 with recorded(self._module) as logged[span]:
                     value, extras, drew_too = self._loss(
-                        stage, of_part, copied(batch), kept.given(given), item.data.arguments, kept.inside
+                        stage, of_part, copied(batch), kept.given(given), item.data.arguments, kept.inside, left
                     )
                 logged[span] += returned_calls(extras)
                 drew = drew or drew_too
@@ -274,6 +277,8 @@ class LossCheck:
 
             if not kept.inside:
                 whole = loss(None)
+                if parts and not drew:
+                    self._steps.state.note_whole()
                 found = {span: loss_of_part(span) for span in sorted(entering)}
                 if not drew:
                     return _Losses(whole.item(), found, whole.dtype, self._types(whole, x), logged)
@@ -289,7 +294,14 @@ class LossCheck:
             return _Losses(whole.item(), found, whole.dtype, self._types(whole, x), logged)
 
     def _loss(
-        self, stage: Stage, item: Item, batch: Any, x: Any, arguments: tuple[Any, ...], inside: bool
+        self,
+        stage: Stage,
+        item: Item,
+        batch: Any,
+        x: Any,
+        arguments: tuple[Any, ...],
+        inside: bool,
+        left: Mapping[Any, Any],
     ) -> tuple[torch.Tensor, dict[str, Any], bool]:
         """The loss of those samples, what the step returned beside it, and whether random numbers were drawn for it
         outside of the layers."""
@@ -297,6 +309,8 @@ class LossCheck:
         step = self._module.training_step
 
         def layers() -> Any:
+            if left:
+                self._steps.left.put(left)
             return stage.run_layers(item, Span(0, item.rows), x) if inside else x
 
         own = generators(self._module)
@@ -304,6 +318,7 @@ class LossCheck:
         with torch.no_grad(), self._steps.context():
             draws = RngUse(self._device)
             out = self._steps.around(step, item, batch, arguments, layers, draws)
+            self._steps.left.take_back()
             value, extras = loss_of(out)
             return value.detach(), extras, draws.was_used or _states(own) != before
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.plugins import Precision
 from lightning_utilities.core.apply_func import apply_to_collection
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.footprint import tensors_in
@@ -30,6 +31,8 @@ from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.module.batches import Path, copied, cutter, join, take, tensors_of
 from lightning_pipes.trainer.module.capture import Interceptor, NoCallError, named_step
+from lightning_pipes.trainer.state.left_values import LeftValues, check_unchanged, pack, together, unpack
+from lightning_pipes.trainer.state.module_state import ModuleState
 from lightning_pipes.trainer.step.logs import LogCall, LogKey, merge, merge_returned, numbered, recorded, returned_calls
 from lightning_pipes.trainer.step.loss_weights import BatchWeights, columns
 
@@ -45,12 +48,14 @@ class Kept:
     Attributes:
         inside: whether `parts` are what the last stage's layers got, for what they return has no samples: a loss.
         axis: the axis of what they return that counts samples; in `parts` it is the first one.
+        left: the values that layers have left for the code after them.
         left_out: why nothing is kept.
     """
 
     batch: Any
     rows: int
     parts: dict[Span, Any] = field(default_factory=dict)
+    left: dict[Span, dict[Any, Any]] = field(default_factory=dict)
     inside: bool = False
     axis: int = 0
     left_out: str = ""
@@ -191,12 +196,14 @@ class EvaluationBatch:
     Attributes:
         whole: ids of the tensors of `x` that belong to every sample, however many entries they have.
         elsewhere: whether a tensor of `x` has its samples on another axis than 0, so that `x` can't be cut.
+        left: on the last stage what layers have left for the code after them, by micro-batch.
     """
 
     context: Context
     x: Any = None
     whole: frozenset[int] = frozenset()
     elsewhere: bool = False
+    left: dict[Span, dict[Any, Any]] = field(default_factory=dict)
 
 
 class _Shapes(NamedTuple):
@@ -215,6 +222,9 @@ class Steps:
     Args:
         plan: says which stages `rank` of the pipeline holds, and whether they recompute.
         seed: what the random numbers of the steps start from.
+        state: that of the module around its layers.
+        layers: all of them, by number.
+        local: numbers of those on this rank.
     """
 
     def __init__(
@@ -226,8 +236,13 @@ class Steps:
         rank: int,
         seed: int,
         device: torch.device,
+        state: ModuleState,
+        layers: Mapping[int, nn.Module],
+        local: Callable[[], Collection[int]],
     ) -> None:
         self._module = module
+        self.state = state
+        self.left = LeftValues(module, layers, local, state)
         self._precision = precision
         self._interceptor = interceptor
         self._stages = plan.n_stages
@@ -246,6 +261,27 @@ class Steps:
     def body(self, number: int) -> Body:
         """The function that stage `number` runs for each micro-batch."""
         return self._last if number == self._stages - 1 else self._first if number == 0 else self._middle
+
+    def _run_layers(self, stage: Stage, item: Item, span: Span, entering: Any) -> tuple[Any, dict[Any, Any]]:
+        """Return the result of the layers of a stage, and the values that they and earlier ones have left."""
+        x, earlier, sharing = unpack(entering)
+        if earlier:
+            self.left.put(earlier)
+        versions = [tensor._version for tensor in sharing]
+        watch = self.left.begin(stage.layers, stage.recomputing)
+        out = stage.run_layers(item, span, x)
+        left = self.left.end(watch, span)
+        if sharing:
+            check_unchanged(stage.number, sharing, versions)
+        return out, together(earlier, left) if earlier else left
+
+    def _sent(self, stage: Stage, item: Item, span: Span, entering: Any) -> Any:
+        """The message of a stage sends on that is not the last."""
+        out, left = self._run_layers(stage, item, span, entering)
+        sent = pack(out, left)
+        self.left.forget_lists(left)
+        self.left.take_back()
+        return sent
 
     def expect(self, stage: Stage, item: Item, spans: Collection[Span]) -> None:
         """Gets ready what the last stage needs for each micro-batch: between layers, whose data fills the caches, each
@@ -284,6 +320,7 @@ class Steps:
         data.elsewhere = any(found.elsewhere for found in self._shapes[key])
 
     def _captured(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
+        self.state.restore()
         with forked_rng(self._device), recorded(self._module) as calls:  # the last stage logs
             self._seed_user_code(item, BEFORE_LAYERS)
             try:
@@ -294,6 +331,7 @@ class Steps:
 
     def run_without_layers(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
         """Return the result of a `step` that does not call the pipelined module."""
+        self.state.restore()
         with forked_rng(self._device):
             self._seed_user_code(item, BEFORE_LAYERS)
             return self._interceptor.run_without(step, batch, *arguments)
@@ -302,6 +340,7 @@ class Steps:
         self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...], draws: RngUse
     ) -> Any:
         """The same; `draws` sees whether random numbers are drawn for it."""
+        self.state.restore()
         with forked_rng(self._device), recorded(self._module):
             self._seed_user_code(item, BEFORE_LAYERS)
             draws.start()
@@ -321,7 +360,14 @@ class Steps:
         spans = [span for span, _ in outputs]
         y = join([output for _, output in outputs], spans, "the output of the pipelined module")
 
-        return self.around(step, item, batch, arguments, lambda: y)
+        def layers() -> Any:
+            self.left.put(self.left.merged(item.data.left))
+            return y
+
+        out = self.around(step, item, batch, arguments, layers)
+        self.left.take_back()
+        self.state.note(Span(0, item.rows))
+        return out
 
     def around(
         self,
@@ -347,6 +393,7 @@ class Steps:
             seed(AFTER_LAYERS)
             return y
 
+        self.state.restore()
         with forked_rng(self._device):
             seed(BEFORE_LAYERS)
             out = self._interceptor.supply(step, answer, batch, *arguments, apart=True)
@@ -358,8 +405,9 @@ class Steps:
         data = item.data
         if isinstance(data, EvaluationBatch):
             with data.context():
-                return stage.run_layers(item, span, _samples(data, span, item.rows))
+                return self._sent(stage, item, span, _samples(data, span, item.rows))
         last_run = stage.recomputing if stage.recompute else not self._both_ends
+        self.state.restore()
         with self.context():
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part = data.part(span)
@@ -373,22 +421,27 @@ class Steps:
                     raise
             if data.entered is not None:
                 data.keep_entering(stage.number, span, x)
-            return stage.run_layers(item, span, x)
+            return self._sent(stage, item, span, x)
 
     def _middle(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
         data = item.data
         context = data.context if isinstance(data, EvaluationBatch) else self.context
         if isinstance(data, TrainingBatch) and data.entered is not None:
-            data.keep_entering(stage.number, span, received)
+            data.keep_entering(stage.number, span, unpack(received)[0])
+        self.state.restore()
         with context():
-            return stage.run_layers(item, span, received)
+            return self._sent(stage, item, span, received)
 
     def _last(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
         data = item.data
         if isinstance(data, EvaluationBatch):
             x = _samples(data, span, item.rows) if stage.number == 0 else received
+            self.state.restore()
             with data.context():
-                return stage.run_layers(item, span, x)
+                out, data.left[span] = self._run_layers(stage, item, span, x)
+                self.left.forget_lists(data.left[span])
+                self.left.take_back()
+                return out
 
         if data.weights is not None:
             data.weights.join_replicas()
@@ -401,21 +454,23 @@ class Steps:
             nonlocal y, failed_inside
             entering = x if stage.number == 0 else received
             if data.entered is not None:
-                data.keep_entering(stage.number, span, entering)
+                data.keep_entering(stage.number, span, unpack(entering)[0])
             failed_inside = True
-            y = stage.run_layers(item, span, entering)
+            y, left = self._run_layers(stage, item, span, entering)
             failed_inside = False
             if data.kept is not None:
-                data.kept.keep(span, entering, y)
+                data.kept.keep(span, unpack(entering)[0], y)
+                data.kept.left[span] = left
             stage.seed_user_code(item, span, AFTER_LAYERS)
             return y
 
+        self.state.restore()
         with self.context():
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part = data.part(span)
             if self._recomputes_first:
                 part = copied(part)
-            with recorded(self._module) as logged:
+            with recorded(self._module) as logged, self.state.watched(cut=span.rows < item.rows):
                 step, apart = named_step(self._module, "training_step"), stage.number > 0
                 try:
                     out = self._interceptor.supply(step, answer, part, *data.arguments, apart=apart)
@@ -423,6 +478,8 @@ class Steps:
                     if not failed_inside:
                         self._refuse_if_cut(error, item, span, partial(self._run_again, step, item, span, y))
                     raise
+        self.left.take_back()
+        self.state.note(span)
         loss, extras = loss_of(out)
         data.results[span] = StepResult(loss.detach(), extras, logged)
         factor = span.rows / item.rows

@@ -323,7 +323,7 @@ def test_only_hooks_of_the_users_own_are_told_and_they_come_back():
     function.on_fit_start(None, None)  # type: ignore[arg-type]
     hooks = [
         ("Hooked.on_train_start", True),
-        ("Hooked.on_train_epoch_end", False),
+        ("Hooked.on_train_epoch_end", True),
         ("Hooked.on_validation_epoch_end", True),
     ]
     assert seen == [*hooks, "Own.on_train_start", "LambdaCallback.on_fit_start"]

@@ -245,11 +245,18 @@ def test_nothing_is_said_where_nothing_is_cut_or_nobody_asks():
 
 
 def test_looking_leaves_no_trace():
-    """Batch normalisation, counters, lists, buffers, and metrics are those of a run that does not look."""
-    looks, does_not = (fitted(LitTraces, {"microbatches": 2, "check_loss": check}, 1)[1:] for check in (True, False))
-    assert looks == does_not
-    steps, rows, count, _ = looks[0][0]
-    assert (steps, rows, count) == (2, [0, 4, 4], 2.0)
+    """Counters, lists, buffers, running means and metrics are those of one process; only what is added up over samples
+    is not known to be so by a run that does not look."""
+    strategies = ({"microbatches": 2}, {"microbatches": 2, "check_loss": False}, None)
+    looks, does_not, plain = (fitted(LitTraces, strategy, 1)[1:] for strategy in strategies)
+    for (*others, norm), (*of_one, norm_of_one) in zip(looks[0], plain[0], strict=True):
+        assert others == of_one
+        assert norm["running_mean"] == pytest.approx(norm_of_one["running_mean"], rel=1e-6)
+        assert norm["num_batches_tracked"] == norm_of_one["num_batches_tracked"]
+    assert looks[1] == does_not[1]
+    assert [norm for *_, norm in looks[0]] == [norm for *_, norm in does_not[0]]
+    steps, rows, count, _ = does_not[0][0]
+    assert (steps, rows, count) == (1, [0, 4], 1.0)
 
 
 def test_training_is_that_of_a_run_that_does_not_look():

@@ -29,6 +29,7 @@ from lightning_pipes.trainer.loop import flushing, run
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.module import proxy
 from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
+from lightning_pipes.trainer.state.module_state import ModuleState
 from lightning_pipes.trainer.step import steps
 from lightning_pipes.trainer.step.between_steps import BetweenSteps
 from lightning_pipes.trainer.step.clipping import GradientAgreement
@@ -165,7 +166,12 @@ def fault(name: str, finds: str, *, base: type[pl.LightningModule] = Net, **sett
 # ---- hooks that one rank runs
 
 
-@fault("attribute set in on_train_epoch_end, read before the layers", "goes into layer 0")
+def keeps_state(rank: int) -> Any:
+    """State of the module stays on the rank where it was set."""
+    return patched(ModuleState, "changes", lambda self: [])
+
+
+@fault("attribute set in on_train_epoch_end, read before the layers", "goes into layer 0", broken=keeps_state)
 class _A1:
     def on_train_epoch_end(self: Any) -> None:
         if self.last:
@@ -180,21 +186,21 @@ class _A2:
                 layer.gain = 2.0
 
 
-@fault("attribute set in on_validation_epoch_end", "goes into layer 0")
+@fault("attribute set in on_validation_epoch_end", "goes into layer 0", broken=keeps_state)
 class _A3:
     def on_validation_epoch_end(self: Any) -> None:
         if self.last:
             self.scale = 1.5
 
 
-@fault("attribute set in on_validation_batch_end", "goes into layer 0")
+@fault("attribute set in on_validation_batch_end", "goes into layer 0", broken=keeps_state)
 class _A4:
     def on_validation_batch_end(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.last:
             self.scale += 0.5
 
 
-@fault("attribute from what was logged", "goes into layer 0")
+@fault("attribute from what was logged", "goes into layer 0", broken=keeps_state)
 class _A5:
     def on_train_epoch_end(self: Any) -> None:
         if self.last:

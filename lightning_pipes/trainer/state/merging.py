@@ -1,0 +1,175 @@
+"""Put together what micro-batches have made of one value, as the whole batch would have made it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+
+Path = tuple[tuple[str, Any], ...]
+_MISSING = object()
+_RELATIVE = 1e-4
+
+
+class Merging:
+    """Merges values of micro-batches: equal ones stay, numbers become their mean over samples, lists grow by one
+    merged entry, tensors and lists with an entry for each sample are joined.
+
+    Where the value of a whole batch is known it decides between mean, sum, largest and smallest, and a warning says
+    what is none of these.
+
+    Args:
+        owner: the name of the module's class, for messages.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._how: dict[Path, str] = {}
+        self._warned: set[Path] = set()
+
+    def merge(self, path: Path, before: Any, values: Sequence[Any], rows: Sequence[int], whole: Any) -> Any:
+        """The merged value.
+
+        Args:
+            before: the value with which each micro-batch began.
+            rows: the samples of each micro-batch.
+            whole: the value that the whole batch makes; None where that is not known.
+        """
+        first = values[0]
+        if first is before and all(map(is_, values, [first] * len(values))):
+            return first
+        kinds = {type(value) for value in values}
+        if len(kinds) == 1 and isinstance(first, (dict, set, list, tuple)):
+            if isinstance(first, set):
+                return set().union(*values)
+            if isinstance(first, dict):
+                return self._dicts(path, before, values, rows, whole)
+            return self._lists(path, before, values, rows, whole)
+        return self._leaves(path, before, values, rows, whole)
+
+    def _dicts(self, path: Path, before: Any, values: Sequence[Any], rows: Sequence[int], whole: Any) -> Any:
+        merged: dict[Any, Any] = {}
+        for key in dict.fromkeys(key for value in values for key in value):
+            there = [(value[key], n) for value, n in zip(values, rows, strict=True) if key in value]
+            if len(there) < len(values) and isinstance(before, dict) and key in before:
+                continue  # some micro-batches have removed it
+            expected = whole.get(key) if isinstance(whole, dict) else None
+            earlier = before.get(key) if isinstance(before, dict) else None
+            found, counts = [value for value, _ in there], [n for _, n in there]
+            merged[key] = self.merge((*path, (".", key)), earlier, found, counts, expected)
+        return merged
+
+    def _lists(self, path: Path, before: Any, values: Sequence[Any], rows: Sequence[int], whole: Any) -> Any:
+        kept = list(before) if isinstance(before, (list, tuple)) else []
+        if not all(len(value) >= len(kept) and all(map(is_, value, kept)) for value in values):
+            kept = []
+        start = len(kept)
+        tails = [value[start:] for value in values]
+        expected = whole[start:] if isinstance(whole, (list, tuple)) else None
+        lengths = [len(tail) for tail in tails]
+        per_sample = lengths == list(rows) and any(n > 1 for n in rows)
+        if expected is not None:
+            per_sample = len(expected) == sum(lengths) and len(expected) != lengths[0]
+        if per_sample or len(set(lengths)) > 1:
+            merged = [entry for tail in tails for entry in tail]
+        else:
+            columns = list(zip(*tails, strict=True))
+            known = expected if expected is not None and len(expected) == len(columns) else [None] * len(columns)
+            below = (*path, ("[", "*"))
+            merged = [self.merge(below, None, list(c), rows, w) for c, w in zip(columns, known, strict=True)]
+        made = [*kept, *merged]
+        return made if isinstance(values[0], list) else _as_tuple(values[0], made)
+
+    def _leaves(self, path: Path, before: Any, values: Sequence[Any], rows: Sequence[int], whole: Any) -> Any:
+        chosen = self._how.get(path)
+        candidates: dict[str, Any] = {}
+        for name, value in _candidates(before, values, rows):
+            candidates[name] = value
+            if whole is None and chosen in (None, name):
+                break
+        name = chosen if chosen in candidates else next(iter(candidates))
+        if whole is not None and not _close(candidates[name], whole):
+            fitting = next((other for other, value in candidates.items() if _close(value, whole)), None)
+            if fitting is not None:
+                name = self._how[path] = fitting
+            elif path not in self._warned and not _equal(whole, before):  # evaluated, it may change nothing
+                self._warned.add(path)
+                where = "self" + "".join(f".{k}" if kind == "." else f"[{k}]" for kind, k in path)
+                rank_zero_warn(
+                    f"{self._owner}.training_step sets {where}, to {_short(whole)} by the first batch as a whole, and "
+                    f"to {_short(candidates[name])} by its {len(values)} micro-batches, each of which begins with "
+                    f"what it was before: it is no mean, sum or extreme over samples, and no list of them. What reads "
+                    "it differs from one process: set PipelineStrategy(microbatches=1), or keep means or sums"
+                )
+        if name != "same":
+            self._how.setdefault(path, name)
+        return candidates[name]
+
+
+def _candidates(before: Any, values: Sequence[Any], rows: Sequence[int]) -> Iterator[tuple[str, Any]]:
+    """Yield ways to make one value of several, by name, the likeliest first."""
+    first, total = values[0], sum(rows)
+    if all(_equal(value, first) for value in values[1:]):
+        yield "same", first
+    tensors = all(isinstance(value, torch.Tensor) for value in values)
+    values = [value.detach() for value in values] if tensors else values
+    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+    # A tensor that keeps its shape is likelier no list of samples.
+    kept = tensors and isinstance(before, torch.Tensor) and all(value.shape == before.shape for value in values)
+    by_sample = tensors and all(v.ndim and v.size(0) == n for v, n in zip(values, rows, strict=True))
+    if by_sample and not kept:
+        yield "cat", torch.cat(list(values))
+    if tensors and isinstance(before, torch.Tensor) and before.ndim:
+        earlier = before.size(0)
+        if all(v.ndim and v.size(0) == earlier + n for v, n in zip(values, rows, strict=True)):
+            yield "tail", torch.cat([values[0], *(v[earlier:] for v in values[1:])])
+    alike = tensors and len({(v.shape, v.dtype) for v in values}) == 1 and values[0].dtype is not torch.bool
+    if numbers or alike:
+        if not (isinstance(first, int) or (alike and not values[0].is_floating_point())):
+            yield "mean", sum(value * (n / total) for value, n in zip(values, rows, strict=True))
+        comparable = isinstance(before, (int, float)) and not isinstance(before, bool)
+        comparable |= isinstance(before, torch.Tensor) and (numbers or before.shape == values[0].shape)
+        start = before if comparable else 0
+        yield "sum", sum(value - start for value in values) + start
+        yield "largest", max(values) if numbers else torch.stack(list(values)).amax(0)
+        yield "smallest", min(values) if numbers else torch.stack(list(values)).amin(0)
+    if by_sample and kept:
+        yield "cat", torch.cat(list(values))
+    yield "last", values[-1]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+    try:
+        return bool(a == b)
+    except Exception:
+        return False
+
+
+def _close(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or a.shape != b.shape:
+            return False
+        a, b = a.detach().double().cpu(), b.detach().double().cpu()
+        return bool(torch.allclose(a, b, rtol=_RELATIVE, atol=_RELATIVE * float(b.abs().max()) if b.numel() else 0.0))
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
+        return abs(a - b) <= _RELATIVE * max(abs(a), abs(b))
+    return _equal(a, b)
+
+
+def _as_tuple(like: Any, entries: list[Any]) -> Any:
+    return type(like)(*entries) if hasattr(like, "_fields") else type(like)(entries)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.Tensor) and value.numel() > 1:
+        return f"a tensor of shape {tuple(value.shape)} and norm {value.detach().double().norm().item():.6g}"
+    return f"{value.item():.6g}" if isinstance(value, torch.Tensor) else repr(value)[:60]

@@ -1,0 +1,632 @@
+"""State of a module around its layers: attributes, buffers, lists, dicts and objects, which every rank has a copy of.
+
+On one process a step changes them once a batch. In a pipeline it runs for each micro-batch, and whole on one rank. So
+every micro-batch begins with the state that the batch began with. The last stage merges what they made of it, and
+sends that to all ranks, whose hooks and next steps find what one process would have:
+
+    batch begins    micro-batch 0    micro-batch 1     merged
+    n = 4           n = 5            n = 5             n = 5
+    losses = [a]    [a, b]           [a, c]            [a, mean(b, c)]
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+from torch.utils import _pytree as pytree
+from torchmetrics import Metric
+
+from lightning_pipes.engine.private_torch import BatchNorm
+from lightning_pipes.ir import Span
+from lightning_pipes.trainer.module.hidden_state import CONTAINERS, OWN, can_change, entries
+from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.state.merging import Merging, Path
+
+_MOST = 10_000
+_DEPTH = 8
+_SMALL = 1 << 16
+"""Bytes of a tensor that is copied before each batch, in case it is changed in place; larger ones if they were."""
+_MANY = 256
+"""Entries of a list up to which tensors in it are followed, in case they are changed in place."""
+_FIRST = 2
+"""Batches before which all tensors are copied."""
+_OURS = frozenset((*OWN, *dir(pl.LightningModule), "_metric_attributes"))
+"""Names that are no state of the user's: also steps and hooks that were replaced on the instance, as by wrappers."""
+_WATCHED = 8
+"""Steps of overlapping batches that are watched."""
+_MISSING = object()
+
+Hook = Callable[..., Any]
+Content = dict[Any, Any] | list[Any] | set[Any]
+
+
+@dataclass
+class _Holder:
+    """An object whose entries are followed.
+
+    Attributes:
+        path: leads to it from the module: keys, and whether each is an attribute.
+        kept: its entries when the batch began.
+        merged: whether micro-batches begin with those, and are merged; else they add to them one after another.
+        shared: whether layers have the object, too.
+    """
+
+    path: Path
+    thing: Any
+    kept: Content
+    merged: bool
+    shared: bool
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    size: int = 0
+
+    def remember(self) -> None:
+        """Take the present entries for those before the batch."""
+        self.kept = _read(self.thing)
+        if isinstance(self.thing, nn.Module):
+            own = vars(self.thing)
+            self.names = [name for name in own if name not in _OURS]
+            self.values = [own[name] for name in self.names]
+            self.size = len(own)
+        self.tensors = []
+        if isinstance(self.kept, dict) or len(self.kept) <= _MANY:
+            self.tensors = [t for t in _values(self.kept) if _is_tensor(t)]
+
+    def same(self) -> bool:
+        """Whether the entries are the objects that they were before the batch."""
+        thing, kept = self.thing, self.kept
+        if isinstance(thing, nn.Module):
+            own, buffers = vars(thing), thing._buffers
+            if len(own) == self.size and all(map(is_, map(own.get, self.names), self.values)):
+                if not buffers:
+                    return True
+                assert isinstance(kept, dict)
+                known = len(self.names) + len(buffers) == len(kept)
+                if known and all(map(is_, map(kept.get, buffers), buffers.values())):
+                    return True
+            return _same(_read(thing), kept)
+        return _same(_entries(thing), kept)
+
+
+@dataclass
+class _Changed:
+    """The entries of a holder that differ from those before the batch.
+
+    Attributes:
+        tail: of a list that has grown: from which entry on, and what was appended.
+        in_place: keys of tensors that were written to.
+        own: keys of entries that can't be sent; None where none of them can. Each rank keeps its own.
+    """
+
+    path: Path
+    values: Any = None
+    gone: Collection[Any] = ()
+    tail: tuple[int, list[Any]] | None = None
+    in_place: Collection[Any] = ()
+    on_device: bool = False
+    own: Collection[Any] | None = ()
+
+
+class ModuleState:
+    """The state of a module around its layers on this rank.
+
+    Args:
+        module: cut.
+        layers: modules of all layers, which count for themselves.
+        shared: ids of objects that layers have.
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        layers: Collection[nn.Module],
+        shared: Collection[int],
+        device: torch.device,
+    ) -> None:
+        self._module = module
+        self._skipped = {id(layer) for layer in layers}
+        self._shared = frozenset(shared)
+        self._device = device
+        self._merging = Merging(type(module).__name__)
+        self._holders: list[_Holder] = []
+        self._known: dict[int, tuple[torch.Tensor, int, torch.Tensor | None]] = {}
+        self._unstable: set[int] = set()
+        self._begun = 0
+        self._active = False
+        self._clean = True
+        self._in_hook = False
+        self._overlapping, self._alone, self._watched = "", True, 0
+        self._statistics: list[tuple[int, list[int]]] = []
+        """Of batch norms ids of their counters, and of what torch changes in place without a new version."""
+        self._results: dict[Span, dict[int, Content]] = {}
+        self._whole: dict[int, Content] | None = None
+        self._refused: set[Path] = set()
+        self._walk()
+        self._remember()
+
+    # ---- a batch
+
+    def begin(self) -> None:
+        """Take the present state for that with which the batch begins."""
+        self.take()
+        self._begun += 1
+        self._active = True
+
+    def take(self) -> None:
+        """Take the present state for that with which changes are compared."""
+        changed = [holder for holder in self._holders if not holder.same()]
+        if any(map(self._leads_elsewhere, changed)):
+            self._walk()
+        else:
+            for holder in changed:
+                holder.remember()
+        written = self._written()
+        if changed or written or self._begun <= _FIRST:
+            self._remember(written)
+        self._clean = True
+
+    def restore(self, everything: bool = False) -> None:
+        """Put back the state with which the batch began, before the step runs for a micro-batch.
+
+        Args:
+            everything: also what is never merged, as metrics.
+        """
+        clean, self._clean = self._clean, False  # what runs now may change it
+        if (clean or not self._active) and not everything:
+            return
+        written = self._written()
+        fresh = {
+            id(t): t if before is None else before.clone() for t, _, before in self._known.values() if id(t) in written
+        }
+        for holder in self._holders:
+            if not (holder.merged or everything):
+                continue
+            if fresh and not holder.shared and any(id(t) in fresh for t in holder.tensors):
+                _write(holder.thing, _mapped(holder.kept, lambda _, value: fresh.get(id(value), value)))
+            elif not holder.same():
+                _write(holder.thing, holder.kept)
+
+    def note(self, span: Span) -> None:
+        """Note what the step for a micro-batch has changed; called on the last stage."""
+        if self._active:
+            self._results[span] = found = self._differences(merged=True)
+            self._clean = not found
+
+    def note_whole(self) -> None:
+        """Note what the step would change for the whole batch, with which merged results are compared."""
+        self._whole = self._differences(merged=True)
+
+    def merge(self) -> list[_Changed]:
+        """Leave what one process would have after the batch; on the last stage. Returns what others need for that."""
+        spans = sorted(self._results)
+        rows = [span.rows for span in spans]
+        results, self._results = [self._results[span] for span in spans], {}
+        whole, self._whole = self._whole, None
+        written = self._written()
+        for index in sorted({index for result in results for index in result}):
+            holder = self._holders[index]
+            contents = [result.get(index, holder.kept) for result in results]
+            comparable = whole is not None and not holder.shared
+            expected = whole.get(index, holder.kept) if whole is not None and comparable else None
+            content: Any = contents[0]
+            if len(contents) > 1:
+                content = self._merging.merge(holder.path, holder.kept, contents, rows, expected)
+            _write(holder.thing, self._originals(holder, content, written))
+        return self.changes()
+
+    def changes(self) -> list[_Changed]:
+        """Return the changes since the batch began, or since the last `settle`, for other ranks."""
+        found, written = [], self._written()
+        for index, content in self._differences(merged=None).items():
+            holder = self._holders[index]
+            if not self._is_there(holder):
+                continue  # what has taken its place is sent with what holds it
+            changed = self._changed(holder, content, written)
+            if changed is not None:
+                found.append(changed)
+        return found
+
+    def settle(self, changes: Sequence[_Changed] | None = None) -> None:
+        """Take over the state of the last stage; None where this rank has it."""
+        if changes is not None:
+            own = [self._own(changed) for changed in changes]
+            self.restore(everything=True)
+            for changed, kept in zip(changes, own, strict=True):
+                self._apply(changed, kept)
+        self._active = False
+
+    def synchronise(self, control: Control, last_rank: int, last: bool) -> None:
+        """Give all ranks the state that the last stage has; a collective call."""
+        if control.size > 1:
+            changes = control.broadcast(self.changes() if last else None, last_rank)
+            self.settle(None if last else changes)
+
+    def follow_hook(self, hook: Hook, synchronise: Callable[[], None]) -> Hook:
+        """The hook, after which all ranks have what it has set on the last stage. It runs on all of them, so each keeps
+        its own objects."""
+
+        @functools.wraps(hook)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.take()
+            self._in_hook = True
+            try:
+                result = hook(*args, **kwargs)
+                synchronise()
+            finally:
+                self._in_hook = False
+            return result
+
+        return run
+
+    def expect_overlap(self, schedule: str, alone: bool) -> None:
+        """Have the first steps watched: batches overlap with this schedule, so what they set is not merged.
+
+        Args:
+            alone: whether no other rank is in this pipeline.
+        """
+        self._overlapping, self._alone, self._watched = schedule, alone, _WATCHED
+
+    @contextmanager
+    def watched(self, cut: bool) -> Iterator[None]:
+        """Warn of what the block sets in the state, if it is a step for one of several batches that overlap.
+
+        Args:
+            cut: whether the step is that of a part of its batch.
+        """
+        if not self._watched or (self._alone and not cut):
+            yield
+            return
+        self._watched -= 1
+        before = self.entries()
+        versions = [(t, _version(t)) for content in before.values() for t in _values(content) if _is_tensor(t)]
+        yield
+        written = {id(t) for t, version in versions if _version(t) != version}
+        for path, content in self.entries().items():
+            name = _set_entry(path, before.get(path), content, written, cut)
+            if name:
+                self._watched = 0
+                rank_zero_warn(
+                    f"{type(self._module).__name__}.training_step sets {name}. Batches overlap with schedule "
+                    f"{self._overlapping!r}, so it is set for one micro-batch after another, and other ranks have it "
+                    "only after a flush, as before validation and at the end of an epoch. Set it in a hook, by what "
+                    "the hook has got, or use a schedule that flushes between batches, such as '1f1b'"
+                )
+                return
+
+    def entries(self) -> dict[Path, Content]:
+        """The entries of all objects now, by where these are."""
+        return {holder.path: _read(holder.thing) for holder in self._holders if holder.merged}
+
+    def objects(self) -> set[int]:
+        """Ids of all objects."""
+        return {id(holder.thing) for holder in self._holders}
+
+    # ---- objects and their entries
+
+    def _walk(self) -> None:
+        found: list[_Holder] = []
+        seen = set(self._skipped)
+        queue: deque[tuple[Path, Any, int, bool]] = deque([((), self._module, 0, True)])
+        while queue and len(found) < _MOST:
+            path, thing, depth, merged = queue.popleft()
+            if id(thing) in seen or depth > _DEPTH or not can_change(thing):
+                continue
+            seen.add(id(thing))
+            merged = merged and not isinstance(thing, Metric)
+            if not isinstance(thing, (tuple, frozenset)):
+                found.append(_Holder(path, thing, [], merged, id(thing) in self._shared))
+                found[-1].remember()
+            for kind, key, value in _keyed(thing):
+                if isinstance(thing, Metric) and str(key).startswith("_"):
+                    continue  # its own tables of states
+                queue.append(((*path, (kind, key)), value, depth + 1, merged))
+        self._holders = found
+
+    def _leads_elsewhere(self, holder: _Holder) -> bool:
+        """Whether a holder has got or lost an object with entries of its own."""
+        before = {id(value) for value in _values(holder.kept)}
+        content = _values(_read(holder.thing))
+        after = {id(value) for value in content}
+        lost = [value for value in _values(holder.kept) if id(value) not in after]
+        return any(map(can_change, [*lost, *(value for value in content if id(value) not in before)]))
+
+    def _remember(self, written: Collection[int] = ()) -> None:
+        """Keep the versions of tensors, and copies of those that may be changed in place."""
+        before, self._known = self._known, {}
+        norms = [holder.thing for holder in self._holders if isinstance(holder.thing, BatchNorm)]
+        self._statistics = [(id(norm.num_batches_tracked), [*map(id, norm.buffers(recurse=False))]) for norm in norms]
+        for holder in self._holders:
+            own = holder.merged and not holder.shared and isinstance(holder.kept, dict)
+            for tensor in holder.tensors:
+                if id(tensor) not in self._known:
+                    copied = own and (self._begun < _FIRST or tensor.nbytes <= _SMALL or id(tensor) in self._unstable)
+                    version = _version(tensor)
+                    known = before.get(id(tensor))  # keeps the tensor, so the id is still its own
+                    if (
+                        known is None
+                        or id(tensor) in written
+                        or known[1] != version
+                        or (known[2] is not None) != copied
+                    ):
+                        known = tensor, version, tensor.detach().clone() if copied else None
+                    self._known[id(tensor)] = known
+
+    def _differences(self, merged: bool | None) -> dict[int, Content]:
+        written = self._written()
+        self._unstable.update(written)
+        return {
+            index: _read(holder.thing)
+            for index, holder in enumerate(self._holders)
+            if (merged is None or holder.merged == merged)
+            and (not holder.same() or (written and any(id(t) in written for t in holder.tensors)))
+        }
+
+    def _is_there(self, holder: _Holder) -> bool:
+        """Whether the path of a holder still leads to its object."""
+        try:
+            return follow(self._module, holder.path) is holder.thing
+        except (LookupError, AttributeError, TypeError):
+            return False
+
+    def _written(self) -> set[int]:
+        """Ids of the tensors that were changed in place."""
+        found = {id(t) for t, version, _ in self._known.values() if _version(t) != version}
+        for counter, statistics in self._statistics:
+            if counter in found:
+                found.update(statistics)
+        return found
+
+    def _originals(self, holder: _Holder, content: Content, written: Collection[int]) -> Any:
+        """The entries with tensors that were written to as the objects they were."""
+        if isinstance(content, set):
+            return content
+
+        def original(key: Any, value: Any) -> Any:
+            before = _at(holder.kept, key)
+            known = self._known.get(id(before))
+            if known is None or known[2] is None or not isinstance(value, torch.Tensor):
+                return value
+            if id(before) not in written or value.shape != before.shape or value.dtype != before.dtype:
+                return value
+            if value is not before:
+                with torch.no_grad():
+                    before.copy_(value)
+            return before
+
+        return _mapped(content, original)
+
+    def _changed(self, holder: _Holder, content: Content, written: Collection[int]) -> _Changed | None:
+        kept = holder.kept
+        if isinstance(content, list) and isinstance(kept, list) and isinstance(holder.thing, list):
+            same = len(content) >= len(kept) and all(map(is_, content, kept))
+            start = len(kept) if same and not any(id(t) in written for t in holder.tensors) else 0
+            tail = self._sendable(holder.path, content[start:])
+            if tail is _MISSING:
+                return _Changed(holder.path, own=None)
+            return _Changed(holder.path, tail=(start, tail), on_device=_on_device(tail))
+        if not isinstance(content, dict):
+            values = self._sendable(holder.path, content)
+            if values is _MISSING:
+                return _Changed(holder.path, own=None)
+            return _Changed(holder.path, values, on_device=_on_device(values))
+        assert isinstance(kept, dict)
+        found, in_place, own = {}, [], []
+        for key, value in content.items():
+            if kept.get(key, _MISSING) is value and id(value) not in written:
+                continue
+            if kept.get(key, _MISSING) is value:
+                in_place.append(key)
+            sent = self._sendable((*holder.path, (".", key)), value)
+            if sent is _MISSING:
+                own.append(key)
+            else:
+                found[key] = sent
+        gone = [key for key in kept if key not in content]
+        return _Changed(holder.path, found, gone, None, in_place, _on_device(found), own)
+
+    def _sendable(self, path: Path, value: Any) -> Any:
+        value = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+        leaves = pytree.tree_leaves(value)
+        if all(isinstance(leaf, (torch.Tensor, str, bytes, int, float, complex, type(None))) for leaf in leaves):
+            return value
+        if self._in_hook:
+            return _MISSING
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            if path not in self._refused:
+                self._refused.add(path)
+                rank_zero_warn(
+                    f"{text(path)} was set on the last stage to what can't be sent to other ranks "
+                    f"({type(error).__name__}: {error}): their hooks, layers and code before the layers don't have "
+                    "it. Keep numbers, tensors, and lists and dicts of them"
+                )
+            return _MISSING
+        return value
+
+    def _own(self, changed: _Changed) -> Content | None:
+        """Return the entries of this rank that can't be sent."""
+        if changed.own is not None and not changed.own:
+            return None
+        try:
+            content = _read(follow(self._module, changed.path))
+        except (LookupError, AttributeError, TypeError):  # only the last stage has the object
+            return None
+        if changed.own is None or not isinstance(content, dict):
+            return content
+        return {key: content[key] for key in changed.own if key in content}
+
+    def _apply(self, changed: _Changed, own: Content | None) -> None:
+        thing = follow(self._module, changed.path)
+        if changed.own is None:
+            if own is not None:
+                _write(thing, own)
+            return
+        move = changed.on_device and self._device.type != "cpu"
+        if changed.tail is not None:
+            start, tail = changed.tail
+            thing[start:] = move_data_to_device(tail, self._device) if move else tail
+            return
+        values = move_data_to_device(changed.values, self._device) if move else changed.values
+        content = _read(thing)
+        if not isinstance(content, dict):
+            _write(thing, values)
+            return
+        for key, value in values.items():
+            before = content.get(key)
+            if key in changed.in_place and isinstance(before, torch.Tensor) and before.shape == value.shape:
+                with torch.no_grad():
+                    before.copy_(value)
+            else:
+                content[key] = value
+        for key in changed.gone:
+            content.pop(key, None)
+        if isinstance(own, dict):
+            content.update(own)
+        _write(thing, content)
+
+
+def follow(module: nn.Module, path: Path) -> Any:
+    """The object to which a path leads."""
+    thing: Any = module
+    for kind, key in path:
+        thing = getattr(thing, key) if kind == "." else thing[key]
+    return thing
+
+
+def text(path: Path) -> str:
+    """The path as the user would write it."""
+    return "self" + "".join(f".{key}" if kind == "." else f"[{key!r}]" for kind, key in path)
+
+
+def _keyed(thing: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The entries of an object with how to get there."""
+    if isinstance(thing, Mapping):
+        yield from (("[", key, value) for key, value in list(thing.items()))
+    elif isinstance(thing, (set, frozenset)):
+        return
+    elif isinstance(thing, CONTAINERS):
+        yield from (("[", number, value) for number, value in enumerate(thing))
+    else:
+        yield from ((".", name.removeprefix("."), value) for name, value in entries(thing))
+
+
+def _read(thing: Any) -> Content:
+    """A copy of the entries of an object."""
+    if isinstance(thing, nn.Module):
+        found = {name: value for name, value in vars(thing).items() if name not in _OURS}
+        found.update(thing._buffers)
+        return found
+    if isinstance(thing, Mapping):
+        return dict(thing)
+    if isinstance(thing, set):
+        return set(thing)
+    return list(thing) if isinstance(thing, CONTAINERS) else dict(vars(thing))
+
+
+def _entries(thing: Any) -> Content:
+    """The entries of an object that is no module, not copied where that is not needed."""
+    if isinstance(thing, (dict, list, set)):
+        return thing
+    return list(thing) if isinstance(thing, CONTAINERS) else _read(thing) if isinstance(thing, Mapping) else vars(thing)
+
+
+def _write(thing: Any, content: Any) -> None:
+    """Gives an object these entries, and no others."""
+    if isinstance(thing, nn.Module):
+        own = vars(thing)
+        for name in [name for name in own if name not in _OURS and name not in content]:
+            del own[name]
+        for name, value in content.items():
+            table = thing._buffers if name in thing._buffers else own
+            table[name] = value
+    elif isinstance(thing, (dict, set)):
+        thing.clear()
+        thing.update(content)
+    elif isinstance(thing, list):
+        thing[:] = content
+    elif isinstance(thing, deque):
+        thing.clear()
+        thing.extend(content)
+    else:
+        own = vars(thing)
+        for name in own.keys() - content.keys():
+            del own[name]
+        own.update(content)
+
+
+def _same(content: Content, kept: Content) -> bool:
+    """Whether entries are the same objects."""
+    if isinstance(content, dict):
+        assert isinstance(kept, dict)
+        if len(content) != len(kept):
+            return False
+        if all(map(is_, content, kept)):
+            return all(map(is_, content.values(), kept.values()))
+        return all(kept.get(key, _MISSING) is value for key, value in content.items())
+    if isinstance(content, set):
+        return content == kept
+    return len(content) == len(kept) and all(map(is_, content, kept))
+
+
+def _set_entry(path: Path, before: Content | None, after: Content, written: set[int], cut: bool) -> str:
+    """Name an entry that is another one than before; empty if there is none, or a list has only grown for a batch."""
+    if before is None:
+        return ""
+    if isinstance(after, dict):
+        assert isinstance(before, dict)
+        for key, value in after.items():
+            if before.get(key, _MISSING) is not value or id(value) in written:
+                return text((*path, (".", key)))
+        return ""
+    grown = isinstance(after, list) and len(after) >= len(before) and all(map(is_, before, after))
+    if _same(after, before) or (grown and not cut):
+        return ""
+    return text(path)
+
+
+def _values(content: Content) -> Collection[Any]:
+    return content.values() if isinstance(content, dict) else content
+
+
+def _at(content: Content, key: Any) -> Any:
+    if isinstance(content, dict):
+        return content.get(key)
+    return content[key] if isinstance(content, list) and key < len(content) else None
+
+
+def _mapped(content: Any, change: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: change(key, value) for key, value in content.items()}
+    return [change(number, value) for number, value in enumerate(content)]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_foreign(tensor: torch.Tensor) -> bool:
+    """Whether it has no values here, or is trained."""
+    return isinstance(tensor, nn.Parameter) or tensor.is_meta
+
+
+def _is_tensor(thing: Any) -> bool:
+    return isinstance(thing, torch.Tensor) and not _is_foreign(thing)
+
+
+def _on_device(tree: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in pytree.tree_leaves(tree))
