@@ -5,12 +5,14 @@ vectors in one call: a vector of it. All through the public door, with everythin
 adds for a new plan. Times are the processor's, so other programs count for little: medians, quartiles and the least.
 
     python benchmarks/simulator.py [--quick] [--json]
+    python benchmarks/simulator.py --large 1000      # a plan for so many ranks, and the proof of an order
 """
 
 from __future__ import annotations
 
 import json
 import platform
+import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -22,13 +24,17 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.harness.report import describe_machine, make_parser
-from lightning_pipes.cost import CostModel, Link
-from lightning_pipes.ir import Kind, Plan, Program, Rule, RulePolicy
+from lightning_pipes.cost import CostModel, LayerProfile, Link, ModelProfile
+from lightning_pipes.cost.cluster_settings import make_cluster
+from lightning_pipes.ir import MOST_FORWARDS, Kind, Plan, Program, Rule, RulePolicy, Schedule, verify
 from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.planning.auto import choose
 from lightning_pipes.sim import load_kernel, makespan, makespans, priced, simulate
 from lightning_pipes.sim.loops import machine
 
 STAGES, MICROBATCHES, VECTORS = 8, 64, 256
+LARGE_BATCH = 10_000
+"""Samples of a batch for many ranks."""
 FORWARD, BACKWARD, LINK = 20e-3, 40e-3, Link(bandwidth=1e8, latency=1e-4)
 MESSAGE = 500_000
 """Bytes: 5 ms."""
@@ -121,6 +127,36 @@ def set_up() -> dict[str, float]:
     return found
 
 
+def measure_large(ranks: int) -> dict[str, float]:
+    """Return the seconds and MB that it takes to choose a schedule for many ranks, and to verify 1F1B on them."""
+    layer = LayerProfile(
+        "layer",
+        ((1, 1e-3), (16, 16e-3)),
+        ((1, 2e-3), (16, 32e-3)),
+        weight_bytes=10**6,
+        saved=((1, 1e6),),
+        output=((1, 1e4),),
+    )
+    cluster = make_cluster(
+        -(-ranks // 8), 8, "40GiB", {"bandwidth": "300GB/s"}, {"bandwidth": "25GB/s", "latency": "10us"}
+    )
+    began = time.process_time()
+    choice = choose(ModelProfile((layer,) * 1282), ranks, LARGE_BATCH, cluster)
+    found = {"plan_seconds": time.process_time() - began}
+    found["plan_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(choice)
+    plan = Plan.even(ranks, MOST_FORWARDS // ranks // 2)
+    schedule = make_schedule("1f1b")
+    assert isinstance(schedule, Schedule)
+    program = schedule.program(plan)
+    began = time.process_time()
+    makespan(program, plan, CostModel.uniform(ranks, FORWARD, BACKWARD))
+    found["first_makespan_seconds"] = time.process_time() - began
+    began = time.process_time()
+    verify(program, plan)
+    return {**found, "verify_seconds": time.process_time() - began}
+
+
 def installed(package: str) -> str:
     """Its version."""
     try:
@@ -130,7 +166,12 @@ def installed(package: str) -> str:
 
 
 def main() -> None:
-    options = make_parser(__doc__, "fewer repeats: a few seconds").parse_args()
+    parser = make_parser(__doc__, "fewer repeats: a few seconds")
+    parser.add_argument("--large", type=int, metavar="RANKS", help="plan for so many ranks instead")
+    options = parser.parse_args()
+    if options.large:
+        print(json.dumps(measure_large(options.large)))
+        return
     print(f"{describe_machine()}, Python {platform.python_version()}, {installed('numpy')}, {installed('numba')}")
     print("set up:", ", ".join(f"{name} {ms:.1f} ms" for name, ms in set_up().items()))
     times = measure(options.quick)
