@@ -10,8 +10,9 @@ of the model to the end of training. The table shows the larger peak of the two 
   *ours, meta* has a module that is made on `meta`, as a model that fits into no process is. Its peak is compared with
   what the larger stage holds while it trains: weights, gradients and optimizer, 16 bytes a parameter, and activations.
 
-Start-up is the time from the start of `python script.py` to the end of the first step. Left out: GPUs, where the
-allocator of CUDA has its own peaks, and models that do not fit into one process.
+Start-up is the time from the start of `python script.py` to the end of the first step. Its parts are those of rank 0:
+imports, until all ranks are connected, until training begins (layers measured, tried and cut), and the first step. Left
+out: GPUs, where the allocator of CUDA has its own peaks, and models that do not fit into one process.
 
     python benchmarks/memory.py [--quick] [--json] [--rounds N]
 """
@@ -53,6 +54,13 @@ class Peak:
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
         self._before = read_status("VmRSS")
         self.seconds_to_first_step = 0.0
+        self.phases: dict[str, float] = {}
+        """Seconds since `python script.py` at which parts of the start ended."""
+        self.end_phase("imports")
+
+    def end_phase(self, phase: str) -> None:
+        """Note the time at which a part of the start has ended first."""
+        self.phases.setdefault(phase, time.time() - float(os.environ[BEGUN]))
 
     def end_step(self) -> None:
         """Note the time of the first call."""
@@ -60,7 +68,7 @@ class Peak:
 
     def save(self, rank: int) -> None:
         """Write what was measured for the process that started this one."""
-        found = {"peak": read_status("VmHWM") - self._before, "startup": self.seconds_to_first_step}
+        found = {"peak": read_status("VmHWM") - self._before, "startup": self.seconds_to_first_step, **self.phases}
         Path(os.environ[RESULTS], f"{rank}.json").write_text(json.dumps(found))
 
 
@@ -128,6 +136,12 @@ def train_by_lightning(
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     class Watch(L.Callback):
+        def setup(self, *args: Any, **kwargs: Any) -> None:
+            peak.end_phase("connecting")
+
+        def on_train_start(self, *args: Any) -> None:
+            peak.end_phase("setup")
+
         def on_train_batch_end(self, *args: Any) -> None:
             peak.end_step()
 
@@ -231,7 +245,7 @@ def run_peer(name: str, folder: Path) -> dict[str, float]:
         if done.returncode:
             raise SystemExit(f"{name} ended with status {done.returncode}:\n{done.stderr}")
         found = [json.loads(Path(results, f"{rank}.json").read_text()) for rank in range(RANKS)]
-    return {"peak": max(each["peak"] for each in found), "startup": found[0]["startup"]}
+    return {**found[0], "peak": max(each["peak"] for each in found)}
 
 
 def count_own_bytes() -> float:
@@ -293,6 +307,15 @@ def main() -> None:
             f" {statistics.median(startups):12.2f} ({min(startups):.2f} to {max(startups):.2f})"
         )
 
+    print(f"\n{'seconds for':22} {'imports':>12} {'connecting':>12} {'setup':>12} {'first step':>12}")
+    for name, runs in found.items():
+        if "setup" in runs[0]:
+            ends = [
+                statistics.median(each[key] for each in runs) for key in ("imports", "connecting", "setup", "startup")
+            ]
+            took = [end - begin for begin, end in zip([0.0, *ends[:-1]], ends, strict=True)]
+            print(f"{name:22}" + "".join(f" {seconds:12.2f}" for seconds in took))
+
     def middle(name: str, key: str) -> float:
         return statistics.median(each[key] for each in found[name])
 
@@ -300,6 +323,7 @@ def main() -> None:
         "peak_over_torch": middle("ours", "peak") / middle("torch pipelining", "peak"),
         "peak_over_ddp": middle("ours", "peak") / middle("DDP", "peak"),
         "meta_over_own": middle("ours, meta", "peak") / count_own_bytes(),
+        "torch_over_own": middle("torch pipelining", "peak") / count_own_bytes(),
         "startup_over_ddp_s": middle(CACHED, "startup") - middle("DDP", "startup"),
     }
     print(", ".join(f"{key} {value:.2f}" for key, value in keys.items()))
