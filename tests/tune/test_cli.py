@@ -283,7 +283,7 @@ class TestPlan:
             (["model=GPT-2", "memory=lots"], "memory: 'lots' is not a size; write it as 16GiB"),
             (
                 ["model=GPT-2", "cluster=dgx_a100", "replicas=40"],
-                "160 devices are needed and the cluster has 64; say clus",
+                "160 devices are needed and the cluster has 64; set clus",
             ),
             (
                 ["model=GPT-2", "cluster=local", "bandwidth=1GB/s"],
