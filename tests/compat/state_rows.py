@@ -40,6 +40,7 @@ state(
     reason="it is another one for every micro-batch, and a warning says which",
 )
 state("auxiliary losses that layers leave in attributes, lists and buffers", module=s.Experts)
+state("auxiliary losses that layers add up, and the step takes", module=s.TakesLosses)
 state("auxiliary losses that layers append to a list of the module", module=s.SharedLosses)
 state("activations that forward hooks collect", module=s.Collected)
 state("one tensor twice between layers, changed in place", module=s.Aliased, strategy={"partition": [2]})

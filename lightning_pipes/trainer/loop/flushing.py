@@ -60,8 +60,7 @@ class Flushing(Training):
         # 3. Forward and backward of all micro-batches; the user's step runs on the last stage.
         run.part.buffers.before_batch()
         data = TrainingBatch(batch, rows, arguments, divisor, samples=run.lists.of(batch, rows), complete=complete)
-        run.state.begin()
-        run.steps.left.begin_batch()
+        run.steps.begin_batch()
         run.begin_loss_check(data)
         tell = run.control.prepare_broadcast(run.last_rank)
         gradients = self._gradients.made(optimizers, run.part.unstepped, first, self._keep_old)
@@ -94,13 +93,12 @@ class Flushing(Training):
             run.took.append(Share.of(run.engine.events).took)
 
         # 6. The last stage tells all ranks what the step gave and logged; every rank logs it.
-        run.steps.left.end_batch()
         message = None
         if run.last:
             out, logged = data.result()
-            message = (out, run.state.merge(), run.replay.pack(logged), mark)
+            message = (out, run.steps.changes(), run.replay.pack(logged), mark)
         out, changes, logged, last_mark = tell(message)
-        run.state.settle(None if run.last else changes)
+        run.steps.settle(None if run.last else changes)
         run.check_mark(mark, last_mark, f"{TRAINING}, batch {batch_idx}")
         with trainer.precision_plugin.train_step_context():  # numbers become tensors of its default type
             run.replay.replay(logged)

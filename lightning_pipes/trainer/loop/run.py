@@ -387,8 +387,7 @@ class PipelineRun:
         item = Item(self._evaluation_number(), rows, training=False, use=self._training.use(batch))
         item.data = EvaluationBatch(context)
         message = None
-        self.state.begin()
-        self.steps.left.begin_batch()
+        self.steps.begin_batch()
         with self.hidden.batch(training=False):
             end = self._capture(step, item, context, batch, arguments)
             with_layers, whole = self._evaluated_steps[_key_of_evaluation(step, item, arguments)]
@@ -404,10 +403,9 @@ class PipelineRun:
                 logs = self.trainer.state.fn != TrainerFn.PREDICTING
                 if end is not None or not with_layers:
                     self.state.note(Span(0, rows))
-                message = (out, self.state.merge(), self.replay.pack(merge([calls], [rows])) if logs else [], mark)
-        self.steps.left.end_batch()
+                message = (out, self.steps.changes(), self.replay.pack(merge([calls], [rows])) if logs else [], mark)
         out, changes, logged, last_mark = self.control.broadcast(message, self.last_rank)
-        self.state.settle(None if self.last else changes)
+        self.steps.settle(None if self.last else changes)
         self.check_mark(mark, last_mark, f"{step.__name__}, batch {batch_idx}")
         with context():
             self.replay.replay(logged)

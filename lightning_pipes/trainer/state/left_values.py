@@ -15,6 +15,7 @@ from operator import is_
 from typing import Any, NamedTuple
 
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric
@@ -85,6 +86,8 @@ class LeftValues:
         self._active = False
         self._before: dict[Place, Any] = {}
         self._noted: dict[Place, dict[Span, Any]] = {}
+        self._set_later: set[Place] = set()
+        self._changes: dict[Place, Any] = {}
         self._merging = Merging(type(module).__name__)
 
     def begin_batch(self) -> None:
@@ -92,16 +95,31 @@ class LeftValues:
         places = [place for n in (self._local() if self._places else ()) for place in self._places.get(n, ())]
         self._before = {p: value for p in places if not isinstance(value := self._value(p), list)}
         self._noted = {}
+        self._set_later.clear()
         self._active = True
 
     def end_batch(self) -> None:
         """Leave in the layers of this rank what one process would have after the batch."""
+        merged = {}
         for place, values in self._noted.items():
             spans = sorted(values)
             rows = [span.rows for span in spans]
             found = [values[span] for span in spans]
-            self._set(place, self._merging.merge(_path(place), self._before.get(place), found, rows, None))
+            merged[place] = self._merging.merge(_path(place), self._before.get(place), found, rows, None)
+            self._set(place, merged[place])
+        self._changes = {place: merged[place] for place in self._set_later if place in merged}
         self._noted, self._active = {}, False
+
+    def changes(self) -> dict[Place, Any]:
+        """Return the values that code after the layers has set in layers of other ranks, in the latest batch."""
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, self._changes)  # type: ignore[no-any-return]
+
+    def settle(self, changes: Mapping[Place, Any], device: torch.device) -> None:
+        """Take over the values that code after the layers has set in layers of this rank."""
+        local = self._local() if changes else ()
+        for place, value in changes.items():
+            if place[0] in local:
+                self._set(place, move_data_to_device(value, device))
 
     def begin(self, layers: Iterable[int], again: bool) -> _Watch | None:
         """Look at what layers may change, before they run; None where none has ever left anything."""
@@ -164,11 +182,10 @@ class LeftValues:
 
     def put(self, left: Mapping[Place, Any]) -> None:
         """Put the values that layers have left into the objects on this rank, until `take_back`."""
-        local = self._local() if left else ()
         for place, value in left.items():
             *where, key = place
             of_layer = len(where) == 2
-            if of_layer and where[0] in local and not isinstance(value, Grown):
+            if of_layer and not isinstance(value, Grown):
                 self._lent.append((place, value, self._value(place)))
             owner: Any = self._full[where[0]].get_submodule(where[1]) if of_layer else follow(self._module, where[0])
             if isinstance(value, Grown):
@@ -182,10 +199,32 @@ class LeftValues:
 
     def take_back(self) -> None:
         """Layers of this rank have their own values again: they may be further than those that were put there."""
+        local = self._local() if self._lent else ()
         for place, put, own in reversed(self._lent):
-            if self._value(place) is put:
+            if place[0] in local and self._value(place) is put:
                 self._set(place, own)
         self._lent.clear()
+
+    def end_step(self, span: Span, whole: bool = False) -> None:
+        """Note what code after the layers has set in them, and `take_back`.
+
+        Args:
+            whole: whether that code has run for the whole batch.
+        """
+        if self._active:
+            for place, put, _ in self._lent:
+                value = self._value(place)
+                if value is not put:
+                    self._set_later.add(place)
+                if whole:
+                    self._noted[place] = {}
+                self._noted.setdefault(place, {})[span] = value
+            for place, values in self._noted.items():
+                if span in values:
+                    values[span] = self._value(place)
+                elif whole:
+                    self._noted[place] = {span: self._value(place)}
+        self.take_back()
 
     def merged(self, left: Mapping[Span, Mapping[Place, Any]]) -> dict[Place, Any]:
         """Merge the values that micro-batches have left, as the whole batch leaves them."""

@@ -262,6 +262,26 @@ class Steps:
         """The function that stage `number` runs for each micro-batch."""
         return self._last if number == self._stages - 1 else self._first if number == 0 else self._middle
 
+    def begin_batch(self) -> None:
+        """Take the state that the module and its layers have now for that with which each micro-batch begins."""
+        self.state.begin()
+        self.left.begin_batch()
+
+    def changes(self) -> tuple[Any, Any]:
+        """Merge what the last stage has found in the batch, and return what other ranks need of it for `settle`."""
+        self.left.end_batch()
+        return self.state.merge(), self.left.changes()
+
+    def settle(self, changes: tuple[Any, Any] | None) -> None:
+        """End the batch with the changes of the last stage; None where this rank has it."""
+        if changes is None:
+            self.state.settle()
+            return
+        of_state, of_layers = changes
+        self.left.end_batch()
+        self.state.settle(of_state)
+        self.left.settle(of_layers, self._device)
+
     def _run_layers(self, stage: Stage, item: Item, span: Span, entering: Any) -> tuple[Any, dict[Any, Any]]:
         """Return the result of the layers of a stage, and the values that they and earlier ones have left."""
         x, earlier, sharing = unpack(entering)
@@ -365,7 +385,7 @@ class Steps:
             return y
 
         out = self.around(step, item, batch, arguments, layers)
-        self.left.take_back()
+        self.left.end_step(Span(0, item.rows), whole=True)
         self.state.note(Span(0, item.rows))
         return out
 
@@ -478,7 +498,7 @@ class Steps:
                     if not failed_inside:
                         self._refuse_if_cut(error, item, span, partial(self._run_again, step, item, span, y))
                     raise
-        self.left.take_back()
+        self.left.end_step(span)
         self.state.note(span)
         loss, extras = loss_of(out)
         data.results[span] = StepResult(loss.detach(), extras, logged)
