@@ -87,6 +87,19 @@ def test_checkpoint_function_backward_cls():
     assert not isinstance(checkpoint(torch.sin, x, use_reentrant=False).grad_fn, private.CheckpointNode)
 
 
+def test_functions_leave_out_subclasses():
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *args, **kwargs):
+            raise AssertionError("reached")
+
+    loud = torch.ones(2).as_subclass(Loud)
+    with private.NoSubclassFunctions():
+        assert loud.requires_grad_(True).requires_grad
+    with pytest.raises(AssertionError, match="reached"):
+        loud.requires_grad_(False)
+
+
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
 def test_batch_norm(kind):
     assert issubclass(kind, private.BatchNorm)

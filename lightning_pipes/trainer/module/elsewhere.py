@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from lightning_pipes.engine.private_torch import NoSubclassFunctions
 from lightning_pipes.engine.residency.layer_state import with_layout_of
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.trainer.private_lightning import in_grad_norm
@@ -122,7 +123,7 @@ class Elsewhere(torch.Tensor):
         """Shape, type and kind of `tensor`, which is called `name`."""
         found = tensor.detach().to("meta").as_subclass(Elsewhere)
         if isinstance(tensor, nn.Parameter):
-            with torch._C.DisableTorchFunctionSubclass():  # as nn.Parameter does, at a tenth of the cost
+            with NoSubclassFunctions():  # as nn.Parameter does, at a tenth of the cost
                 found.requires_grad_(tensor.requires_grad)
             found.__dict__["_is_param"] = True
         found.__dict__["is_whole"] = True
