@@ -25,7 +25,7 @@ FunctionNode: type[Any] = torch._C._FunctionBase
 """The node that an autograd function in Python leaves in the graph."""
 CheckpointNode: type[Any] = CheckpointFunction._backward_cls
 """That of a reentrant checkpoint."""
-NoSubclassFunctions: type[Any] = torch._C.DisableTorchFunctionSubclass
+NoSubclassFunctions: Any = torch._C.DisableTorchFunctionSubclass
 """A context in which functions do not go through `__torch_function__` of tensor subclasses."""
 BatchNorm = _BatchNorm
 """Batch normalisation of any number of dimensions."""
