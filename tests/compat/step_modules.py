@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from torch import nn
 from torch.nn import functional as F
 
+from tests.compat.runs import loaders
 from tests.trainer.lit import WIDTH, Lit, LitOutside
 
 BOTH = {"on_step": True, "on_epoch": True}
@@ -141,6 +146,55 @@ class WeighsClasses(Lit):
 class LooksUpBefore(Lit):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return F.cross_entropy(self(batch["x"] * batch["by_class"][batch["y"]][:, None]), batch["y"])
+
+
+class ReturnsOdd(Lit):
+    """Returns no loss that can be trained by."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.make(self.loss(batch))
+
+
+class WithoutLayers(Lit):
+    """Its steps of evaluation do not call the layers."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("sum", batch[0].sum() * (batch_idx + 1), batch_size=len(batch[0]))
+        self.seen.append(batch[0])
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("mean", batch[0].mean(), batch_size=len(batch[0]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch[0].sum(1)
+
+
+class Storage(TorchCheckpointIO):
+    """Keeps the options that it is given."""
+
+    def __init__(self) -> None:
+        self.options: list[Any] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.options.append(storage_options)
+
+
+def fit_by_a_copy(trainer: pl.Trainer, module: Any, folder: Path) -> Any:
+    """Train on with a copy of the Trainer."""
+    other = copy.deepcopy(trainer)
+    other.fit_loop.max_epochs = 3
+    again = Lit().double()
+    again.load_state_dict(module.state_dict())
+    other.fit(again, **loaders())
+    return dict(again.state_dict()), other.global_step, dict(other.callback_metrics)
+
+
+def save_with_options(trainer: pl.Trainer, module: Any, folder: Path) -> None:
+    trainer.save_checkpoint(folder / "with options", storage_options={"a": 1})
 
 
 class FailsByItself(Lit):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch.utils.data import DataLoader
 
 from tests.compat import step_modules as s
@@ -50,6 +51,23 @@ steps(
     slow=True,
 )
 steps("an error of training_step after the layers", module=s.FailsByItself, raises="IndexError: no size fits the shape")
+
+for what, make, text in (
+    ("a word", lambda loss: "a word", "MisconfigurationException: In automatic optimization, `training_step` must"),
+    ("a dict without a loss", lambda loss: {"other": loss}, "the 'loss' key needs to be present"),
+    ("a loss without a graph", lambda loss: loss.detach(), "element 0 of tensors does not require grad"),
+    ("a loss that is no scalar", lambda loss: loss * torch.ones(2), "grad can be implicitly created only for scalar"),
+):
+    steps(f"training_step returns {what}", module=partial(s.ReturnsOdd, make), raises=text, slow=what != "a word")
+
+steps("evaluation steps that do not call the layers", module=s.WithoutLayers, evaluate=True)
+steps("a copied Trainer", then=s.fit_by_a_copy)
+steps(
+    "storage_options of save_checkpoint",
+    lambda folder: {"plugins": [s.Storage()]},
+    then=s.save_with_options,
+    watch=lambda trainer, folder: trainer.strategy.checkpoint_io.options if trainer.is_global_zero else None,
+)
 
 gap = "takes a gradient of what self.model(...) returns"
 steps("autograd.grad through the layers, allow_unused=True", module=s.PenalisesUnused, refused=gap)

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import psutil
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins import Precision
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
@@ -562,9 +563,12 @@ def loss_of(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
 
     Raises:
         PipelineError: there is no loss, it is no scalar, or it can't be differentiated.
+        MisconfigurationException: what Lightning says of what is neither a tensor nor has a loss.
     """
-    extras = {key: value for key, value in out.items() if key != "loss"} if isinstance(out, dict) else {}
-    loss = out.get("loss") if isinstance(out, dict) else out
+    extras = {key: value for key, value in out.items() if key != "loss"} if isinstance(out, Mapping) else {}
+    loss = out.get("loss") if isinstance(out, Mapping) else out
+    if out is not None and not isinstance(loss, torch.Tensor):
+        ClosureResult.from_training_step_output(out)
     if loss is None:
         raise PipelineError(
             "training_step returned no loss: every stage waits for the gradient of every batch, so a batch can't be "
@@ -572,7 +576,10 @@ def loss_of(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         )
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"type {type(loss).__name__}"
-        raise PipelineError(f"training_step returned a loss of {what}; it must be a tensor with one element")
+        raise PipelineError(
+            f"training_step returned a loss of {what}; it must be a tensor with one element (grad can be implicitly "
+            "created only for scalar outputs)"
+        )
     if loss.is_meta:
         raise PipelineError(
             "the loss depends on weights of layers that live on another rank; only the call of the pipelined module "
@@ -581,7 +588,8 @@ def loss_of(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise PipelineError(
             "training_step returned a loss that nothing can be trained by: it has no gradient (requires_grad is "
-            "False). Compute it outside of torch.no_grad(), do not detach() it, and leave some parameters unfrozen"
+            "False). Compute it outside of torch.no_grad(), do not detach() it, and leave some parameters unfrozen "
+            "(element 0 of tensors does not require grad and does not have a grad_fn)"
         )
     if extras:
         extras = apply_to_collection(extras, torch.Tensor, lambda t: t.detach())
