@@ -24,7 +24,7 @@ from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 from tests.compat.runs import Keeper, rows_of_csv
-from tests.fuzz.modules import Made, moving_module, random_module, source
+from tests.fuzz.modules import Made, moving_module, padded_module, random_module, source
 from tests.fuzz.moving import MovesLayers
 from tests.trainer.lit import differences, plain_values, quiet
 
@@ -278,7 +278,8 @@ def main(arguments: Sequence[str]) -> None:
     counts: dict[str, int] = {}
     for start in range(0, len(seeds), 25):
         most = 1 if "--alone" in options else 6
-        make = moving_module if "--moving" in options else random_module
+        kinds = {"--moving": moving_module, "--padded": padded_module}
+        make = next((kinds[each] for each in options if each in kinds), random_module)
         cases = [make(seed, pieces_at_most=most) for seed in seeds[start : start + 25]]
         if len(seeds) == 1 and "--quiet" not in options:
             print(source(cases[0]))

@@ -71,10 +71,12 @@ def random_base(rng: random.Random) -> Base:
     )
 
 
-def random_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
+def random_module(seed: int, ranks: int = 2, pieces_at_most: int = 6, **given: Any) -> Made:
     """The module of a seed: the same one as long as no piece is added or switched off."""
     rng = random.Random(f"module {seed}")
-    base = replace(random_base(rng), ranks=ranks)
+    base = replace(random_base(rng), ranks=ranks, **given)
+    of_ranks = {key: value * (ranks // 2) for key, value in base.schedule_args.items() if isinstance(value, tuple)}
+    base = replace(base, schedule_args={**base.schedule_args, **of_ranks})
     names, weights = zip(*((name, weight) for name, (_, weight) in MAKERS.items()), strict=True)
     wanted = min(pieces_at_most, rng.choice((1, 2, 2, 3, 3, 4, 5, 6)))
     pieces: list[Piece] = []
@@ -92,6 +94,12 @@ def random_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
         if not (clash or odd or is_off(new.cause)):
             pieces.append(new)
     return Made(seed, base, tuple(pieces))
+
+
+def padded_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
+    """The module of a seed, trained on sequences with labels of -100."""
+    loss = random.Random(f"padded {seed}").choice(("cross entropy", "cross entropy", "smooth"))
+    return random_module(seed, ranks, pieces_at_most, batches="tokens", loss=loss, padded=True, siblings=0)
 
 
 def moving_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:

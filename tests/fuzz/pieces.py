@@ -86,6 +86,7 @@ class Base:
         rows: samples of the training data, `size` of them in a batch.
         siblings: how many trainings with other learning rates share the ranks, in a job array; 0 is none.
         moves: how layers move while it trains; empty where they stay.
+        padded: whether sequences have labels of -100 at their ends.
     """
 
     place: str = "sequential"
@@ -103,6 +104,7 @@ class Base:
     resumes: bool = False
     siblings: int = 0
     moves: str = ""
+    padded: bool = False
 
 
 def path(base: Base) -> str:
@@ -993,7 +995,7 @@ def changes(rng: random.Random, base: Base, n: int) -> Piece:
         what = rng.choice([name for name in ALIKE if name != base.schedule])
         lines += [f"    trainer.strategy.adopt({what!r}, microbatches={rng.choice((1, 2, 3))})"]
         what = f"schedule {what}"
-    elif base.schedule in ALIKE:
+    elif base.schedule in ALIKE and base.ranks == 2:
         what, to = "layers", rng.randrange(1, BLOCKS)
         top = ("from dataclasses import replace", "", "from lightning_pipes.ir import Span", "")
         lines += [

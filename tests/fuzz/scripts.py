@@ -86,7 +86,11 @@ def batches_source(base: Base) -> list[str]:
     else:
         y = "torch.randn(3, generator=g).double()" if base.loss == "square" else "torch.randint(0, 3, (), generator=g)"
         rows = f"[(torch.randn(WIDTH, generator=g).double(), {y}) for _ in range(rows)]"
-    if base.batches == "tokens" and base.loss == "square":
+    if base.padded:
+        labels = "torch.randint(0, 3, (5,), generator=g)"
+        labels = f"torch.where(torch.arange(5) < torch.randint(1, 6, (), generator=g), {labels}, -100)"
+        rows = f"[(torch.randint(0, 11, (5,), generator=g), {labels}) for _ in range(rows)]"
+    elif base.batches == "tokens" and base.loss == "square":
         rows = (
             "[(torch.randint(0, 11, (5,), generator=g), torch.randn(5, 3, generator=g).double()) for _ in range(rows)]"
         )

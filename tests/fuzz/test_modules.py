@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.fuzz.module_runs import ALIKE, EQUAL, WARNED, WRONG, Verdict, alone, verdict, verdicts
-from tests.fuzz.modules import Made, moving_module, random_module, source
+from tests.fuzz.modules import Made, moving_module, padded_module, random_module, source
 from tests.fuzz.pieces import MAKERS, OFF, Base, Piece, is_off
 
 FEW, MANY, TOGETHER = 100, 400, 50
@@ -42,6 +42,16 @@ def test_modules(first):
 )
 def test_modules_whose_layers_move(first):
     look(range(first, first + (6 if first == 20 else 20)), moving_module)
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (6, 26))])
+def test_modules_with_padded_labels(first):
+    look(range(first, first + (20 if first else 6)), padded_module)
+
+
+@pytest.mark.slow
+def test_modules_on_four_ranks():
+    look(range(2000, 2010), lambda seed: random_module(seed, ranks=4))
 
 
 @pytest.mark.slow
