@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.utilities import dim_zero_cat
 
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.trainer import on_every_stage
 from lightning_pipes.trainer.module.elsewhere import give_values
 from lightning_pipes.trainer.module.pipelined import CutModule
 
@@ -154,7 +153,6 @@ class LitHooked(Lit):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["norms"] = {k: float(v.norm()) for k, v in checkpoint["state_dict"].items()}
 
-    @on_every_stage
     def on_train_epoch_end(self) -> None:
         with torch.no_grad():
             for p in self.parameters():

@@ -29,7 +29,6 @@ from torch.utils.data import (
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer import on_every_stage
 from lightning_pipes.trainer.checkpoint.data_state import native, portable
 from lightning_pipes.trainer.checkpoint.resumable import ResumableLoader, resumable
 from tests.trainer.lit import WIDTH, Lit, data, differences, plain_values, quiet
@@ -157,7 +156,6 @@ class LitSeveral(Lit):
             batch = (batch["a"][0][:rows] + batch["b"][0][:rows], batch["a"][1][:rows])
         return super().training_step(batch, batch_idx)
 
-    @on_every_stage
     def on_train_epoch_end(self) -> None:
         with torch.no_grad():
             for p in self.parameters():

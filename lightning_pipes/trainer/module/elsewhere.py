@@ -236,16 +236,14 @@ class Elsewhere(torch.Tensor):
 
     def refuse(self, what: str) -> NoReturn:
         """Raises PipelineError, for a hook that does `what` with it."""
-        scope, mark = (
-            self._scope,
-            "" if self._scope.everywhere else "mark it with @lightning_pipes.trainer.on_every_stage",
-        )
+        scope = self._scope
+        alone = "" if scope.everywhere else f" {scope.hook} runs on rank 0 only: use another hook, which all ranks run."
         raise PipelineError(
             f"{scope.hook or 'code outside of a step'} {what} {self._name}, which is on another rank: every process "
             "has the layers of its stages. What is done to each weight by itself, as averaging over time, is done "
-            f"where it is{mark and f', if all ranks run the hook: {mark}'}. Whole weights come from "
-            "trainer.save_checkpoint(path) and trainer.strategy.lightning_module_state_dict(), whose result is on "
-            f"rank 0; all ranks must call them{mark and f', so {mark}'}. Norms over gradients or weights come from "
+            f"where it is.{alone} Whole weights come from trainer.save_checkpoint(path) and "
+            "trainer.strategy.lightning_module_state_dict(), whose result is on rank 0; all ranks must call them. "
+            "Norms over gradients or weights come from "
             "torch.nn.utils.get_total_norm and clip_grad_norm_, or lightning.pytorch.utilities.grad_norm in "
             "self.log_dict. p.is_meta says what is on another rank"
         )

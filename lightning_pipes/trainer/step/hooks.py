@@ -26,12 +26,6 @@ AGREEING_HOOKS = ("on_train_batch_end", "on_train_epoch_end")
 Hook = Callable[..., Any]
 
 
-def on_every_stage(hook: Hook) -> Hook:
-    """Mark a hook of a LightningModule that must run on all ranks. All do but on_save_checkpoint, marked or not."""
-    hook.__dict__["on_every_stage"] = True
-    return hook
-
-
 class HookWrappers:
     """Wraps hooks on the instance; `remove` undoes it.
 

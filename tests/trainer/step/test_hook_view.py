@@ -19,7 +19,6 @@ from torch.nn.utils import clip_grad_norm_
 
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
-from lightning_pipes.trainer import on_every_stage
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.elsewhere import Elsewhere
 from lightning_pipes.trainer.module.pipelined import CutModule
@@ -262,7 +261,7 @@ def test_norms_where_stages_step_apart_and_where_no_hook_runs():
         assert nn.utils.clip_grad_norm_(other.parameters(), 1.0) > alone  # of something else
         with pytest.raises(PipelineError, match="one norm over weights or gradients of the module and over other"):
             nn.utils.get_total_norm([*whole, *module.parameters()])
-    with cut.scope.running("Lit.on_train_epoch_end", False), pytest.raises(PipelineError, match="on_every_stage"):
+    with cut.scope.running("Lit.on_train_epoch_end", False), pytest.raises(PipelineError, match="runs on rank 0 only"):
         nn.utils.get_total_norm(module.parameters())
     clipping.remove()
 
@@ -274,7 +273,10 @@ def clip(module: Lit) -> None:
 
 def test_weights_may_not_be_changed_where_one_rank_alone_does_it():
     module = Lit()
-    with in_hook(module, everywhere=False), pytest.raises(PipelineError, match=r"on one rank only.*on_every_stage"):
+    with (
+        in_hook(module, everywhere=False),
+        pytest.raises(PipelineError, match=r"on one rank only.*runs on rank 0 only"),
+    ):
         clip(module)
 
 
@@ -306,7 +308,6 @@ def test_only_hooks_of_the_users_own_are_told_and_they_come_back():
         def on_train_epoch_end(self) -> None:
             seen.append((scope.hook, scope.everywhere))
 
-        @on_every_stage
         def on_validation_epoch_end(self) -> None:
             seen.append((scope.hook, scope.everywhere))
 
@@ -365,7 +366,6 @@ class LitAverages(Lit):
 class LitWhole(Lit):
     """Saves whole weights in a hook, as the error says."""
 
-    @on_every_stage
     def on_train_epoch_end(self) -> None:
         state = self.trainer.strategy.lightning_module_state_dict()
         if self.trainer.is_global_zero:
