@@ -18,7 +18,7 @@ from lightning_pipes.sim.units import seconds_text
 
 WORTH_IT = 0.05
 """The share of a step that another cut must save: what is measured once, in a second, is not exact."""
-EQUAL = 0.03
+EQUAL = 0.02
 """The share by which steps may differ and count as equally fast: the cut with the smallest peak is taken then."""
 
 

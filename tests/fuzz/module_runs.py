@@ -97,7 +97,7 @@ def train(made: Made, strategy: Callable[[], Any], ranks: int, folder: str, lr: 
 
 def _trained(made: Made, strategy: Callable[[], Any], ranks: int, folder: str, lr: float) -> Found:
     script = loaded(made)
-    resumes = made.base.resumes
+    resumes = script.RESUMES
     for epochs in (1, 2) if resumes else (None,):
         keeper, made_strategy = Keeper(), strategy()
         moves = [MovesLayers(made.seed)] if made.base.moves and made_strategy != "auto" else []

@@ -889,6 +889,7 @@ def weights(rng: random.Random, base: Base, n: int) -> Piece:
         frozen({place: lines}),
         refused=refused,
         warned="random" if what in ("random", "reset") else "",
+        only={"resumes": False} if what in ("random", "reset") else {},  # a resumed pipeline has its random state again
     )
 
 

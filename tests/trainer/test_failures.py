@@ -328,7 +328,7 @@ class FailingLayer(Lit):
     [
         (Lit, 0, "raise", "rank 0 (stage 2) failed: ValueError: a bad day"),
         (Lit, 2, "raise", "rank 2 (stage 0) failed: ValueError: a bad day"),
-        (FailingLayer, 1, "", "rank 1 failed in instruction F1[4:8] of stage 1 (rank 1 of the pipeline): ValueError"),
+        (FailingLayer, 1, "", "rank 1 failed in instruction F1[0:4] of stage 1 (rank 1 of the pipeline): ValueError"),
         (Lit, 2, "interrupt", "rank 2 (stage 0) failed: KeyboardInterrupt"),
         (Lit, 1, "die", "rank 1"),
     ],

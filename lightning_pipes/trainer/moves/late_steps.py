@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -38,6 +39,11 @@ def _tell(optimizer: Optimizer, settings: Settings) -> None:
         group.update(values)
 
 
+def _keep_gradients() -> float:
+    """The closure of a late step, whose gradients are there; its loss is that of an earlier batch, and not known."""
+    return math.nan
+
+
 class LateSteps:
     """Steps by batch and optimizer: the gradients of some parameters, and what the optimizer was told then."""
 
@@ -63,7 +69,7 @@ class LateSteps:
             for p, gradient in gradients.items():
                 p.grad = gradient
             with told(optimizer, settings):
-                optimizer.step()
+                optimizer.step(_keep_gradients)
             for p in gradients:
                 p.grad = None
         self._steps.clear()

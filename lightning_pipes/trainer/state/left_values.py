@@ -28,6 +28,8 @@ from lightning_pipes.trainer.state.module_state import ModuleState, follow
 _LOOKS = 16
 """Runs of a stage in which all its modules are looked at."""
 _PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None))
+_ABSENT = object()
+"""Stands for the value of an attribute that a layer does not have yet."""
 
 Place = tuple[Any, ...]
 """Of a layer: its number, a module in it, a name. Of an object around the layers: its path, a key."""
@@ -93,7 +95,7 @@ class LeftValues:
     def begin_batch(self) -> None:
         """Take what layers have for that with which each micro-batch begins."""
         places = [place for n in (self._local() if self._places else ()) for place in self._places.get(n, ())]
-        self._before = {p: value for p in places if not isinstance(value := self._value(p), list)}
+        self._before = {p: value for p in places if not isinstance(value := self._value(p, _ABSENT), list)}
         self._noted = {}
         self._set_later.clear()
         self._active = True
@@ -105,7 +107,9 @@ class LeftValues:
             spans = sorted(values)
             rows = [span.rows for span in spans]
             found = [values[span] for span in spans]
-            merged[place] = self._merging.merge(_path(place), self._before.get(place), found, rows, None)
+            before = self._before.get(place)
+            before = None if before is _ABSENT else before
+            merged[place] = self._merging.merge(_path(place), before, found, rows, None)
             self._set(place, merged[place])
         self._changes = {place: merged[place] for place in self._set_later if place in merged}
         self._noted, self._active = {}, False
@@ -157,7 +161,7 @@ class LeftValues:
                 if (changed or grown) and new and _can_travel(value):
                     self._places.setdefault(number, []).append(place)
                     if self._active and not isinstance(value, list):
-                        self._before[place] = before.get(key)
+                        self._before[place] = before[key] if key in before else getattr(type(part), key, _ABSENT)
                     watch.lengths[place] = lengths.get(key)
         found = {}
         for place, length in watch.lengths.items():
@@ -186,7 +190,7 @@ class LeftValues:
             *where, key = place
             of_layer = len(where) == 2
             if of_layer and not isinstance(value, Grown):
-                self._lent.append((place, value, self._value(place)))
+                self._lent.append((place, value, self._value(place, _ABSENT)))
             owner: Any = self._full[where[0]].get_submodule(where[1]) if of_layer else follow(self._module, where[0])
             if isinstance(value, Grown):
                 (vars(owner)[key] if of_layer else owner).extend(value.tail)
@@ -242,13 +246,18 @@ class LeftValues:
     def _set(self, place: Place, value: Any) -> None:
         number, name, key = place
         part = self._full[number].get_submodule(name)
-        (part._buffers if key in part._buffers else part.__dict__)[key] = value
+        if value is _ABSENT:
+            vars(part).pop(key, None)
+        else:
+            (part._buffers if key in part._buffers else part.__dict__)[key] = value
 
-    def _value(self, place: Place) -> Any:
+    def _value(self, place: Place, absent: Any = None) -> Any:
+        """Return the value there; where the layer has none, that of its class, else `absent`."""
         number, name, key = place
         part = self._full[number].get_submodule(name)
-        value: Any = part._buffers[key] if key in part._buffers else vars(part).get(key)
-        return value
+        if key in part._buffers:
+            return part._buffers[key]
+        return vars(part)[key] if key in vars(part) else getattr(type(part), key, absent)
 
 
 class _Watch:
