@@ -22,7 +22,7 @@ def find_doubled_classes() -> dict[str, list[str]]:
     return {name: paths for name, paths in sorted(found.items()) if len(paths) > 1}
 
 
-TODAY = 38
+TODAY = 14
 """Names that are defined twice; the number may fall, not rise."""
 
 
