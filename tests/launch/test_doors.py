@@ -128,5 +128,5 @@ def test_a_run_on_one_host(what: str, tmp_path: Path) -> None:
     assert said.count("came to its end") == 2
     assert not ran.exists()
     assert "\x1b" not in said
-    assert "of this run wrote" in said
+    assert "a process outside this run wrote" in said
     assert "1/failure' into its store" in said
