@@ -162,9 +162,10 @@ _IMPORTED = read_status_bytes("VmRSS") or 0
 def read_peak_bytes(device: torch.device) -> int | None:
     """Return the bytes that this process has needed at most; None where nothing counts them.
 
-    On a GPU they are those of torch's allocator. On the CPU they are resident memory beyond what imports have taken.
+    On a GPU they are those of torch's allocator. On the CPU they are resident memory beyond what imports have taken; a
+    process that was forked after these shares most of it, so it may never have had more.
     """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     peak = read_status_bytes("VmHWM") if device.type == "cpu" else None
-    return None if peak is None else max(0, peak - _IMPORTED)
+    return None if peak is None or peak <= _IMPORTED else peak - _IMPORTED

@@ -155,7 +155,7 @@ def test_the_peak_of_each_rank_is_told(ranks):
     assert record == text
     assert f"{bytes_text(alone)} in one process, {bytes_text(ddp)} in each process of DDP" in text
     assert all(size is None or 0 < size < 2**33 for size in ranks[0]["peaks"])
-    assert "measured" in text
+    assert ("measured" in text) == any(size is not None for size in ranks[0]["peaks"])
     assert len(ranks[0]["told"]) == 1
     assert f"rank 0 {bytes_text(first)} predicted" in ranks[0]["told"][0]
     assert f"rank 1 {bytes_text(second)} predicted" in ranks[0]["told"][0]
