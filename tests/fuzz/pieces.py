@@ -402,7 +402,7 @@ def torch_hook(rng: random.Random, base: Base, n: int) -> Piece:
         code[place] = ["module = self", *lines]
     refused = {
         "container forward": "has forward hooks, which no rank could run",
-        "container backward": "registers a backward hook on self",
+        "container backward": "registers a backward hook on self|has backward hooks, which no rank could run",
     }.get(what, "")
     return Piece(f"torch hook:{what}:{place}", frozen(code), refused=refused)
 
