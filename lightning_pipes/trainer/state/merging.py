@@ -10,8 +10,13 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 Path = tuple[tuple[str, Any], ...]
-_MISSING = object()
 _RELATIVE = 1e-4
+
+
+def format_path(path: Path) -> str:
+    """Return the path as the user would write it; [*] stands for any entry of a list."""
+    kinds = {".": ".{}", "[": "[{!r}]", "*": "[*]"}
+    return "self" + "".join(kinds[kind].format(key) for kind, key in path)
 
 
 class Merging:
@@ -78,7 +83,7 @@ class Merging:
         else:
             columns = list(zip(*tails, strict=True))
             known = expected if expected is not None and len(expected) == len(columns) else [None] * len(columns)
-            below = (*path, ("[", "*"))
+            below = (*path, ("*", None))
             merged = [self.merge(below, None, list(c), rows, w) for c, w in zip(columns, known, strict=True)]
         made = [*kept, *merged]
         return made if isinstance(values[0], list) else _as_tuple(values[0], made)
@@ -97,12 +102,12 @@ class Merging:
                 name = self._how[path] = fitting
             elif path not in self._warned and not _equal(whole, before):  # evaluated, it may change nothing
                 self._warned.add(path)
-                where = "self" + "".join(f".{k}" if kind == "." else f"[{k}]" for kind, k in path)
                 rank_zero_warn(
-                    f"{self._owner}.training_step sets {where}, to {_short(whole)} by the first batch as a whole, and "
-                    f"to {_short(candidates[name])} by its {len(values)} micro-batches, each of which begins with "
-                    f"what it was before: it is no mean, sum or extreme over samples, and no list of them. What reads "
-                    "it differs from one process: set PipelineStrategy(microbatches=1), or keep means or sums"
+                    f"{self._owner}.training_step sets {format_path(path)}, to {_short(whole)} by the first batch "
+                    f"as a whole, and to {_short(candidates[name])} by its {len(values)} micro-batches, each of "
+                    f"which begins with what it was before: it is no mean, sum or extreme over samples, and no list of "
+                    "them. What reads it differs from one process: set PipelineStrategy(microbatches=1), "
+                    "or keep means or sums"
                 )
         if name != "same":
             self._how.setdefault(path, name)

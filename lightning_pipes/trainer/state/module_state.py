@@ -32,7 +32,7 @@ from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import Span
 from lightning_pipes.trainer.module.hidden_state import CONTAINERS, OWN, can_change, entries
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.state.merging import Merging, Path
+from lightning_pipes.trainer.state.merging import Merging, Path, format_path
 
 _MOST = 10_000
 _DEPTH = 8
@@ -451,7 +451,7 @@ class ModuleState:
             if path not in self._refused:
                 self._refused.add(path)
                 rank_zero_warn(
-                    f"{text(path)} was set on the last stage to what can't be sent to other ranks "
+                    f"{format_path(path)} was set on the last stage to what can't be sent to other ranks "
                     f"({type(error).__name__}: {error}): their hooks, layers and code before the layers don't have "
                     "it. Keep numbers, tensors, and lists and dicts of them"
                 )
@@ -506,11 +506,6 @@ def follow(module: nn.Module, path: Path) -> Any:
     for kind, key in path:
         thing = getattr(thing, key) if kind == "." else thing[key]
     return thing
-
-
-def text(path: Path) -> str:
-    """The path as the user would write it."""
-    return "self" + "".join(f".{key}" if kind == "." else f"[{key!r}]" for kind, key in path)
 
 
 def _keyed(thing: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -591,12 +586,12 @@ def _set_entry(path: Path, before: Content | None, after: Content, written: set[
         assert isinstance(before, dict)
         for key, value in after.items():
             if before.get(key, _MISSING) is not value or id(value) in written:
-                return text((*path, (".", key)))
+                return format_path((*path, (".", key)))
         return ""
     grown = isinstance(after, list) and len(after) >= len(before) and all(map(is_, before, after))
     if _same(after, before) or (grown and not cut):
         return ""
-    return text(path)
+    return format_path(path)
 
 
 def _values(content: Content) -> Collection[Any]:

@@ -32,19 +32,14 @@ from lightning_pipes.tune.cli.pictures import write_pictures
 from lightning_pipes.tune.cli.sources import (
     cluster_from_settings,
     parse_numbers,
-    profile_from_settings,
+    require_profile,
     schedule_from_settings,
     translate_model_override,
 )
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
-    profile = profile_from_settings(cfg)
-    if profile is None:
-        raise InputError(
-            "plan needs layers: profile=FILE from lightning-pipes profile, or model=NAME by formula, as in "
-            "model=GPT-2-345M device=A100-40G"
-        )
+    profile = require_profile(cfg, "plan")
     if cfg.ranks > len(profile.layers):
         raise InputError(f"ranks={cfg.ranks}: the model has {len(profile.layers)} layers, and each rank needs one")
     check_count("batch", cfg.batch, "; samples")

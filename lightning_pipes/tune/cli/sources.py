@@ -38,6 +38,21 @@ def profile_from_settings(cfg: DictConfig) -> ModelProfile | None:
     return named_profile(str(cfg.named), cfg.device, dtype=cfg.dtype, optimizer=cfg.optimizer)
 
 
+def require_profile(cfg: DictConfig, command: str) -> ModelProfile:
+    """Return the profile of `profile_from_settings`, which a command can't do without.
+
+    Raises:
+        InputError: there is none, or as `profile_from_settings` does.
+    """
+    profile = profile_from_settings(cfg)
+    if profile is None:
+        raise InputError(
+            f"{command} needs layers: profile=FILE from lightning-pipes profile, or model=NAME by formula, as in "
+            "model=GPT-2-345M device=A100-40G"
+        )
+    return profile
+
+
 def translate_model_override(override: str) -> str:
     """Convert `model=NAME` into Hydra's form; `model` is a group of the examples' settings."""
     name, _, value = override.partition("=")

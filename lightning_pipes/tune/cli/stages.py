@@ -16,7 +16,7 @@ from lightning_pipes.tune.cli.command import Command, print_json
 from lightning_pipes.tune.cli.sources import (
     cluster_from_settings,
     parse_numbers,
-    profile_from_settings,
+    require_profile,
     translate_model_override,
 )
 
@@ -24,12 +24,7 @@ THEORY = ("loss", "lipschitz", "noise", "lr", "target")
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
-    profile = profile_from_settings(cfg)
-    if profile is None:
-        raise InputError(
-            "stages needs layers: profile=FILE from lightning-pipes profile, or model=NAME by formula, as in "
-            "model=GPT-2-345M device=A100-40G"
-        )
+    profile = require_profile(cfg, "stages")
     check_count("batch", cfg.batch, "; samples")
     microbatches = parse_numbers(cfg.microbatches, "microbatches") or [1]
     if len(microbatches) > 1:

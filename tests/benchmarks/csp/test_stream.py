@@ -11,11 +11,12 @@ import pytest
 from benchmarks.papers.csp.emulation import machine, stream
 from benchmarks.papers.csp.emulation.spaces import NLP, Placed, Space, Subnets, balanced, fixed
 from benchmarks.papers.csp.emulation.stream import Ran, Rules, run
-from lightning_pipes.cost import FREE, CostModel, Link
+from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import InputError, Instruction, Kind, Plan, Span, Use, prepared
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.csp import CSP
 from tests.benchmarks.csp.by_hand import by_hand
+from tests.free_costs import FreeCosts
 
 
 def subnets(n: int, blocks: int, choices: int, seed: int) -> Subnets:
@@ -39,7 +40,7 @@ def uses_of(placed: Placed) -> list[Use]:
 
 
 @dataclass(frozen=True)
-class BySubnet:
+class BySubnet(FreeCosts):
     """Costs that differ from batch to batch."""
 
     placed: Placed
@@ -56,15 +57,6 @@ class BySubnet:
 
     def transfer_ns(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         return self.rules.message // self.rules.microbatches, self.rules.latency
-
-    def link_between(self, source: int, target: int) -> Link:
-        return FREE
-
-    def memory_change(self, i: Instruction, plan: Plan) -> tuple[int, int]:
-        return 0, 0
-
-    def resident_bytes(self, rank: int, plan: Plan) -> int:
-        return 0
 
 
 def as_simulated(placed: Placed, rules: Rules, costs: object) -> dict[tuple[str, int, int, int], tuple[int, int]]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_pipes.cost import FREE, Link
 from lightning_pipes.ir import Cut, InputError, Instruction, Kind, Plan
 from lightning_pipes.strategies.jap.problem import ArrayProblem
+from tests.free_costs import FreeCosts
 
 
 @dataclass(frozen=True, eq=False)
-class ArrayCosts:
+class ArrayCosts(FreeCosts):
     """The costs of an array's blocks for the simulator, `cost.Costs`.
 
     A transfer is latency: it occupies no link, as in the paper. A backward contains its recomputation, a STEP is update
@@ -43,18 +43,6 @@ class ArrayCosts:
         """Nothing, and nanoseconds until a message is there; counted from the end of the switch after a forward."""
         p, at = self.problem, (i.job, i.stage)
         return 0, int(p.transfer[at] - p.switch[at]) if i.kind is Kind.SF else int(p.transfer_back[at])
-
-    def link_between(self, source: int, target: int) -> Link:
-        """A link without limits of its own."""
-        return FREE
-
-    def memory_change(self, i: Instruction, plan: Plan) -> tuple[int, int]:
-        """Bytes are not counted."""
-        return 0, 0
-
-    def resident_bytes(self, rank: int, plan: Plan) -> int:
-        """Bytes are not counted."""
-        return 0
 
 
 def plan_of(problem: ArrayProblem) -> Plan:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_pipes.cost import FREE, Link
 from lightning_pipes.ir import Instruction, Kind, Plan
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
+from tests.free_costs import FreeCosts
 
 
 @dataclass(frozen=True, eq=False)
-class Chunked:
+class Chunked(FreeCosts):
     """The costs of a scheme: what a chunk takes depends on its process only."""
 
     network: Network
@@ -30,12 +30,3 @@ class Chunked:
         if i.kind is Kind.SF:
             return self.busy("forward", 2 * i.stage + 1), 0
         return self.busy("backward", 2 * (self.network.stages - 1 - i.stage) + 1), 0
-
-    def link_between(self, source: int, target: int) -> Link:
-        return FREE
-
-    def memory_change(self, i: Instruction, plan: Plan) -> tuple[int, int]:
-        return 0, 0
-
-    def resident_bytes(self, rank: int, plan: Plan) -> int:
-        return 0
