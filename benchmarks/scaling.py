@@ -1,6 +1,7 @@
-"""How step time, memory and bubble grow with stages, micro-batches and replicas: simulated, for models that do not fit
-here. Writes the tables of docs/scaling.md, and its picture. With --planning, how long it takes to choose.
+"""Simulates how step time, memory and bubble grow with stages, micro-batches and replicas.
 
+Prints the tables of SCALING.md, and draws the picture of docs/scaling.md. With --planning, prints how long it takes to
+choose.
     python benchmarks/scaling.py [--quick] [--png PATH] [--planning [--json]]
 """
 

@@ -1,4 +1,4 @@
-"""docs/scaling.md shows what the planner finds today."""
+"""benchmarks/SCALING.md shows what the planner finds today."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ ROOT = Path(__file__).parents[2]
 def test_the_page_is_up_to_date():
     from benchmarks import scaling
 
-    page = (ROOT / "docs" / "scaling.md").read_text().splitlines()
+    page = (ROOT / "benchmarks" / "SCALING.md").read_text().splitlines()
     for line in scaling.by_stages(scaling.CASES[2], most=8):
         assert line in page, "run benchmarks/scaling.py and paste its tables"
