@@ -2,6 +2,7 @@
 
 Prints the tables of SCALING.md, and draws the picture of docs/scaling.md. With --planning, prints how long it takes to
 choose.
+
     python benchmarks/scaling.py [--quick] [--png PATH] [--planning [--json]]
 """
 
