@@ -38,6 +38,7 @@ from lightning_pipes.trainer.module.pipelined import (
 from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.module.step_probe import check_steps_apart
 from lightning_pipes.trainer.moves.part import Part
+from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.plan.container import find_container, warn_about_outside
 from lightning_pipes.trainer.plan.deciding import Deciding
 from lightning_pipes.trainer.plan.decision import Decision
@@ -52,7 +53,7 @@ from lightning_pipes.trainer.running import Running
 from lightning_pipes.trainer.state.left_values import layers_by_number
 from lightning_pipes.trainer.state.module_state import ModuleState
 from lightning_pipes.trainer.step.clipping import GradientAgreement
-from lightning_pipes.trainer.step.logs import metrics_gather_over
+from lightning_pipes.trainer.step.logs import limit_metric_sync
 from lightning_pipes.trainer.step.steps import Steps
 from lightning_pipes.trainer.verify.reference import ReferenceProcess
 from lightning_pipes.trainer.verify.verifier import Verifier, check_verifiable
@@ -63,7 +64,7 @@ class PipelineSetup:
 
     Args:
         path: the pipelined container in the module.
-        undo: gets what `teardown` is to call, in the order in which it is.
+        patches: closed by `teardown`.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class PipelineSetup:
         path: str,
         connected: Connected,
         settings: Settings,
-        undo: list[Callable[[], None]],
+        patches: Patches,
     ) -> None:
         full = module.get_submodule(path)
         assert isinstance(full, Layers)
@@ -86,7 +87,7 @@ class PipelineSetup:
         self._ranks = connected.ranks
         self._links = connected.links
         self._settings = settings
-        self._undo = undo
+        self._patches = patches
         warn_about(module, full)
         self._deferred = DeferredWeights(module, path)
         self._profiles = find_cache(trainer)
@@ -179,7 +180,7 @@ class PipelineSetup:
         """The module with the layers of this rank alone; those made on `meta` get values, which depend on the seed.
         `spread` says whether an earlier run has left the layers of any rank spread out."""
         local = self.holdings.local
-        self._undo += show_module(self._trainer, self._module)
+        show_module(self._trainer, self._module, self._patches)
         caches = CacheSwitch(self._module)
         caches.log()
         self._interceptor = Interceptor(f"self.{self.path}", isinstance(self.full, nn.ModuleList), caches)
@@ -200,8 +201,7 @@ class PipelineSetup:
     ) -> Running:
         """The run of the cut module, whose weights are on the device by now; it trains by what `training` makes."""
         holdings, ranks, links, settings = self.holdings, self._ranks, self._links, self._settings
-        stops = StopAgreement(self._trainer, ranks.control, writing_at_once, lambda: links.told_to_end)
-        self._undo.append(stops.remove)
+        stops = StopAgreement(self._trainer, ranks.control, writing_at_once, lambda: links.told_to_end, self._patches)
         seed = replica_seed(settings.seed, ranks.grid.replica)
         by_number = layers_by_number(self.full)
         layers = (self._cut.proxy, *self.full.modules())
@@ -250,12 +250,11 @@ class PipelineSetup:
     ) -> Verifier | None:
         """Has what Lightning and the user do around the run's steps do so for all ranks, and each epoch begin with
         `start_epoch`. Returns what compares the first batches with those of the reference, if that is wanted."""
-        run, ranks = running.run, self._ranks
+        run, ranks, patches = running.run, self._ranks, self._patches
         if ranks.grid.length > 1 and self._fitting:
             check_steps_apart(run.part.optimizers, run.streams)
         pipeline = None if run.streams else ranks.pipeline
-        agreement = GradientAgreement(precision, self.holdings, pipeline, ranks.device, self._cut.scope)
-        self._undo.append(agreement.remove)
+        GradientAgreement(precision, self.holdings, pipeline, ranks.device, self._cut.scope, patches)
         agree = run.agreement(running.stops)
         verifier: Verifier | None = None
 
@@ -266,14 +265,13 @@ class PipelineSetup:
 
         wanted = self._settings.verify
         verifies = self._fitting and wanted.batches > 0
-        self._undo += wrap_hooks(
-            self._trainer, run, ranks.pipeline, verify_and_agree if verifies else agree, start_epoch
-        )
+        wrap_hooks(self._trainer, run, ranks.pipeline, verify_and_agree if verifies else agree, start_epoch, patches)
+        limit_metric_sync(self._module, self._connected.replicas.group, patches)
+        patches.callback(private.forget_training_data, self._trainer)
+        patches.callback(self._connected.checkpointing.data.forget)
         if verifies:
             verifier = Verifier(wanted, reference, self._trainer, run, self._settings.seed)
-            self._undo.insert(0, verifier.close)
-        self._undo.append(metrics_gather_over(self._module, self._connected.replicas.group))
-        self._undo += [self._connected.checkpointing.data.forget, partial(private.forget_training_data, self._trainer)]
+            patches.callback(verifier.close)
         return verifier
 
 

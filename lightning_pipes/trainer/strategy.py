@@ -52,6 +52,7 @@ from lightning_pipes.trainer.module.elsewhere import HookScope
 from lightning_pipes.trainer.module.equal_starts import broadcast_random_state, equal_weights
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout, parameter_names, refuse_unsuitable
 from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.plan.alike import check_alike, said
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.request import RunRequest
@@ -198,7 +199,7 @@ class PipelineStrategy(PipelineHost):
         self._verifier: Verifier | None = None
         self._reference: ReferenceProcess | None = None
         self._accumulating = False
-        self._undo: list[Callable[[], None]] = []
+        self._patches = Patches()
         self._decision: Decision | None = None
         self._reported: tuple[Sequence[Sequence[Window]], About] = ((), About())
 
@@ -211,7 +212,7 @@ class PipelineStrategy(PipelineHost):
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy starts from: the settings. Connections and the run under way are this one's alone."""
         state = {**self.__dict__, **dict.fromkeys(("_links", "_made", "_cut", "_spread", "_current"))}
-        return {**state, "_standing": Standing(), "_undo": [], "_layouts": []}
+        return {**state, "_standing": Standing(), "_patches": Patches(), "_layouts": []}
 
     # ---- processes and devices
 
@@ -317,7 +318,7 @@ class PipelineStrategy(PipelineHost):
         whole = self._make_optimizers(module) if fitting else ()
 
         connected.checkpointing.container = path = container(trainer, module, connected, self._settings.module)
-        cutting = PipelineSetup(trainer, module, path, connected, self._settings, self._undo)
+        cutting = PipelineSetup(trainer, module, path, connected, self._settings, self._patches)
         self._decision = cutting.decide(self._request)
         self.schedule = self._decision.schedule
         if fitting:
@@ -346,9 +347,8 @@ class PipelineStrategy(PipelineHost):
     def teardown(self) -> None:
         fault_point("teardown")
         module, cut, current = self.lightning_module, self._cut, self._current
-        for undo in self._undo:
-            undo()
-        self._undo, self._verifier = [], None
+        self._patches.close()
+        self._verifier = None
         if self._reference is not None:
             self._reference.close()
             self._reference = None

@@ -42,6 +42,7 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
         "private_lightning",
         "versions",
         "ignoring",
+        "patches",
         "ranks",
         "module",
         "checkpoint",

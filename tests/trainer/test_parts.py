@@ -22,8 +22,10 @@ from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.equal_starts import checksum
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout, parameter_names
 from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.plan.plans import Plans
-from lightning_pipes.trainer.step.hooks import HookWrappers
+from lightning_pipes.trainer.step.hook_view import track_hooks
+from lightning_pipes.trainer.step.hooks import wrap_module_hooks
 from lightning_pipes.trainer.step.logs import LogCall, merge, recorded
 from tests.trainer.lit import Lit, LitTied, restore
 
@@ -282,12 +284,26 @@ def test_what_a_hook_misses_on_other_stages_is_explained(here):
             self.last_loss.item()
 
     module = Storing()
-    wrappers = HookWrappers(module, lambda hook: hook, here, lambda: None, lambda: None)
+    patches = Patches()
+    wrap_module_hooks(module, patches, lambda hook: hook, here, lambda: None, lambda: None)
     with pytest.raises(AttributeError, match="last_loss") as caught:
         module.on_train_batch_end(None, None, 0)
     explained = "on_train_batch_end runs on every stage" in "".join(getattr(caught.value, "__notes__", []))
     assert explained is not here
-    wrappers.remove()
+    patches.close()
+    assert not [name for name in vars(module) if name.startswith("on_")]
+
+
+def test_a_hook_on_the_module_itself_comes_back():
+    module, called = Lit(), []
+    own: Any = lambda *_: called.append("hook")  # noqa: E731
+    vars(module)["on_train_batch_end"] = own
+    with Patches() as patches:
+        track_hooks(module, [], CutModule(module, "model", [0], Interceptor("self.model")).scope, patches)
+        wrap_module_hooks(module, patches, lambda hook: hook, True, lambda: called.append("agree"), lambda: None)
+        module.on_train_batch_end(None, None, 0)
+    assert called == ["hook", "agree"]
+    assert vars(module)["on_train_batch_end"] is own
 
 
 def test_the_plan_is_what_the_schedule_asks_for() -> None:

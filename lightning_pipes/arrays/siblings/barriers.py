@@ -9,15 +9,9 @@ from __future__ import annotations
 import lightning.pytorch as pl
 
 from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.step.hook_table import HOOKS
 
-_AFTER = {
-    "pre_setup": ("prepare_data",),
-    "post_setup": ("setup",),
-    "_CheckpointConnector.resume_end": ("on_fit_start",),
-    "run-stage": (),
-    "train_dataloader()": ("train_dataloader",),
-    "val_dataloader()": ("val_dataloader",),
-}
+_AFTER = {"run-stage": (), **{row.barrier: (row.name,) for row in HOOKS if row.barrier is not None}}
 """By the name of a barrier the hooks that run between it and the one before, or the exchange of starting weights."""
 _OWN = ("lightning.", "lightning_pipes.")
 

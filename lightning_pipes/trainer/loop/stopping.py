@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_pipes.engine.watch.launcher import TERMINATED, signal_launched
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.ranks.control import Control
 
 
@@ -24,6 +25,7 @@ class StopAgreement:
 
     Args:
         told: whether the process was told to end in another way, as an array's siblings are.
+        patches: Lightning's own signal handlers and broadcast are back when they are closed.
 
     Attributes:
         terminated: Lightning is about to raise SIGTERMException, on every rank after the same batch.
@@ -35,6 +37,7 @@ class StopAgreement:
         control: Control,
         writing_at_once: Callable[[], AbstractContextManager[None]],
         told: Callable[[], bool],
+        patches: Patches,
     ) -> None:
         self._trainer = trainer
         self._control = control
@@ -45,6 +48,8 @@ class StopAgreement:
         self._requeue: tuple[int, FrameType | None] | None = None
         self._requeue_handler = private.replace_signal_handlers(trainer, self._note_sigterm, self._note_requeue)
         private.silence_sigterm_broadcast(trainer)
+        patches.callback(private.restore_signal_handlers, trainer)
+        patches.callback(private.restore_sigterm_broadcast, trainer)
 
     def agree(self) -> None:
         """After this call every rank stops, or none.
@@ -82,11 +87,6 @@ class StopAgreement:
         batches there, so each is asked by itself."""
         if any(pipeline.any(self._is_to_end)):
             self._terminate()
-
-    def remove(self) -> None:
-        """Lightning's own handlers and broadcast are back."""
-        private.restore_signal_handlers(self._trainer)
-        private.restore_sigterm_broadcast(self._trainer)
 
     def end(self) -> None:
         """Called when the run is over: ends a process that SIGTERM came to after the last batch, as SIGTERM does."""

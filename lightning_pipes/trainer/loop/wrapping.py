@@ -11,12 +11,13 @@ from lightning_pipes.ir import Schedule
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.module.optimizers import OptimizersView
+from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.step.between_steps import check_clearing
 from lightning_pipes.trainer.step.clipping import HookClipping
 from lightning_pipes.trainer.step.gradient_logs import GradientLogs
-from lightning_pipes.trainer.step.hook_view import HookView, StepView
-from lightning_pipes.trainer.step.hooks import HookWrappers
+from lightning_pipes.trainer.step.hook_view import track_hooks, track_optimizer_steps
+from lightning_pipes.trainer.step.hooks import wrap_module_hooks
 
 
 def wrap_hooks(
@@ -25,27 +26,24 @@ def wrap_hooks(
     pipeline: Control,
     agree: Callable[[], None],
     start_epoch: Callable[[], None],
-) -> list[Callable[[], None]]:
-    """Functions that undo it all, in this order.
+    patches: Patches,
+) -> None:
+    """Wrap the hooks of the user's module and callbacks from the inside out, until `patches` are closed.
 
     Args:
         agree: has ranks agree on stopping, after the hooks at which they do.
         start_epoch: called when an epoch has begun.
     """
-    module, callbacks = run.cut.module, private.callbacks(trainer)
-    clipping = HookClipping(
-        lambda: run.part.parameters, run.cut.scope, run.part.holdings, None if run.streams else pipeline
-    )
-    view = HookView(module, callbacks, run.cut.scope)  # next to the hooks: all else goes around it
+    module, callbacks, scope = run.cut.module, private.callbacks(trainer), run.cut.scope
+    HookClipping(lambda: run.part.parameters, scope, run.part.holdings, None if run.streams else pipeline, patches)
+    track_hooks(module, callbacks, scope, patches)
+    if not run.streams or isinstance(run.plans.schedule, Schedule):  # else batches step some of the layers each
+        OptimizersView(run.part.layouts, scope, patches)
+    track_optimizer_steps(run.part.optimizers, scope, patches)
     synchronise = partial(run.state.synchronise, pipeline, run.last_rank, run.last)
     followed = partial(run.state.follow_hook, synchronise=synchronise)
-    hooks = HookWrappers(module, followed, run.last, agree, start_epoch)
-    steps = StepView(run.part.optimizers, run.cut.scope)
-    undo = [view.remove, clipping.remove]
-    if not run.streams or isinstance(run.plans.schedule, Schedule):  # else batches step some of the layers each
-        undo.insert(0, OptimizersView(run.part.layouts, run.cut.scope).remove)
+    wrap_module_hooks(module, patches, followed, run.last, agree, start_epoch)
     if run.streams:  # where stages step apart, each logs for itself
-        clears = check_clearing(module, run.plans.schedule.name)
-        return [clears, hooks.remove, steps.remove, *undo]
-    logs = GradientLogs(module, callbacks, pipeline, run.replay, run.last_rank)
-    return [logs.remove, hooks.remove, steps.remove, *undo]
+        check_clearing(module, run.plans.schedule.name, patches)
+    else:
+        GradientLogs(module, callbacks, pipeline, run.replay, run.last_rank, patches)

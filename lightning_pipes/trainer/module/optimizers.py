@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.elsewhere import Elsewhere, HookScope, no_view
+from lightning_pipes.trainer.patches import Patches
 
 Groups = tuple[tuple[str, ...], ...]
 """Parameter names by group, in the optimizer's order."""
@@ -250,18 +251,15 @@ class OptimizersView:
     """Has optimizers show the parameters of all ranks to code of the user's, and those of this rank to all else.
 
     Args:
-        scope: says which hook runs; its `view` is this object until `remove`.
+        scope: says which hook runs; its `view` is this object until `patches` are closed.
     """
 
-    def __init__(self, layouts: Sequence[OptimizerLayout], scope: HookScope) -> None:
+    def __init__(self, layouts: Sequence[OptimizerLayout], scope: HookScope, patches: Patches) -> None:
         self._layouts = layouts
         self._scope = scope
         self._whole = False
         scope.view = self
-
-    def remove(self) -> None:
-        """Hooks see what there is."""
-        self._scope.view = no_view
+        patches.callback(setattr, scope, "view", no_view)
 
     @contextmanager
     def __call__(self, whole: bool) -> Iterator[None]:

@@ -6,7 +6,6 @@ uses. A change to a parameter that one of them uses would come too early for it,
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -20,17 +19,16 @@ from torch.optim import Optimizer
 from lightning_pipes.engine.residency.marks import ChangeMarks
 from lightning_pipes.ir import PipelineError, Use
 from lightning_pipes.trainer.module.proxy import Layers
+from lightning_pipes.trainer.patches import Patches
+from lightning_pipes.trainer.step.hook_table import select_hooks
 
 LOOKED_AT, EVERY = 20, 50
 """Values are compared, and all gradients looked at, in the first batches of a run and later in every `EVERY`-th."""
 FEW = 500
 """Parameters whose gradients are looked at in every batch."""
 
-BATCH_HOOKS = (
-    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "optimizer_zero_grad"),
-    *("optimizer_step", "lr_scheduler_step", "on_before_batch_transfer", "on_after_batch_transfer"),
-)
-STEP_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+BATCH_HOOKS = select_hooks(lambda hook: hook.is_between_batches)
+STEP_HOOKS = select_hooks(lambda hook: hook.is_before_step)
 
 
 class BetweenSteps:
@@ -154,17 +152,16 @@ class BetweenSteps:
         return found
 
 
-def check_clearing(module: pl.LightningModule, schedule: str) -> Callable[[], None]:
-    """Have the module's own `optimizer_zero_grad` watched; return what undoes it.
+def check_clearing(module: pl.LightningModule, schedule: str, patches: Patches) -> None:
+    """Have the module's own `optimizer_zero_grad` watched until `patches` are closed.
 
     Raises:
         PipelineError: when it runs, and leaves gradients, or zeros in place of gradients.
     """
     if not is_overridden("optimizer_zero_grad", module):
-        return lambda: None
+        return
     hook = module.optimizer_zero_grad
 
-    @functools.wraps(hook)
     def run(epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         probe = next((p for group in optimizer.param_groups for p in group["params"] if p.grad is None), None)
         if probe is not None:
@@ -181,5 +178,4 @@ def check_clearing(module: pl.LightningModule, schedule: str) -> Callable[[], No
                 "schedule that flushes between batches, such as '1f1b'"
             )
 
-    module.__dict__["optimizer_zero_grad"] = run
-    return lambda: module.__dict__.pop("optimizer_zero_grad", None) and None
+    patches.replace_method(module, "optimizer_zero_grad", run)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_pipes.engine.private_torch import Clipping
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.elsewhere import Elsewhere, HookScope
+from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.private_lightning import replace_unscale_gradients, unscale_gradients
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.holdings import Holdings
@@ -29,6 +30,7 @@ class GradientAgreement:
     Args:
         control: of all stages; None where these are not at one batch, and each clips by the norm of its own layers.
         scope: says which hook runs.
+        patches: the plugin is patched until they are closed.
     """
 
     def __init__(
@@ -38,23 +40,19 @@ class GradientAgreement:
         control: Control | None,
         device: torch.device,
         scope: HookScope,
+        patches: Patches,
     ) -> None:
         self._precision = precision
         self._holdings = holdings
         self._control = control
         self._device = device
         self._scope = scope
-        self._scaler: torch.amp.GradScaler | None = None if control is None else getattr(precision, "scaler", None)
-        precision.__dict__["clip_grad_by_norm"] = self._clip
-        if self._scaler is not None:
-            self._unscale = unscale_gradients(self._scaler)
-            replace_unscale_gradients(self._scaler, self._agreed_unscale)
-
-    def remove(self) -> None:
-        """The plugin is as before."""
-        self._precision.__dict__.pop("clip_grad_by_norm", None)
-        if self._scaler is not None:
-            replace_unscale_gradients(self._scaler, None)
+        patches.replace(precision, "clip_grad_by_norm", self._clip)
+        scaler: torch.amp.GradScaler | None = None if control is None else getattr(precision, "scaler", None)
+        if scaler is not None:
+            self._unscale = unscale_gradients(scaler)
+            replace_unscale_gradients(scaler, self._agreed_unscale)
+            patches.callback(replace_unscale_gradients, scaler, None)
 
     def total_norm(self, optimizer: Optimizer) -> torch.Tensor:
         """The 2-norm of the gradients of all stages; each shared parameter counts once."""
@@ -116,6 +114,7 @@ class HookClipping:
         parameters: gives those of this rank.
         scope: says which hook runs, and hears from here whether there are gradients.
         control: of all stages; None where these are not at one batch, so that there is no such norm.
+        patches: torch is patched until they are closed.
     """
 
     def __init__(
@@ -124,19 +123,16 @@ class HookClipping:
         scope: HookScope,
         holdings: Holdings,
         control: Control | None,
+        patches: Patches,
     ) -> None:
         self._parameters = parameters
         self._scope = scope
         self._holdings = holdings
         self._control = control
         scope.gradients = self._have_gradients
-        self._undo = [Clipping.around(Clipping.NORM, self._norm)]
-        self._undo += [Clipping.around(name, self._clip) for name in (Clipping.BY_NORM, Clipping.BY_VALUE)]
-
-    def remove(self) -> None:
-        """Torch is as before."""
-        for undo in self._undo:
-            undo()
+        patches.callback(Clipping.around(Clipping.NORM, self._norm))
+        for name in (Clipping.BY_NORM, Clipping.BY_VALUE):
+            patches.callback(Clipping.around(name, self._clip))
 
     def _have_gradients(self) -> bool:
         """Whether there are gradients; where nothing is trained on this rank they may be."""

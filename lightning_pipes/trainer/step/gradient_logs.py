@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,10 +11,12 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.step.hook_table import select_hooks
 from lightning_pipes.trainer.step.logs import LogCall, LogReplay, recorded
 
-GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+GRADIENT_HOOKS = select_hooks(lambda hook: hook.merges_logs)
 
 _TOTAL = re.compile(r"(?P<norms>.*grad_(?P<p>[0-9.]+|inf)_norm)_total")
 """How `lightning.pytorch.utilities.grad_norm` calls the norm of all norms, behind any prefix of the user's."""
@@ -26,6 +27,7 @@ class GradientLogs:
 
     Args:
         last_rank: the global rank whose value counts where ranks log different ones under one name.
+        patches: the hooks are wrapped until they are closed.
     """
 
     def __init__(
@@ -35,30 +37,23 @@ class GradientLogs:
         control: Control,
         replay: LogReplay,
         last_rank: int,
+        patches: Patches,
     ) -> None:
         self._module = module
         self._control = control
         self._replay = replay
         self._last = control.ranks.index(last_rank)
         self._warned = False
-        self._undo: list[Callable[[], None]] = []
         for name in GRADIENT_HOOKS:
             if is_overridden(name, module):
-                self._wrap(module, name)
+                self._wrap(module, name, patches)
             for callback in callbacks:
                 if is_overridden(name, callback, pl.Callback):
-                    self._wrap(callback, name)
+                    self._wrap(callback, name, patches)
 
-    def remove(self) -> None:
-        """The hooks are as before."""
-        for undo in self._undo:
-            undo()
-        self._undo = []
-
-    def _wrap(self, owner: object, name: str) -> None:
+    def _wrap(self, owner: object, name: str, patches: Patches) -> None:
         hook = getattr(owner, name)
 
-        @functools.wraps(hook)
         def run(*args: Any, **kwargs: Any) -> None:
             with recorded(self._module) as calls:
                 hook(*args, **kwargs)
@@ -73,20 +68,7 @@ class GradientLogs:
                 )
             self._replay.replay(merged)
 
-        self._undo.append(_replaced(owner, name, run))
-
-
-def _replaced(owner: object, name: str, hook: Callable[..., None]) -> Callable[[], None]:
-    """Puts `hook` on the object itself, where a LambdaCallback has its own; returns what undoes it."""
-    before = vars(owner).get(name)
-    vars(owner)[name] = hook
-
-    def undo() -> None:
-        vars(owner).pop(name)
-        if before is not None:
-            vars(owner)[name] = before
-
-    return undo
+        patches.replace_method(owner, name, run)
 
 
 def over_ranks(recordings: Sequence[Sequence[LogCall]], last: int) -> tuple[list[LogCall], list[str]]:

@@ -1,4 +1,4 @@
-"""While a hook of the user's runs, it sees the parameters of all layers."""
+"""Hooks of the user's see the parameters of all layers while they run."""
 
 from __future__ import annotations
 
@@ -14,75 +14,58 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.private_torch import step_hooks
 from lightning_pipes.trainer.module.elsewhere import HookScope
+from lightning_pipes.trainer.patches import Patches
+from lightning_pipes.trainer.step.hook_table import select_hooks
 
 _OURS = ("lightning", "pytorch_lightning", "lightning_pipes")
 """Packages whose callbacks know what a strategy is."""
 
-_OF_STEPS = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
-"""Methods of a LightningModule that work on weights and are no hooks by name."""
-
-_IN_CLOSURE = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
-"""Hooks that run while an optimizer_step of the user's may."""
+_OF_STEPS = select_hooks(lambda hook: hook.acts_on_weights)
+_IN_CLOSURE = select_hooks(lambda hook: hook.is_in_closure)
+_ON_RANK_ZERO = select_hooks(lambda hook: hook.runs_on_rank_zero)
 
 _SET_DATA = "variable.set_data(tensor)"
 """In torch's error for `here.data = elsewhere`, which asks no subclass."""
 
 
-class HookView:
-    """Tells `scope` which hook runs; hooks of the module, and of callbacks that are not Lightning's own.
+def track_hooks(
+    module: pl.LightningModule, callbacks: Iterable[pl.Callback], scope: HookScope, patches: Patches
+) -> None:
+    """Have `scope` know which hook runs until `patches` are closed: the module's, and the user's callbacks'.
 
     Args:
         module: cut, with no other wrapper around its hooks yet.
     """
+    for name in _hooks(pl.LightningModule):
+        if is_overridden(name, module):
+            _track(module, name, scope, patches, everywhere=name not in _ON_RANK_ZERO)
+    for callback in callbacks:
+        ours = _is_ours(callback)
+        for name in _IN_CLOSURE if ours else _hooks(pl.Callback):
+            if is_overridden(name, callback, pl.Callback):
+                _track(callback, name, scope, patches, suspended=ours)
 
-    def __init__(self, module: pl.LightningModule, callbacks: Iterable[pl.Callback], scope: HookScope) -> None:
-        self._scope = scope
-        self._undo: list[Callable[[], None]] = []
-        for name in _hooks(pl.LightningModule):
-            if is_overridden(name, module):
-                self._wrap(module, name, name != "on_save_checkpoint")
-        for callback in callbacks:
-            if _is_ours(callback):
-                for name in _IN_CLOSURE:
-                    if is_overridden(name, callback, pl.Callback):
-                        self._wrap(callback, name, everywhere=True, suspended=True)
-                continue
-            for name in _hooks(pl.Callback):
-                if is_overridden(name, callback, pl.Callback):
-                    self._wrap(callback, name, everywhere=True)
 
-    def remove(self) -> None:
-        """The hooks are as before."""
-        for undo in self._undo:
-            undo()
-        self._undo = []
+def _track(
+    owner: object, name: str, scope: HookScope, patches: Patches, everywhere: bool = True, suspended: bool = False
+) -> None:
+    hook = getattr(owner, name)
 
-    def _wrap(self, owner: object, name: str, everywhere: bool, suspended: bool = False) -> None:
-        hook, before = getattr(owner, name), vars(owner).get(name)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        running = scope.running(f"{type(owner).__name__}.{name}", everywhere)
+        with scope.suspended() if suspended else running:
+            try:
+                return hook(*args, **kwargs)
+            except RuntimeError as error:
+                if _SET_DATA in str(error):
+                    error.add_note(
+                        f"{type(owner).__name__}.{name} gives a tensor of this rank what it has of a layer on "
+                        "another rank, as `target.data = 0.9 * target.data + 0.1 * p.data` does with a copy of "
+                        "the whole module; every process has the layers of its stages only"
+                    )
+                raise
 
-        @functools.wraps(hook)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            running = self._scope.running(f"{type(owner).__name__}.{name}", everywhere)
-            with self._scope.suspended() if suspended else running:
-                try:
-                    return hook(*args, **kwargs)
-                except RuntimeError as error:
-                    if _SET_DATA in str(error):
-                        error.add_note(
-                            f"{type(owner).__name__}.{name} gives a tensor of this rank what it has of a layer on "
-                            "another rank, as `target.data = 0.9 * target.data + 0.1 * p.data` does with a copy of "
-                            "the whole module; every process has the layers of its stages only"
-                        )
-                    raise
-
-        def undo() -> None:
-            if vars(owner).get(name) is run:
-                vars(owner).pop(name)
-                if before is not None:
-                    vars(owner)[name] = before
-
-        vars(owner)[name] = run
-        self._undo.append(undo)
+    patches.replace_method(owner, name, run)
 
 
 def has_hooks(module: pl.LightningModule, callbacks: Iterable[pl.Callback], names: Iterable[str]) -> bool:
@@ -104,56 +87,46 @@ def _hooks(kind: type) -> list[str]:
     return [*hooks, *_OF_STEPS] if kind is pl.LightningModule else hooks
 
 
-class StepView:
-    """Tells `scope` when an optimizer steps: what its code takes a norm of by torch's functions is all weights.
+def track_optimizer_steps(optimizers: Iterable[Optimizer], scope: HookScope, patches: Patches) -> None:
+    """Have `scope` know when an optimizer steps, until `patches` are closed.
 
-    Its step hooks see the parameters of all ranks.
+    Norms that its code takes by torch's functions are those of all weights. Its step hooks see the parameters of all
+    ranks.
 
     Args:
-        optimizers: of this rank; each gets a `step` of its own until `remove`.
+        optimizers: of this rank; each gets a `step` of its own.
     """
+    for optimizer in optimizers:
+        _track_steps(optimizer, scope, patches)
 
-    def __init__(self, optimizers: Iterable[Optimizer], scope: HookScope) -> None:
-        self._scope = scope
-        self._undo = [self._wrap(optimizer) for optimizer in optimizers]
 
-    def remove(self) -> None:
-        """Optimizers step as before."""
-        for undo in self._undo:
-            undo()
-        self._undo = []
+def _track_steps(optimizer: Optimizer, scope: HookScope, patches: Patches) -> None:
+    original, name = optimizer.step, type(optimizer).__name__
+    wrapped: list[tuple[dict[int, Any], int, Any, Any]] = []
 
-    def _wrap(self, optimizer: Optimizer) -> Callable[[], None]:
-        before, original = vars(optimizer).get("step"), optimizer.step
-        name = f"{type(optimizer).__name__}.step"
-        wrapped: list[tuple[dict[int, Any], int, Any, Any]] = []
-
-        @functools.wraps(original)
-        def step(_: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-            for hooks in step_hooks(optimizer):
-                for key, hook in hooks.items():
-                    if all(hook is not ours for *_, ours in wrapped):
-                        hooks[key] = self._seeing(hook, f"a step hook of {type(optimizer).__name__}")
-                        wrapped.append((hooks, key, hook, hooks[key]))
-            given = closure if closure is None else self._scope.as_now(closure)
-            with self._scope.running(name, everywhere=True, whole=False):
-                return original(given, *args, **kwargs)
-
-        def undo() -> None:
-            for hooks, key, hook, ours in wrapped:
-                if hooks.get(key) is ours:
-                    hooks[key] = hook
-            vars(optimizer).pop("step", None)
-            if before is not None:
-                vars(optimizer)["step"] = before
-
-        vars(optimizer)["step"] = MethodType(step, optimizer)  # schedulers look for the function of a method
-        return undo
-
-    def _seeing(self, hook: Callable[..., Any], name: str) -> Any:
+    def wrap_hook(hook: Callable[..., Any]) -> Any:
         @functools.wraps(hook)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._scope.running(name, everywhere=True):
+            with scope.running(f"a step hook of {name}", everywhere=True):
                 return hook(*args, **kwargs)
 
         return run
+
+    @functools.wraps(original)
+    def step(_: Optimizer, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        for hooks in step_hooks(optimizer):
+            for key, hook in hooks.items():
+                if all(hook is not ours for *_, ours in wrapped):
+                    hooks[key] = wrap_hook(hook)
+                    wrapped.append((hooks, key, hook, hooks[key]))
+        given = closure if closure is None else scope.as_now(closure)
+        with scope.running(f"{name}.step", everywhere=True, whole=False):
+            return original(given, *args, **kwargs)
+
+    def unwrap_hooks() -> None:
+        for hooks, key, hook, ours in wrapped:
+            if hooks.get(key) is ours:
+                hooks[key] = hook
+
+    patches.replace(optimizer, "step", MethodType(step, optimizer))  # schedulers look for the function of a method
+    patches.callback(unwrap_hooks)

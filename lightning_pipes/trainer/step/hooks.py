@@ -1,4 +1,4 @@
-"""Hooks of the user's module that must not run everywhere, or that must be the last word."""
+"""Wrappers around hooks of the user's module, by the table of hooks."""
 
 from __future__ import annotations
 
@@ -9,90 +9,72 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-READING_HOOKS = (
-    "on_train_epoch_end",
-    "on_validation_epoch_end",
-    "on_test_epoch_end",
-    "on_predict_epoch_end",
-    "on_validation_batch_end",
-    "on_test_batch_end",
-    "on_predict_batch_end",
-)
-"""Hooks that usually read what the steps have stored on `self`, and set what the next steps read."""
-
-AGREEING_HOOKS = ("on_train_batch_end", "on_train_epoch_end")
-"""Lightning calls them after those of all callbacks."""
+from lightning_pipes.trainer.patches import Patches
+from lightning_pipes.trainer.step.hook_table import HOOKS
 
 Hook = Callable[..., Any]
 
 
-class HookWrappers:
-    """Wraps hooks on the instance; `remove` undoes it.
+def wrap_module_hooks(
+    module: pl.LightningModule,
+    patches: Patches,
+    synchronise: Callable[[Hook], Hook],
+    is_last: bool,
+    agree: Callable[[], None],
+    start_epoch: Callable[[], None],
+) -> None:
+    """Wrap hooks of the module by their rows of the table, until `patches` are closed.
 
     Args:
-        followed: gives a hook after which all ranks have the state of the module that the last stage has.
-        here: whether the last stage is on this rank.
-        agree: called after the last of the hooks at which ranks agree on stopping.
-        epoch_start: called after on_train_epoch_start.
+        synchronise: returns a hook after which all ranks have the state of the module that the last stage has.
+        is_last: whether the last stage is on this rank.
+        agree: called after the last hooks of a batch or an epoch; Lightning calls the module's after all callbacks'.
+        start_epoch: called after the hook that starts an epoch.
     """
-
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        followed: Callable[[Hook], Hook],
-        here: bool,
-        agree: Callable[[], None],
-        epoch_start: Callable[[], None],
-    ) -> None:
-        self._module = module
-        self._here = here
-        self._wrapped: list[str] = []
-        for name in READING_HOOKS:
-            if is_overridden(name, module):
-                self._wrap(name, lambda hook: followed(self._explained(hook)))
-        if is_overridden("on_save_checkpoint", module):
-            self._wrap("on_save_checkpoint", self._on_rank_zero)
-        for name in AGREEING_HOOKS:
-            self._wrap(name, lambda hook: _then(self._explained(hook), agree))
-        self._wrap("on_train_epoch_start", lambda hook: _then(hook, epoch_start))
-
-    def remove(self) -> None:
-        """The module's own hooks are back."""
-        for name in self._wrapped:
-            self._module.__dict__.pop(name, None)
-        self._wrapped = []
-
-    def _wrap(self, name: str, around: Callable[[Hook], Hook]) -> None:
-        hook = getattr(self._module, name)
-        self._module.__dict__[name] = functools.wraps(hook)(around(hook))
-        self._wrapped.append(name)
-
-    def _explained(self, hook: Hook) -> Hook:
-        """The hook; what it misses on this rank because steps end elsewhere is explained in the error."""
-
-        @functools.wraps(hook)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return hook(*args, **kwargs)
-            except AttributeError as error:
-                if not self._here and not hasattr(error, "__notes__"):
-                    error.add_note(
-                        f"{hook.__name__} runs on every stage, but only the last one runs training_step to its end; "
-                        "read what it returns from `outputs`, or make the attribute in __init__"
-                    )
-                raise
-
-        return run
-
-    def _on_rank_zero(self, hook: Hook) -> Hook:
-        def run(*args: Any, **kwargs: Any) -> None:
-            if self._module.trainer.is_global_zero:
-                hook(*args, **kwargs)
-
-        return run
+    for row in HOOKS:
+        if not hasattr(module, row.name):
+            continue
+        hook, overridden = getattr(module, row.name), is_overridden(row.name, module)
+        wrapped = hook
+        if overridden and row.reads_steps:
+            wrapped = synchronise(_explain_missing(wrapped, is_last))
+        if overridden and row.runs_on_rank_zero:
+            wrapped = _run_on_rank_zero(wrapped, module)
+        if row.agrees_on_stops:
+            wrapped = _call_after(_explain_missing(wrapped, is_last), agree)
+        if row.starts_epoch:
+            wrapped = _call_after(wrapped, start_epoch)
+        if wrapped is not hook:
+            patches.replace_method(module, row.name, wrapped)
 
 
-def _then(hook: Hook, after: Callable[[], None]) -> Hook:
+def _explain_missing(hook: Hook, is_last: bool) -> Hook:
+    """Add to an AttributeError why an attribute is missing where the last stage is on another rank."""
+
+    @functools.wraps(hook)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return hook(*args, **kwargs)
+        except AttributeError as error:
+            if not is_last and not hasattr(error, "__notes__"):
+                error.add_note(
+                    f"{hook.__name__} runs on every stage, but only the last one runs training_step to its end; "
+                    "read what it returns from `outputs`, or make the attribute in __init__"
+                )
+            raise
+
+    return run
+
+
+def _run_on_rank_zero(hook: Hook, module: pl.LightningModule) -> Hook:
+    def run(*args: Any, **kwargs: Any) -> None:
+        if module.trainer.is_global_zero:
+            hook(*args, **kwargs)
+
+    return run
+
+
+def _call_after(hook: Hook, after: Callable[[], None]) -> Hook:
     def run(*args: Any, **kwargs: Any) -> Any:
         result = hook(*args, **kwargs)
         after()

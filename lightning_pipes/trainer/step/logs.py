@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
 from lightning_pipes.ir import PipelineError, Span
+from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.private_lightning import metric_counts, set_metric_counts, set_metric_sync
 
 _OPTIONS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]
@@ -284,17 +285,19 @@ class LogReplay:
         return metric
 
 
-def metrics_gather_over(module: pl.LightningModule, group: Any) -> Callable[[], None]:
-    """Has torchmetrics objects gather over the replicas only, or for None not at all: the stages of one pipeline hold
-    the same values; returns what undoes it."""
+def limit_metric_sync(module: pl.LightningModule, group: Any, patches: Patches) -> None:
+    """Have torchmetrics objects gather over the replicas only, or for None not at all, until `patches` are closed.
+
+    The stages of one pipeline hold the same values.
+    """
     metrics = [(m, m.sync_on_compute, m.process_group) for m in module.modules() if isinstance(m, Metric)]
     for metric, wanted, _ in metrics:
         set_metric_sync(metric, wanted and group is not None)
         metric.process_group = group
 
-    def undo() -> None:
+    def restore() -> None:
         for metric, wanted, before in metrics:
             set_metric_sync(metric, wanted)
             metric.process_group = before
 
-    return undo
+    patches.callback(restore)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PipelineError, Span, Use
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.step.between_steps import EVERY, LOOKED_AT, BetweenSteps, check_clearing
 from tests.trainer.lit import Lit as LitCase
 from tests.trainer.lit import data, differences, plain_values, quiet
@@ -115,12 +116,13 @@ def test_without_hooks_nothing_is_looked_at() -> None:
 def test_clearing_is_checked_at_every_batch() -> None:
     module = Lit()
     optimizer = torch.optim.SGD(module.parameters())
-    undo = check_clearing(module, "csp")
+    patches = Patches()
+    check_clearing(module, "csp", patches)
     module.optimizer_zero_grad(0, 0, optimizer)
     with pytest.raises(PipelineError, match=r"Lit.optimizer_zero_grad leaves gradients, or zeros"):
         module.optimizer_zero_grad(0, 1, optimizer)
     assert all(p.grad is None for p in module.parameters())
-    undo()
+    patches.close()
     module.optimizer_zero_grad(0, 1, optimizer)
 
 

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
+from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.step.gradient_logs import GradientLogs, over_ranks
 from lightning_pipes.trainer.step.logs import LogCall
 from tests.trainer.lit import Lit
@@ -69,10 +70,11 @@ def test_hooks_are_wrapped_and_come_back() -> None:
     logged: list[LogCall] = []
     alone: Any = SimpleNamespace(ranks=(0,), all_gather=lambda calls: [calls])
     replay: Any = SimpleNamespace(pack=list, replay=logged.extend)
-    logs = GradientLogs(module, [callback, Callback()], alone, replay, last_rank=0)
+    patches = Patches()
+    GradientLogs(module, [callback, Callback()], alone, replay, 0, patches)
     module.on_after_backward()
     callback.on_before_optimizer_step(None, module, None)  # type: ignore[arg-type]
     assert [(call.name, call.value) for call in logged] == [("own", 1.0), ("lambda", 2.0)]
-    logs.remove()
+    patches.close()
     assert callback.on_before_optimizer_step is mine
     assert "on_after_backward" not in vars(module)

@@ -22,8 +22,9 @@ from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.elsewhere import Elsewhere
 from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.step.clipping import HookClipping
-from lightning_pipes.trainer.step.hook_view import HookView
+from lightning_pipes.trainer.step.hook_view import track_hooks
 from tests.trainer.lit import Case, Lit, LitOutside, differences, plain_values, restore, train_cases
 
 
@@ -225,7 +226,8 @@ def test_gradients_of_other_ranks_are_not_left_out(use: Callable[[Lit], Any]):
     use(module)
     cut = CutModule(module, "model", [0, 1, 2], Interceptor("self.model"))
     own = list(module.parameters())
-    clipping = HookClipping(lambda: own, cut.scope, All(), None)  # type: ignore[arg-type]
+    patches = Patches()
+    HookClipping(lambda: own, cut.scope, All(), None, patches)  # type: ignore[arg-type]
     refused = pytest.raises(PipelineError, match=r"Lit.on_hook .*(gradient of self.model|other tensors)")
     with cut.scope.running("Lit.on_hook", True):
         with refused:
@@ -236,7 +238,7 @@ def test_gradients_of_other_ranks_are_not_left_out(use: Callable[[Lit], Any]):
         module.zero_grad(set_to_none=False)
         module.zero_grad()
         assert all(p.grad is None for p in module.parameters())
-    clipping.remove()
+    patches.close()
 
 
 class All:
@@ -253,7 +255,8 @@ def test_norms_where_stages_step_apart_and_where_no_hook_runs():
     whole = [p.grad for p in other.parameters() if p.grad is not None]
     cut = CutModule(module, "model", [0, 1, 2], Interceptor("self.model"))
     own = list(module.parameters())
-    clipping = HookClipping(lambda: own, cut.scope, All(), None)  # type: ignore[arg-type]
+    patches = Patches()
+    HookClipping(lambda: own, cut.scope, All(), None, patches)  # type: ignore[arg-type]
     alone = nn.utils.clip_grad_norm_(module.parameters(), 1.0)
     with cut.scope.running("Lit.on_hook", True):
         with pytest.raises(PipelineError, match=r"Lit.on_hook takes a norm over the layers of all stages, which step"):
@@ -263,7 +266,7 @@ def test_norms_where_stages_step_apart_and_where_no_hook_runs():
             nn.utils.get_total_norm([*whole, *module.parameters()])
     with cut.scope.running("Lit.on_train_epoch_end", False), pytest.raises(PipelineError, match="runs on rank 0 only"):
         nn.utils.get_total_norm(module.parameters())
-    clipping.remove()
+    patches.close()
 
 
 def clip(module: Lit) -> None:
@@ -290,7 +293,7 @@ def test_a_new_target_of_weights_is_explained():
 
     module = Hooked()
     cut = CutModule(module, "model", [0, 1, 2], Interceptor("self.model"))
-    HookView(module, [], cut.scope)
+    track_hooks(module, [], cut.scope, Patches())
     with pytest.raises(RuntimeError) as raised:
         module.on_train_batch_end()
     assert "Hooked.on_train_batch_end gives a tensor of this rank" in raised.value.__notes__[0]
@@ -316,7 +319,8 @@ def test_only_hooks_of_the_users_own_are_told_and_they_come_back():
     module, own, theirs = Hooked(), Own(), ModelCheckpoint()
     function = LambdaCallback(on_fit_start=lambda *_: seen.append(scope.hook))
     before = function.on_fit_start
-    view = HookView(module, [own, theirs, function], scope)
+    patches = Patches()
+    track_hooks(module, [own, theirs, function], scope, patches)
     assert "on_train_start" not in vars(theirs)
     calls: Any = [module.on_train_start, module.on_train_epoch_end, module.on_validation_epoch_end]
     for call in (*calls, own.on_train_start):
@@ -328,7 +332,7 @@ def test_only_hooks_of_the_users_own_are_told_and_they_come_back():
         ("Hooked.on_validation_epoch_end", True),
     ]
     assert seen == [*hooks, "Own.on_train_start", "LambdaCallback.on_fit_start"]
-    view.remove()
+    patches.close()
     assert function.on_fit_start is before
     assert not [name for name in vars(module) if name.startswith("on_")]
 
