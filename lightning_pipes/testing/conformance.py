@@ -11,6 +11,7 @@ import copy
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import wraps
 from itertools import product
 from typing import Any, ClassVar
 
@@ -36,6 +37,22 @@ from lightning_pipes.sim import simulate
 from lightning_pipes.testing.generators import random_costs
 
 AnySchedule = Schedule | Policy
+
+
+def _with_every_plan(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test of a schedule on the whole grid of plans; a failure has a note with its plan."""
+
+    @wraps(test)
+    def run(self: ScheduleConformance, schedule: AnySchedule) -> None:
+        for p, m in product(self.ranks, self.microbatches):
+            try:
+                test(self, schedule, p, m)
+            except BaseException as error:
+                error.add_note(f"with {schedule}, {p} ranks and {m} micro-batches")
+                raise
+
+    del run.__dict__["__wrapped__"]  # it takes no p and m
+    return run
 
 
 class ScheduleConformance:
@@ -84,12 +101,14 @@ class ScheduleConformance:
         elif "refusal" in names:
             metafunc.parametrize("refusal", self.refused)
 
+    @_with_every_plan
     def test_is_complete_paired_and_free_of_deadlock(self, schedule: AnySchedule, p: int, m: int) -> None:
         plan = self.plan(schedule, p, m)
         facts = verify(self.order(schedule, plan), plan)
         for stage in range(plan.n_stages):
             assert 1 <= facts.peak_spans[stage] <= self.most_held(schedule, plan, stage)
 
+    @_with_every_plan
     def test_every_stage_goes_through_the_samples_in_order(self, schedule: AnySchedule, p: int, m: int) -> None:
         """Gradients are then summed in the same order as without a pipeline."""
         program = _finite(self.order(schedule, self.plan(schedule, p, m)))
@@ -100,6 +119,7 @@ class ScheduleConformance:
                 assert key not in last or last[key] < i.span, f"{i} after {last[key]}"
                 last[key] = i.span
 
+    @_with_every_plan
     def test_simulates(self, schedule: AnySchedule, p: int, m: int) -> None:
         """Nothing ends before its slowest rank and longest micro-batch could, nor after everything in turn."""
         plan = self.plan(schedule, p, m)
@@ -112,6 +132,7 @@ class ScheduleConformance:
         assert timeline.makespan >= sum(costs.duration_ns(i, plan) for i in way if i.kind in (Kind.F, Kind.B, Kind.I))
         assert timeline.makespan <= sum(e.end - e.start for e in timeline.events)
 
+    @_with_every_plan
     def test_reads_back_its_text_and_csv(self, schedule: AnySchedule, p: int, m: int) -> None:
         plan = self.plan(schedule, p, m)
         program = self.order(schedule, plan)
@@ -119,10 +140,12 @@ class ScheduleConformance:
         finite = _finite(program)
         assert Program.parse(finite.lines(), plan) == finite
 
+    @_with_every_plan
     def test_same_plan_same_program(self, schedule: AnySchedule, p: int, m: int) -> None:
         plan = self.plan(schedule, p, m)
         assert self.order(copy.deepcopy(schedule), copy.deepcopy(plan)) == self.order(schedule, plan)
 
+    @_with_every_plan
     def test_gradients_equal_those_without_a_pipeline(self, schedule: AnySchedule, p: int, m: int) -> None:
         """Real tensors through the engine, all ranks in this process, the last batch short."""
         from lightning_pipes.testing.reference import gradients_alone, gradients_in_a_pipeline

@@ -12,6 +12,7 @@ from lightning_pipes.cost.deployment import BUCKET_BYTES
 from lightning_pipes.ir import Plan, PlanError, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.fit import evaluated
+from tests.cases import for_each
 
 INSIDE, BETWEEN = Link(100e9, 1e-6), Link(10e9, 1e-5)
 EIGHT = Cluster.from_counts(2, 4, 2**30, inside=INSIDE, between=BETWEEN)
@@ -71,8 +72,8 @@ def by_bucket(buckets: int, whole: float, backward: float) -> float:
     return free - backward
 
 
-@pytest.mark.parametrize("buckets", [1, 2, 7])
-@pytest.mark.parametrize("backward", [0.0, 0.01, 0.05, 0.3, 2.0])
+@for_each("buckets", [1, 2, 7])
+@for_each("backward", [0.0, 0.01, 0.05, 0.3, 2.0])
 def test_buckets_leave_while_backward_goes_on(buckets, backward):
     place = Deployment.from_cluster(EIGHT, ranks=2, replicas=4)
     size = np.array(float(buckets * BUCKET_BYTES))

@@ -8,6 +8,7 @@ from lightning_pipes.ir import STEP, B, F, I, Instruction, Kind, Plan, PlanError
 from lightning_pipes.sim import Event, Timeline, simulate
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import random_costs, random_plan, tiny_plan, uniform
+from tests.cases import for_each
 
 PLAN = tiny_plan(2, 4)
 
@@ -16,9 +17,7 @@ def model(*table, **more):
     return CostModel({(Kind.F, 0): table}, **more)
 
 
-@pytest.mark.parametrize(
-    ("rows", "seconds"), [(2, 1.0), (4, 3.0), (3, 2.0), (6, 3.5), (8, 4.0), (12, 5.0), (1, 0.0), (0, 0.0)]
-)
+@for_each(("rows", "seconds"), [(2, 1.0), (4, 3.0), (3, 2.0), (6, 3.5), (8, 4.0), (12, 5.0), (1, 0.0), (0, 0.0)])
 def test_times_are_linear_between_and_beyond_the_rows_measured(rows, seconds):
     assert model((2, 1.0), (4, 3.0), (8, 4.0)).seconds_at(Kind.F, 0, rows) == pytest.approx(seconds)
 
@@ -166,7 +165,7 @@ def test_on_a_cluster():
     assert costs.links == {(0, 1): Link(1.0), (1, 0): Link(1.0)}
 
 
-@pytest.mark.parametrize("seed", range(8))
+@for_each("seed", range(8))
 def test_measured_from_what_the_true_costs_gave_predicts_the_same(seed):
     plan = random_plan(seed, unequal=False)
     true = random_costs(plan, seed)

@@ -17,6 +17,7 @@ from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.umpipe import UMPipe
 from lightning_pipes.strategies.umpipe.planner import spans_of
 from lightning_pipes.testing.loopback import Loopback
+from tests.cases import for_each
 from tests.engine.pipes import WIDTH, layers, make_stages
 
 BATCH = 12
@@ -73,7 +74,7 @@ def test_what_is_said_to_be_joined_is_joined(seed: int, monkeypatch: pytest.Monk
     assert +found == +wanted
 
 
-@pytest.mark.parametrize("seed", range(10))
+@for_each("seed", range(10))
 def test_who_joins_takes_longer_by_what_is_joined(seed: int) -> None:
     plan = drawn(seed)
     n = plan.n_stages

@@ -13,6 +13,7 @@ from lightning_pipes.ir import Plan, Policy, Program, Schedule, prepared
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.loopback import Loopback
 from lightning_pipes.testing.ranks import run_ranks
+from tests.cases import for_each
 from tests.engine.pipes import (
     ROWS,
     TRANSPORTS,
@@ -68,9 +69,9 @@ def alone(model: list[nn.Module], steps: int = 1, rows: int = ROWS) -> list[nn.M
     return model
 
 
-@pytest.mark.parametrize(("name", "settings", "ranks"), SCHEDULES)
-@pytest.mark.parametrize("microbatches", [1, 3, 8])
-@pytest.mark.parametrize("recompute", [False, True])
+@for_each(("name", "settings", "ranks"), SCHEDULES)
+@for_each("microbatches", [1, 3, 8])
+@for_each("recompute", [False, True])
 def test_gradients(name: str, settings: dict[str, Any], ranks: int, microbatches: int, recompute: bool) -> None:
     plan, order = ordered(name, settings, ranks, microbatches, recompute)
     model = layers(8)
@@ -94,8 +95,8 @@ def test_gradients_are_those_of_1f1b_to_the_bit(name: str, settings: dict[str, A
     assert_close(found[1], found[0], exact=True)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 7])
-@pytest.mark.parametrize("name", ["1f1b", "zero_bubble", "ready"])
+@for_each("rows", [1, 5, 7])
+@for_each("name", ["1f1b", "zero_bubble", "ready"])
 def test_short_batch(name: str, rows: int) -> None:
     """The plan is for 8 samples; fewer come, some micro-batches are empty."""
     plan, order = ordered(name, {}, 2, 4)

@@ -14,6 +14,7 @@ from lightning_pipes.ir import Plan, Program, Schedule, prepared
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.loopback import Loopback
 from lightning_pipes.testing.ranks import run_ranks
+from tests.cases import for_each
 from tests.engine.pipes import ROWS, assert_close, batch, connect, layers, make_stages, sgd_step, squared_error, weights
 
 DEPTH = 4
@@ -72,9 +73,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("batches", [1, 2, 9])
-@pytest.mark.parametrize(("name", "stages", "microbatches"), CASES)
+@for_each("recompute", [False, True])
+@for_each("batches", [1, 2, 9])
+@for_each(("name", "stages", "microbatches"), CASES)
 def test_weights_are_as_old_as_the_papers_say(
     name: str, stages: int, microbatches: int, batches: int, recompute: bool
 ) -> None:

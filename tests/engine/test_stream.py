@@ -33,6 +33,7 @@ from lightning_pipes.ir import (
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.loopback import Loopback
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from tests.cases import for_each
 from tests.engine.jumbled import Jumbled
 from tests.engine.pipes import ROWS, WIDTH, assert_close, connect, squared_error, weights
 from tests.one_thread import one_thread  # noqa: F401  # a fixture
@@ -240,8 +241,8 @@ def bulks(number: int) -> Mapping[str, int]:
     return dict.fromkeys((*WHOLE, "4.nets.0", "4.nets.1"), number % 4 + 1)
 
 
-@pytest.mark.parametrize("late", [some, bulks])
-@pytest.mark.parametrize("what", ["1 stage", "2 stages", "2 stages a rank", "recomputed", "split backward"])
+@for_each("late", [some, bulks])
+@for_each("what", ["1 stage", "2 stages", "2 stages a rank", "recomputed", "split backward"])
 def test_what_is_read_late_is_as_it_was(what: str, late: Late) -> None:
     plan, layers = PLANS[what], model()
     pipe = Loopback(plan, Jumbled(len(what)), lambda r: stages_of(plan, r, layers))

@@ -17,6 +17,7 @@ from lightning_pipes.ir import (
 )
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.testing.generators import random_plan, tiny_plan
+from tests.cases import for_each
 
 
 def everything(plan):
@@ -27,7 +28,7 @@ def samples(instructions):
     return {(i.kind, i.stage, n) for i in instructions for n in range(i.span.start, i.span.stop)}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_needs_sample_by_sample(seed):
     """An instruction needs exactly the instructions that made its samples, one hop before."""
     plan = random_plan(seed, split_backward=seed % 3 == 0)
@@ -50,7 +51,7 @@ def test_needs_sample_by_sample(seed):
         assert {(n.kind, n.stage) for n in got} == {(k, s) for k, s, _ in wanted}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@for_each("seed", range(20))
 def test_every_send_has_one_receive_and_stands_after_what_it_carries(seed):
     plan = random_plan(seed)
     lowered = lower(GPipe().program(plan), plan)
@@ -92,7 +93,7 @@ def test_rows_must_match_ranks():
         lower(GPipe().program(tiny_plan(2, 1)), tiny_plan(3, 1))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@for_each("seed", range(10))
 def test_tracker_against_needs(seed):
     """Whatever order instructions are added in, one is ready exactly when all its needs have ended."""
     import random

@@ -15,6 +15,7 @@ from lightning_pipes.planning.fit import Fit, evaluated, fit_layers
 from lightning_pipes.planning.partition import StageLoad, light_partitions
 from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.sim import simulate
+from tests.cases import for_each
 
 MIB = 2**20
 
@@ -65,8 +66,8 @@ def test_where_batches_overlap_a_step_is_from_one_batch_to_the_next(schedule):
     assert fit.seconds >= max(work) - 1e-9
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(("schedule", "settings"), [("1f1b", {}), ("gpipe", {}), ("kfkb", {"k": 2})])
+@for_each("seed", range(6))
+@for_each(("schedule", "settings"), [("1f1b", {}), ("gpipe", {}), ("kfkb", {"k": 2})])
 def test_close_to_the_best_of_all_partitions(seed, schedule, settings):
     model = profile(seed)
     plan = Plan.even(3, 6, 12)

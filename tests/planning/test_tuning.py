@@ -17,6 +17,7 @@ from lightning_pipes.strategies.kfkb.planner import KFKBPlanner
 from lightning_pipes.strategies.per_link import PerLink
 from lightning_pipes.strategies.ready import Ready
 from lightning_pipes.testing.generators import uniform
+from tests.cases import for_each
 from tests.planning.samples import MS, step
 
 
@@ -57,8 +58,8 @@ def exhaustive(found, current, costs, unsteady, hysteresis=0.01):
     return best if times[best] < times[current] * (1 - hysteresis) else current
 
 
-@pytest.mark.parametrize("unsteady", [0.0, 0.8])
-@pytest.mark.parametrize("seed", range(30))
+@for_each("unsteady", [0.0, 0.8])
+@for_each("seed", range(30))
 def test_the_choice_is_that_of_simulating_everything(seed, unsteady):
     """Though few are simulated: on equal stages, and where times differ so that no order comes near the bound."""
     rng = random.Random(seed)

@@ -9,11 +9,12 @@ from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import uniform
+from tests.cases import for_each
 
 TIMES = [(1, 2), (7, 5), (12, 12)]
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8])
+@for_each("p", [1, 2, 3, 4, 5, 8])
 def test_gpipe_and_1f1b(p, kernel):
     """m micro-batches on p stages take (m + p - 1)(f + b), so every rank idles (p - 1)(f + b)."""
     for m, (f, b) in product([1, 2, 3, 7, 8, 16, 31], TIMES):
@@ -22,8 +23,8 @@ def test_gpipe_and_1f1b(p, kernel):
             assert makespan(schedule.program(plan), plan, costs) == (m + p - 1) * (f + b), (schedule, m)
 
 
-@pytest.mark.parametrize("v", [1, 2, 3, 4])
-@pytest.mark.parametrize("p", [2, 3, 4, 8])
+@for_each("v", [1, 2, 3, 4])
+@for_each("p", [2, 3, 4, 8])
 def test_interleaved(p, v):
     """v stages a rank leave (p - 1)(f + b) / v of the bubble if p divides m, f and b being the times of a rank."""
     for rounds, (f, b) in product([1, 2, 4], TIMES[1:]):

@@ -10,6 +10,7 @@ from lightning_pipes.sim import makespan, simulate
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import random_costs, random_plan, tiny_plan
+from tests.cases import for_each
 from tests.sim.by_events import ByEvents
 from tests.sim.links import sending, shaped
 from tests.sim.policies import Asked, ByRule, Scripted
@@ -93,8 +94,8 @@ class TestSharedWires:
         assert [sent[f"SF0[{n}:{n + 1}]"] for n in range(4)] == [3, 13, 23, 33]
         assert sent["SF2[0:1]"] == begins
 
-    @pytest.mark.parametrize("blocking", [False, True])
-    @pytest.mark.parametrize("seed", range(20))
+    @for_each("blocking", [False, True])
+    @for_each("seed", range(20))
     def test_a_program_as_a_policy_asked_by_events(self, seed, blocking, kernel):
         plan = random_plan(seed, unequal=False)
         costs = shaped(random_costs(plan, seed), plan, seed, crowded=True)

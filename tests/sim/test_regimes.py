@@ -14,6 +14,7 @@ from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import tiny_plan
+from tests.cases import for_each
 from tests.sim.ticking import Ticking
 
 ORDERS = [
@@ -38,8 +39,8 @@ def random_case(order, plan, seed):
     return program, costs, takes, dict.fromkeys(sends, late)
 
 
-@pytest.mark.parametrize("regime", list(Regime))
-@pytest.mark.parametrize("order", range(len(ORDERS)))
+@for_each("regime", list(Regime))
+@for_each("order", range(len(ORDERS)))
 def test_nanosecond_by_nanosecond(regime, order, kernel):
     schedule, plan = ORDERS[order]
     for seed in range(25):

@@ -7,6 +7,7 @@ import pytest
 
 from lightning_pipes.ir import PlanError
 from lightning_pipes.sim.residency import Residency, VirtualCopier
+from tests.cases import for_each
 
 SECOND = 10**9
 
@@ -50,8 +51,8 @@ def on(places, copier=None, states=5):
     return Residency(10 * places, dict.fromkeys(range(states), 10), copier or VirtualCopier(float("inf")))
 
 
-@pytest.mark.parametrize("places", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(8))
+@for_each("places", [1, 2, 3])
+@for_each("seed", range(8))
 def test_loads_least_where_the_leases_are_known(seed, places):
     keys = sequence(seed)
     residency = on(places)
@@ -62,8 +63,8 @@ def test_loads_least_where_the_leases_are_known(seed, places):
     assert residency.statistics.misses == fewest_loads(keys, places)
 
 
-@pytest.mark.parametrize("places", [2, 3])
-@pytest.mark.parametrize("seed", range(8))
+@for_each("places", [2, 3])
+@for_each("seed", range(8))
 def test_with_prefetching_only_the_first_is_waited_for(seed, places):
     """With time enough everything but the first state is there, and nothing is loaded in vain. More is loaded than on
     demand: the state in use keeps its place while others come."""
@@ -81,8 +82,8 @@ def test_with_prefetching_only_the_first_is_waited_for(seed, places):
     assert residency.statistics.wasted == 0
 
 
-@pytest.mark.parametrize("places", [1, 2, 4])
-@pytest.mark.parametrize("seed", range(8))
+@for_each("places", [1, 2, 4])
+@for_each("seed", range(8))
 def test_what_was_used_longest_ago_leaves_where_nothing_is_known(seed, places):
     keys = sequence(seed)
     residency = on(places)

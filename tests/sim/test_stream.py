@@ -14,6 +14,7 @@ from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.ready import Ready
 from lightning_pipes.testing.generators import random_costs
+from tests.cases import for_each
 from tests.sim.by_events import ByEvents
 
 LAYERS = (Span(0, 4), Span(4, 8))
@@ -76,7 +77,7 @@ def test_by_number_all_layers_are_used():
     assert simulate(First(2), PLAN, COSTS).plan.batches == 2 + 3
 
 
-@pytest.mark.parametrize("seed", range(8))
+@for_each("seed", range(8))
 def test_as_by_events_and_verified(seed):
     """The run that a plain simulator of the same plan gives; what it ran is a correct program of that plan."""
     rng = random.Random(seed)

@@ -7,6 +7,7 @@ from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.conformance import ScheduleConformance
 from lightning_pipes.testing.generators import tiny_plan, uniform
+from tests.cases import for_each
 
 
 class TestDeep(ScheduleConformance):
@@ -28,8 +29,8 @@ def test_small_order():
     ]
 
 
-@pytest.mark.parametrize("m", [1, 3, 9])
-@pytest.mark.parametrize("p", [1, 2, 4])
+@for_each("m", [1, 3, 9])
+@for_each("p", [1, 2, 4])
 def test_without_slack_it_is_1f1b(p, m):
     plan = tiny_plan(p, m)
     assert Deep(slack=0).program(plan) == OneFOneB().program(plan)
@@ -48,8 +49,8 @@ def least(p, m, f, b, c):
     return (p - 1) * (f + c) + m * (f + b) + (p - 1) * (b + c)
 
 
-@pytest.mark.parametrize("c", [0, 4, 10, 20])
-@pytest.mark.parametrize(("p", "m"), [(2, 9), (4, 24), (8, 32)])
+@for_each("c", [0, 4, 10, 20])
+@for_each(("p", "m"), [(2, 9), (4, 24), (8, 32)])
 def test_step_time_with_slack_enough(p, m, c):
     """(m + p - 1)(f + b) + 2 (p - 1) c, with three micro-batches more than are necessary, and one for each link."""
     f, b = 20, 40

@@ -1,10 +1,9 @@
-import pytest
-
 from lightning_pipes.ir import Kind, Plan, verify
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.testing.conformance import ScheduleConformance
 from lightning_pipes.testing.generators import tiny_plan, uniform
+from tests.cases import for_each
 
 
 class TestGPipe(ScheduleConformance):
@@ -21,8 +20,8 @@ def test_small_order():
     assert program.lines() == ["F0.0 F0.1 B0.0 B0.1 STEP0", "F1.0 F1.1 B1.0 B1.1 STEP1"]
 
 
-@pytest.mark.parametrize("m", [1, 2, 3, 8, 17])
-@pytest.mark.parametrize("p", [1, 2, 4, 8])
+@for_each("m", [1, 2, 3, 8, 17])
+@for_each("p", [1, 2, 4, 8])
 def test_step_time(p, m):
     plan, costs = uniform(stages=p, microbatches=m, f=1, b=2)
     timeline = simulate(GPipe().program(plan), plan, costs)

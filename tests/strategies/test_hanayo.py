@@ -7,6 +7,7 @@ from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.conformance import ScheduleConformance
 from lightning_pipes.testing.generators import tiny_plan, uniform
+from tests.cases import for_each
 
 
 class TestHanayo(ScheduleConformance):
@@ -40,10 +41,10 @@ def bubble(p, m, waves, f, b):
     return timeline.makespan - timeline.busy[0]
 
 
-@pytest.mark.parametrize(("f", "b"), [(1, 1), (1, 2), (3, 2), (3, 5)])  # of one of a rank's 2 w stages
-@pytest.mark.parametrize("waves", [1, 2, 3])
-@pytest.mark.parametrize("rounds", [1, 2, 3])
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
+@for_each(("f", "b"), [(1, 1), (1, 2), (3, 2), (3, 5)])  # of one of a rank's 2 w stages
+@for_each("waves", [1, 2, 3])
+@for_each("rounds", [1, 2, 3])
+@for_each("p", [1, 2, 3, 4, 6])
 def test_bubble(p, rounds, waves, f, b):
     """(p - 1) max(f, b) / w for a whole rank's f and b, and never less than the ramps."""
     found = bubble(p, p * rounds, waves, f, b)
@@ -51,8 +52,8 @@ def test_bubble(p, rounds, waves, f, b):
     assert found >= (p - 1) * (f + b)
 
 
-@pytest.mark.parametrize("waves", [1, 2])
-@pytest.mark.parametrize("m", [1, 2, 3, 5, 6, 7, 9, 11])
+@for_each("waves", [1, 2])
+@for_each("m", [1, 2, 3, 5, 6, 7, 9, 11])
 def test_any_number_of_microbatches_is_not_slower_than_1f1b(m, waves):
     plan, costs = uniform(4, m, f=2 * waves, b=4 * waves)
     flat = simulate(OneFOneB().program(plan), plan, costs)

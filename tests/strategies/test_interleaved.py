@@ -6,6 +6,7 @@ from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.conformance import ScheduleConformance
 from lightning_pipes.testing.generators import tiny_plan, uniform
+from tests.cases import for_each
 
 
 class TestInterleaved(ScheduleConformance):
@@ -25,9 +26,9 @@ def test_small_order():
     ]
 
 
-@pytest.mark.parametrize("v", [1, 2, 3, 4])
-@pytest.mark.parametrize("rounds", [1, 2, 3])
-@pytest.mark.parametrize("p", [2, 3, 4, 8])
+@for_each("v", [1, 2, 3, 4])
+@for_each("rounds", [1, 2, 3])
+@for_each("p", [2, 3, 4, 8])
 def test_bubble(p, rounds, v):
     """(p - 1)(f + b) / v, f and b being the times of a whole rank (section 2.2), for m in multiples of p."""
     m, f, b = p * rounds, 1, 2  # of one of the v stages
@@ -37,15 +38,15 @@ def test_bubble(p, rounds, v):
     assert timeline.makespan - timeline.busy[0] == (p - 1) * (f + b)
 
 
-@pytest.mark.parametrize("c", [0, 1, 2, 4])
-@pytest.mark.parametrize(("p", "v", "m"), [(4, 2, 8), (4, 2, 16), (8, 2, 16), (4, 4, 16)])
+@for_each("c", [0, 1, 2, 4])
+@for_each(("p", "v", "m"), [(4, 2, 8), (4, 2, 16), (8, 2, 16), (4, 4, 16)])
 def test_transfers_show_only_on_the_way_there_and_back(p, v, m, c):
     """Twice p - 1 - r warm-up forwards leave a message on its way while the one before is worked on."""
     plan, costs = uniform(p * v, m, f=4, b=8, link=c, ranks=tuple(range(p)) * v)
     assert simulate(Interleaved(v).program(plan), plan, costs).makespan == (m * v + p - 1) * 12 + 2 * (p * v - 1) * c
 
 
-@pytest.mark.parametrize("m", [1, 2, 3, 5, 6, 7, 9, 11])
+@for_each("m", [1, 2, 3, 5, 6, 7, 9, 11])
 def test_any_number_of_microbatches_is_not_slower_than_1f1b(m):
     plan, costs = uniform(8, m, f=1, b=2, ranks=(0, 1, 2, 3) * 2)
     flat, flat_costs = uniform(4, m, f=2, b=4)

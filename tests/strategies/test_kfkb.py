@@ -9,6 +9,7 @@ from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.conformance import ScheduleConformance
 from lightning_pipes.testing.generators import tiny_plan, uniform
+from tests.cases import for_each
 
 
 class TestKFKB(ScheduleConformance):
@@ -31,8 +32,8 @@ def test_small_order():
     ]
 
 
-@pytest.mark.parametrize("m", [1, 3, 4, 9])
-@pytest.mark.parametrize("p", [1, 2, 4])
+@for_each("m", [1, 3, 4, 9])
+@for_each("p", [1, 2, 4])
 def test_its_ends_are_1f1b_and_gpipe(p, m):
     plan = tiny_plan(p, m)
     assert KFKB(k=1).program(plan).lines() == OneFOneB().program(plan).lines()
@@ -51,8 +52,8 @@ def merged_copies(p, stage, m, k):
     return [copy[at] for at in range(max(map(len, copies))) for copy in copies if at < len(copy)]
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4])
-@pytest.mark.parametrize(("p", "m"), [(2, 12), (4, 12), (4, 24), (3, 12)])
+@for_each("k", [1, 2, 3, 4])
+@for_each(("p", "m"), [(2, 12), (4, 12), (4, 24), (3, 12)])
 def test_equals_the_papers_merge_of_k_copies(p, m, k):
     plan = tiny_plan(p, m)
     program = KFKB(k=k).program(plan)
@@ -94,8 +95,8 @@ def by_hand(k, m, f, b, c):
     return max(b_end.values())
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 6])
-@pytest.mark.parametrize("c", [0, 1, 2, 5])
+@for_each("k", [1, 2, 3, 6])
+@for_each("c", [0, 1, 2, 5])
 def test_two_stages_against_times_by_hand(k, c):
     plan, costs = uniform(2, 6, f=2, b=4, link=c)
     assert simulate(KFKB(k=k).program(plan), plan, costs).makespan == by_hand(k, 6, 2, 4, c)

@@ -15,6 +15,7 @@ from lightning_pipes.strategies.per_link import PerLink
 from lightning_pipes.strategies.ready import Ready
 from lightning_pipes.strategies.zero_bubble import ZeroBubble
 from lightning_pipes.testing.generators import uniform
+from tests.cases import for_each
 
 
 def problem(stages=4, rows=24, activation=10, weights=100, **more):
@@ -62,8 +63,8 @@ def test_against_trying_all(limit):
             assert b == brute_force(plan, costs, limit, k)
 
 
-@pytest.mark.parametrize("limit", [130, 200, 260, 340, 900])
-@pytest.mark.parametrize("more", [{}, {"working_bytes": (3.0,) * 4}, {"forward_bytes": (4.0,) * 3}])
+@for_each("limit", [130, 200, 260, 340, 900])
+@for_each("more", [{}, {"working_bytes": (3.0,) * 4}, {"forward_bytes": (4.0,) * 3}])
 def test_never_more_than_the_limit_and_as_predicted(limit, more):
     plan, costs = problem(**more)
     if "forward_bytes" in more:

@@ -6,6 +6,7 @@ from lightning_pipes.strategies.pipedream import PipeDream
 from lightning_pipes.strategies.pipedream_2bw import PipeDream2BW
 from lightning_pipes.testing.conformance import ScheduleConformance
 from lightning_pipes.testing.generators import tiny_plan, uniform
+from tests.cases import for_each
 
 
 class TestPipeDream(ScheduleConformance):
@@ -61,8 +62,8 @@ def test_versions_and_staleness_of_the_paper(p):
     assert facts.peak_spans == tuple(p - s for s in range(p))
 
 
-@pytest.mark.parametrize("m", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("p", [1, 2, 4, 6])
+@for_each("m", [1, 2, 3, 4, 7])
+@for_each("p", [1, 2, 4, 6])
 def test_several_microbatches_need_fewer_versions(p, m):
     plan = planned(p, m, PipeDream())
     facts = verify(PipeDream().program(plan), plan, 2 * p)
@@ -87,9 +88,9 @@ def test_2bw_with_too_few_microbatches_would_need_a_third():
         PipeDream2BW().program(plan)
 
 
-@pytest.mark.parametrize("schedule", [PipeDream(), PipeDream2BW()])
-@pytest.mark.parametrize("m", [4, 6])
-@pytest.mark.parametrize("p", [1, 2, 4])
+@for_each("schedule", [PipeDream(), PipeDream2BW()])
+@for_each("m", [4, 6])
+@for_each("p", [1, 2, 4])
 def test_no_bubble_once_it_flows(p, m, schedule):
     """The way in and out shows once, (p - 1)(f + b), and every batch adds m (f + b)."""
     plan, costs = uniform(p, m, f=1, b=2)

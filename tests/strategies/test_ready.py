@@ -9,6 +9,7 @@ from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.strategies.ready import Ready, limits_for
 from lightning_pipes.testing.conformance import ScheduleConformance
 from lightning_pipes.testing.generators import random_costs, tiny_plan, uniform
+from tests.cases import for_each
 
 
 class TestReady(ScheduleConformance):
@@ -87,8 +88,8 @@ def test_never_holds_more_than_its_limits():
         assert all(h <= most for h, most in zip(held, schedule.rule(plan).limits, strict=True))
 
 
-@pytest.mark.parametrize("m", [1, 4, 9])
-@pytest.mark.parametrize("p", [1, 2, 4, 8])
+@for_each("m", [1, 4, 9])
+@for_each("p", [1, 2, 4, 8])
 def test_step_time_on_free_links(p, m):
     """(m + p - 1)(f + b), as 1F1B, and with no more memory."""
     plan, costs = uniform(p, m, f=1, b=2)

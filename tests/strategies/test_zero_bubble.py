@@ -13,6 +13,7 @@ from lightning_pipes.strategies.ready import Ready
 from lightning_pipes.strategies.zero_bubble import ZeroBubble
 from lightning_pipes.testing.conformance import ScheduleConformance
 from lightning_pipes.testing.generators import tiny_plan, uniform
+from tests.cases import for_each
 
 
 class TestZeroBubble(ScheduleConformance):
@@ -70,16 +71,16 @@ def bubble(p, m, f, i, w):
     return timeline.makespan - timeline.busy[0]
 
 
-@pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 1), (2, 2, 1), (3, 2, 2), (10, 14, 9), (5, 4, 0)])
-@pytest.mark.parametrize("extra", [0, 1, 7])
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+@for_each(("f", "i", "w"), [(1, 1, 1), (2, 2, 1), (3, 2, 2), (10, 14, 9), (5, 4, 0)])
+@for_each("extra", [0, 1, 7])
+@for_each("p", [1, 2, 3, 4, 8])
 def test_bubble_of_the_paper(p, extra, f, i, w):
     """(p - 1)(f + b_I - w), table 2."""
     assert bubble(p, p + extra, f, i, w) == (p - 1) * (f + i - w)
 
 
-@pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 2), (2, 2, 3), (1, 3, 2), (3, 1, 2), (1, 4, 9), (0, 1, 1)])
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+@for_each(("f", "i", "w"), [(1, 1, 2), (2, 2, 3), (1, 3, 2), (3, 1, 2), (1, 4, 9), (0, 1, 1)])
+@for_each("p", [1, 2, 3, 4, 8])
 def test_bubble_where_weights_take_longer(p, f, i, w):
     assert bubble(p, 2 * p, f, i, w) == (p - 1) * max(f + i - w, f, i)
 
@@ -162,8 +163,8 @@ def test_a_stage_with_little_room_keeps_those_after_it_from_waiting_for_ever():
         ZeroBubble(limits=(4, 1, 4)).program(split(Plan.even(3, 6, rows=12)))
 
 
-@pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 1), (2, 2, 1), (3, 2, 2)])
-@pytest.mark.parametrize("p", [2, 3, 4, 8])
+@for_each(("f", "i", "w"), [(1, 1, 1), (2, 2, 1), (3, 2, 2)])
+@for_each("p", [2, 3, 4, 8])
 def test_one_more_for_each_link_leaves_no_bubble_after_the_first_forward(p, f, i, w):
     """ZB-H2: the last stage waits (p - 1) f for its first forward, and no rank waits from then on for long."""
     plan, costs = uniform(p, 3 * p, f=f, b=i + w, w=w)

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.papers.csp.emulation.spaces import NLP, Placed, Space, Subnets, balanced, fixed
 from benchmarks.papers.csp.emulation.stream import Rules, run
 from benchmarks.papers.csp.emulation.theory import least_bubble, released
+from tests.cases import for_each
 
 
 def drawn(seed: int) -> Subnets:
@@ -18,8 +19,8 @@ def drawn(seed: int) -> Subnets:
     return Subnets(rng.integers(0, 3 + seed % 5, (25, 8)), forward, backward, swap)
 
 
-@pytest.mark.parametrize("cut", [balanced, fixed])
-@pytest.mark.parametrize("seed", range(8))
+@for_each("cut", [balanced, fixed])
+@for_each("seed", range(8))
 def test_no_subnet_steps_sooner(seed: int, cut) -> None:  # type: ignore[no-untyped-def]
     placed = cut(drawn(seed), 4)
     for depth in (2, 30):

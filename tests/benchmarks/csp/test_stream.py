@@ -16,6 +16,7 @@ from lightning_pipes.ir import InputError, Instruction, Kind, Plan, Span, Use, p
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.csp import CSP
 from tests.benchmarks.csp.by_hand import by_hand
+from tests.cases import for_each
 from tests.free_costs import FreeCosts
 
 
@@ -104,8 +105,8 @@ CASES: Sequence[Rules] = (
 )
 
 
-@pytest.mark.parametrize("cut", [balanced, fixed])
-@pytest.mark.parametrize("rules", CASES)
+@for_each("cut", [balanced, fixed])
+@for_each("rules", CASES)
 def test_equals_a_plain_loop(rules: Rules, cut) -> None:  # type: ignore[no-untyped-def]
     placed = cut(subnets(9, 8, 3, seed=rules.microbatches + rules.overhead), 4)
     assert tasks(run(placed, rules)) == by_hand(placed, rules)

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.papers.csp.emulation.spaces import NLP, Kind, Space, fixed
 from benchmarks.papers.csp.emulation.stream import Rules
 from benchmarks.papers.csp.emulation.theory import collisions, forced_bubble, forced_period, least_bubble
+from tests.cases import for_each
 
 EQUAL = (Kind("equal", 4.0, 8.0, 0.0),)
 
@@ -22,8 +23,8 @@ def test_collisions_are_those_of_the_birthday_bound() -> None:
     assert collisions(space, 6) == 1
 
 
-@pytest.mark.parametrize("m", [1, 2, 4])
-@pytest.mark.parametrize("choices", [24, 48, 96])
+@for_each("m", [1, 2, 4])
+@for_each("choices", [24, 48, 96])
 def test_shared_layers_force_no_more_than_the_formula(choices: int, m: int) -> None:
     space = Space("equal", 48, choices, EQUAL)
     placed = fixed(space.draw(1000, choices), 8)
@@ -33,8 +34,8 @@ def test_shared_layers_force_no_more_than_the_formula(choices: int, m: int) -> N
     assert formula <= found + (0.08 if choices == 24 else 0.3)
 
 
-@pytest.mark.parametrize("m", [1, 3, 8])
-@pytest.mark.parametrize("stages", [1, 2, 8])
+@for_each("m", [1, 3, 8])
+@for_each("stages", [1, 2, 8])
 def test_one_choice_leaves_one_subnet_after_another(stages: int, m: int) -> None:
     assert forced_bubble(Space("same", 16, 1, EQUAL), stages, m) == pytest.approx(1 - m / (m + stages - 1), abs=1e-3)
 

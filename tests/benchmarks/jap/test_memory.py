@@ -7,6 +7,7 @@ import pytest
 from benchmarks.papers.jap.jobs import Footprint, array_size, switching
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Cut, Kind, Plan, PlanError
+from tests.cases import for_each
 
 
 def fits(jobs, stages, device, host, slots):
@@ -16,7 +17,7 @@ def fits(jobs, stages, device, host, slots):
     return all(there * s.state + jobs * s.kept + s.working <= device for s in stages)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@for_each("seed", range(60))
 def test_one_more_job_does_not_fit(seed):
     rng = random.Random(seed)
     stages = [Footprint(rng.randint(1, 20), rng.randint(1, 9), rng.randint(0, 9)) for _ in range(rng.randint(1, 4))]

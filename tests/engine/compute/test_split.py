@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pipes.engine.compute.autograd import SavedForward, backward, enter_stage, leave_stage
 from lightning_pipes.engine.compute.split import WeightGradients, backward_inputs
 from lightning_pipes.ir import Span
+from tests.cases import for_each
 
 WIDTH = 6
 LAYERS: dict[str, Callable[[], nn.Module]] = {}
@@ -255,8 +256,8 @@ def found(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return {n: p.grad for n, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("forwards", [1, 2])
-@pytest.mark.parametrize("name", LAYERS)
+@for_each("forwards", [1, 2])
+@for_each("name", LAYERS)
 def test_equals_one_backward(name: str, forwards: int) -> None:
     whole, parts = build(name), build(name)
     records = [forward(whole, seed) for seed in range(forwards)]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 
-import pytest
 import torch
 from torch import nn
 
 from lightning_pipes.engine.residency.layer_state import LayerState, tensor_checksum
+from tests.cases import for_each
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
-@pytest.mark.parametrize("size", [0, 1, 7, 2**18 + 3])
+@for_each("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@for_each("size", [0, 1, 7, 2**18 + 3])
 def test_equal_values_have_equal_sums_however_they_lie(dtype: torch.dtype, size: int) -> None:
     values = (torch.randn(size, 2, generator=torch.Generator().manual_seed(size)) * 100).to(dtype)
     assert tensor_checksum(values) == tensor_checksum(values.t().contiguous().t()) == tensor_checksum(values.clone())

@@ -15,6 +15,7 @@ from lightning_pipes.engine.residency.copier import SlabCopier, ThreadCopier
 from lightning_pipes.engine.residency.slab import ALIGNMENT, SlabLayout
 from lightning_pipes.engine.residency.state_cache import StateCache
 from lightning_pipes.ir import PipelineError, PlanError
+from tests.cases import for_each
 from tests.engine.residency.virtual import Virtual
 
 CPU = torch.device("cpu")
@@ -105,8 +106,8 @@ def swapped(jobs: list[Job], copier: SlabCopier, slots: int, rounds: int, ahead:
     return cache
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 5])
-@pytest.mark.parametrize("bandwidth", [None, 2e7])
+@for_each("slots", [1, 2, 3, 5])
+@for_each("bandwidth", [None, 2e7])
 def test_bit_for_bit(slots: int, bandwidth: float | None) -> None:
     """Five jobs, other optimizers, gradients that wait while the state is away, running statistics."""
     expected = []

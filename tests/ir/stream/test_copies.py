@@ -23,6 +23,7 @@ from lightning_pipes.ir import (
     unrolled,
     window,
 )
+from tests.cases import for_each
 
 LAYERS = (Span(0, 3), Span(3, 5), Span(5, 8))
 PLAN = Plan.even(3, 2, layers=LAYERS)
@@ -64,8 +65,8 @@ def wanted_versions(uses: list[Use]) -> tuple[dict[tuple[int, str], int], dict[s
     return wanted, last
 
 
-@pytest.mark.parametrize("ranks", [(0, 1, 2), (0, 1, 0)])
-@pytest.mark.parametrize("seed", range(30))
+@for_each("ranks", [(0, 1, 2), (0, 1, 0)])
+@for_each("seed", range(30))
 def test_every_copy_is_the_last_version(seed: int, ranks: tuple[int, ...]) -> None:
     rng = random.Random(seed)
     plan = Plan.even(3, 2, ranks=ranks, layers=LAYERS)

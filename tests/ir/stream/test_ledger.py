@@ -31,6 +31,7 @@ from lightning_pipes.ir import (
     window,
 )
 from lightning_pipes.ir.program import Program
+from tests.cases import for_each
 
 LAYERS = (Span(0, 3), Span(3, 5), Span(5, 8))
 PLAN = Plan.even(3, 2, layers=LAYERS)
@@ -77,7 +78,7 @@ def in_any_order(plan: Plan, rng: random.Random) -> list[Instruction]:
     return order
 
 
-@pytest.mark.parametrize("seed", range(40))
+@for_each("seed", range(40))
 def test_any_order_reads_what_one_after_another_would(seed: int) -> None:
     rng = random.Random(seed)
     uses = [drawn(rng) for _ in range(9)]
@@ -203,7 +204,7 @@ def late(rng: random.Random, delays: dict[str, Delayed]) -> Use:
     return Use.of(names, LAYERS, delays={name: by for name, by in delays.items() if name in names})
 
 
-@pytest.mark.parametrize("seed", range(30))
+@for_each("seed", range(30))
 def test_any_order_reads_late_layers_as_they_were(seed: int) -> None:
     """By hand: each STEP puts a version aside, and the one that a batch asked for is there when its forwards run."""
     rng = random.Random(seed)

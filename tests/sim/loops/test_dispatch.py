@@ -12,6 +12,7 @@ from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.conformance import ScheduleConformance
 from lightning_pipes.testing.generators import random_costs, random_plan, tiny_plan, uniform
+from tests.cases import for_each
 from tests.sim.links import sending
 from tests.sim.policies import Scripted
 
@@ -50,9 +51,9 @@ def test_they_are_policies():
     assert all(isinstance(policy, Policy) for policy in (BackwardFirst(), Scripted(()), Latest()))
 
 
-@pytest.mark.parametrize("blocking", [False, True])
-@pytest.mark.parametrize("policy", [BackwardFirst(), BackwardFirst(2), Latest()])
-@pytest.mark.parametrize("seed", range(12))
+@for_each("blocking", [False, True])
+@for_each("policy", [BackwardFirst(), BackwardFirst(2), Latest()])
+@for_each("seed", range(12))
 def test_replaying_what_it_ran_takes_the_same_time(seed, policy, blocking):
     plan = random_plan(seed, unequal=policy != BackwardFirst(2))
     costs = replace(random_costs(plan, seed), overhead=seed % 2 * 1e-9)
@@ -64,8 +65,8 @@ def test_replaying_what_it_ran_takes_the_same_time(seed, policy, blocking):
     assert set(replayed.events) == set(timeline.events)
 
 
-@pytest.mark.parametrize("blocking", [False, True])
-@pytest.mark.parametrize("seed", range(8))
+@for_each("blocking", [False, True])
+@for_each("seed", range(8))
 def test_a_program_as_a_policy_takes_the_programs_time(seed, blocking):
     """Two engines, the same answer."""
     plan = random_plan(seed, unequal=False)

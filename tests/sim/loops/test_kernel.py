@@ -14,6 +14,7 @@ from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.conformance import ScheduleConformance
 from lightning_pipes.testing.generators import random_costs, random_plan, tiny_plan, uniform
+from tests.cases import for_each
 from tests.sim.by_events import ByEvents, StuckError
 from tests.sim.links import sending, shaped
 from tests.sim.longest_path import starts
@@ -48,8 +49,8 @@ def random_window(seed):
 
 
 class TestFixedOrder:
-    @pytest.mark.parametrize("blocking", [False, True])
-    @pytest.mark.parametrize("seed", range(30))
+    @for_each("blocking", [False, True])
+    @for_each("seed", range(30))
     def test_longest_path_over_shaped_links(self, seed, blocking, kernel):
         plan = random_plan(seed, unequal=seed % 2 == 0)
         costs = shaped(replace(random_costs(plan, seed), overhead=seed % 3 * 1e-9), plan, seed)
@@ -58,7 +59,7 @@ class TestFixedOrder:
         assert {e.instruction: e.start for e in timeline.events} == starts(program, plan, costs, blocking)
         assert makespan(program, plan, sending(costs, blocking)) == timeline.makespan
 
-    @pytest.mark.parametrize("seed", range(8))
+    @for_each("seed", range(8))
     def test_several_stages_a_rank(self, seed, kernel):
         plan = tiny_plan(6, 4, ranks=(0, 1, 0, 1, 0, 1) if seed % 2 else (0, 1, 2, 0, 1, 2))
         costs = shaped(random_costs(plan, seed), plan, seed)
@@ -74,8 +75,8 @@ class TestFixedOrder:
 
 
 class TestChosenOrder:
-    @pytest.mark.parametrize("policy", POLICIES)
-    @pytest.mark.parametrize("seed", range(40))
+    @for_each("policy", POLICIES)
+    @for_each("seed", range(40))
     def test_by_rule_asked_and_by_events(self, seed, policy, kernel):
         plan, costs = random_window(seed)
         costs = shaped(costs, plan, seed, crowded=seed % 2 == 0) if seed % 4 else costs
@@ -95,8 +96,8 @@ class TestChosenOrder:
         if memory is None:
             assert makespan(policy, plan, sending(costs, blocking)) == timeline.makespan
 
-    @pytest.mark.parametrize("policy", POLICIES)
-    @pytest.mark.parametrize("seed", range(40))
+    @for_each("policy", POLICIES)
+    @for_each("seed", range(40))
     def test_what_was_chosen_takes_the_same_time_as_a_program(self, seed, policy, kernel):
         plan, costs = random_window(seed)
         costs = shaped(costs, plan, seed, crowded=seed % 2 == 0) if seed % 4 else costs
@@ -165,8 +166,8 @@ class TestChosenOrder:
 
 
 class TestManyCosts:
-    @pytest.mark.parametrize("crowded", [False, True])
-    @pytest.mark.parametrize("seed", range(6))
+    @for_each("crowded", [False, True])
+    @for_each("seed", range(6))
     def test_each_as_if_alone(self, seed, crowded, kernel):
         plan = random_plan(seed, unequal=seed % 2 == 0)
         base = shaped(replace(random_costs(plan, seed), overhead=1e-9), plan, seed, crowded=crowded)

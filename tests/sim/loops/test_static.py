@@ -26,6 +26,7 @@ from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import random_costs, random_plan, tiny_plan, uniform
+from tests.cases import for_each
 from tests.ir.programs import pipedream, split
 from tests.sim.links import sending
 from tests.sim.longest_path import starts
@@ -39,15 +40,15 @@ def check(program, plan, costs, blocking=False):
     assert timeline.makespan == makespan(program, plan, sending(costs, blocking))
 
 
-@pytest.mark.parametrize("blocking", [False, True])
-@pytest.mark.parametrize("seed", range(25))
+@for_each("blocking", [False, True])
+@for_each("seed", range(25))
 def test_longest_path_with_unequal_spans(seed, blocking):
     plan = random_plan(seed)
     check(GPipe().program(plan), plan, random_costs(plan, seed), blocking)
 
 
-@pytest.mark.parametrize("blocking", [False, True])
-@pytest.mark.parametrize("seed", range(25))
+@for_each("blocking", [False, True])
+@for_each("seed", range(25))
 def test_longest_path_of_kfkb(seed, blocking):
     plan = random_plan(seed, unequal=False)
     costs = replace(random_costs(plan, seed), overhead=(seed % 3) * 1e-9)
@@ -80,7 +81,7 @@ def test_after_delays_what_it_names():
     assert times[F(0, Span(2, 3))] == (4, 5)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@for_each("seed", range(10))
 def test_shorter_instructions_never_make_a_fixed_order_longer(seed):
     plan = random_plan(seed)
     costs = random_costs(plan, seed)
@@ -180,7 +181,7 @@ def test_several_jobs_overlap():
     assert simulate(Program.parse(lines, plan), plan, costs).makespan == (2 + 2 - 1) * 3
 
 
-@pytest.mark.parametrize("seed", range(10))
+@for_each("seed", range(10))
 def test_peaks_by_sweeping_over_the_timeline(seed):
     plan = random_plan(seed, unequal=seed % 2 == 0)
     n = plan.n_stages

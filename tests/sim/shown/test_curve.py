@@ -12,6 +12,7 @@ from lightning_pipes.sim import simulate
 from lightning_pipes.sim.shown.curve import memory_curves, most_held
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import uniform
+from tests.cases import for_each
 
 
 def test_by_hand():
@@ -22,8 +23,8 @@ def test_by_hand():
     assert rank1 == ((0, 0), (1, 10), (4, 10), (7, 0))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "kfkb"])
-@pytest.mark.parametrize("recompute", [False, True])
+@for_each("name", ["gpipe", "1f1b", "interleaved", "kfkb"])
+@for_each("recompute", [False, True])
 def test_its_peaks_are_the_simulators(name, recompute):
     schedule = make_schedule(name)
     plan = even_plan(schedule, 4, 6, 12, recompute)

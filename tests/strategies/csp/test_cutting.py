@@ -6,17 +6,17 @@ import random
 from itertools import combinations, pairwise
 
 import numpy as np
-import pytest
 
 from benchmarks.papers.csp.emulation.spaces import balanced, space_of
 from lightning_pipes.ir import Delayed, Plan, Span, Use
 from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.strategies.csp.cutting import balanced_cut
+from tests.cases import for_each
 
 LAYERS = (Span(0, 2), Span(2, 4), Span(4, 6))
 
 
-@pytest.mark.parametrize("seed", range(25))
+@for_each("seed", range(25))
 def test_as_good_as_any(seed: int) -> None:
     rng = random.Random(seed)
     layers, stages = rng.randint(3, 8), rng.randint(1, 3)

@@ -16,6 +16,7 @@ from lightning_pipes.strategies.dynpipe.meshes import Mesh, Pricing, meshes
 from lightning_pipes.strategies.dynpipe.paper import Pipeline, least_seconds, paper_seconds, true_seconds
 from lightning_pipes.strategies.dynpipe.theory import Iterations
 from lightning_pipes.testing.neighbourhood import layered_model
+from tests.cases import for_each
 
 SECONDS = (1.0, 2.0, 0.5, 1.5, 3.0, 1.0)
 
@@ -64,8 +65,8 @@ def by_bound(every: list[Pipeline]) -> list[float]:
     return [least_seconds(*each) for each in every]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("slow", [1e4, 1e6])
+@for_each("n", [1, 2, 3, 4])
+@for_each("slow", [1e4, 1e6])
 def test_it_finds_what_a_search_through_everything_finds(n: int, slow: float) -> None:
     """The paper's recursion is a search for the least of its own formula, in which a stage more never helps the ones
     before it; ours goes by a bound first."""

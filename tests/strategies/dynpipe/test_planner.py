@@ -28,6 +28,7 @@ from lightning_pipes.testing.neighbourhood import (
     layered_model,
     rare_slowdown,
 )
+from tests.cases import for_each
 
 SOME = (1.0, 1.3, 0.7, 1.0, 1.1, 0.9, 1.2, 0.8, 1.0, 1.0)
 """Layers that are not equally heavy."""
@@ -147,8 +148,8 @@ def test_neighbours_of_all_ranks(name: str, stays_for: int, most: float, seed: i
     assert took < most * stays
 
 
-@pytest.mark.parametrize("name", ["1f1b", "kfkb", "gpipe", "zero_bubble", "dynpipe", "pipedream_2bw"])
-@pytest.mark.parametrize("factors", [(1.0, 2.0, 1.0, 1.0), (3.0, 1.0, 1.0, 1.5)])
+@for_each("name", ["1f1b", "kfkb", "gpipe", "zero_bubble", "dynpipe", "pipedream_2bw"])
+@for_each("factors", [(1.0, 2.0, 1.0, 1.0), (3.0, 1.0, 1.0, 1.5)])
 def test_it_finds_the_best_of_all_partitions(name: str, factors: Sequence[float]) -> None:
     world = place(constant_slowdown(factors), name)
     plan = world.plan()

@@ -14,6 +14,7 @@ from lightning_pipes.strategies.dynpipe.partitions import all_partitions, spans_
 from lightning_pipes.strategies.dynpipe.repartition import Windows, step_bounds
 from lightning_pipes.strategies.dynpipe.situation import Situation
 from lightning_pipes.testing.neighbourhood import Neighbourhood, constant_slowdown, layered_model
+from tests.cases import for_each
 
 
 def world(name: str, ranks: int, seed: int, slow: float = 1e6) -> Neighbourhood:
@@ -26,11 +27,11 @@ def world(name: str, ranks: int, seed: int, slow: float = 1e6) -> Neighbourhood:
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "ranks"),
     [("1f1b", 3), ("gpipe", 3), ("kfkb", 4), ("zero_bubble", 3), ("interleaved", 2), ("pipedream", 3), ("dynpipe", 4)],
 )
-@pytest.mark.parametrize("slow", [1e9, 3e5])
+@for_each("slow", [1e9, 3e5])
 def test_no_partition_is_faster_than_its_bound(name: str, ranks: int, slow: float) -> None:
     at = world(name, ranks, 7, slow)
     plan = at.plan()

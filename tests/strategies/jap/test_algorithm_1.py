@@ -1,9 +1,9 @@
 """Algorithm 1 beside its sentences: longest paths by repeated passes, one machine second by second."""
 
 import numpy as np
-import pytest
 
 from lightning_pipes.strategies.jap.solvers.greedy import as_printed
+from tests.cases import for_each
 from tests.strategies.jap.by_hand import random_problem
 
 
@@ -83,7 +83,7 @@ def by_sentences(problem):
     return rows
 
 
-@pytest.mark.parametrize("seed", range(30))
+@for_each("seed", range(30))
 def test_every_choice_is_that_of_the_sentences(seed):
     problem = random_problem(seed, 2 + seed % 4, 1 + seed % 3, equal=seed % 5 == 0, late=(1, 9, 30)[seed % 3])
     numbers = np.arange(problem.blocks).reshape(problem.stages, 2, problem.jobs)

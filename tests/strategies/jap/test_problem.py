@@ -11,6 +11,7 @@ from lightning_pipes.strategies.jap.problem import ArrayProblem, problem_of
 from lightning_pipes.strategies.jap.rounds import program_of
 from lightning_pipes.strategies.jap.solvers import rules
 from lightning_pipes.strategies.jap.solvers.machine import PYTHON
+from tests.cases import for_each
 from tests.strategies.jap.array_costs import ArrayCosts, plan_of
 from tests.strategies.jap.by_hand import random_problem, rows_of_a_stage, timed
 
@@ -22,7 +23,7 @@ def random_order(problem, seed):
     return problem.order_of(rules.listed(problem, *places, int(rng.integers(3)), 5, PYTHON))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@for_each("seed", range(12))
 def test_the_simulator_gives_the_same_times(seed):
     problem = random_problem(seed, jobs=1 + seed % 5, stages=1 + seed // 3)
     order = random_order(problem, seed)

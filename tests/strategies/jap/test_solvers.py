@@ -27,6 +27,7 @@ from lightning_pipes.strategies.jap.solvers.rules import RULES, by_rule, pyramid
 from lightning_pipes.strategies.jap.solvers.search import searched
 from lightning_pipes.strategies.jap.solvers.solution import Solution
 from lightning_pipes.strategies.jap.solvers.solve import METHODS
+from tests.cases import for_each
 from tests.strategies.jap.by_hand import best_of_all, random_problem
 
 SOLVERS = "lightning_pipes.strategies.jap.solvers"
@@ -63,7 +64,7 @@ def test_branch_and_bound_finds_what_brute_force_finds(optimum, size, seed):
     assert (chosen.makespan, chosen.gap) == (best, 0)
 
 
-@pytest.mark.parametrize(("seed", "stages"), [*((n, 2) for n in range(20)), *((n, 3) for n in (5, 7, 29, 44, 56))])
+@for_each(("seed", "stages"), [*((n, 2) for n in range(20)), *((n, 3) for n in (5, 7, 29, 44, 56))])
 def test_stages_may_be_held_for_a_block_that_is_not_there_yet(seed, stages):
     """After a long update a job's next block can be there before what is ready could end."""
     problem = random_problem(seed, 2, stages, most=4, equal=stages == 2 and seed % 2 == 0, late=40)

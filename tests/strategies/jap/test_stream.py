@@ -9,6 +9,7 @@ from lightning_pipes.cost import CostModel, Link
 from lightning_pipes.ir import Cut, Kind, PlanError, verify
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.jap import Job, streamed
+from tests.cases import for_each
 
 SAMPLES = 384
 
@@ -29,7 +30,7 @@ def odd_costs(stages, seed):
     return CostModel(seconds, link=Link(latency=rng.randrange(6) * 1e-9), overhead=rng.randrange(3) * 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@for_each("seed", range(12))
 def test_the_simulator_gives_the_same_times(seed):
     """The stream looks at each stage as if nobody else decided; replayed in this order everything takes as long."""
     rng = random.Random(seed)

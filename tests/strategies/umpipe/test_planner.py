@@ -17,6 +17,7 @@ from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.umpipe import UM1F1B, UMPipe
 from lightning_pipes.strategies.umpipe.planner import Counts, sized, sizes_of, spans_of
+from tests.cases import for_each
 
 ROWS = 32
 SIZES = (1, 2, 4, 8, 16, 32)
@@ -99,8 +100,8 @@ def test_stages_of_two_kinds_get_their_own_sizes(schedule: Schedule | UM1F1B) ->
     assert seconds(asked, plan) < 0.96 * equal
 
 
-@pytest.mark.parametrize("schedule", [UMPipe(), UM1F1B()])
-@pytest.mark.parametrize("kinds", list(product((FLAT, LINEAR), repeat=3)))
+@for_each("schedule", [UMPipe(), UM1F1B()])
+@for_each("kinds", list(product((FLAT, LINEAR), repeat=3)))
 def test_never_worse_than_the_best_equal_cut_among_its_numbers(
     schedule: Schedule | UM1F1B, kinds: tuple[tuple[float, float], ...]
 ) -> None:
@@ -190,8 +191,8 @@ def test_all_forwards_first_says_how_good_a_cut_can_be() -> None:
     assert "none among these sizes is faster, which is proven" in said or "% faster" in said
 
 
-@pytest.mark.parametrize("schedule", [UMPipe((16, 8), (5, 3), (9,), (9,)), UMPipe(), UM1F1B()])
-@pytest.mark.parametrize("rows", [2, 7, 9, 31, 32])
+@for_each("schedule", [UMPipe((16, 8), (5, 3), (9,), (9,)), UMPipe(), UM1F1B()])
+@for_each("rows", [2, 7, 9, 31, 32])
 def test_no_micro_batch_has_fewer_samples_than_it_needs(schedule: Schedule | UM1F1B, rows: int) -> None:
     """As models need whose layers look at several samples."""
     plan = planned(problem(schedule, (1e-9, 1e-3), (1e-9, 1e-3), rows=rows, least=2))

@@ -13,6 +13,7 @@ from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER
 from lightning_pipes.strategies.umpipe.overlapped.machine import PYTHON, Kernel, numba_kernel
 from lightning_pipes.strategies.umpipe.overlapped.run import Merge, Run, _logged, chunks_of, cut_of, overlapped
 from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks
+from tests.cases import for_each
 from tests.strategies.umpipe.overlapped.chunked import Chunked
 from tests.strategies.umpipe.overlapped.networks import random_scheme, realistic, simulation, uniform
 
@@ -32,8 +33,8 @@ def compute_starts(run: Run) -> dict[tuple[Kind, int, int], int]:
     return found
 
 
-@pytest.mark.parametrize("policy", Merge)
-@pytest.mark.parametrize("seed", range(12))
+@for_each("policy", Merge)
+@for_each("seed", range(12))
 def test_its_order_takes_as_long_in_the_simulator(seed: int, policy: Merge) -> None:
     make = simulation if seed % 2 else realistic
     network = make(1 + seed % 5, (8, 12, 16, 7)[seed // 3 % 4] if make is simulation else 16, seed)
@@ -74,7 +75,7 @@ def recurrence(times: np.ndarray, scheme: tuple[int, ...], network: Network) -> 
     return before[rows]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@for_each("seed", range(8))
 def test_all_forwards_first_takes_what_the_paper_says(seed: int) -> None:
     """E4: the end of the last datum's forward, and after a barrier of its backward."""
     network = simulation(1 + seed % 4, 11 + seed, seed)
@@ -158,8 +159,8 @@ def test_schemes_that_are_none(scheme: Scheme) -> None:
         overlapped(uniform(2, 4, 1, 1), scheme)
 
 
-@pytest.mark.parametrize("machine", [PYTHON, numba_kernel()])
-@pytest.mark.parametrize("seed", range(8))
+@for_each("machine", [PYTHON, numba_kernel()])
+@for_each("seed", range(8))
 def test_several_stages_a_rank_take_what_the_simulator_says(seed: int, machine: Kernel) -> None:
     """Its greedy order is that of the policy. Links take no time: those of two stages would share a wire there."""
     ranks = ((0, 1) * 2, (0, 1, 2) * 2, (0, 1) * 3)[seed % 3]

@@ -1,0 +1,50 @@
+"""Many quick cases as one test, which names the first that fails."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, TypeVar
+
+import pytest
+
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+def for_each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Test], Test]:
+    """Run a test once for each of `values` within one case; a failure has a note with the values that it had.
+
+    Write it as `pytest.mark.parametrize`, for cases of milliseconds that need no new fixtures. Stacked decorators give
+    all combinations.
+
+    Args:
+        names: one argument of the test, or a tuple of several.
+        values: what the argument is in turn; for several names, tuples of as many.
+    """
+    several = isinstance(names, tuple)
+    every = [value if several else (value,) for value in values]
+    keys = names if isinstance(names, tuple) else (names,)
+    assert every, f"no values of {keys}"
+
+    def decorate(test: Test) -> Test:
+        signature = inspect.signature(test)
+        assert set(keys) <= set(signature.parameters), f"{test.__name__} takes no {keys}"
+
+        @wraps(test)
+        def run(*given: Any, **fixtures: Any) -> None:
+            for value in every:
+                case = dict(zip(keys, value, strict=True))
+                try:
+                    test(*given, **fixtures, **case)
+                except pytest.skip.Exception as skipped:
+                    raise AssertionError(f"a case of {test.__name__} was skipped, with {case}: {skipped}") from None
+                except BaseException as error:
+                    error.add_note("with " + ", ".join(f"{key} = {one!r}" for key, one in case.items()))
+                    raise
+
+        left = [parameter for name, parameter in signature.parameters.items() if name not in keys]
+        run.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
+        return run  # type: ignore[return-value]
+
+    return decorate
