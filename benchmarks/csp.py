@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from benchmarks.harness.report import Report, describe_machine, make_parser, run_parts
 from benchmarks.papers.csp.decision import decision_us
-from benchmarks.papers.csp.emulation.machine import load_loops
+from benchmarks.papers.csp.emulation.kernel import STREAM
 from benchmarks.papers.csp.figures import bounds, costs, scaling, spaces, split, swaps
 from benchmarks.papers.csp.reproducibility import trained
 from lightning_pipes.strategies.csp.planner import MICROBATCHES
@@ -56,7 +56,7 @@ def main() -> None:
     parser = make_parser(__doc__, "fewer subnets and seeds; within 120 s")
     parser.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()
-    print(f"{describe_machine()}, Python {platform.python_version()}, {load_loops()}\n")
+    print(f"{describe_machine()}, Python {platform.python_version()}, {STREAM.load()}\n")
     keys = run_parts(PARTS, options.part, options.quick)
     if options.json:
         print(json.dumps({key: round(value, 4) for key, value in keys.items()}))

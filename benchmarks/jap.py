@@ -31,7 +31,7 @@ from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.hanayo import Hanayo
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.jap import ArrayProblem, Effort, Solution, solved
-from lightning_pipes.strategies.jap.solvers.machine import numba_kernel
+from lightning_pipes.strategies.jap.solvers.kernel import SOLVERS
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 
 STAGES = 8
@@ -166,7 +166,7 @@ def solver_table(rows: dict[tuple[str, int], dict[str, float]]) -> list[str]:
 def simulated_keys(quick: bool) -> dict[str, float]:
     """Prints how good orders are, and what epochs of many jobs take; the headline figures."""
     load_kernel()
-    by = "numba" if numba_kernel() else "plain Python"
+    by = "numba" if SOLVERS.numba else "plain Python"
     print(f"{describe_machine()}, Python {platform.python_version()}, {by}; simulated\n")
     sets = ["language"] if quick else list(SETS)
     solvers = solver_rows(sets, (30, 64) if quick else (16, 30, 64), 1 if quick else 3, 1.0, not quick)

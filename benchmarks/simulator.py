@@ -30,7 +30,7 @@ from lightning_pipes.ir import MOST_FORWARDS, Kind, Plan, Program, Rule, RulePol
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.auto import choose
 from lightning_pipes.sim import load_kernel, makespan, makespans, priced, simulate
-from lightning_pipes.sim.loops import machine
+from lightning_pipes.sim.loops.kernel import KERNEL
 
 STAGES, MICROBATCHES, VECTORS = 8, 64, 256
 LARGE_BATCH = 10_000
@@ -99,7 +99,7 @@ def measure(quick: bool) -> dict[str, Times]:
     times = {}
     many = 1 if quick else 4
     for name in ("_python", ""):
-        machine.PATIENCE = 1 << 60 if name else 0
+        KERNEL.patience = 1 << 60 if name else 0
         if not name and load_kernel() == "python":
             break
         repeats = many * (25 if name else 250)

@@ -1,7 +1,7 @@
 """Programs and policies in virtual time, and timelines, simulated or measured."""
 
 from lightning_pipes.sim.event import Event
-from lightning_pipes.sim.loops.machine import load_kernel
+from lightning_pipes.sim.loops.kernel import load_kernel
 from lightning_pipes.sim.shown.compare import Comparison, compare
 from lightning_pipes.sim.shown.render import save_chrome_trace, save_png
 from lightning_pipes.sim.simulator import Rehearsal, makespan, makespans, priced, simulate

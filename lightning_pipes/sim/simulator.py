@@ -70,7 +70,7 @@ def makespan(order: Program | Policy, plan: Plan, costs: Costs) -> int:
     """Nanoseconds that a finite program or a policy takes: `simulate(...).makespan` without its timeline, for searches.
 
     Keep the objects: what depends on order and plan is set up once for each pair, and the costs used last are
-    remembered. Where numba is installed and much is simulated, machine code does the rest; see `sim.loops.machine`. Who
+    remembered. Where numba is installed and much is simulated, machine code does the rest; see `sim.loops.jit`. Who
     goes round many orders keeps a `Rehearsal` of each.
 
     Raises:

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from lightning_pipes.cost import Costs
 from lightning_pipes.ir import STEP, B, DeadlockError, F, InputError, Instruction, Kind, Plan, Span
-from lightning_pipes.sim.loops.machine import Kernel
-from lightning_pipes.strategies.jap.solvers.machine import PYTHON
+from lightning_pipes.sim.loops.jit import Kernel
+from lightning_pipes.strategies.jap.solvers.kernel import SOLVERS
 from lightning_pipes.strategies.jap.solvers.tables import Blocks, Path, Sequence, Sweep
 
 Array = npt.NDArray[np.int64]
@@ -158,7 +158,7 @@ class ArrayProblem:
         numbers = np.arange(self.blocks).reshape(self.stages, -1)
         if np.shape(order) != numbers.shape or (np.sort(order, axis=1) != numbers).any():
             raise InputError(f"an order needs each of the blocks {numbers.tolist()} once on its stage; got {order}")
-        found = longest(self, np.asarray(order), PYTHON)
+        found = longest(self, np.asarray(order), SOLVERS.python)
         if found is None:
             raise DeadlockError("the stages wait for each other: some job's block stands before what it needs")
         return found

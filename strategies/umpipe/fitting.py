@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 from lightning_pipes.ir import Cut, Kind, Plan, Span
 from lightning_pipes.strategies.umpipe.network import aligned, sized
-from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER
-from lightning_pipes.strategies.umpipe.overlapped.machine import FREE, fastest
+from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER, OVERLAPPED
 from lightning_pipes.strategies.umpipe.overlapped.run import Merge
-from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, Memory
+from lightning_pipes.strategies.umpipe.overlapped.tables import FREE, Chunks, Memory, make_log, make_memory, make_room
 from lightning_pipes.strategies.umpipe.pricing import Option
 
 DESCENTS = 6
@@ -230,12 +229,13 @@ class _Search:
     """
 
     def __init__(self, choices: Choices, merge: Merge, caps: Sequence[int], ranks: Sequence[int]) -> None:
-        self._machine = machine = fastest()
+        self._machine = machine = OVERLAPPED.fastest
         stages = len(choices.stages)
         each = (1,) * stages
         limit = Memory(tuple(caps), each, (0,) * stages, (0,) * stages, (FREE,) * stages) if caps else None
         self._choices, self._merge, self._caps = choices, int(merge), tuple(caps)
-        self._memory, self._room, self._log = machine.memory(stages, limit), machine.room(stages, ranks), machine.log()
+        self._memory, self._room = make_memory(machine, stages, limit), make_room(machine, stages, ranks)
+        self._log = make_log(machine)
         processes = 4 * stages - 2
         self._chunks = Chunks(choices.rows, machine.fill(processes), machine.fill(processes, choices.rows))
         self.left = EFFORT

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_pipes.sim.loops import machine
+from lightning_pipes.sim.loops.kernel import KERNEL
 
 
 @pytest.fixture(params=["python", "numba"])
@@ -10,6 +10,6 @@ def kernel(request, monkeypatch):
     """The name of what runs the kernel in this test."""
     if request.param == "numba":
         pytest.importorskip("numba")
-    monkeypatch.setattr(machine, "PATIENCE", 0 if request.param == "numba" else 1 << 60)
-    assert machine.machine(1).name == request.param
+    monkeypatch.setattr(KERNEL, "patience", 0 if request.param == "numba" else 1 << 60)
+    assert KERNEL.select(1).name == request.param
     return request.param

@@ -30,7 +30,7 @@ from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.planner import Problem, planned
 from lightning_pipes.planning.tuning import Chooser
 from lightning_pipes.sim import load_kernel
-from lightning_pipes.sim.loops import machine
+from lightning_pipes.sim.loops.kernel import KERNEL
 from lightning_pipes.testing.emulated import EmulatedLayer, request_realtime_priority, sleeping_layer
 from lightning_pipes.testing.netlab import NetLab, lab_unavailable_reason
 from lightning_pipes.trainer.callbacks.schedule_tuner import FIRST
@@ -149,7 +149,7 @@ def choosing_table() -> Iterator[tuple[str, dict[str, float]]]:
     gc.collect()
     gc.freeze()  # a collection in the middle would go through all modules
     for patience in (1 << 60, 0):
-        machine.PATIENCE = patience
+        KERNEL.patience = patience
         name = load_kernel() if not patience else "python"
         if patience or name != "python":
             for stages, microbatches in ((2, 4), (4, 24), (8, 64)) * (1 if patience else 2):

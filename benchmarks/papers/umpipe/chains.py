@@ -4,12 +4,9 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import numpy as np
 
-from lightning_pipes.sim.loops.machine import compiled
+from lightning_pipes.sim.loops.jit import JitKernel
 from lightning_pipes.strategies.umpipe.network import Network
 from lightning_pipes.strategies.umpipe.search.chain import Chain, chains
 
@@ -46,17 +43,14 @@ def tried(rows, sizes, times, ends, options):
     return best
 
 
-@cache
-def _compiled() -> Any:
-    made = compiled(tried)
-    return made["tried"] if made else tried
+ENUMERATION = JitKernel(tried, patience=0)
 
 
 def best_of_chain(chain: Chain) -> int:
     """The least time of all Q^K schemes."""
     ends = np.zeros((chain.processes, chain.rows + 1), np.int64)
     options = np.zeros(chain.processes, np.int64)
-    return int(_compiled()(chain.rows, chain.sizes, chain.times, ends, options))
+    return int(ENUMERATION.fastest.run.tried(chain.rows, chain.sizes, chain.times, ends, options))
 
 
 def best_by_trying(network: Network) -> int:

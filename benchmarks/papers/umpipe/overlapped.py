@@ -30,10 +30,9 @@ from benchmarks.papers.umpipe.overlap.partition import Layers, joint
 from benchmarks.papers.umpipe.overlap.search import EAGER, Descent, Found, best_merge, search
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
 from lightning_pipes.strategies.umpipe.overlapped import overlapped
-from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER
-from lightning_pipes.strategies.umpipe.overlapped.machine import FREE, fastest
+from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER, OVERLAPPED
 from lightning_pipes.strategies.umpipe.overlapped.run import Run, chunks_of
-from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, Memory
+from lightning_pipes.strategies.umpipe.overlapped.tables import FREE, Chunks, Memory, make_log, make_memory, make_room
 from lightning_pipes.strategies.umpipe.search import gpipe, load_loops, optimal
 
 # ---- What is measured of unequal micro-batches whose directions overlap.
@@ -45,7 +44,7 @@ def evaluators(quick: bool) -> Report:
     lines = [f"evaluators: {count} random individuals, all integers as numbers of micro-batches"]
     lines.append("   N     P   event loop   in step (numpy)   individuals that differ")
     keys: dict[str, float] = {}
-    machine = fastest()
+    machine = OVERLAPPED.fastest
     for stages, rows in ((5, 64), (10, 512), (14, 512)):
         network = simulated(stages, rows).network
         genes = np.random.default_rng(1).integers(0, len(network.sizes), (count, 2 * network.processes))
@@ -53,7 +52,7 @@ def evaluators(quick: bool) -> Report:
         schemes = [Scheme(tuple(row[:half]), tuple(row[half:])) for row in genes.tolist()]
         plain = [chunks_of(network, scheme) for scheme in schemes]
         chunks = [Chunks(rows, machine.copy(each.busy), machine.copy(each.size)) for each in plain]
-        room = (machine.memory(stages), machine.room(stages), machine.log())
+        room = (make_memory(machine, stages), make_room(machine, stages), make_log(machine))
         alone: list[int] = []
         seconds = float("inf")
         for _ in range(5):
@@ -272,7 +271,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, help="a folder for pictures, of experiments that have one")
     options = parser.parse_args()
     load_loops()
-    print(f"{describe_machine()}, Python {platform.python_version()}, {fastest().name}\n")
+    print(f"{describe_machine()}, Python {platform.python_version()}, {OVERLAPPED.fastest.name}\n")
     keys = run_parts(EXPERIMENTS, options.experiment, options.quick, options.pictures)
     if options.json:
         print(json.dumps(keys))

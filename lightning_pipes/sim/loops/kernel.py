@@ -3,8 +3,7 @@
 They are written once and run in three ways, with the same integers: by Python on lists, compiled by numba on int64
 arrays, and `fixed` also on arrays that hold a row of numbers, one for each of many costs, where `max` is numpy's. So
 only what all of them understand is used here. A loop unpacks its structures before it begins, and functions that it
-calls take numbers only: numba would count references to arrays at each call. `sim.loops.machine` binds the names that
-differ and chooses.
+calls take numbers only: numba would count references to arrays at each call.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -13,6 +12,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
+from lightning_pipes.sim.loops.jit import JitKernel
 from lightning_pipes.sim.loops.tables import PriceList
 
 LONG_AGO = -(1 << 62)
@@ -242,3 +242,11 @@ def chosen(work, standing, ready, prices, needed, held, wires, ran, turn, altern
             else:
                 working[r] = False
                 asked[r] = True
+
+
+KERNEL = JitKernel(leave, pick, fixed, every, chosen, patience=1_000_000)
+
+
+def load_kernel() -> str:
+    """Load machine code now, for thousands of simulations to come; return "numba", or "python" where there is none."""
+    return KERNEL.load()

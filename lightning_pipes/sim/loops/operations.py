@@ -14,8 +14,8 @@ from lightning_pipes.cost import CostModel, Costs, Regime
 from lightning_pipes.cost.costs import PerInstructionCosts
 from lightning_pipes.cost.links.regime import regime_of
 from lightning_pipes.ir import SENDS, Alike, Instruction, Kind, Plan, PlanError, alike
+from lightning_pipes.sim.loops.jit import Kernel
 from lightning_pipes.sim.loops.kernel import LONG_AGO, PLENTY
-from lightning_pipes.sim.loops.machine import Machine
 from lightning_pipes.sim.loops.tables import Array, Graph, PriceList, Table, Wires
 
 
@@ -61,7 +61,7 @@ class Operations:
                 counts[link] += 1
         return list(accumulate(counts, initial=0))
 
-    def wires(self, by: Machine) -> Wires:
+    def wires(self, by: Kernel) -> Wires:
         """The wires and links before anything has run, for the kernel to write to."""
         links = len(self.pairs)  # there are no more wires than links
         return Wires(by.fill(links), by.fill(links, LONG_AGO), by.fill(links), by.fill(self.base[-1]))

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from lightning_pipes.ir import Kind, Rule
 from lightning_pipes.sim.loops import kernel
-from lightning_pipes.sim.loops.kernel import FORWARDS, OTHERS, PLENTY, WEIGHTS
-from lightning_pipes.sim.loops.machine import PYTHON, bound, machine
+from lightning_pipes.sim.loops.jit import bound
+from lightning_pipes.sim.loops.kernel import FORWARDS, KERNEL, OTHERS, PLENTY, WEIGHTS
 from lightning_pipes.sim.loops.memory import Bytes
 from lightning_pipes.sim.loops.operations import Operations, Prices, Timed, ragged
 from lightning_pipes.sim.loops.tables import Beginning, Held, Queued, Ran, Status, Table
@@ -102,13 +102,13 @@ def choose(
         picker: makes what picks instead of that rule, and may look at the run meanwhile.
     """
     n = len(queues.instructions)
-    by = machine(EFFORT * n) if picker is None else PYTHON
+    by = KERNEL.select(EFFORT * n) if picker is None else KERNEL.python
     may_take = by.copy(room or [PLENTY] * len(queues.members))
     waiting, low, count = map(by.copy, by.read(queues.beginning))
     ready = Status(waiting, low, count, may_take)
     ran, turn = Ran(by.fill(n), by.fill(n)), by.fill(n)
     run = Run(Timed(*ran, turn), ready, Held(by.copy(memory.held), by.copy(memory.held)), n)
-    chosen = by.chosen if picker is None else bound(kernel.chosen, pick=picker(run))
+    chosen = by.run.chosen if picker is None else bound(kernel.chosen, pick=picker(run))
     run.left = chosen(
         by.read(queues.table),
         by.read(queues.standing),

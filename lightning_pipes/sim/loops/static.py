@@ -15,8 +15,9 @@ import numpy as np
 from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Plan, PlanError, Program, deadlock, lower, needs
 from lightning_pipes.ir.belonging import absent, check_belongs
 from lightning_pipes.ir.program import remember_results
-from lightning_pipes.sim.loops.kernel import LONG_AGO
-from lightning_pipes.sim.loops.machine import machine, rows_of_costs
+from lightning_pipes.sim.loops import kernel
+from lightning_pipes.sim.loops.jit import bound
+from lightning_pipes.sim.loops.kernel import KERNEL, LONG_AGO
 from lightning_pipes.sim.loops.memory import Bytes
 from lightning_pipes.sim.loops.operations import Numbering, Operations, Prices, Timed, ragged
 from lightning_pipes.sim.loops.queues import Queues, choose
@@ -146,24 +147,24 @@ def run(order: Compiled, prices: Prices) -> Timed:
                 "timed; give the program without transfers"
             )
         return choose(order.rows, prices, Bytes.uncounted(order)).timed
-    by = machine(n)
+    by = KERNEL.select(n)
     ran = Ran(by.fill(n), by.fill(n))
     clock = by.fill(order.plan.n_ranks)
-    by.fixed(by.read(order.table), by.read(prices.table), clock, order.wires(by), ran)
+    by.run.fixed(by.read(order.table), by.read(prices.table), clock, order.wires(by), ran)
     return Timed(*ran, range(n))
 
 
 def ends_under(order: Compiled, prices: Prices, busy: Array) -> Array:
     """When `order` ends under many costs: for each a row of `busy`, nanoseconds by group, the rest as in `prices`."""
     n, k = len(order.instructions), len(busy)
-    by = machine(n * k)
+    by = KERNEL.select(n * k)
     if prices.crowded:
         return np.array([run(order, case).makespan for case in prices.under(busy)], np.int64)
     last = np.zeros(k, np.int64)
-    if by.every is not None:
+    if by.takes_arrays:
         cases = prices.table.arrays._replace(busy=np.ascontiguousarray(busy), quick=prices.quick(busy))
         ran = Ran(by.fill(n), by.fill(n))
-        by.every(order.table.arrays, cases, by.fill(order.plan.n_ranks), order.wires(by), ran, last)
+        by.run.every(order.table.arrays, cases, by.fill(order.plan.n_ranks), order.wires(by), ran, last)
         return last
 
     def rows(size: int) -> Array:
@@ -173,6 +174,7 @@ def ends_under(order: Compiled, prices: Prices, busy: Array) -> Array:
     wires = Wires(rows(links), rows(links) + LONG_AGO, [0] * links, rows(order.base[-1]))
     ran, clock = Ran(rows(n), rows(n)), rows(order.plan.n_ranks)
     cases = prices.table.lists._replace(busy=busy.T, quick=prices.quick(busy).T)
-    rows_of_costs()(order.table.lists, cases, clock, wires, ran)
+    at_once = bound(kernel.fixed, max=np.maximum, leave=bound(kernel.leave, max=np.maximum))
+    at_once(order.table.lists, cases, clock, wires, ran)
     ran.ends.max(axis=0, initial=0, out=last)
     return last

@@ -3,7 +3,7 @@
 Every field is a list of whole numbers, or for compiled code an int64 array; a letter says by what it is listed: i is an
 operation, r a rank, x a link (from one rank to another), w a wire (what links may share), g a group of operations that
 cost the same, q a queue. What the kernel only reads is a `Table` of such lists; what it writes is made for each run by
-its `Machine`.
+its `Kernel`.
 """
 
 from __future__ import annotations

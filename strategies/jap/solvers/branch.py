@@ -6,7 +6,7 @@ import numpy as np
 
 from lightning_pipes.strategies.jap.problem import ArrayProblem
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
-from lightning_pipes.strategies.jap.solvers.machine import PYTHON, numba_kernel
+from lightning_pipes.strategies.jap.solvers.kernel import SOLVERS
 from lightning_pipes.strategies.jap.solvers.search import Effort
 from lightning_pipes.strategies.jap.solvers.solution import Solution
 from lightning_pipes.strategies.jap.solvers.tables import Rest, Tree
@@ -21,7 +21,7 @@ def branched(problem: ArrayProblem, effort: Effort, incumbent: Solution) -> Solu
     See `kernel.branched` for what it branches on. A node's bound is that of its stages with interrupted blocks.
     """
     n, jobs, stages = problem.blocks, problem.jobs, problem.stages
-    by = numba_kernel() or PYTHON if effort.orders > CHUNK else PYTHON
+    by = SOLVERS.fastest if effort.orders > CHUNK else SOLVERS.python
     bound = lower_bound(problem)
     levels = n + stages * jobs + 2  # a stage may be held before each block
     tree = Tree(*(by.fill(levels * size) for size in (jobs, jobs, stages, stages, 1, 1, 2 * jobs, 2 * jobs)))

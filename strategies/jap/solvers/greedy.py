@@ -6,7 +6,7 @@ import numpy as np
 
 from lightning_pipes.strategies.jap.problem import ArrayProblem
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
-from lightning_pipes.strategies.jap.solvers.machine import kernel_for
+from lightning_pipes.strategies.jap.solvers.kernel import kernel_for
 from lightning_pipes.strategies.jap.solvers.solution import Solution
 from lightning_pipes.strategies.jap.solvers.tables import Begun, Rest
 

@@ -1,7 +1,7 @@
 """The inner loops of the solvers, on whole nanoseconds and plain sequences.
 
 They are written once and run by Python on lists, or compiled by numba on int64 arrays, with the same integers: so
-random numbers and the readiness to accept something worse are whole numbers too. `machine` beside it chooses.
+random numbers and the readiness to accept something worse are whole numbers too.
 
 `tables` says what the structures hold. What has not begun is ready NEVER.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
+from lightning_pipes.sim.loops.jit import JitKernel, Kernel
 from lightning_pipes.strategies.jap.solvers.tables import Begun
 
 NEVER = 1 << 60
@@ -626,3 +627,28 @@ def branched(blocks, same, depth, nodes, best, best_starts, starts, tree, rest):
         counts[d] = count
         depth = d
     return depth
+
+
+SOLVERS = JitKernel(
+    draw,
+    follower,
+    needed,
+    listed,
+    timed,
+    inserted,
+    moved,
+    annealed,
+    shifted,
+    polished,
+    one_machine,
+    block_of,
+    outlook,
+    constructed,
+    branched,
+    patience=300_000,
+)
+
+
+def kernel_for(blocks: int) -> Kernel:
+    """Return what places so many blocks: Python where it takes less time than loading numba does."""
+    return SOLVERS.python if blocks <= SOLVERS.patience else SOLVERS.fastest

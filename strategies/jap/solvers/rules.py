@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from lightning_pipes.cost.lookup import lookup_name
-from lightning_pipes.sim.loops.machine import Kernel
+from lightning_pipes.sim.loops.jit import Kernel
 from lightning_pipes.strategies.jap.problem import Array, ArrayProblem
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
-from lightning_pipes.strategies.jap.solvers.kernel import NEVER
-from lightning_pipes.strategies.jap.solvers.machine import kernel_for
+from lightning_pipes.strategies.jap.solvers.kernel import NEVER, kernel_for
 from lightning_pipes.strategies.jap.solvers.solution import Solution
 from lightning_pipes.strategies.jap.solvers.tables import Notes, Urgency
 

@@ -12,8 +12,7 @@ import numpy as np
 from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, longest
 from lightning_pipes.strategies.jap.solvers import rules
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
-from lightning_pipes.strategies.jap.solvers.kernel import NEVER, SCALE
-from lightning_pipes.strategies.jap.solvers.machine import kernel_for
+from lightning_pipes.strategies.jap.solvers.kernel import NEVER, SCALE, kernel_for
 from lightning_pipes.strategies.jap.solvers.solution import Solution
 from lightning_pipes.strategies.jap.solvers.tables import Chance, Path, Sequence, Style, Sweep, Urgency
 

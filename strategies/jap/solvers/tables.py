@@ -7,10 +7,9 @@ made for each run by its `Kernel`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-Numbers = Any
-"""A list of whole numbers, or an int64 array."""
+from lightning_pipes.sim.loops.tables import Numbers
 
 
 class Blocks(NamedTuple):

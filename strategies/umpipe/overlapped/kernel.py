@@ -1,12 +1,14 @@
 """The event loop of overlapped directions, on whole numbers and plain sequences.
 
 It is written once and run by Python on lists, or compiled by numba on int64 arrays, with the same numbers;
-`overlapped.machine` chooses and `overlapped.tables` says what the structures hold.
+`overlapped.tables` says what the structures hold.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
 
 from __future__ import annotations
+
+from lightning_pipes.sim.loops.jit import JitKernel
 
 NEVER = 1 << 60
 """After any time that matters."""
@@ -205,3 +207,6 @@ def capped(i, caps, policies, chunks, memory, room, log, best):
                 best[1] = cap
                 best[2] = policy
     memory.caps[i] = best[1]
+
+
+OVERLAPPED = JitKernel(place, dispatched, tried, capped, patience=0)

@@ -17,10 +17,10 @@ from functools import cached_property
 import numpy as np
 
 from lightning_pipes.ir import STEP, B, Cut, F, InputError, Kind, Plan, Program, shown
+from lightning_pipes.sim.loops.jit import Kernel
 from lightning_pipes.strategies.umpipe.network import Network, Scheme, sized
 from lightning_pipes.strategies.umpipe.overlapped import kernel
-from lightning_pipes.strategies.umpipe.overlapped.machine import FREE, PYTHON, Kernel
-from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, Memory
+from lightning_pipes.strategies.umpipe.overlapped.tables import FREE, Chunks, Memory, make_log, make_memory, make_room
 
 
 class Merge(IntEnum):
@@ -96,15 +96,15 @@ def overlapped(
     Raises:
         InputError: an option that the network does not have, caps that are none, or all stages wait for each other.
     """
-    return _logged(network, scheme, caps, policy, PYTHON)
+    return _logged(network, scheme, caps, policy, kernel.OVERLAPPED.python)
 
 
 def _logged(network: Network, scheme: Scheme, caps: Sequence[int] | None, policy: Merge, machine: Kernel) -> Run:
     plain = chunks_of(network, scheme)
     chunks = Chunks(plain.rows, machine.copy(plain.busy), machine.copy(plain.size))
     limits = None if caps is None else check_caps(network, caps)
-    memory = machine.memory(network.stages, None if limits is None else in_flight(network, limits))
-    room, log = machine.room(network.stages), machine.log(chunks)
+    memory = make_memory(machine, network.stages, None if limits is None else in_flight(network, limits))
+    room, log = make_room(machine, network.stages), make_log(machine, chunks)
     end = machine.run.dispatched(chunks, int(policy), kernel.NEVER, memory, room, log)
     if end == kernel.NEVER:
         raise InputError(

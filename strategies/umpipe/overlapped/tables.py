@@ -7,10 +7,16 @@ them: p from 0 to K - 1 forward, from K to 2 K - 1 backward. Stage i computes th
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-Numbers = Any
-"""A list of whole numbers, or an int64 array."""
+import numpy as np
+
+from lightning_pipes.sim.loops.jit import Kernel
+from lightning_pipes.sim.loops.tables import Numbers
+
+FREE = 1 << 40
+"""More rows and bytes than a stage has."""
 
 
 class Chunks(NamedTuple):
@@ -86,3 +92,30 @@ class Log(NamedTuple):
     first: Numbers
     starts: Numbers
     turns: Numbers
+
+
+def make_room(kernel: Kernel, stages: int, ranks: Sequence[int] = ()) -> Room:
+    """Return notes for so many stages, which sit on these ranks; by default each on one of its own."""
+    processes, runners = 4 * stages - 2, 3 * stages - 2
+    lengths = (*(processes,) * 4, *(runners,) * 3, 2 * runners, *(stages,) * 3)
+    where = tuple(ranks) or tuple(range(stages))
+    same = [[s for s in range(stages) if where[s] == rank] for rank in where]
+    lead = kernel.copy([there[0] for there in same])
+    beside = kernel.copy([there[(there.index(s) + 1) % len(there)] for s, there in enumerate(same)])
+    return Room(lead, beside, *map(kernel.fill, lengths))
+
+
+def make_log(kernel: Kernel, chunks: Chunks | None = None) -> Log:
+    """Return room for all of `chunks`; without, nothing is logged."""
+    if chunks is None:
+        return Log(kernel.fill(0), kernel.fill(0), kernel.fill(0))
+    counts = [-(-chunks.rows // int(size)) for size in chunks.size]
+    ends = np.cumsum(counts)
+    return Log(kernel.copy(ends - counts), kernel.fill(int(ends[-1])), kernel.fill(int(ends[-1])))
+
+
+def make_memory(kernel: Kernel, stages: int, memory: Memory | None = None) -> Memory:
+    """Return `memory` for the kernel; without, rows in flight count, and nothing is limited."""
+    if memory is None:
+        memory = Memory(*((value,) * stages for value in (FREE, 1, 0, 0, FREE)))
+    return Memory(*map(kernel.copy, memory))

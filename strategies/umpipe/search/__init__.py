@@ -4,7 +4,7 @@ from lightning_pipes.strategies.umpipe.search.evaluate import evaluated
 from lightning_pipes.strategies.umpipe.search.exact import optimal
 from lightning_pipes.strategies.umpipe.search.genetic import Evolved, Genetic, evolved
 from lightning_pipes.strategies.umpipe.search.greedy import global_greedy, gpipe, local_greedy
-from lightning_pipes.strategies.umpipe.search.machine import load_loops
+from lightning_pipes.strategies.umpipe.search.kernel import load_loops
 from lightning_pipes.strategies.umpipe.search.solved import Solved
 
 __all__ = [

@@ -9,7 +9,7 @@ import numpy as np
 from lightning_pipes.ir import InputError, shown
 from lightning_pipes.strategies.umpipe.network import Scheme, Times
 from lightning_pipes.strategies.umpipe.search.chain import Chain, Cuts, chains
-from lightning_pipes.strategies.umpipe.search.machine import loops
+from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS
 
 
 def evaluated(network: Cuts, schemes: Sequence[Scheme]) -> Times:
@@ -45,7 +45,7 @@ def people_of(network: Cuts, schemes: Sequence[Scheme]) -> tuple[Times, Times]:
 def ended(chain: Chain, people: Times) -> Times:
     """When the batch has left the chain, for each row of genes; `kernel.ended` in a row."""
     counts = chain.counts
-    run = loops(int(counts[people].sum()) if len(people) else 0)
+    run = CHUNKS.select(int(counts[people].sum()) if len(people) else 0).run
     ends = np.zeros(len(people), np.int64)
     most = int(counts.max())
     run.ended_all(

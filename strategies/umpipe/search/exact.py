@@ -14,7 +14,7 @@ from lightning_pipes.strategies.umpipe.network import Scheme, Times
 from lightning_pipes.strategies.umpipe.search.chain import Chain, Cuts, chains
 from lightning_pipes.strategies.umpipe.search.evaluate import ended
 from lightning_pipes.strategies.umpipe.search.greedy import descended, local
-from lightning_pipes.strategies.umpipe.search.machine import loops
+from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS
 from lightning_pipes.strategies.umpipe.search.solved import Solved
 
 BEAMS = (4, 32, 256, 2048)
@@ -86,7 +86,7 @@ class _Search:
     def __init__(self, chain: Chain, gap: float, end: float) -> None:
         self.chain, self.gap, self.end = chain, gap, end
         rows, processes = chain.rows, chain.processes
-        self.loops = loops(10 * processes * chain.options * rows)
+        self.loops = CHUNKS.select(10 * processes * chain.options * rows).run
         self.allowed = np.ones((processes, chain.options), np.bool_)
         self.heads, self.rests = np.zeros((2, processes + 1, rows + 1), np.int64)
         self.suffixes: list[Times] = []

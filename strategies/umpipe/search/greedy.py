@@ -7,7 +7,7 @@ import numpy as np
 from lightning_pipes.strategies.umpipe.network import Scheme, Times
 from lightning_pipes.strategies.umpipe.search.chain import Chain, Cuts, chains
 from lightning_pipes.strategies.umpipe.search.evaluate import ended
-from lightning_pipes.strategies.umpipe.search.machine import loops
+from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS
 from lightning_pipes.strategies.umpipe.search.solved import Solved
 
 ROUNDS = 50
@@ -46,7 +46,7 @@ def local(chain: Chain) -> tuple[Times, int]:
     """Genes of `kernel.local`, and when the batch has left the chain."""
     genes = np.zeros(chain.processes, np.int64)
     ready, left, rest = np.zeros((3, chain.rows + 1), np.int64)
-    run = loops(chain.processes * int(chain.counts.sum()))
+    run = CHUNKS.select(chain.processes * int(chain.counts.sum())).run
     run.local(chain.rows, chain.sizes, chain.times, genes, ready, left, rest)
     return genes, int(ended(chain, genes[None])[0])
 
@@ -56,7 +56,7 @@ def descended(chain: Chain, start: Times, rounds: int = ROUNDS) -> tuple[Times, 
     genes = np.array(start, np.int64)
     ready, left = np.zeros((2, chain.rows + 1), np.int64)
     rests = np.zeros((chain.processes + 1, chain.rows + 1), np.int64)
-    run = loops(5 * chain.processes * int(chain.counts.sum()))
+    run = CHUNKS.select(5 * chain.processes * int(chain.counts.sum())).run
     run.descended(chain.rows, chain.sizes, chain.times, genes, rounds, ready, left, rests)
     return genes, int(ended(chain, genes[None])[0])
 

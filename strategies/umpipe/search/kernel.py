@@ -1,4 +1,4 @@
-"""The inner loops over chunks, on whole numbers: run by Python, or compiled by numba; `search.machine` chooses.
+"""The inner loops over chunks, on whole numbers: run by Python, or compiled by numba.
 
 All are in one file, as numba looks only at a function's own file to see whether what it has kept is still so.
 
@@ -13,6 +13,8 @@ samples that end a chunk of an option that the next process may still take. Othe
 # mypy: allow-untyped-defs, allow-untyped-calls
 
 from __future__ import annotations
+
+from lightning_pipes.sim.loops.jit import JitKernel
 
 
 def ended(rows, sizes, times, genes, before, after):
@@ -275,3 +277,25 @@ def undominated(labels, order, kept):
             kept[count] = i
             count += 1
     return count
+
+
+CHUNKS = JitKernel(
+    ended,
+    ended_all,
+    passed,
+    lasting,
+    through,
+    local,
+    descended,
+    bounded,
+    lengthened,
+    grown,
+    undominated,
+    patience=100_000,
+)
+"""Their steps are chunks; Python, too, takes arrays."""
+
+
+def load_loops() -> str:
+    """Load machine code now rather than when it pays; return "numba", or "python" where there is none."""
+    return CHUNKS.load()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from benchmarks.papers.csp.emulation import machine, stream
+from benchmarks.papers.csp.emulation.kernel import STREAM
 from benchmarks.papers.csp.emulation.spaces import NLP, Placed, Space, Subnets, balanced, fixed
 from benchmarks.papers.csp.emulation.stream import Ran, Rules, run
 from lightning_pipes.cost import CostModel
@@ -112,12 +112,12 @@ def test_equals_a_plain_loop(rules: Rules, cut) -> None:  # type: ignore[no-unty
     assert tasks(run(placed, rules)) == by_hand(placed, rules)
 
 
-@pytest.mark.skipif(machine.numba_kernel() is None, reason="numba is not installed")
+@pytest.mark.skipif(STREAM.numba is None, reason="numba is not installed")
 def test_the_compiled_loop_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     placed = balanced(subnets(60, 8, 6, seed=1), 4)
     results = []
-    for chosen in (machine.PYTHON, machine.numba_kernel()):
-        monkeypatch.setattr(stream, "kernel_for", lambda tasks, chosen=chosen: chosen)
+    for chosen in (STREAM.python, STREAM.numba):
+        monkeypatch.setattr(STREAM, "select", lambda tasks, chosen=chosen: chosen)
         results.append(tasks(run(placed, Rules(2, 9, message=4, overhead=1, split=True))))
     assert results[0] == results[1]
 

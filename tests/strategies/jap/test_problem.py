@@ -10,7 +10,7 @@ from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.jap.problem import ArrayProblem, problem_of
 from lightning_pipes.strategies.jap.rounds import program_of
 from lightning_pipes.strategies.jap.solvers import rules
-from lightning_pipes.strategies.jap.solvers.machine import PYTHON
+from lightning_pipes.strategies.jap.solvers.kernel import SOLVERS
 from tests.cases import for_each
 from tests.strategies.jap.array_costs import ArrayCosts, plan_of
 from tests.strategies.jap.by_hand import random_problem, rows_of_a_stage, timed
@@ -20,7 +20,7 @@ def random_order(problem, seed):
     """Some order that holds: the list schedule of random places."""
     rng = np.random.default_rng(seed)
     places = [rng.permutation(problem.jobs) for _ in range(2)]
-    return problem.order_of(rules.listed(problem, *places, int(rng.integers(3)), 5, PYTHON))
+    return problem.order_of(rules.listed(problem, *places, int(rng.integers(3)), 5, SOLVERS.python))
 
 
 @for_each("seed", range(12))

@@ -22,7 +22,7 @@ from lightning_pipes.strategies.jap.solvers.genetic import (
     evolved,
 )
 from lightning_pipes.strategies.jap.solvers.greedy import as_printed
-from lightning_pipes.strategies.jap.solvers.machine import PYTHON, numba_kernel
+from lightning_pipes.strategies.jap.solvers.kernel import SOLVERS
 from lightning_pipes.strategies.jap.solvers.rules import RULES, by_rule, pyramid
 from lightning_pipes.strategies.jap.solvers.search import searched
 from lightning_pipes.strategies.jap.solvers.solution import Solution
@@ -30,7 +30,7 @@ from lightning_pipes.strategies.jap.solvers.solve import METHODS
 from tests.cases import for_each
 from tests.strategies.jap.by_hand import best_of_all, random_problem
 
-SOLVERS = "lightning_pipes.strategies.jap.solvers"
+PACKAGE = "lightning_pipes.strategies.jap.solvers"
 SMALL = [(jobs, stages) for jobs in (1, 2, 3) for stages in (1, 2, 3) if jobs * stages <= 6]
 
 
@@ -161,17 +161,17 @@ def test_the_clock_ends_a_search():
     assert 0 < found.tried < 10_000
 
 
-@pytest.mark.skipif(numba_kernel() is None, reason="numba is not installed")
+@pytest.mark.skipif(SOLVERS.numba is None, reason="numba is not installed")
 def test_the_same_with_and_without_numba(monkeypatch):
     problem = random_array(9, 5, imbalance=0.3, seed=2)
     small = random_array(4, 3, seed=1)
     tried = []
-    for kernel in (PYTHON, numba_kernel()):
+    for kernel in (SOLVERS.python, SOLVERS.numba):
         for module in ("search", "greedy", "rules"):
             monkeypatch.setattr(
                 f"lightning_pipes.strategies.jap.solvers.{module}.kernel_for", lambda blocks, k=kernel: k
             )
-        monkeypatch.setattr("lightning_pipes.strategies.jap.solvers.branch.numba_kernel", lambda k=kernel: k)
+        monkeypatch.setitem(SOLVERS.__dict__, "numba", kernel)
         found = [searched(problem, Effort(10_000), 3), as_printed(problem)]
         found.append(branched(small, Effort(2_000), by_rule(small, "pyramid")))
         tried.append([(f.makespan, f.bound, f.starts.tolist()) for f in found])
@@ -309,7 +309,7 @@ def test_auto_begins_with_algorithm_1s_order(monkeypatch):
         seen.append(incumbent)
         return best
 
-    monkeypatch.setattr(f"{SOLVERS}.solve.searched", search)
+    monkeypatch.setattr(f"{PACKAGE}.solve.searched", search)
     assert solved(problem, effort=Effort(20_000)) is not None
     assert seen[0].starts.tolist() == as_printed(problem).starts.tolist()
     solved(problem, effort=Effort(1_000))

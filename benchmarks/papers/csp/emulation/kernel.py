@@ -1,5 +1,4 @@
-"""The event loop of a stream of subnets, on whole nanoseconds: run by Python, or compiled by numba; `emulated.machine`
-chooses.
+"""The event loop of a stream of subnets, on whole nanoseconds: run by Python, or compiled by numba.
 
 Subnet y on stage s has number y * stages + s, its micro-batch k the number of that times `microbatches` plus k.
 """
@@ -9,6 +8,8 @@ Subnet y on stage s has number y * stages + s, its micro-batch k the number of t
 from __future__ import annotations
 
 from heapq import heappop, heappush
+
+from lightning_pipes.sim.loops.jit import JitKernel
 
 FORWARD, BACKWARD, LAYER = 1, 2, 3
 """Kinds of events: an input or a gradient that arrives, or a layer; below them, 0, a task that ends."""
@@ -156,3 +157,7 @@ def stream(shape, times, waits, rules, ran):
                             heappush(agenda, (now + delay[n], events, 4 * target[n] + LAYER))
                     while oldest[s] < subnets and ran_w[oldest[s] * stages + s] == microbatches:
                         oldest[s] += 1
+
+
+STREAM = JitKernel(stream, patience=100_000)
+"""Its steps are tasks."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.papers.csp.emulation.machine import kernel_for
+from benchmarks.papers.csp.emulation.kernel import STREAM
 from benchmarks.papers.csp.emulation.spaces import Array, Placed
 from lightning_pipes.ir import DeadlockError, InputError, check_count, check_fields, shown
 
@@ -199,7 +199,7 @@ def run(placed: Placed, rules: Rules, waits: Waits | None = None) -> Ran:
         raise InputError(f"limits {held} are for {len(held)} stages, the subnets are on {stages}")
     if waits is None:
         waits = by_version(placed, rules.moving) if rules.checks else nothing(placed)
-    machine = kernel_for(2 * n * stages * m)
+    machine = STREAM.select(2 * n * stages * m)
     back = placed.backward // m
     weights = back // 2 if rules.split else np.zeros_like(back)
     parts = (placed.forward // m, back - weights, weights)

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from lightning_pipes.ir import InputError
 from lightning_pipes.strategies.umpipe.network import Network, Times
 from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER
-from lightning_pipes.strategies.umpipe.overlapped.machine import FREE
 from lightning_pipes.strategies.umpipe.overlapped.run import Merge, check_caps
+from lightning_pipes.strategies.umpipe.overlapped.tables import FREE
 
 
 class Results(NamedTuple):

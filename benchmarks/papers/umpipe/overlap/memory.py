@@ -16,9 +16,8 @@ from benchmarks.papers.umpipe.overlap.search import Descent, Effort
 from lightning_pipes.ir import InputError, shown
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
 from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER
-from lightning_pipes.strategies.umpipe.overlapped.machine import FREE
 from lightning_pipes.strategies.umpipe.overlapped.run import Merge
-from lightning_pipes.strategies.umpipe.overlapped.tables import Memory
+from lightning_pipes.strategies.umpipe.overlapped.tables import FREE, Memory
 
 FLYING = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 """Equal schemes are begun with so many chunks in flight on every stage."""

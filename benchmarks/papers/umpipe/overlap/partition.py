@@ -16,8 +16,8 @@ import numpy as np
 from benchmarks.papers.umpipe.overlap.search import Descent, Effort, Found, search
 from lightning_pipes.ir import InputError, shown
 from lightning_pipes.strategies.umpipe.network import Network, Times
-from lightning_pipes.strategies.umpipe.overlapped.machine import FREE
 from lightning_pipes.strategies.umpipe.overlapped.run import in_flight
+from lightning_pipes.strategies.umpipe.overlapped.tables import FREE
 
 LAST = 0.5
 """The share of the effort that the sizes get once the cuts are settled."""

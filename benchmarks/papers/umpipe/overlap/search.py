@@ -20,10 +20,9 @@ import numpy as np
 
 from lightning_pipes.ir import InputError, check_count, shown
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
-from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER
-from lightning_pipes.strategies.umpipe.overlapped.machine import fastest
+from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER, OVERLAPPED
 from lightning_pipes.strategies.umpipe.overlapped.run import Merge, Run, check_caps, chunks_of, in_flight
-from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, Memory
+from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, Memory, make_log, make_memory, make_room
 
 # ---- The best order of a run's chunks by OR-Tools' CP-SAT, an extra: it says what waiting for something better wins.
 
@@ -189,15 +188,15 @@ class Descent:
     def __init__(
         self, network: Network, memory: Memory, policies: Sequence[Merge] = EAGER, *, tune_caps: bool = False
     ) -> None:
-        machine = fastest()
+        machine = OVERLAPPED.fastest
         self.network = network
         self._machine, self._run = machine, machine.run
         self._times = machine.copy(np.concatenate([network.forward, network.backward]))
         self._sizes = machine.copy(network.sizes)
         self._policies = machine.copy(policies)
-        self._memory = machine.memory(network.stages, memory)
+        self._memory = make_memory(machine, network.stages, memory)
         self._tuned = tune_caps
-        self._room, self._log = machine.room(network.stages), machine.log()
+        self._room, self._log = make_room(machine, network.stages), make_log(machine)
         every, few = _options(network, memory), _doublings(network.sizes)
         self._every = [machine.copy(options) for options in every]
         self._few = [machine.copy([q for q in options if q in few] or options) for options in every]

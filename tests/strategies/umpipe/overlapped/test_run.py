@@ -7,12 +7,12 @@ import pytest
 
 from lightning_pipes.ir import InputError, Kind, Plan, verify
 from lightning_pipes.sim import simulate
+from lightning_pipes.sim.loops.jit import Kernel
 from lightning_pipes.strategies.umpipe import UM1F1B
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
-from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER
-from lightning_pipes.strategies.umpipe.overlapped.machine import PYTHON, Kernel, numba_kernel
+from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER, OVERLAPPED
 from lightning_pipes.strategies.umpipe.overlapped.run import Merge, Run, _logged, chunks_of, cut_of, overlapped
-from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks
+from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, make_log, make_memory, make_room
 from tests.cases import for_each
 from tests.strategies.umpipe.overlapped.chunked import Chunked
 from tests.strategies.umpipe.overlapped.networks import random_scheme, realistic, simulation, uniform
@@ -113,14 +113,14 @@ def test_an_order_by_hand() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_compiled_is_the_same(seed: int) -> None:
-    machine = numba_kernel()
+    machine = OVERLAPPED.numba
     if machine is None:
         pytest.skip("numba is not installed")
     network = simulation(5, 30, seed)
     for n in range(10):
         scheme = random_scheme(network, n)
         for policy in Merge:
-            ours, theirs = (_logged(network, scheme, None, policy, each) for each in (PYTHON, machine))
+            ours, theirs = (_logged(network, scheme, None, policy, each) for each in (OVERLAPPED.python, machine))
             assert (ours.makespan, ours.order, ours.starts, ours.peak_rows) == (
                 theirs.makespan, theirs.order, theirs.starts, theirs.peak_rows,
             )  # fmt: skip
@@ -138,11 +138,15 @@ def test_a_limit_ends_what_takes_as_long_and_nothing_else(seed: int) -> None:
     for n in range(20):
         scheme = random_scheme(network, n)
         plain = chunks_of(network, scheme)
-        chunks = Chunks(plain.rows, PYTHON.copy(plain.busy), PYTHON.copy(plain.size))
-        room = (PYTHON.memory(network.stages), PYTHON.room(network.stages), PYTHON.log())
+        chunks = Chunks(plain.rows, OVERLAPPED.python.copy(plain.busy), OVERLAPPED.python.copy(plain.size))
+        room = (
+            make_memory(OVERLAPPED.python, network.stages),
+            make_room(OVERLAPPED.python, network.stages),
+            make_log(OVERLAPPED.python),
+        )
         for policy in Merge:
             end = overlapped(network, scheme, policy=policy).makespan
-            ends = [PYTHON.run.dispatched(chunks, policy, limit, *room) for limit in (end - 1, end, end + 1)]
+            ends = [OVERLAPPED.python.run.dispatched(chunks, policy, limit, *room) for limit in (end - 1, end, end + 1)]
             assert ends == [NEVER, NEVER, end]
 
 
@@ -159,7 +163,7 @@ def test_schemes_that_are_none(scheme: Scheme) -> None:
         overlapped(uniform(2, 4, 1, 1), scheme)
 
 
-@for_each("machine", [PYTHON, numba_kernel()])
+@for_each("machine", [OVERLAPPED.python, OVERLAPPED.numba])
 @for_each("seed", range(8))
 def test_several_stages_a_rank_take_what_the_simulator_says(seed: int, machine: Kernel) -> None:
     """Its greedy order is that of the policy. Links take no time: those of two stages would share a wire there."""
@@ -169,7 +173,7 @@ def test_several_stages_a_rank_take_what_the_simulator_says(seed: int, machine: 
     scheme = random_scheme(network, seed)
     plain = chunks_of(network, scheme)
     chunks = Chunks(plain.rows, machine.copy(plain.busy), machine.copy(plain.size))
-    notes = machine.memory(len(ranks)), machine.room(len(ranks), ranks), machine.log()
+    notes = make_memory(machine, len(ranks)), make_room(machine, len(ranks), ranks), make_log(machine)
     took = machine.run.dispatched(chunks, Merge.BACKWARD_FIRST, NEVER, *notes)
     plan = Plan(ranks, (cut_of(network, scheme),))
     timeline = simulate(UM1F1B(), plan, Chunked(network, scheme))

@@ -13,7 +13,7 @@ from lightning_pipes.strategies.umpipe.network import Network, Scheme
 from lightning_pipes.strategies.umpipe.search.chain import chains
 from lightning_pipes.strategies.umpipe.search.evaluate import by_sample, ended, evaluated, people_of
 from lightning_pipes.strategies.umpipe.search.greedy import gpipe
-from lightning_pipes.strategies.umpipe.search.machine import PYTHON, numba_loops
+from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS
 from tests.strategies.umpipe.search.examples import (
     every_chain,
     figure_1,
@@ -101,16 +101,16 @@ def test_chunks_and_samples_come_to_the_same() -> None:
 
 
 def test_compiled_and_plain_loops_come_to_the_same() -> None:
-    compiled = numba_loops()
+    compiled = CHUNKS.numba
     assert compiled is not None
     rng = np.random.default_rng(2)
     network = random_network(rng, 6, 50, 9)
     chain, _ = chains(network)
     people = rng.integers(0, 9, (30, 11))
     found = []
-    for loops in (PYTHON, compiled):
+    for loops in (CHUNKS.python, compiled):
         ends = np.zeros(30, np.int64)
-        loops.ended_all(50, chain.sizes, chain.times, people, np.zeros(50, np.int64), np.zeros(50, np.int64), ends)
+        loops.run.ended_all(50, chain.sizes, chain.times, people, np.zeros(50, np.int64), np.zeros(50, np.int64), ends)
         found.append(ends.tolist())
     assert found[0] == found[1]
 

@@ -13,7 +13,7 @@ from lightning_pipes.strategies.umpipe.search.chain import chains
 from lightning_pipes.strategies.umpipe.search.evaluate import ended, evaluated
 from lightning_pipes.strategies.umpipe.search.exact import optimal
 from lightning_pipes.strategies.umpipe.search.greedy import gpipe
-from lightning_pipes.strategies.umpipe.search.machine import PYTHON, load_loops
+from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS, load_loops
 from tests.strategies.umpipe.search.examples import every_chain, figure_1, figure_2, random_network
 
 
@@ -56,7 +56,7 @@ def test_python_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     network = simulated(4, 24, 1).network
     assert load_loops() == "numba"
     found = optimal(network)
-    monkeypatch.setattr(exact, "loops", lambda chunks: PYTHON)
+    monkeypatch.setitem(CHUNKS.__dict__, "numba", None)
     assert optimal(network) == found
 
 

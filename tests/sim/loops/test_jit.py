@@ -9,18 +9,19 @@ import pytest
 
 import lightning_pipes
 from lightning_pipes.sim import load_kernel
-from lightning_pipes.sim.loops import machine
+from lightning_pipes.sim.loops import jit, kernel
+from lightning_pipes.sim.loops.kernel import KERNEL
 
 SIMULATE = """
 from lightning_pipes.sim import load_kernel, makespan
-from lightning_pipes.sim.loops.machine import numba_machine
+from lightning_pipes.sim.loops.kernel import KERNEL
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.testing.generators import uniform
 import numba
 before = numba.config.CACHE_DIR
 plan, costs = uniform(2, 3, f=1, b=2)
 print(load_kernel(), makespan(GPipe().program(plan), plan, costs), numba.config.CACHE_DIR == before)
-stats = numba_machine().fixed.stats
+stats = KERNEL.numba.run.fixed.stats
 print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 """
 
@@ -28,8 +29,9 @@ print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 @pytest.fixture
 def fresh(monkeypatch):
     """As in a process that has not simulated yet."""
-    monkeypatch.setattr(machine._progress, "done", 0)
-    monkeypatch.setattr(machine, "numba_machine", machine.numba_machine.__wrapped__)
+    unused = jit.JitKernel(*KERNEL._functions, patience=KERNEL.patience)
+    monkeypatch.setattr(kernel, "KERNEL", unused)
+    return unused
 
 
 def simulate_apart(**environment):
@@ -45,17 +47,17 @@ def files(folder):
     return {path for path in Path(folder).rglob("*") if path.is_file() and path.suffix != ".pyc"}
 
 
-def test_python_until_numba_pays(fresh, monkeypatch):
+def test_python_until_numba_pays(fresh):
     pytest.importorskip("numba")
-    monkeypatch.setattr(machine, "PATIENCE", 100)
-    assert [machine.machine(40).name for _ in range(4)] == ["python", "python", "numba", "numba"]
+    fresh.patience = 100
+    assert [fresh.select(40).name for _ in range(4)] == ["python", "python", "numba", "numba"]
 
 
 def test_who_knows_better_loads_it_at_once(fresh):
     pytest.importorskip("numba")
-    assert machine.machine(1).name == "python"
+    assert fresh.select(1).name == "python"
     assert load_kernel() == "numba"
-    assert machine.machine(1).name == "numba"
+    assert fresh.select(1).name == "numba"
 
 
 def test_without_numba_python_does_it_all(fresh, monkeypatch):
@@ -65,7 +67,7 @@ def test_without_numba_python_does_it_all(fresh, monkeypatch):
 
 def test_a_numba_that_does_not_load_is_mentioned(fresh, monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    monkeypatch.setattr(jit, "find_spec", lambda name: object())
     with pytest.warns(UserWarning, match="numba is installed and can't be used"):
         assert load_kernel() == "python"
 
@@ -85,7 +87,7 @@ def test_machine_code_is_kept_in_the_users_cache_and_nowhere_else(tmp_path):
 
 def test_where_the_user_wants_it(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "here"))
-    assert machine.cache_folder() == tmp_path / "here"
+    assert jit.cache_folder() == tmp_path / "here"
 
 
 def test_where_nothing_can_be_written_it_is_compiled_each_time(tmp_path):
