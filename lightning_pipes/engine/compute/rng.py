@@ -23,6 +23,9 @@ BEFORE_LAYERS = -1
 AFTER_LAYERS = -2
 """The layer number of user code that runs after the last layer."""
 
+_PLAIN = {int, float, str, type(None)}
+"""Types in states of generators that `==` compares."""
+
 
 @lru_cache(maxsize=4096)
 def stream_seed(seed: int, job: int, layer: int, number: int, span: Span) -> int:
@@ -77,8 +80,8 @@ def comparable_state(state: Any) -> Any:
     """Return the state of generators in a form that `==` can compare."""
     if isinstance(state, dict):
         return {name: comparable_state(part) for name, part in state.items()}
-    if isinstance(state, tuple):
-        return [comparable_state(part) for part in state]
+    if isinstance(state, tuple):  # Python's generator has 625 numbers
+        return state if _PLAIN.issuperset(map(type, state)) else [comparable_state(part) for part in state]
     if isinstance(state, torch.Tensor):
         return state.numpy().tobytes()
     return state.tobytes() if isinstance(state, np.ndarray) else state

@@ -306,7 +306,8 @@ class Absent:
 
 def give_values(tensor: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> None:
     """Has a tensor without memory hold these, as `like` would lie in memory."""
-    values = with_layout_of(values, like)
+    with NoSubclassFunctions():  # `like` is a stand-in, whose functions take long
+        values = with_layout_of(values, like)
     Elsewhere.put_back(tensor)
     if tensor.is_meta:
         made = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values

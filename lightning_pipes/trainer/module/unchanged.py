@@ -55,9 +55,9 @@ def unchanged(root: nn.Module, skip: nn.Module | None = None, weights: bool = Tr
                 _write(tensor.detach(), before)
 
 
-def generators(root: nn.Module) -> list[Any]:
-    """Random generators that a module, or what can be reached from it, has for itself."""
-    return _generators([thing for _, thing in reachable(root, "self")])
+def generators(root: nn.Module, skip: nn.Module | None = None) -> list[Any]:
+    """Random generators that a module, or what can be reached from it without `skip`, has for itself."""
+    return _generators([thing for _, thing in reachable(root, "self", skip)])
 
 
 def _generators(things: Iterable[Any]) -> list[Any]:

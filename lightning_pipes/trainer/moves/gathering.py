@@ -1,10 +1,11 @@
-"""The layers of all ranks brought together when a run ends, one tensor at a time, into the parameters restored."""
+"""The layers of all ranks brought together when a run ends, one message at a time, into the restored parameters."""
 
 from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import psutil
@@ -13,12 +14,19 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
+from lightning_pipes.engine.private_torch import NoSubclassFunctions
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.elsewhere import give_values
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.moves.journey import go_home
 from lightning_pipes.trainer.moves.part import Part
 from lightning_pipes.trainer.ranks.control import Control
+
+Description = tuple[str, tuple[int, ...], str]
+"""The key, shape and type of a tensor."""
+
+_MESSAGE = 1 << 20
+"""Bytes up to which small tensors travel in one message."""
 
 
 class Side(NamedTuple):
@@ -37,15 +45,16 @@ class Side(NamedTuple):
     available: int
     missing: int
     spread: bool
-    tensors: Sequence[tuple[str, tuple[int, ...], str]]
+    tensors: Sequence[Description]
     extra: dict[str, Any]
 
 
 def gather_layers(part: Part, pipeline: Control, gather: str) -> None:
     """Bring the layers of other ranks to the ranks that shall have the whole module.
 
-    Collective over the ranks of a pipeline. Only one tensor more than the restored ones is in memory at a time. The
-    ranks that are left out keep the layers that they had first, and have the others on `meta`.
+    Collective over the ranks of a pipeline. Only one message more than the restored tensors is in memory at a time:
+    one tensor, or several small ones. The ranks that are left out keep the layers that they had first, and have the
+    others on `meta`.
 
     Args:
         gather: "all", "rank0", "none" or "auto"; see `choose_receivers`.
@@ -64,19 +73,20 @@ def gather_layers(part: Part, pipeline: Control, gather: str) -> None:
         return
     own, gaps = dict(cut.tensors(cut.local)), cut.find_gaps()
     for source, side in zip(pipeline.ranks, sides, strict=True):
-        for key, shape, dtype in side.tensors:
-            here = source == dist.get_rank()
-            flat = _as_bytes(own[key]) if here else _empty_bytes(shape, dtype)
+        here = source == dist.get_rank()
+        for group in group_tensors(side.tensors):
+            flat = pack_tensors([own[key] for key, *_ in group]) if here else _empty_bytes(group)
             pipeline.broadcast_tensor(flat, source)
             if here or cut.stays_spread:
                 continue
-            for slot in gaps.get(key, ()):
-                give_values(slot.tensor, flat.view(getattr(torch, dtype)).view(shape), slot.table[slot.name])
-            if key not in gaps:
-                raise PipelineError(
-                    f"rank {source} has trained {key}, of shape {shape}, which {type(cut.module).__name__} does not "
-                    "have on this rank; register parameters and buffers before `fit`, on every rank"
-                )
+            for (key, shape, _), values in zip(group, unpack_tensors(flat, group), strict=True):
+                for slot in gaps.get(key, ()):
+                    give_values(slot.tensor, values, slot.table[slot.name])
+                if key not in gaps:
+                    raise PipelineError(
+                        f"rank {source} has trained {key}, of shape {shape}, which {type(cut.module).__name__} does "
+                        "not have on this rank; register parameters and buffers before `fit`, on every rank"
+                    )
         if not cut.stays_spread:
             for name, value in side.extra.items():
                 cut.full.get_submodule(name).set_extra_state(value)
@@ -97,7 +107,8 @@ def describe_side(cut: CutModule) -> Side:
         if type(part).get_extra_state is not nn.Module.get_extra_state
     }
     foreign = {*range(len(cut.full))} - {*cut.local}
-    missing = sum(t.nbytes for _, t in cut.tensors(foreign) if t.is_meta)
+    with NoSubclassFunctions():  # stand-ins are in their place, whose functions take long
+        missing = sum(t.nbytes for _, t in cut.tensors(foreign) if t.is_meta)
     available = int(psutil.virtual_memory().available)
     return Side(socket.gethostname(), available, missing, cut.stays_spread, tensors, extra)
 
@@ -129,9 +140,53 @@ def choose_receivers(gather: str, sides: Sequence[Side]) -> Sequence[int]:
     return chosen
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+def group_tensors(tensors: Iterable[Description]) -> Iterator[list[Description]]:
+    """Yield the tensors in their order, in groups that travel as one message each.
+
+    A group holds at most `_MESSAGE` bytes, or one tensor.
+    """
+    group: list[Description] = []
+    held = 0
+    for tensor in tensors:
+        size = _padded(_count_bytes(tensor))
+        if group and held + size > _MESSAGE:
+            yield group
+            group, held = [], 0
+        group.append(tensor)
+        held += size
+    if group:
+        yield group
 
 
-def _empty_bytes(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    return torch.empty(shape, dtype=getattr(torch, dtype)).reshape(-1).view(torch.uint8)
+def pack_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the bytes of these tensors; each but the last is padded."""
+    parts = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+    for number, part in enumerate(parts[:-1]):
+        parts[number] = nn.functional.pad(part, (0, _padded(len(part)) - len(part)))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def unpack_tensors(flat: torch.Tensor, group: Sequence[Description]) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a message; where it has several, each gets memory of its own."""
+    start = 0
+    for tensor in group:
+        size, (_, shape, dtype) = _count_bytes(tensor), tensor
+        values = flat[start : start + size].view(getattr(torch, dtype)).view(shape)
+        yield values if len(group) == 1 else values.clone()
+        start += _padded(size)
+
+
+def _empty_bytes(group: Sequence[Description]) -> torch.Tensor:
+    """Return memory for a message with these tensors."""
+    sizes = [_count_bytes(tensor) for tensor in group]
+    return torch.empty(sum(map(_padded, sizes[:-1])) + sizes[-1], dtype=torch.uint8)
+
+
+def _count_bytes(tensor: Description) -> int:
+    _, shape, dtype = tensor
+    return prod(shape) * int(getattr(torch, dtype).itemsize)
+
+
+def _padded(size: int) -> int:
+    """Return where the next tensor begins in a message; no number needs more than 16 bytes."""
+    return -(-size // 16) * 16

@@ -313,7 +313,7 @@ class LossCheck:
                 self._steps.left.put(left)
             return stage.run_layers(item, Span(0, item.rows), x) if inside else x
 
-        own = generators(self._module)
+        own = generators(self._module, skip=None if inside else self._cut.proxy)
         before = _states(own)
         with torch.no_grad(), self._steps.context():
             draws = RngUse(self._device)

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.moves.gathering import Side, choose_receivers
+from lightning_pipes.trainer.moves.gathering import Side, choose_receivers, group_tensors, pack_tensors, unpack_tensors
+from lightning_pipes.trainer.ranks.control import Control
 from tests.trainer.lit import LitTied, data, differences, plain_values, quiet
 
 WAYS = ("auto", "all", "rank0", "none")
@@ -128,3 +129,40 @@ def side(host: str, available: int, missing: int, spread: bool = False) -> Side:
 )
 def test_by_default_as_memory_allows(gather: str, sides: list[Side], receivers: list[int]) -> None:
     assert [*choose_receivers(gather, sides)] == receivers
+
+
+def test_small_tensors_travel_together() -> None:
+    tensors = [
+        torch.arange(3, dtype=torch.float64),
+        torch.tensor([True, False, True]),
+        torch.tensor(7),
+        torch.randn(3, 5).to(torch.bfloat16).t(),
+        torch.zeros(0),
+        torch.randn(1 << 19),
+        torch.randn(2, dtype=torch.complex128),
+    ]
+    described = [(str(n), tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in enumerate(tensors)]
+    groups = [*group_tensors(described)]
+    assert [[name for name, *_ in group] for group in groups] == [[*"01234"], ["5"], ["6"]]
+    arrived = [
+        values
+        for group in groups
+        for values in unpack_tensors(pack_tensors([tensors[int(name)] for name, *_ in group]), group)
+    ]
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(arrived, tensors, strict=True))
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in arrived)  # one tensor does not keep the others
+
+
+def count_messages(rank: int) -> int:
+    """Return how many tensors are broadcast for a run of four layers."""
+    quiet()
+    sent: list[int] = []
+    plain = Control.broadcast_tensor
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Control, "broadcast_tensor", lambda self, *args: (sent.append(1), plain(self, *args))[1])
+        fit(LitCounting().double(), gather="all")
+    return len(sent)
+
+
+def test_each_rank_sends_small_tensors_in_one_message() -> None:
+    assert run_ranks(count_messages, 2, timeout=150) == [2, 2]
