@@ -9,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import psutil
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
@@ -19,14 +18,15 @@ from lightning_pipes.engine.residency.binding import Binding, still_bound
 from lightning_pipes.engine.residency.copier import SlabCopier, copier_for
 from lightning_pipes.engine.residency.stopwatch import Stopwatch
 from lightning_pipes.engine.residency.swap import Swap
-from lightning_pipes.ir import PipelineError, PlanError, check_count, check_number, check_type
+from lightning_pipes.ir import PlanError, check_count, check_number, check_type
 from lightning_pipes.planning.switching import Switching
 from lightning_pipes.sim.residency import Statistics
+from lightning_pipes.trainer.callbacks.pipeline_callback import PipelineCallback
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.ranks.notices import Notices
 
 
-class MemorySwap(SiblingMemory, Callback):
+class MemorySwap(SiblingMemory, PipelineCallback):
     """Keeps states on the host, and those that are needed on the device: of an array's siblings, of the layers of a
     supernet, or of weight versions.
 
@@ -108,16 +108,11 @@ class MemorySwap(SiblingMemory, Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if not isinstance(trainer.strategy, PipelineHost):
-            raise PipelineError(
-                f"MemorySwap needs strategy=PipelineStrategy(...), got {type(trainer.strategy).__name__}; leave it out"
-            )
-        trainer.strategy.memory = self
+        self.pipeline(trainer).memory = self
         self.open(several=False)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(trainer.strategy, PipelineHost)
-        self._notices = Notices(trainer.strategy.control)
+        self._notices = Notices(self.pipeline(trainer).control)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         """Every rank leaves what it has counted, and the first one logs what it finds: nobody waits."""

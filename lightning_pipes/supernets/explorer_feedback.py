@@ -10,7 +10,7 @@ from lightning_pipes.ir import PipelineError, check_type
 from lightning_pipes.supernets.stream import SubnetStream
 from lightning_pipes.supernets.subnet import Subnet
 from lightning_pipes.trainer.loop.host import PipelineHost
-from lightning_pipes.trainer.loop.run import Listener
+from lightning_pipes.trainer.loop.run import Listener, PipelineRun
 
 
 class ExplorerFeedback(pl.Callback):
@@ -31,17 +31,19 @@ class ExplorerFeedback(pl.Callback):
         self.stream: SubnetStream = check_type("stream", stream, SubnetStream)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if _streams(trainer):
-            trainer.strategy.running.listeners.append(_LossListener(self.stream))  # type: ignore[attr-defined]
+        run = _overlapping_run(trainer)
+        if run is not None:
+            run.listeners.append(_LossListener(self.stream))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         subnet = subnet_of_batch(batch)
-        if not _streams(trainer):
+        run = _overlapping_run(trainer)
+        if run is None:
             self.stream.report_loss(subnet, loss_of_output(outputs))
         elif self.stream.must_wait_after(subnet.id):
-            trainer.strategy.running.drain()  # type: ignore[attr-defined]
+            run.drain()
 
 
 class _LossListener(Listener):
@@ -71,5 +73,7 @@ def loss_of_output(out: Any) -> float:
     return float(out["loss"] if isinstance(out, dict) else out)
 
 
-def _streams(trainer: pl.Trainer) -> bool:
-    return isinstance(trainer.strategy, PipelineHost) and trainer.strategy.running.streams
+def _overlapping_run(trainer: pl.Trainer) -> PipelineRun | None:
+    """Return the run of a pipeline whose batches overlap; None for any other training."""
+    run = trainer.strategy.running if isinstance(trainer.strategy, PipelineHost) else None
+    return run if run is not None and run.streams else None

@@ -12,9 +12,9 @@ import lightning.pytorch as pl
 
 from lightning_pipes.engine.monitor.monitor import MAX_HERTZ, Monitor
 from lightning_pipes.engine.monitor.sources import free_metrics, sources_for
-from lightning_pipes.ir import Kind, PipelineError, check_count, check_number
+from lightning_pipes.ir import Kind, check_count, check_number
 from lightning_pipes.sim.event import Event
-from lightning_pipes.trainer.loop.host import PipelineHost
+from lightning_pipes.trainer.callbacks.pipeline_callback import PipelineCallback
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.ranks.notices import Notices
 
@@ -46,7 +46,7 @@ class RankState(NamedTuple):
     free: int | None
 
 
-class InterferenceMonitor(pl.Callback):
+class InterferenceMonitor(PipelineCallback):
     """Watches every rank's device and machine while it trains, and tells planners, loggers and the report.
 
     DynPipe's profiler (S III): hardware counters of the GPU where there are any (GPM), else what the driver and torch
@@ -79,15 +79,10 @@ class InterferenceMonitor(pl.Callback):
         self._monitor: Monitor | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not isinstance(trainer.strategy, PipelineHost):
-            raise PipelineError(
-                "InterferenceMonitor watches the ranks of PipelineStrategy; this trainer has "
-                f"{type(trainer.strategy).__name__}. Set strategy=PipelineStrategy(...), or leave the callback out"
-            )
+        self.pipeline(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        strategy = trainer.strategy
-        assert isinstance(strategy, PipelineHost)
+        strategy = self.pipeline(trainer)
         who = f"rank {strategy.global_rank}"
         device = strategy.root_device
         told, memory = (_FORWARD, _BACKWARD), free_metrics(device)
@@ -108,7 +103,7 @@ class InterferenceMonitor(pl.Callback):
         now = time.monotonic_ns()
         if due or now - self._said >= SAID_EVERY * 1e9:
             self._said = now
-            self._say(trainer.strategy.running, self._monitor)  # type: ignore[attr-defined]
+            self._say(self.pipeline(trainer).running, self._monitor)
         if due and trainer.loggers and trainer.is_global_zero:
             self._log(trainer)
 

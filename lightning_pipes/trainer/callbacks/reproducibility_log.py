@@ -15,11 +15,11 @@ from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.ir import PipelineError, check_count
 from lightning_pipes.sim.shown.training_record import FOLDER
-from lightning_pipes.trainer.loop.host import PipelineHost
+from lightning_pipes.trainer.callbacks.pipeline_callback import PipelineCallback
 from lightning_pipes.trainer.loop.run import Listener
 
 
-class ReproducibilityLog(pl.Callback, Listener):
+class ReproducibilityLog(PipelineCallback, Listener):
     """Writes each batch's loss, who read and stepped which layer in what order, and, every `every_n_batches`, a hash of
     all parameters and buffers of the layers that the batch has stepped, at the end of an epoch of all: with
     `lightning-pipes compare RUN RUN` one sees where two runs part.
@@ -42,11 +42,12 @@ class ReproducibilityLog(pl.Callback, Listener):
         self._seen: set[str] = set()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        strategy = trainer.strategy
-        if not isinstance(strategy, PipelineHost) or not strategy.running.streams:
+        strategy = self.pipeline(trainer)
+        if not strategy.running.streams:
             raise PipelineError(
-                f"ReproducibilityLog follows batches that overlap; this trainer has {type(strategy).__name__} with a "
-                "flush after each. Take a schedule that does not flush, or leave the callback out"
+                "ReproducibilityLog follows batches that overlap, and schedule "
+                f"{strategy.schedule.name!r} flushes after each. Take a schedule that does not flush, or leave the "
+                "callback out"
             )
         run = self._run = strategy.running
         folder = Path(self.directory or trainer.default_root_dir) / FOLDER

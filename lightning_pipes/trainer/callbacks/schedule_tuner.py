@@ -18,7 +18,6 @@ from lightning_pipes.cost.units import parse_bytes, parse_setting
 from lightning_pipes.ir import (
     SENDS,
     Kind,
-    PipelineError,
     Plan,
     PlanError,
     Policy,
@@ -31,6 +30,7 @@ from lightning_pipes.planning.measured import WINDOW, Averages, StepSample, part
 from lightning_pipes.planning.tuning import HYSTERESIS, Chooser, Verdict
 from lightning_pipes.sim import load_kernel
 from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.callbacks.pipeline_callback import PipelineCallback
 from lightning_pipes.trainer.loop.adopting import adopt_told
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.seen import sample_of
@@ -99,7 +99,7 @@ class Tuned:
         return self.decision.current.seconds / self.measured - 1 if self.measured else 0.0
 
 
-class ScheduleTuner(pl.Callback):
+class ScheduleTuner(PipelineCallback):
     """Every so often simulates all that could run instead on what steps were measured to cost, and changes to the best.
 
     Ada-Grouper's tuner (Wang et al. 2023, arXiv:2303.01675, S3.2.2 and S4.3), without suspending training: messages
@@ -159,12 +159,7 @@ class ScheduleTuner(pl.Callback):
         self._chooser = Chooser(hysteresis)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        strategy = trainer.strategy
-        if not isinstance(strategy, PipelineHost):
-            raise PipelineError(
-                f"ScheduleTuner changes what PipelineStrategy does; this trainer has {type(strategy).__name__}. "
-                "Set strategy=PipelineStrategy('kfkb'), or leave the callback out"
-            )
+        strategy = self.pipeline(trainer)
         self._source: TuningPlanner = tuning_planner(strategy.schedule)
         self._running: Candidate | None = None
         decision = strategy.decision
@@ -176,7 +171,7 @@ class ScheduleTuner(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         self._batches += 1
-        strategy: PipelineHost = trainer.strategy  # type: ignore[assignment]
+        strategy = self.pipeline(trainer)
         if self._batches == 1 and strategy.global_rank == strategy.control.ranks[0]:
             self._prepare(strategy.running.windows[-1].plan)
         if self._batches < self._next:

@@ -6,11 +6,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_pipes.ir import PipelineError, check_count
-from lightning_pipes.trainer.loop.host import PipelineHost
+from lightning_pipes.ir import check_count
+from lightning_pipes.trainer.callbacks.pipeline_callback import PipelineCallback
 
 
-class TimelineLogger(pl.Callback):
+class TimelineLogger(PipelineCallback):
     """Logs, every `every_n_steps` optimizer steps, where the time of the last batch went.
 
     Every logger of the trainer gets `pipeline/step_ms` (from the first instruction to the last of a batch),
@@ -31,11 +31,7 @@ class TimelineLogger(pl.Callback):
         self._logged = -1
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not isinstance(trainer.strategy, PipelineHost):
-            raise PipelineError(
-                f"TimelineLogger logs what PipelineStrategy does; this trainer has {type(trainer.strategy).__name__}. "
-                "Set strategy=PipelineStrategy(...), or leave the callback out"
-            )
+        self.pipeline(trainer)
         self._logged = -1
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -43,16 +39,15 @@ class TimelineLogger(pl.Callback):
         if step == self._logged or step == 0 or step % self.every_n_steps:
             return
         self._logged = step  # batches that only add to gradients do not count
-        if trainer.strategy.flushes:  # type: ignore[attr-defined]
+        if self.pipeline(trainer).flushes:
             self._log(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not trainer.strategy.flushes:  # type: ignore[attr-defined]
+        if not self.pipeline(trainer).flushes:
             self._log(trainer)
 
-    @staticmethod
-    def _log(trainer: pl.Trainer) -> None:
-        timing = trainer.strategy.last_timing()  # type: ignore[attr-defined]
+    def _log(self, trainer: pl.Trainer) -> None:
+        timing = self.pipeline(trainer).last_timing()
         if timing is not None:
             for logger in trainer.loggers:  # silent everywhere but on rank 0
                 logger.log_metrics(timing.metrics, trainer.global_step)

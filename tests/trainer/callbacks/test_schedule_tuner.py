@@ -236,7 +236,7 @@ def test_settings_that_make_no_sense(make, said):
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        ("auto", "ScheduleTuner changes what PipelineStrategy does; this trainer has SingleDeviceStrategy"),
+        ("auto", "ScheduleTuner needs PipelineStrategy; this trainer has SingleDeviceStrategy"),
         (PipelineStrategy(Ready()), "schedule ready does not say what to change to; begin with 'kfkb'"),
     ],
 )
