@@ -46,7 +46,7 @@ from lightning_pipes.trainer.plan.placement import Placement
 from lightning_pipes.trainer.plan.prediction import Prediction
 from lightning_pipes.trainer.plan.profile_cache import find_cache
 from lightning_pipes.trainer.plan.request import RunRequest
-from lightning_pipes.trainer.plan.settings import PRIORITY, Settings
+from lightning_pipes.trainer.plan.settings import Settings
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.reports.summary import show_module
 from lightning_pipes.trainer.running import Running
@@ -219,12 +219,12 @@ class PipelineSetup:
             by_number,
             lambda: holdings.local,
         )
-        bound, first = links.turns is not None, settings.parcels == PRIORITY
+        bound = links.turns is not None
         run = PipelineRun(
             self._trainer,
             ranks,
             links,
-            Part(self._cut, holdings, self._hidden, layouts, self._connected.replicas, ranks, bound, first),
+            Part(self._cut, holdings, self._hidden, layouts, self._connected.replicas, ranks, bound),
             self._plans,
             steps,
             seed,

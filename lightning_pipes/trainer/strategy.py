@@ -56,7 +56,7 @@ from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.plan.alike import check_alike, said
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.request import RunRequest
-from lightning_pipes.trainer.plan.settings import AUTO, GATE, Settings, check_parts
+from lightning_pipes.trainer.plan.settings import AUTO, Settings, check_parts
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.launching import Launcher
@@ -116,10 +116,6 @@ class PipelineStrategy(PipelineHost):
             leave while batches go on, then the gradients of every step, which the ranks that they come to step again;
             with "buffered" no optimizer steps meanwhile, and all take the steps of these batches afterwards. The
             weights are those of a training in which nothing moves, but for the last, whose batches read older ones.
-        parcels: how layers on their way let training's messages pass: "gate" sends them in small pieces when no other
-            bytes of the process wait for the network; "priority" marks their connections by Linux's SO_PRIORITY, which
-            costs training nothing where root has installed a queue that goes by it, such as pfifo_fast or prio, in
-            front of the network.
         process_group_backend: of the default process group; ours use gloo.
 
     Raises:
@@ -149,7 +145,6 @@ class PipelineStrategy(PipelineHost):
         timeout: timedelta = timedelta(minutes=30),
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
         moves: str = DRAIN,
-        parcels: str = GATE,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -179,7 +174,6 @@ class PipelineStrategy(PipelineHost):
             timeout,
             heartbeat_timeout,
             moves,
-            parcels,
             process_group_backend,
             verify,
         )

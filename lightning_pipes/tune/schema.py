@@ -41,7 +41,6 @@ class PipelineSettings:
     checkpoint: str = "full"  # or sharded
     async_checkpoint: bool = False
     moves: str = "drain"  # how layers change ranks: or ahead, buffered
-    parcels: str = "gate"  # or priority: how they let training's messages pass
     gather: str = "auto"  # or all, rank0, none: the ranks that have the whole module after training
     check_loss: bool = True  # how losses of micro-batches make that of their batch
     verify: Any = 0  # batches that one plain process trains, too; or warn

@@ -176,7 +176,6 @@ DOORS = [
             "timeout": lambda v: isinstance(v, timedelta) and v > timedelta(0),
             "heartbeat_timeout": lambda v: number(v) and v >= 2,
             "moves": lambda v: isinstance(v, str) and v in ("drain", "ahead", "buffered"),
-            "parcels": lambda v: isinstance(v, str) and v in ("gate", "priority"),
             "process_group_backend": lambda v: v is None,
             "accelerator": lambda v: v is None,
             "parallel_devices": lambda v: v is None or (isinstance(v, list | tuple) and not v),

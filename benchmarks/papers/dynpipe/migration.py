@@ -3,11 +3,10 @@ there (DynPipe, S V-C and table III): two emulated stages, on two hosts. Needs r
 
     python benchmarks/papers/dynpipe/migration.py [--quick] [--json]
 
-Each round has a step of each kind, with parcels under way all the time: none, chunks that wait for training's messages
-("gate"), chunks on connections that the network's queue puts behind all others ("priority"), and chunks that do
-neither. The second table has a state of Adam's size move once while training goes on: packed as a whole first, as
-torch.save does, while training waits, or on its way; pressing on, or behind training by priority. The third has a layer
-move in a training by the Trainer, in each way that `PipelineStrategy(moves=...)` knows.
+Each round has a step of each kind, with transfers under way all the time: none, chunks that wait for training's
+messages ("gate"), and chunks that do not. The second table has a state of Adam's size move once while training goes on:
+packed as a whole first, as torch.save does, while training waits, or on its way; pressing on, or behind training. The
+third has a layer move in a training by the Trainer, in each way that `PipelineStrategy(moves=...)` knows.
 """
 
 from __future__ import annotations
@@ -39,13 +38,12 @@ from lightning_pipes.strategies.deep import Deep
 from lightning_pipes.testing.emulated import Emulation, sleeping_layer
 from lightning_pipes.testing.netlab import NetLab, lab_unavailable_reason
 
-KINDS = ("alone", "gate", "priority", "neither")
+KINDS = ("alone", "gate", "neither")
 WAYS = {  # name: packed as a whole before, behind training
     "neither": (True, "neither"),
     "packed on the way": (False, "neither"),
-    "behind training": (True, "priority"),
-    "both": (False, "priority"),
-    "both, by gate": (False, "gate"),
+    "behind training": (True, "gate"),
+    "both": (False, "gate"),
 }
 MESSAGE = 2**17
 """Bytes of an activation."""
@@ -93,9 +91,7 @@ class Rank:
         stages = Emulation(plan, order, (layer, layer), (1.0, 1.0)).stages(rank)
         transport = make_transport(plan, rank, range(2), torch.device("cpu"), self.watch)
         self.engine = Engine(plan, order, stages, transport, rank=rank)
-        self.offices = {
-            kind: BulkTransfer(rank, range(2), self.watch, priority=kind == "priority") for kind in KINDS[1:]
-        }
+        self.offices = {kind: BulkTransfer(rank, range(2), self.watch) for kind in KINDS[1:]}
         self.offices["neither"].set_gate(lambda: False)
         self.number = 0
 
@@ -243,7 +239,7 @@ def trains(rank: int, way: str, batches: int) -> tuple[float, float, float, int]
         accelerator="cpu",
         devices=2,
         max_steps=batches,
-        strategy=PipelineStrategy("1f1b", 4, partition=[2], moves=way, parcels="priority", check_loss=False),
+        strategy=PipelineStrategy("1f1b", 4, partition=[2], moves=way, check_loss=False),
         callbacks=[moves],
         **QUIET,
     )
@@ -262,7 +258,7 @@ def main() -> None:
     print("step time over that without parcels (median of rounds, and their quartiles), and the link's use by parcels")
     for busy, name in ((0.5, "half"), (2 / 3, "two thirds")):
         trial = Trial(busy, 5 if options.quick else 30, 0 if busy == 0.5 else 3_000_000)
-        with NetLab(2, trial.bandwidth, bands=True) as lab:
+        with NetLab(2, trial.bandwidth) as lab:
             found = lab.run_ranks(rank_main, trial, timeout=600)
         slowest = {kind: [max(both) for both in zip(*(f.steps[kind] for f in found), strict=True)] for kind in KINDS}
         alone = statistics.median(slowest["alone"])
@@ -271,7 +267,7 @@ def main() -> None:
             ratios = [a / b for a, b in zip(slowest[kind], slowest["alone"], strict=True)]
             low, middle, high = statistics.quantiles(ratios, n=4)
             share = statistics.median(found[0].rates[kind]) / trial.bandwidth
-            key = {"gate": "migration_slowdown", "priority": "priority_slowdown", "neither": "ungated_slowdown"}[kind]
+            key = {"gate": "migration_slowdown", "neither": "ungated_slowdown"}[kind]
             headline[key if name != "half" else f"{key}_half"] = round(middle - 1, 4)
             print(f"  {kind:9} {middle:.3f}  ({low:.3f} to {high:.3f})   {share:4.0%} of the link")
     print(f"{trial.moved / 1e6:g} MB move: iterations until they are there, and iterations that training lost by then")
@@ -283,7 +279,7 @@ def main() -> None:
         print(f"  {way:18} {seconds / alone:5.1f}   {lost / alone:6.2f}   ({steps} steps)")
     print("A layer of 256 KiB and Adam's states of it move in a training, 1 MB/s: seconds until it is there, those in")
     print("which no batch could run, and the batches whose steps were late, or taken by both ranks")
-    with NetLab(2, 1e6, bands=True) as lab:
+    with NetLab(2, 1e6) as lab:
         for move in WAYS_OF_MOVING:
             both = lab.run_ranks(trains, move, 12, timeout=120)
             seconds, waited, step, late = (max(values) for values in zip(*both, strict=True))

@@ -4,8 +4,7 @@
     receiver                                                           <-- arrived              <-- arrived
 
 Chunks have a group of their own for each pair and direction; the next one is packed while one travels. At most one is
-in flight between two ranks, so that a message of training waits for one chunk at most. With `priority` as many are in
-flight as the queue stays finite for (DynPipe, S V-C3), because the network lets training pass.
+in flight between two ranks, so that a message of training waits for one chunk at most.
 
 A pair of ranks connects when one sends and the other receives for the first time. A thread at each end waits for that;
 no other thread does.
@@ -18,7 +17,6 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +26,11 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from lightning_pipes.engine.messages.channel import RECEIVER, SENDER
 from lightning_pipes.engine.messages.chunks import (
     MAX_CHUNK,
-    MAX_IN_FLIGHT,
     ByteLayout,
     ChunkSizer,
     SendQueue,
-    queue_limit,
 )
-from lightning_pipes.engine.messages.socket_queues import SendRate, SocketQueues, mark_connections_as_bulk
+from lightning_pipes.engine.messages.socket_queues import SocketQueues
 from lightning_pipes.engine.messages.staging import StageIn
 from lightning_pipes.engine.messages.transport import IDLE
 from lightning_pipes.engine.messages.tree_format import fill_skeleton, pack_tree, parse_description
@@ -148,9 +144,6 @@ class BulkTransfer:
         rank: the global rank of this process.
         ranks: the global ranks that exchange data.
         device: the device of received tensors; the CPU by default.
-        priority: mark the connections as less urgent than all others, by SO_PRIORITY, instead of letting chunks wait
-            for training. It needs a queue in front of the network that goes by it, which root installs, on all hosts:
-            `tc qdisc replace dev eth0 root pfifo_fast`, or `prio`, or below a class that shapes.
     """
 
     def __init__(
@@ -159,7 +152,6 @@ class BulkTransfer:
         ranks: Sequence[int],
         watch: FailureWatch,
         device: torch.device | None = None,
-        priority: bool = False,
     ) -> None:
         self.traffic = TransferStatistics()
         self.rank, self.watch = rank, watch
@@ -170,8 +162,7 @@ class BulkTransfer:
         self._ranks = frozenset(ranks)
         self._connection = watch.sub_store_factory()
         self._stores: list[Any] = []  # of groups: torch keeps only its own half of ours
-        self._priority, self._load = priority, SendRate()
-        self._busy: Callable[[], bool] = (lambda: False) if priority else SocketQueues().has_unsent_bytes
+        self._busy: Callable[[], bool] = SocketQueues().has_unsent_bytes
         self._out: dict[int, _Sender] = {}
         self._in: dict[int, _Receiver] = {}
         self._arrived: dict[tuple[int, Key], deque[tuple[int, Any]]] = defaultdict(deque)
@@ -301,17 +292,7 @@ class BulkTransfer:
             if self.closing.wait(pause) or self.watch.error is not None:
                 return None
             pause = min(2 * pause, 0.05)
-        with mark_connections_as_bulk() if self._priority else nullcontext():
-            return ProcessGroupGloo(PrefixStore(f"{source}-{destination}/group", store), mine, 2, IDLE)
-
-    def chunk_limit(self, pace: ChunkSizer, packing: float) -> int:
-        """Return how many chunks may be in flight to a rank, given the seconds of packing one."""
-        if not self._priority:
-            return 1
-        size = pace.size
-        return min(
-            MAX_IN_FLIGHT, queue_limit(self._load.bytes_per_second() / size, 1 / max(packing, 1e-9), pace.best / size)
-        )
+        return ProcessGroupGloo(PrefixStore(f"{source}-{destination}/group", store), mine, 2, IDLE)
 
     def _check(self, rank: int) -> None:
         if rank not in self._ranks:
@@ -432,15 +413,14 @@ class _Sender:
             if group is None:
                 return
             self.connected = True
-            buffers = deque(torch.empty(_FRONT + MAX_CHUNK, dtype=torch.uint8) for _ in range(MAX_IN_FLIGHT + 1))
+            buffers = deque(torch.empty(_FRONT + MAX_CHUNK, dtype=torch.uint8) for _ in range(2))
             self._quickest = min(self._exchange(group, buffers[0], _HELLO) for _ in range(_HELLOS))
             while self._has_work():
                 with transfer.changed:
                     number, start, stop = self._queue.next_chunk(self._sizer.size)
-                leaving, begun = self._trees[number], time.monotonic()
+                leaving = self._trees[number]
                 leaving.copy(start, stop, buffers[0][_FRONT:])  # while what is before it travels
-                packed = time.monotonic() - begun
-                while len(self._in_flight) >= transfer.chunk_limit(self._sizer, packed):
+                while self._in_flight:
                     self._wait_for_oldest()
                 transfer.wait_for_gate()
                 self._start(group, buffers[0], number, len(leaving.description), leaving.size, start, stop)
@@ -448,8 +428,7 @@ class _Sender:
             while self._in_flight:
                 self._wait_for_oldest()
             if transfer.watch.error is None:
-                for _ in range(MAX_IN_FLIGHT):  # one for each receive that the peer has posted
-                    self._exchange(group, buffers[0], _GOODBYE)
+                self._exchange(group, buffers[0], _GOODBYE)
         except Exception as error:
             transfer.report_broken(self.peer, error)
 
@@ -565,10 +544,9 @@ class _Receiver:
             if group is None:
                 return
             self.connected = True
-            here, number, left = torch.zeros(1, dtype=torch.uint8), _HELLO, MAX_IN_FLIGHT
-            posted = deque(self._posted(group) for _ in range(left))
-            while left:
-                buffer, work = posted.popleft()
+            here, number = torch.zeros(1, dtype=torch.uint8), _HELLO
+            buffer, work = self._posted(group)
+            while number != _GOODBYE:
                 work.wait()
                 magic, number, description, size, start, stop = _CHUNK.unpack_from(buffer.numpy().data, 0)
                 if magic != _MAGIC:
@@ -576,10 +554,8 @@ class _Receiver:
                         f"received {magic!r} instead of a bulk transfer: do all ranks run the same version?"
                     )
                 whole = number >= 0 and self._take(buffer, number, description, size, start, stop)
-                if number == _GOODBYE:
-                    left -= 1
-                else:
-                    posted.append(self._posted(group, buffer))
+                if number != _GOODBYE:
+                    buffer, work = self._posted(group, buffer)
                 group.send([here], SENDER, _ARRIVED).wait()
                 if whole:
                     self._deliver(number, size)

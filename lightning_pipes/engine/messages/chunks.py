@@ -13,8 +13,6 @@ from itertools import accumulate
 
 FIRST_CHUNK, MIN_CHUNK, MAX_CHUNK = 2**16, 2**14, 2**20
 """Bytes of the first chunk, and the smallest and largest size of later ones."""
-MAX_IN_FLIGHT = 8
-"""Chunks from a rank to another at a time, at most: the peer has a buffer for each."""
 SECONDS = 0.005
 """Seconds that a chunk may take, and so delay a message of training that follows it."""
 
@@ -52,35 +50,15 @@ class ChunkSizer:
 
     Attributes:
         size: bytes of the next chunk, at most.
-        best: bytes a second of the quickest one.
     """
 
     size: int = FIRST_CHUNK
-    best: float = 0.0
 
     def record_chunk(self, size: int, seconds: float) -> None:
         """Record the seconds of a chunk. The size doubles at most, because one chunk may have been fast by chance."""
-        self.best = max(self.best, size / max(seconds, 1e-9))
         if size == self.size:  # a shorter chunk is not representative
             fitting = MAX_CHUNK if seconds <= 0 else int(size * SECONDS / seconds)
             self.size = max(MIN_CHUNK, min(MAX_CHUNK, fitting, 2 * size))
-
-
-def queue_limit(training: float, chunks: float, service: float) -> int:
-    """Return the average number of chunks that queue behind messages of training (DynPipe, S V-C3, E8), the limit of
-    chunks in flight.
-
-    It is the second class of an M/M/1 queue with two priorities and a non-preemptive server. The paper describes a
-    preemptive server, and gives this formula, which is right for packets.
-
-    Args:
-        training, chunks: a second, with messages of training counted in chunks.
-        service: chunks a second that the network can carry. Beyond it the queue grows without bound.
-    """
-    load = (training + chunks) / service if service > 0 else 1.0
-    if load >= 1:
-        return MAX_IN_FLIGHT
-    return max(1, round(chunks * load / ((service - training) * (1 - load))))
 
 
 class ByteLayout:

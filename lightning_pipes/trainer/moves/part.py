@@ -34,7 +34,6 @@ class Part:
         hidden: watches what layers leave where others might look for it.
         layouts: of the optimizers.
         bound: whether siblings share the rank.
-        priority: of parcels, see there.
 
     Attributes:
         parameters: of this rank.
@@ -56,12 +55,11 @@ class Part:
         replicas: Replicas,
         ranks: Ranks,
         bound: bool,
-        priority: bool = False,
     ) -> None:
         self.cut, self.holdings, self.hidden = cut, holdings, hidden
         self.buffers = BufferSync(cut.module, replicas)
         self.layouts, self._replicas, self._control, self.device = layouts, replicas, ranks.control, ranks.device
-        self._bound, self._priority = bound, priority
+        self._bound = bound
         self.began = holdings.layers
         self._parcels: BulkTransfer | None = None
         self._connect_gradients()
@@ -125,7 +123,7 @@ class Part:
         """Those by which layers go; all ranks have to ask for them the first time at one place of training."""
         if self._parcels is None:
             grid, watch = self.holdings.grid, self._control.watch
-            self._parcels = BulkTransfer(dist.get_rank(), grid.pipeline, watch, priority=self._priority)
+            self._parcels = BulkTransfer(dist.get_rank(), grid.pipeline, watch)
         return self._parcels
 
     def group_of(self, optimizer: int, layer: int, name: str) -> int | None:

@@ -10,7 +10,7 @@ from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.settings import Settings
 from lightning_pipes.trainer.ranks.control import Control
 
-_SETTINGS = ("module", "seed", "transport", "sharded", "gather", "check_loss", "verify", "moves", "parcels")
+_SETTINGS = ("module", "seed", "transport", "sharded", "gather", "check_loss", "verify", "moves")
 
 
 def said(request: RunRequest, settings: Settings) -> dict[str, str]:

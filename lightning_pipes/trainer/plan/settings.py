@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
@@ -30,10 +30,6 @@ AUTO = "auto"
 """The name of the schedule, and of the partition, that are chosen when training starts."""
 PARAMETERS = "parameters"
 """The partition that balances the stages by the number of their parameters."""
-Manners = Literal["gate", "priority"]
-"""How parcels let messages of training pass."""
-MANNERS: tuple[str, ...] = get_args(Manners)
-GATE, PRIORITY = MANNERS
 Gather = Literal["auto", "all", "rank0", "none"]
 """The ranks that have the whole module when a run has ended."""
 REPLANS = "dynpipe"
@@ -160,11 +156,6 @@ def known_way(moves: str) -> str:
     return str(check_type("moves", moves, Way))
 
 
-def known_manners(parcels: str) -> str:
-    """InputError unless parcels can let training pass in such a way."""
-    return str(check_type("parcels", parcels, Manners))
-
-
 def known_partition(partition: str | list[int], schedule: object) -> str | list[int]:
     """How layers are cut into stages.
 
@@ -233,7 +224,6 @@ class Settings:
     timeout: timedelta
     heartbeat_timeout: float
     moves: str
-    parcels: str
     backend: str | None
     verify: Verify
 
@@ -250,7 +240,6 @@ class Settings:
         timeout: timedelta,
         heartbeat_timeout: float,
         moves: str,
-        parcels: str,
         backend: str | None,
         verify: int | str,
     ) -> Settings:
@@ -275,7 +264,6 @@ class Settings:
             possible_timeout(timeout),
             long_enough(heartbeat_timeout),
             known_way(moves),
-            known_manners(parcels),
             known_backend(backend),
             known_verify(verify),
         )

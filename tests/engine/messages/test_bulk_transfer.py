@@ -7,9 +7,7 @@ import random
 import signal
 import socket
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -22,22 +20,16 @@ from lightning_pipes.engine import Engine, FailureWatch, Item, PeerFailure
 from lightning_pipes.engine.messages.bulk_transfer import GATE_SECONDS, BulkTransfer, TransferHandle
 from lightning_pipes.engine.messages.chunks import (
     MAX_CHUNK,
-    MAX_IN_FLIGHT,
     MIN_CHUNK,
     SECONDS,
     ByteLayout,
     ChunkSizer,
     SendQueue,
-    queue_limit,
 )
 from lightning_pipes.engine.messages.socket_queues import (
-    BULK,
-    SCAN_SECONDS,
-    SendRate,
     SocketQueues,
     _connections,
     _waiting,
-    mark_connections_as_bulk,
 )
 from lightning_pipes.engine.messages.tree_format import fill_skeleton, pack_tree, parse_description
 from lightning_pipes.ir import PipelineError, Plan, PlanError, Schedule
@@ -404,97 +396,3 @@ def test_ranks_and_keys_that_do_not_exist() -> None:
         parcels.receive(5, "a")
     with pytest.raises(PlanError, match="a text, a number or a tuple"):
         parcels._checked(1.5)  # type: ignore[arg-type]
-
-
-def queue_of_second_class(training: float, chunks: float, service: float, seed: int) -> float:
-    """The mean number that wait in the second class of a server that finishes what it has begun: played through."""
-    rng, now, busy_until, waiting, area = random.Random(seed), 0.0, 0.0, [0, 0], 0.0
-    coming = [rng.expovariate(training), rng.expovariate(chunks)]
-    ends = 200_000 / (training + chunks)
-    while now < ends:
-        serving = busy_until > now
-        then = min(*coming, busy_until if serving else float("inf"))
-        area += waiting[1] * (then - now)
-        now = then
-        if serving and now == busy_until:
-            kind = None
-        else:
-            kind = 0 if coming[0] <= coming[1] else 1
-            coming[kind] = now + rng.expovariate((training, chunks)[kind])
-            waiting[kind] += 1
-        if kind is None or not serving:
-            for which in (0, 1):
-                if waiting[which]:
-                    waiting[which] -= 1
-                    busy_until = now + rng.expovariate(service)
-                    break
-            else:
-                busy_until = now
-    return area / now
-
-
-@pytest.mark.parametrize(("training", "chunks"), [(0.5, 0.2), (0.2, 0.6), (0.6, 0.3)])
-def test_the_limit_is_the_queue_of_what_lets_others_pass(training: float, chunks: float) -> None:
-    measured = queue_of_second_class(training, chunks, 1.0, seed=1)
-    assert queue_limit(training, chunks, 1.0) == pytest.approx(measured, abs=0.5 + 0.1 * measured)
-
-
-def test_a_limit_where_the_network_can_not_keep_up() -> None:
-    assert queue_limit(0.0, 1e9, 100.0) == queue_limit(50.0, 50.0, 100.0) == queue_limit(1.0, 1.0, 0.0) == MAX_IN_FLIGHT
-    assert queue_limit(0.0, 1.0, 1e9) == 1
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="nothing is marked elsewhere")
-def test_only_connections_of_parcels_are_marked() -> None:
-    def connected() -> tuple[socket.socket, socket.socket]:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            return socket.create_connection(server.getsockname()), server.accept()[0]
-
-    before = connected()
-    with mark_connections_as_bulk():
-        inside = connected()
-    after = connected()
-    marks = [s.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY) for s in (*before, *inside, *after)]
-    load = SendRate()
-    for wait in (0.0, SCAN_SECONDS, SCAN_SECONDS):
-        time.sleep(wait)
-        for source, target in (before, inside):
-            source.sendall(bytes(10_000))
-            left = 10_000
-            while left:
-                left -= len(target.recv(left))
-        rate = load.bytes_per_second()
-    for s in (*before, *inside, *after):
-        s.close()
-    assert marks == [0, 0, BULK, BULK, 0, 0]
-    assert 0 < rate <= 1.1 * 10_000 / SCAN_SECONDS  # of one connection of the two
-
-
-def test_connections_are_marked_in_both_directions_at_a_time() -> None:
-    both = threading.Barrier(2)
-
-    def connect() -> bool:
-        with mark_connections_as_bulk():  # the two ends of a pair may begin with different directions
-            both.wait(timeout=30)
-        return True
-
-    with ThreadPoolExecutor(2) as pool:
-        assert all(done.result() for done in [pool.submit(connect), pool.submit(connect)])
-
-
-def urgent_and_not(rank: int) -> list[int]:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank, 2)
-    parcels = BulkTransfer(rank, range(2), watch, priority=True)
-    large = torch.arange(4_000_000)
-    handle = parcels.send(1 - rank, "large", large)
-    assert torch.equal(parcels.receive(1 - rank, "large").content, large)
-    handle.wait()
-    parcels.close()
-    watch.close()
-    return [parcels.traffic.sent, parcels.traffic.received]
-
-
-def test_several_chunks_at_a_time_arrive_whole() -> None:
-    for sent, received in run_ranks(urgent_and_not, 2):
-        assert sent == received > 32_000_000
