@@ -85,7 +85,7 @@ def simulated(case: Case, counts: Sequence[int], layer: Sequence[float]) -> floa
         tables[Kind.B, s] = ((0, 0.0), (rows, 2 * n * layer[s]))
     costs = CostModel(tables)
     program = schedule.program(plan)  # type: ignore[union-attr]
-    if not program.endless:
+    if not program.is_endless:
         return simulate(program, plan, costs).makespan / 1e9
     some, more = (simulate(program, plan, costs, batches=n).makespan for n in (40, 60))
     return (more - some) / 20 / 1e9

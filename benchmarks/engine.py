@@ -174,7 +174,7 @@ def make_plan(cell: Cell) -> tuple[Schedule, Plan]:
     settings = {"stages_per_rank": cell.stages_per_rank} if cell.stages_per_rank > 1 else {}
     schedule = make_schedule(cell.schedule, **settings)
     assert isinstance(schedule, Schedule)
-    where = schedule.placement(cell.ranks)
+    where = schedule.place_stages(cell.ranks)
     return schedule, Plan.even(len(where), cell.microbatches, cell.rows, where)
 
 

@@ -142,7 +142,7 @@ class Cell:
 
     def costs(self, links: Links, overheads: Overheads | None) -> CostModel:
         """What is known before training."""
-        links = {(a, b): links[a, b] for a, b, _ in self.plan.links if (a, b) in links}
+        links = {(a, b): links[a, b] for a, b, _ in self.plan.directed_links if (a, b) in links}
         costs = self.profile.stage_costs(self.plan.layers, [self.speeds[rank] for rank in self.plan.ranks])
         if overheads is None:
             return replace(costs, links=links)

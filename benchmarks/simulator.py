@@ -26,7 +26,7 @@ import numpy.typing as npt
 from benchmarks.harness.report import describe_machine, make_parser
 from lightning_pipes.cost import CostModel, LayerProfile, Link, ModelProfile
 from lightning_pipes.cost.cluster_settings import make_cluster
-from lightning_pipes.ir import MOST_FORWARDS, Kind, Plan, Program, Rule, RulePolicy, Schedule, verify
+from lightning_pipes.ir import MAX_FORWARDS, Kind, Plan, Program, Rule, RulePolicy, Schedule, verify
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.auto import choose
 from lightning_pipes.sim import load_kernel, makespan, makespans, priced, simulate
@@ -145,7 +145,7 @@ def measure_large(ranks: int) -> dict[str, float]:
     found = {"plan_seconds": time.process_time() - began}
     found["plan_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(choice)
-    plan = Plan.even(ranks, MOST_FORWARDS // ranks // 2)
+    plan = Plan.even(ranks, MAX_FORWARDS // ranks // 2)
     schedule = make_schedule("1f1b")
     assert isinstance(schedule, Schedule)
     program = schedule.program(plan)

@@ -23,7 +23,7 @@ from benchmarks.harness.report import make_parser
 from lightning_pipes.cost import CostModel
 from lightning_pipes.engine.compute.autograd import SavedForward, backward, enter_stage, leave_stage
 from lightning_pipes.engine.compute.split import backward_inputs
-from lightning_pipes.ir import Kind, Plan, Span, prepared
+from lightning_pipes.ir import Kind, Plan, Span, adapt_plan
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.sim import makespan
 
@@ -82,7 +82,7 @@ def medians(run: Callable[[], tuple[float, ...]], repeats: int) -> tuple[float, 
 def step_seconds(name: str, times: dict[Kind, float]) -> float:
     """A simulated step of equal stages."""
     schedule = make_schedule(name)
-    plan = prepared(Plan.even(STAGES, MICROBATCHES), schedule)
+    plan = adapt_plan(Plan.even(STAGES, MICROBATCHES), schedule)
     costs = CostModel({(kind, s): ((1, t),) for kind, t in times.items() for s in range(STAGES)})
     return makespan(schedule.program(plan), plan, costs) / 1e9  # type: ignore[union-attr]
 

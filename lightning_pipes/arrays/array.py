@@ -43,7 +43,7 @@ from lightning_pipes.arrays.siblings.sibling_board import Board, Failure, NoMore
 from lightning_pipes.engine.allocator import kept_heap, share_heap
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.watch.fault_points import fault_point
-from lightning_pipes.ir import InputError, PlanError, check_count, check_type, shown
+from lightning_pipes.ir import InputError, PlanError, check_count, check_type, short_repr
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.trainer.loop.connections import in_company
@@ -92,7 +92,7 @@ class JobArray(Generic[T]):
         rounds: RoundOrder | None = None,
     ) -> None:
         if rounds is not None and not callable(rounds):
-            raise InputError(f"rounds must be a function, as in rounds=round_order, got {shown(rounds)}")
+            raise InputError(f"rounds must be a function, as in rounds=round_order, got {short_repr(rounds)}")
         check_type("memory", memory, MemorySwap | None)
         check_type("progress", progress, bool | None)
         share_heap()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_pipes.cost.links.link import FREE, Link
 from lightning_pipes.cost.links.regime import Regime, regime_named
-from lightning_pipes.ir import MOST_STAGES, InputError, check_count, check_fields
+from lightning_pipes.ir import MAX_STAGES, InputError, check_count, check_fields
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class Cluster:
         Raises:
             InputError: no hosts or no devices, or more devices than a plan can have stages.
         """
-        hosts = check_count("hosts", hosts, most=MOST_STAGES)
-        check_count("devices_per_host", devices_per_host, most=MOST_STAGES // hosts)
+        hosts = check_count("hosts", hosts, most=MAX_STAGES)
+        check_count("devices_per_host", devices_per_host, most=MAX_STAGES // hosts)
         names = [str(host) for host in range(hosts) for _ in range(devices_per_host)]
         return cls(tuple(Device(memory, host=name) for name in names), inside, between)
 

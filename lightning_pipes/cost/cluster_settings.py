@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from lightning_pipes.cost.cluster import Cluster
 from lightning_pipes.cost.links.link import FREE, Link
 from lightning_pipes.cost.units import parse_bytes, parse_rate, parse_seconds, parse_setting
-from lightning_pipes.ir import InputError, shown
+from lightning_pipes.ir import InputError, short_repr
 
 LinkSettings = Mapping[str, str | float]
 """`bandwidth` and `latency`, such as "12.5GB/s" and "10us"."""
@@ -38,7 +38,7 @@ def _link(name: str, settings: LinkSettings | None) -> Link:
     if settings is None:
         return FREE
     if not isinstance(settings, Mapping):
-        raise InputError(f"{name} must be a mapping with bandwidth and latency, got {shown(settings)}")
+        raise InputError(f"{name} must be a mapping with bandwidth and latency, got {short_repr(settings)}")
     unknown = sorted(map(str, set(settings) - {"bandwidth", "latency"}))
     if unknown:
         raise InputError(f"{name}.{unknown[0]}: a link has bandwidth and latency")

@@ -18,8 +18,8 @@ class Costs(Protocol):
         """Nanoseconds that a rank spends before each computation."""
 
     def duration_ns(self, i: Instruction, plan: Plan) -> int:
-        """Return the nanoseconds of the computation `i`, all of its `ir.passes`. Equal kind, stage, job, batch and
-        `ir.alike` mean equal cost."""
+        """Return the nanoseconds of the computation `i`, all of its `ir.layer_passes`. Equal kind, stage, job, batch
+        and `ir.cost_key` mean equal cost."""
 
     def transfer_ns(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         """Return the nanoseconds that the send `i` occupies its link at the link's bandwidth, and the nanoseconds from

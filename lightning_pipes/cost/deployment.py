@@ -12,7 +12,7 @@ import numpy.typing as npt
 from lightning_pipes.cost.cluster import Cluster
 from lightning_pipes.cost.links.link import Link
 from lightning_pipes.cost.links.regime import Regime
-from lightning_pipes.ir import InputError, check_count, check_fields, check_type, shown
+from lightning_pipes.ir import InputError, check_count, check_fields, check_type, short_repr
 
 Array = npt.NDArray[np.float64]
 BUCKET_BYTES = 25 * 2**20
@@ -41,7 +41,7 @@ class Deployment:
         check_count("replicas", self.replicas)
         if self.replicas > 1 and len(self.rings) != len(self.pipeline.devices):
             raise InputError(
-                f"{shown(self.replicas)} replicas need a ring for each of {len(self.pipeline.devices)} ranks"
+                f"{short_repr(self.replicas)} replicas need a ring for each of {len(self.pipeline.devices)} ranks"
             )
 
     @classmethod
@@ -61,7 +61,8 @@ class Deployment:
         check_type("neighbours", neighbours, str)
         if ranks * replicas > len(cluster.devices):
             raise InputError(
-                f"{shown(replicas)} replicas of {shown(ranks)} ranks need {shown(ranks * replicas)} devices, and the "
+                f"{short_repr(replicas)} replicas of {short_repr(ranks)} ranks need {short_repr(ranks * replicas)} "
+                "devices, and the "
                 f"cluster has {len(cluster.devices)}; use fewer ranks or replicas"
             )
         if neighbours not in ("ranks", "replicas"):

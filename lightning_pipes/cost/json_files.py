@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_pipes.ir import InputError, check_type, shown
+from lightning_pipes.ir import InputError, check_type, short_repr
 
 
 def read_object(path: str | Path) -> dict[str, Any]:
@@ -19,9 +19,9 @@ def read_object(path: str | Path) -> dict[str, Any]:
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise InputError(f"{shown(str(path))} can't be read: {error}") from error
+        raise InputError(f"{short_repr(str(path))} can't be read: {error}") from error
     if not isinstance(found, dict):
-        raise InputError(f"{path} holds {shown(found)}, and should hold an object, {{...}}")
+        raise InputError(f"{path} holds {short_repr(found)}, and should hold an object, {{...}}")
     return found
 
 
@@ -42,5 +42,5 @@ def check_json_fields(
         raise InputError(f"{what} has no {' and no '.join(map(repr, lacking))}")
     unknown = [name for name in entries if name not in kinds]
     if unknown:
-        raise InputError(f"{what} has an unknown field {shown(unknown[0])}; there is {', '.join(kinds)}")
+        raise InputError(f"{what} has an unknown field {short_repr(unknown[0])}; there is {', '.join(kinds)}")
     return {name: check_type(f"{what}.{name}", value, kinds[name]) for name, value in entries.items()}

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from lightning_pipes.cost.table import Table, at_rows
-from lightning_pipes.ir import InputError, Kind, check_fields, check_number, shown
+from lightning_pipes.ir import InputError, Kind, check_fields, check_number, short_repr
 
 _TIMES = ("forward", "backward", "input_backward", "weight_backward")
 
@@ -62,7 +62,8 @@ class LayerProfile:
                     or not all(0 <= x < math.inf for _, x in value)
                 ):
                     raise InputError(
-                        f"{where}: {name} needs ascending rows and finite numbers, none negative, got {shown(value)}"
+                        f"{where}: {name} needs ascending rows and finite numbers, none negative, got "
+                        f"{short_repr(value)}"
                     )
             elif not isinstance(value, str | bool):
                 check_number(f"{where}: {name}", value, "finite and not negative", lambda x: 0 <= x < math.inf)

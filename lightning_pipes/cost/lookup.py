@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import TypeVar
 
-from lightning_pipes.ir import InputError, check_type, shown
+from lightning_pipes.ir import InputError, check_type, short_repr
 
 _T = TypeVar("_T")
 
@@ -23,4 +23,4 @@ def lookup_name(things: Mapping[str, _T], name: str, what: str) -> _T:
         return things[folded[name.casefold()]]
     close = difflib.get_close_matches(name.casefold(), folded, n=1)
     hint = f"; did you mean {folded[close[0]]!r}?" if close else "."
-    raise InputError(f"there is no {what} called {shown(name)}{hint} There is: {', '.join(things)}")
+    raise InputError(f"there is no {what} called {short_repr(name)}{hint} There is: {', '.join(things)}")

@@ -17,8 +17,8 @@ from lightning_pipes.ir import (
     Kind,
     Pass,
     Plan,
+    layer_passes,
     needs,
-    passes,
     send_of,
 )
 
@@ -64,7 +64,7 @@ class Measurement(NamedTuple):
             for i, took in _occupancy_ns(timeline, latency):
                 if i.kind in COMPUTE:
                     computed.append((i, took, timeline.plan))
-                    by_passes[i.kind, i.stage][tuple(passes(i, timeline.plan))].append(took)
+                    by_passes[i.kind, i.stage][tuple(layer_passes(i, timeline.plan))].append(took)
                 else:
                     sent[i.kind, i.stage][i.span.rows].append(took)
                     by_passes[i.kind, i.stage][(Pass(i.span.rows, False),)].append(took)
@@ -118,7 +118,7 @@ def times_of_passes(
             found[i.kind, i.stage][rows].append(took if len(each) == 1 else took * rows / i.span.rows)
 
     for i, took, plan in computed:
-        each = passes(i, plan)
+        each = layer_passes(i, plan)
         if i.kind in RECOMPUTES and any(again for _, again in each):
             later.append((i, took, each))
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from lightning_pipes.ir import Instruction, Kind, Plan, passes
+from lightning_pipes.ir import Instruction, Kind, Plan, layer_passes
 
 
 class StageByteCosts(Protocol):
@@ -42,7 +42,7 @@ def held_bytes(of: StageByteCosts, i: Instruction, plan: Plan) -> tuple[int, int
     all_of_it = of.activation_bytes[s] if of.activation_bytes else 0
     received = int(of.forward_bytes[s - 1]) if s > 0 and of.forward_bytes else 0
     kept = made_again = most = working = 0
-    for rows, again in passes(i, plan):
+    for rows, again in layer_passes(i, plan):
         at_work = int(of.working_bytes[s] * rows) if of.working_bytes else 0
         working = max(working, at_work)
         kept += (received if again else all_of_it) * rows
@@ -73,8 +73,8 @@ def _waiting_bytes(of: StageByteCosts, stages: Sequence[int], plan: Plan) -> int
         return 0
     size = 0.0
     for s in stages:
-        if s and plan.crosses(s - 1) and of.forward_bytes:
+        if s and plan.is_remote_edge(s - 1) and of.forward_bytes:
             size += of.forward_bytes[s - 1] * max(span.rows for span in plan.spans(Kind.RF, s))
-        if s + 1 < plan.n_stages and plan.crosses(s) and of.backward_bytes:
+        if s + 1 < plan.n_stages and plan.is_remote_edge(s) and of.backward_bytes:
             size += of.backward_bytes[s] * max(span.rows for span in plan.spans(Kind.RB, s))
     return int(of.waiting_messages * size)

@@ -19,7 +19,7 @@ from lightning_pipes.cost.memory import held_bytes, resident_bytes
 from lightning_pipes.cost.table import Table, at_rows, check_table, check_tables, to_nanoseconds
 from lightning_pipes.ir import (
     COMPUTE,
-    MOST_STAGES,
+    MAX_STAGES,
     RECOMPUTES,
     SENDS,
     InputError,
@@ -30,9 +30,9 @@ from lightning_pipes.ir import (
     check_fields,
     check_number,
     check_type,
-    joined,
-    passes,
-    shown,
+    count_concatenated,
+    layer_passes,
+    short_repr,
 )
 
 
@@ -56,8 +56,8 @@ class CostModel:
         working_bytes: bytes per row that stage s needs while it computes, on top of what it keeps; empty means none.
         waiting_messages: messages that lie with their receiver before they are needed, of each stage and direction.
         overhead: seconds that a rank spends before each computation once its inputs are there.
-        joining: seconds per byte of samples that a computation joins from several parts, see `ir.joined`: where stages
-            and links cut a batch in different ways.
+        joining: seconds per byte of samples that a computation joins from several parts, see `ir.count_concatenated`:
+            where stages and links cut a batch in different ways.
         regime: the name of the regime of messages in flight; see `cost.Regime`.
         each: seconds of single operations in place of `seconds`, for micro-batches or batches that differ from others
             of their size. For a backward with its recomputation, for a send the time that it occupies its link.
@@ -104,7 +104,7 @@ class CostModel:
         for name, entries in lengths.items():
             got = getattr(self, name)
             if got and (len(got) != entries or not all(0 <= size < math.inf for size in got)):
-                raise InputError(f"{name} needs {entries} finite numbers >= 0 for {n} stages, got {shown(got)}")
+                raise InputError(f"{name} needs {entries} finite numbers >= 0 for {n} stages, got {short_repr(got)}")
         if not all(isinstance(link, Link) for link in self.links.values()):
             raise TypeError
         for name in ("overhead", "joining"):
@@ -115,9 +115,9 @@ class CostModel:
             raise TypeError
         for what, times in (("each", self.each.values()), ("scatter", chain.from_iterable(self.scatter.values()))):
             if not all(0 <= t < math.inf for t in times):
-                raise InputError(f"{what} needs finite numbers, none negative, got {shown(getattr(self, what))}")
+                raise InputError(f"{what} needs finite numbers, none negative, got {short_repr(getattr(self, what))}")
         if self.waiting_messages < 0:
-            raise InputError(f"waiting_messages count from 0, got {shown(self.waiting_messages)}")
+            raise InputError(f"waiting_messages count from 0, got {short_repr(self.waiting_messages)}")
 
     @classmethod
     def uniform(
@@ -143,7 +143,7 @@ class CostModel:
         Raises:
             InputError: no stages, or what `CostModel` refuses.
         """
-        check_count("stages", stages, most=MOST_STAGES)
+        check_count("stages", stages, most=MAX_STAGES)
         if rows is not None:
             check_count("rows", rows)
         check_type("activation_bytes", activation_bytes, int)
@@ -253,7 +253,7 @@ class CostModel:
         if self.each and i in self.each:
             return to_nanoseconds(self.each[i])
         found = 0
-        for rows, again in passes(i, plan):
+        for rows, again in layer_passes(i, plan):
             found += self._pass_ns(i.kind, i.stage, rows)
             if again and i.kind in RECOMPUTES:
                 found += self._pass_ns(Kind.F, i.stage, rows)
@@ -265,7 +265,9 @@ class CostModel:
         links = (
             (i.stage - 1, i.stage) if forward else (i.stage, i.stage - 1)
         )  # from which it takes, and to which it goes
-        size = sum(rows * table[link] for rows, link in zip(joined(i, plan), links, strict=True) if rows and table)
+        size = sum(
+            rows * table[link] for rows, link in zip(count_concatenated(i, plan), links, strict=True) if rows and table
+        )
         return to_nanoseconds(self.joining * size)
 
     def _pass_ns(self, kind: Kind, stage: int, rows: int) -> int:

@@ -15,12 +15,12 @@ from lightning_pipes.cost.layer import LayerProfile, per_row
 from lightning_pipes.cost.layer_arrays import LayerArrays
 from lightning_pipes.cost.model import CostModel
 from lightning_pipes.cost.table import at_rows
-from lightning_pipes.ir import MOST_STAGES, InputError, Kind, Span, check_fields, check_number, shown
-from lightning_pipes.ir.checks import hints
+from lightning_pipes.ir import MAX_STAGES, InputError, Kind, Span, check_fields, check_number, short_repr
+from lightning_pipes.ir.checks import field_types
 
 FORMAT = 1
 """Of the file; raised when a reader of an older one would misread it."""
-MAX_LAYERS = MOST_STAGES
+MAX_LAYERS = MAX_STAGES
 """A plan can't have more stages than this, so more layers are of no use."""
 LEAST_ROWS = "least_rows"
 """In a profile's notes: the fewest samples on which the model ran, where fewer failed."""
@@ -180,7 +180,7 @@ class ModelProfile:
         Raises:
             InputError: `found` is damaged, or no profile.
         """
-        kinds = {"format": int, **hints(cls), "layers": list[Any], "before": Any, "after": Any}
+        kinds = {"format": int, **field_types(cls), "layers": list[Any], "before": Any, "after": Any}
         parts = check_json_fields("profile", found, kinds, optional=_defaults(cls) | {"format"})
         parts.pop("format", None)
         parts["layers"] = tuple(_layer(f"profile.layers[{n}]", each) for n, each in enumerate(parts["layers"]))
@@ -204,11 +204,11 @@ class ModelProfile:
                 return cls.from_dict(found)
         except InputError as error:
             raise InputError(f"{path} is no profile that `lightning-pipes profile` wrote: {error}") from error
-        raise InputError(f"{path} has format {shown(found['format'])}, this version reads {FORMAT}; profile again")
+        raise InputError(f"{path} has format {short_repr(found['format'])}, this version reads {FORMAT}; profile again")
 
 
 def _layer(where: str, found: object) -> LayerProfile:
-    return LayerProfile(**check_json_fields(where, found, hints(LayerProfile), optional=_defaults(LayerProfile)))
+    return LayerProfile(**check_json_fields(where, found, field_types(LayerProfile), optional=_defaults(LayerProfile)))
 
 
 def _defaults(kind: type) -> frozenset[str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from numbers import Real
 
 from lightning_pipes.cost.links.link import LONGEST
-from lightning_pipes.ir import InputError, Kind, shown
+from lightning_pipes.ir import InputError, Kind, short_repr
 
 Table = tuple[tuple[int, float], ...]
 """(rows, seconds), rows ascending."""
@@ -43,7 +43,7 @@ def check_table(what: str, table: Table) -> None:
     rows = [r for r, _ in table]
     if not table or rows != sorted(set(rows)) or not all(0 <= t < math.inf for _, t in table):
         raise InputError(
-            f"seconds of {what} need ascending rows and times that are finite and not negative, got {shown(table)}"
+            f"seconds of {what} need ascending rows and times that are finite and not negative, got {short_repr(table)}"
         )
 
 
@@ -55,10 +55,12 @@ def check_tables(seconds: object) -> None:
     for key, table in seconds.items():
         if not (isinstance(key, tuple) and len(key) == 2):
             raise InputError(
-                f"seconds are listed by kind and stage, as in {{(Kind.F, 0): ((1, 0.01),)}}; got the key {shown(key)}"
+                f"seconds are listed by kind and stage, as in {{(Kind.F, 0): ((1, 0.01),)}}; got the key "
+                f"{short_repr(key)}"
             )
         if isinstance(table, Real):
             raise InputError(
-                f"seconds of {key[0]}{key[1]} need a table of (rows, seconds), got {shown(table)}; for the same time "
-                f"whatever the rows write (({0 if key[0] == Kind.STEP else 1}, {shown(table)}),)"
+                f"seconds of {key[0]}{key[1]} need a table of (rows, seconds), got {short_repr(table)}; for the same "
+                "time "
+                f"whatever the rows write (({0 if key[0] == Kind.STEP else 1}, {short_repr(table)}),)"
             )

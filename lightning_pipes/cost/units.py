@@ -9,7 +9,7 @@ from fractions import Fraction
 from numbers import Real
 from typing import Any, TypeVar
 
-from lightning_pipes.ir import InputError, shown
+from lightning_pipes.ir import InputError, short_repr
 
 _T = TypeVar("_T")
 MAX_VALUE = 1e30
@@ -32,7 +32,7 @@ def parse_bytes(value: str | float) -> int:
     """
     found = _number(value, _BYTES, "a size", "16GiB")
     if not math.isfinite(found):
-        raise InputError(f"a size has to be finite, got {shown(value)}")
+        raise InputError(f"a size has to be finite, got {short_repr(value)}")
     return round(found)
 
 
@@ -44,7 +44,7 @@ def parse_rate(value: str | float) -> float:
     """
     found = _number(value, _RATES, "a rate", "12.5GB/s")
     if not found:
-        raise InputError(f"a rate has to be positive, got {shown(value)}")
+        raise InputError(f"a rate has to be positive, got {short_repr(value)}")
     return found
 
 
@@ -56,7 +56,7 @@ def parse_seconds(value: str | float) -> float:
     """
     found = _number(value, _SECONDS, "a time", "10us")
     if not math.isfinite(found):
-        raise InputError(f"a time has to be finite, got {shown(value)}")
+        raise InputError(f"a time has to be finite, got {short_repr(value)}")
     return found
 
 
@@ -89,12 +89,12 @@ def _number(value: str | float, units: Mapping[str, Fraction], what: str, exampl
     unit = match[2] if match else None
     if match is None or (unit and unit not in units) or float(match[1]) < 0:
         raise InputError(
-            f"{shown(value)} is not {what}; write it as {example}, or as a plain number. Units: {', '.join(units)}"
+            f"{short_repr(value)} is not {what}; write it as {example}, or as a plain number. Units: {', '.join(units)}"
         )
     if match[1].endswith("inf"):
         return math.inf
     if not MAX_VALUE > float(match[1]) > 1 / MAX_VALUE:  # as a fraction it might have a billion digits
         if float(match[1]):
-            raise InputError(f"{shown(value)} is not {what} between {1 / MAX_VALUE:g} and {MAX_VALUE:g}")
+            raise InputError(f"{short_repr(value)} is not {what} between {1 / MAX_VALUE:g} and {MAX_VALUE:g}")
         return 0.0
     return float(Fraction(match[1]) * (units[unit] if unit else 1))  # a fraction, so that 10us is 1e-5 to the last bit

@@ -33,12 +33,12 @@ from lightning_pipes.ir import (
     F,
     Instruction,
     Kind,
+    LayerUse,
     Plan,
     PlanError,
     Policy,
     Program,
     Span,
-    Use,
     check_stream,
     lower,
 )
@@ -189,7 +189,7 @@ class Engine:
                 if stage.offload is not None:
                     stage.offload.enter(item.use)
         batch = self._batches[item.job]
-        whole = self._whole if self._mirrors is None else Use.whole(window.executor.plan)
+        whole = self._whole if self._mirrors is None else LayerUse.from_plan(window.executor.plan)
         window.order.add((item.job, batch), item.rows, item.use or whole)
         window.executor.add(item, batch)
         self._batches[item.job] += 1
@@ -379,7 +379,7 @@ class Engine:
             raise PlanError(f"rank {self._rank} needs a stage for each (number, job) of {sorted(wanted)}, got {got}")
         self._stages = list(stages)
         here = {stage.number: frozenset(map(str, stage.layers)) for stage in self._stages}
-        self._whole = Use(tuple(here.get(s, frozenset()) for s in range(plan.n_stages)))
+        self._whole = LayerUse(tuple(here.get(s, frozenset()) for s in range(plan.n_stages)))
         for stage in self._stages:
             stage.seed, stage.device = self._seed, self._device
             if self._mirrors is not None:
@@ -423,11 +423,11 @@ class Engine:
         return _Window(static, executor)
 
     def _ready_order(self, policy: Policy, plan: Plan) -> ReadyOrder:
-        if self._mirrors is not None and policy.endless:
+        if self._mirrors is not None and policy.is_endless:
             order = ReadyOrder(policy, plan, self._rank)
             order.enable_deliveries(self._mirrors[0], self._transport.mailbox, self._windows)
             return order
-        if self._memory is None or not policy.endless:
+        if self._memory is None or not policy.is_endless:
             return ReadyOrder(policy, plan, self._rank)
         turns = {stage.number: stage.offload for stage in self._stages if stage.offload is not None}
         order = ReadyOrder(policy, plan, self._rank, lambda stage, use: turns[stage].has_room(use), AHEAD)
@@ -436,7 +436,7 @@ class Engine:
 
     @property
     def _is_endless(self) -> bool:
-        return isinstance(self._program, Policy) and self._program.endless
+        return isinstance(self._program, Policy) and self._program.is_endless
 
     def _discard(self) -> None:
         self._window = None
@@ -459,7 +459,7 @@ class Engine:
         self._give_versions(plan)
         if isinstance(order, Program):
             return lower(order, plan)
-        if order.endless:
+        if order.is_endless:
             check_stream(order, plan)
         return order
 

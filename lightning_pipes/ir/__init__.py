@@ -3,8 +3,8 @@
 Standard library only. Everything here is frozen; state lives in the engine and in the simulator.
 """
 
-from lightning_pipes.ir.checks import check_count, check_fields, check_number, check_type, shown
-from lightning_pipes.ir.deadlock import deadlock, grid
+from lightning_pipes.ir.checks import check_count, check_fields, check_number, check_type, short_repr
+from lightning_pipes.ir.deadlock import deadlock_error, draw_grid
 from lightning_pipes.ir.dependencies import DependencyTracker, needs
 from lightning_pipes.ir.errors import DeadlockError, InputError, PipelineError, PlanError, ProgramError
 from lightning_pipes.ir.instruction import (
@@ -22,48 +22,57 @@ from lightning_pipes.ir.instruction import (
     receive_of,
     send_of,
 )
-from lightning_pipes.ir.lowering import lower, window
-from lightning_pipes.ir.passes import Alike, Joined, Pass, alike, graphs, joined, passes, sorts
-from lightning_pipes.ir.plan import MOST_FORWARDS, MOST_MICROBATCHES, MOST_STAGES, Cut, Plan
+from lightning_pipes.ir.lowering import batch_instructions, lower
+from lightning_pipes.ir.passes import (
+    Concat,
+    CostKey,
+    Pass,
+    cost_classes,
+    cost_key,
+    count_concatenated,
+    graph_spans,
+    layer_passes,
+)
+from lightning_pipes.ir.plan import MAX_FORWARDS, MAX_MICROBATCHES, MAX_STAGES, Cut, Plan
 from lightning_pipes.ir.program import Program
-from lightning_pipes.ir.rule import Rule, RulePolicy, has_room, offered
+from lightning_pipes.ir.rule import Rule, RulePolicy, eligible_instructions, has_room
 from lightning_pipes.ir.schedule import (
     Policy,
     RankView,
     Schedule,
     Traits,
+    adapt_plan,
     check_one_batch,
     check_one_stage_a_rank,
     check_placement,
     check_stream,
-    prepared,
     ready_key,
 )
 from lightning_pipes.ir.span import Span, even_spans
-from lightning_pipes.ir.stream import Delayed, Ledger, Stepped, Transfer, Use, Waits, unrolled
-from lightning_pipes.ir.verify import Facts, verify
+from lightning_pipes.ir.stream import Delayed, LayerUse, LayerVersion, Ledger, Transfer, Waits, unroll_stream
+from lightning_pipes.ir.verify import ProgramStats, verify
 
 __all__ = [
     "COMPUTE",
-    "MOST_MICROBATCHES",
-    "MOST_FORWARDS",
-    "MOST_STAGES",
+    "MAX_MICROBATCHES",
+    "MAX_FORWARDS",
+    "MAX_STAGES",
     "RECEIVES",
     "RECOMPUTES",
     "SENDS",
     "STEP",
-    "Alike",
+    "CostKey",
     "B",
     "Cut",
     "DeadlockError",
     "Delayed",
     "DependencyTracker",
     "F",
-    "Facts",
+    "ProgramStats",
     "I",
     "InputError",
     "Instruction",
-    "Joined",
+    "Concat",
     "Kind",
     "Ledger",
     "Pass",
@@ -78,13 +87,13 @@ __all__ = [
     "RulePolicy",
     "Schedule",
     "Span",
-    "Stepped",
+    "LayerVersion",
     "Traits",
     "Transfer",
-    "Use",
+    "LayerUse",
     "W",
     "Waits",
-    "alike",
+    "cost_key",
     "check_count",
     "check_fields",
     "check_number",
@@ -93,23 +102,23 @@ __all__ = [
     "check_placement",
     "check_stream",
     "check_type",
-    "deadlock",
-    "grid",
+    "deadlock_error",
+    "draw_grid",
     "even_spans",
-    "graphs",
+    "graph_spans",
     "has_room",
-    "joined",
+    "count_concatenated",
     "lower",
     "needs",
-    "offered",
-    "passes",
-    "prepared",
+    "eligible_instructions",
+    "layer_passes",
+    "adapt_plan",
     "ready_key",
     "receive_of",
     "send_of",
-    "shown",
-    "sorts",
-    "unrolled",
+    "short_repr",
+    "cost_classes",
+    "unroll_stream",
     "verify",
-    "window",
+    "batch_instructions",
 ]

@@ -13,7 +13,7 @@ from lightning_pipes.ir.program import Program
 _WAY_OUT = "this is a program of another plan; make one by schedule.program(plan) of this plan"
 
 
-def check_belongs(program: Program, plan: Plan) -> None:
+def check_program_matches_plan(program: Program, plan: Plan) -> None:
     """Refuse a finite program with instructions that the plan does not have, or has elsewhere. What it lacks is not
     looked for.
 
@@ -27,28 +27,29 @@ def check_belongs(program: Program, plan: Plan) -> None:
         for i in row:
             key = i.kind, i.stage, i.job
             if key not in known:
-                why = _elsewhere(i, rank, plan)
+                why = _describe_mismatch(i, rank, plan)
                 if why:
                     raise ProgramError(f"rank {rank} has {i}, and {why}; {_WAY_OUT}")
                 known[key] = frozenset(plan.spans(*key))
             if i.kind is not Kind.STEP and i.span not in known[key]:
                 raise ProgramError(
-                    f"rank {rank} has {i}, and the plan cuts {i.kind}{i.stage} into {_cuts(i, plan)}; {_WAY_OUT}"
+                    f"rank {rank} has {i}, and the plan cuts {i.kind}{i.stage} into {_describe_cut(i, plan)}; "
+                    f"{_WAY_OUT}"
                 )
             if plan.ranks[i.stage] != rank:
-                raise ProgramError(f"rank {rank} has {i}, and {_elsewhere(i, rank, plan)}; {_WAY_OUT}")
+                raise ProgramError(f"rank {rank} has {i}, and {_describe_mismatch(i, rank, plan)}; {_WAY_OUT}")
 
 
-def absent(program: Program, plan: Plan, waiting: Collection[Instruction]) -> str:
+def describe_absent_needs(program: Program, plan: Plan, waiting: Collection[Instruction]) -> str:
     """A sentence on what those wait for and no rank has; empty where all of it is somewhere."""
-    there = set(program.instructions())
+    there = set(program.iter_instructions())
     never = [n for i in waiting for n in needs(i, plan) if (send_of(n) if n.kind in RECEIVES else n) not in there]
     if not never:
         return ""
     return f"no rank has {', '.join(map(str, never[:4]))}{', ...' if never[4:] else ''}; {_WAY_OUT}"
 
 
-def _elsewhere(i: Instruction, rank: int, plan: Plan) -> str:
+def _describe_mismatch(i: Instruction, rank: int, plan: Plan) -> str:
     if i.stage >= plan.n_stages:
         return f"the plan has {plan.n_stages} stages, counted from 0"
     if i.job >= len(plan.jobs):
@@ -62,6 +63,6 @@ def _elsewhere(i: Instruction, rank: int, plan: Plan) -> str:
     return ""
 
 
-def _cuts(i: Instruction, plan: Plan) -> str:
+def _describe_cut(i: Instruction, plan: Plan) -> str:
     spans = plan.spans(i.kind, i.stage, i.job)
     return f"{len(spans)} micro-batches of a batch of {plan.jobs[i.job].rows}"

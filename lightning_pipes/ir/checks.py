@@ -23,7 +23,7 @@ _hints: dict[type, Mapping[str, Any]] = {}
 _PLAIN = frozenset({int, bool, str, NoneType})
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """A value as errors show it: short, whatever it is."""
     try:
         text = repr(value)
@@ -39,12 +39,12 @@ def check_count(what: str, value: object, hint: str = "", most: int | None = Non
         InputError: it is no whole number, less than one, or more than `most`.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise InputError(f"{what} must be a whole number, got {shown(value)}{hint}")
+        raise InputError(f"{what} must be a whole number, got {short_repr(value)}{hint}")
     value = int(value)
     if value < 1:
-        raise InputError(f"{what} must be at least 1, got {shown(value)}{hint}")
+        raise InputError(f"{what} must be at least 1, got {short_repr(value)}{hint}")
     if most is not None and value > most:
-        raise InputError(f"{what} must be at most {most}, got {shown(value)}{hint}")
+        raise InputError(f"{what} must be at most {most}, got {short_repr(value)}{hint}")
     return value
 
 
@@ -60,7 +60,7 @@ def check_number(
         InputError: it is none.
     """
     if not _is_number(value) or not fits(value):  # type: ignore[arg-type]
-        raise InputError(f"{what} must be {needs}, got {shown(value)}{hint}")
+        raise InputError(f"{what} must be {needs}, got {short_repr(value)}{hint}")
     return value  # type: ignore[return-value]
 
 
@@ -88,7 +88,7 @@ def check_fields(made: Any, entries: bool = True) -> None:
     Raises:
         InputError: one has another type.
     """
-    for name, hint in hints(type(made)).items():
+    for name, hint in field_types(type(made)).items():
         value = getattr(made, name)
         kind = type(value)
         if (kind is hint and kind in _PLAIN) or (not entries and kind in (tuple, dict) and _holds(hint, kind)):
@@ -98,7 +98,7 @@ def check_fields(made: Any, entries: bool = True) -> None:
             object.__setattr__(made, name, found)
 
 
-def hints(kind: type) -> Mapping[str, Any]:
+def field_types(kind: type) -> Mapping[str, Any]:
     """The types of the fields of a dataclass, by name."""
     if kind not in _hints:
         known = get_type_hints(kind)
@@ -106,20 +106,20 @@ def hints(kind: type) -> Mapping[str, Any]:
     return _hints[kind]
 
 
-def wanted(hint: Any) -> str:
+def type_name(hint: Any) -> str:
     """A type in words."""
     origin, of = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        *first, last = [wanted(each) for each in of]
+        *first, last = [type_name(each) for each in of]
         return f"{', '.join(first)} or {last}"
     if origin is Literal:
         return " or ".join(map(repr, of))
     if origin is tuple and of[-1:] != (...,):
-        return f"{len(of)} values: {', '.join(map(wanted, of))}"
+        return f"{len(of)} values: {', '.join(map(type_name, of))}"
     if origin in (tuple, list, Sequence):
-        return f"a list, each entry {wanted(of[0])}"
+        return f"a list, each entry {type_name(of[0])}"
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return f"a mapping from {wanted(of[0])} to {wanted(of[1])}"
+        return f"a mapping from {type_name(of[0])} to {type_name(of[1])}"
     if origin is Callable or hint is Callable:
         return "a function"
     named = {int: "a whole number", float: "a number", bool: "True or False", str: "a text", NoneType: "None"}
@@ -168,7 +168,7 @@ def _read(what: str, value: Any, hint: Any) -> tuple[Any, str]:
         fine = isinstance(value, hint)
     else:
         fine = not isinstance(value, type) and isinstance(value, origin or hint)
-    return value, "" if fine else f"{what} must be {wanted(hint)}, got {shown(value)}"
+    return value, "" if fine else f"{what} must be {type_name(hint)}, got {short_repr(value)}"
 
 
 def _read_one_of(what: str, value: Any, hint: Any, of: Sequence[Any]) -> tuple[Any, str]:
@@ -181,7 +181,7 @@ def _read_one_of(what: str, value: Any, hint: Any, of: Sequence[Any]) -> tuple[A
     inner = [wrong for each, wrong in zip(of, reasons, strict=True) if each is not NoneType]
     if len(inner) == 1 and value is not None and not inner[0].startswith(f"{what} must be"):
         return value, inner[0]  # only one of them can be meant, and a part of it is wrong
-    return value, f"{what} must be {wanted(hint)}, got {shown(value)}"
+    return value, f"{what} must be {type_name(hint)}, got {short_repr(value)}"
 
 
 def _read_several(what: str, value: Any, hint: Any) -> tuple[Any, str]:
@@ -189,7 +189,7 @@ def _read_several(what: str, value: Any, hint: Any) -> tuple[Any, str]:
     exact = origin is tuple and of[-1:] != (...,)
     kinds = (tuple, MutableSequence) if origin in (tuple, list) else (Sequence,)
     if not isinstance(value, kinds) or isinstance(value, (str, bytes, bytearray)) or (exact and len(value) != len(of)):
-        return value, f"{what} must be {wanted(hint)}, got {shown(value)}"
+        return value, f"{what} must be {type_name(hint)}, got {short_repr(value)}"
     made, changed = [], origin is tuple and not isinstance(value, tuple)
     for number, each in enumerate(value):
         found, wrong = _read(f"{what}[{number}]", each, of[number] if exact else of[0])
@@ -204,12 +204,12 @@ def _read_several(what: str, value: Any, hint: Any) -> tuple[Any, str]:
 
 def _read_mapping(what: str, value: Any, hint: Any) -> tuple[Any, str]:
     if not isinstance(value, Mapping):
-        return value, f"{what} must be {wanted(hint)}, got {shown(value)}"
+        return value, f"{what} must be {type_name(hint)}, got {short_repr(value)}"
     of = get_args(hint)
     made, changed = {}, False
     for key, each in value.items():
         _, wrong = _read(f"a key of {what}", key, of[0])
-        found, within = _read(f"{what}[{shown(key)}]", each, of[1])
+        found, within = _read(f"{what}[{short_repr(key)}]", each, of[1])
         if wrong or within:
             return value, wrong or within
         changed |= found is not each

@@ -19,8 +19,10 @@ COLUMNS = 6
 """Steps that are drawn, the last ones."""
 
 
-def deadlock(done: Iterable[Instruction], stuck: Mapping[int, Instruction], plan: Plan, why: str = "") -> DeadlockError:
-    """The error for ranks that wait for each other, with the `grid` of what has run.
+def deadlock_error(
+    done: Iterable[Instruction], stuck: Mapping[int, Instruction], plan: Plan, why: str = ""
+) -> DeadlockError:
+    """The error for ranks that wait for each other, with the drawing of what has run.
 
     Args:
         done: what has run, in an order in which it could.
@@ -33,10 +35,10 @@ def deadlock(done: Iterable[Instruction], stuck: Mapping[int, Instruction], plan
         missing = ", ".join(str(n) for n in needs(i, plan) if n not in ran)
         waits.append(f"rank {rank} waits at {i} for {missing}")
     begin = f"{why}. The ranks" if why else "the ranks"
-    return DeadlockError(f"{begin} wait for each other: {'; '.join(waits)}; so far ran\n{grid(ran, plan)}")
+    return DeadlockError(f"{begin} wait for each other: {'; '.join(waits)}; so far ran\n{draw_grid(ran, plan)}")
 
 
-def grid(done: Iterable[Instruction], plan: Plan) -> str:
+def draw_grid(done: Iterable[Instruction], plan: Plan) -> str:
     """A row for each rank and a column for each step in which something could run, the last ones.
 
     Args:

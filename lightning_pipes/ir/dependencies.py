@@ -23,18 +23,18 @@ def needs(i: Instruction, plan: Plan) -> list[Instruction]:
     out = list(plan.after.get(i, ())) if plan.after else []
 
     def over(other: Kind, at: int) -> None:
-        out.extend([Instruction(other, at, job, batch, s) for s in plan.overlapping(other, at, job, span)])
+        out.extend([Instruction(other, at, job, batch, s) for s in plan.overlapping_spans(other, at, job, span)])
 
     gradient = Kind.I if plan.split_backward else Kind.B
     if kind is Kind.F:
         if stage > 0:
-            over(*((Kind.RF, stage) if plan.crosses(stage - 1) else (Kind.F, stage - 1)))
+            over(*((Kind.RF, stage) if plan.is_remote_edge(stage - 1) else (Kind.F, stage - 1)))
         if batch >= plan.versions[stage] and plan.shared_weights:
             out.append(Instruction(Kind.STEP, stage, job, batch - plan.versions[stage]))
     elif kind is Kind.B or kind is Kind.I:
         over(Kind.F, stage)
         if stage + 1 < plan.n_stages:
-            over(*((Kind.RB, stage) if plan.crosses(stage) else (gradient, stage + 1)))
+            over(*((Kind.RB, stage) if plan.is_remote_edge(stage) else (gradient, stage + 1)))
         if batch > 0 and kind is Kind.B and plan.shared_weights:  # gradients of two batches must not mix
             out.append(Instruction(Kind.STEP, stage, job, batch - 1))
     elif kind is Kind.SF:
@@ -99,11 +99,11 @@ class DependencyTracker:
                 ready.append(dependent)
         return ready
 
-    def missing(self, i: Instruction) -> list[Instruction]:
+    def unmet_needs(self, i: Instruction) -> list[Instruction]:
         """The instructions that `i` still waits for, by the plan."""
         return [n for n in needs(i, self.plan) if not self._is_done(n)]
 
-    def forget(self, job: int, batch: int) -> None:
+    def forget_batch(self, job: int, batch: int) -> None:
         """All of the batch has ended, and what is added from now on needs nothing of it."""
         self._done.pop((job, batch), None)
 
@@ -111,6 +111,6 @@ class DependencyTracker:
         return i in self._done.get((i.job, i.batch), ())
 
     @property
-    def waiting(self) -> list[Instruction]:
+    def waiting_instructions(self) -> list[Instruction]:
         """Added instructions that are not ready."""
         return list(self._waiting)

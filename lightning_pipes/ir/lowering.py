@@ -21,7 +21,7 @@ def lower(program: Program, plan: Plan) -> Program:
     """
     if program.n_ranks != plan.n_ranks:
         raise ProgramError(f"the program has {program.n_ranks} rows, the plan {plan.n_ranks} ranks")
-    if any(i.kind not in COMPUTE for i in program.instructions()):
+    if any(i.kind not in COMPUTE for i in program.iter_instructions()):
         return program
     parts = {}
     for part in ("head", "cycle", "tail"):
@@ -32,13 +32,13 @@ def lower(program: Program, plan: Plan) -> Program:
 def sends_after(i: Instruction, plan: Plan) -> list[Instruction]:
     """The messages, if any, to which the computation `i` contributes samples."""
     kind, stage, job, batch, span = i
-    if kind is Kind.F and stage + 1 < plan.n_stages and plan.crosses(stage):
+    if kind is Kind.F and stage + 1 < plan.n_stages and plan.is_remote_edge(stage):
         send = Kind.SF
-    elif (kind is Kind.B or kind is Kind.I) and stage > 0 and plan.crosses(stage - 1):
+    elif (kind is Kind.B or kind is Kind.I) and stage > 0 and plan.is_remote_edge(stage - 1):
         send = Kind.SB
     else:
         return []
-    return [Instruction(send, stage, job, batch, s) for s in plan.overlapping(send, stage, job, span)]
+    return [Instruction(send, stage, job, batch, s) for s in plan.overlapping_spans(send, stage, job, span)]
 
 
 def _lower_row(row: Row, plan: Plan) -> Row:
@@ -54,7 +54,7 @@ def _lower_row(row: Row, plan: Plan) -> Row:
         out.append(i)
         for send in sends_after(i, plan):
             producer = Kind.F if send.kind is Kind.SF else i.kind
-            left = parts_left.pop(send, None) or len(plan.overlapping(producer, send.stage, send.job, send.span))
+            left = parts_left.pop(send, None) or len(plan.overlapping_spans(producer, send.stage, send.job, send.span))
             if left == 1:
                 out.append(send)
             else:
@@ -62,15 +62,15 @@ def _lower_row(row: Row, plan: Plan) -> Row:
     return tuple(out)
 
 
-def window(plan: Plan, rank: int, job: int, batch: int) -> list[Instruction]:
+def batch_instructions(plan: Plan, rank: int, job: int, batch: int) -> list[Instruction]:
     """All instructions, transfers included, that one batch causes on one rank; in no particular order."""
     out: list[Instruction] = []
     backward = (Kind.I, Kind.W) if plan.split_backward else (Kind.B,)
     for stage in plan.stages[rank]:
         kinds = [Kind.F, *backward]
-        if stage > 0 and plan.crosses(stage - 1):
+        if stage > 0 and plan.is_remote_edge(stage - 1):
             kinds += [Kind.RF, Kind.SB]
-        if stage + 1 < plan.n_stages and plan.crosses(stage):
+        if stage + 1 < plan.n_stages and plan.is_remote_edge(stage):
             kinds += [Kind.SF, Kind.RB]
         out += [Instruction(k, stage, job, batch, s) for k in kinds for s in plan.spans(k, stage, job)]
         out.append(Instruction(Kind.STEP, stage, job, batch))

@@ -22,7 +22,7 @@ from lightning_pipes.ir.instruction import COMPUTE, Instruction, Kind
 from lightning_pipes.ir.plan import Plan, Spans
 from lightning_pipes.ir.span import Span
 
-Alike = int | tuple[tuple["Pass", ...], "Joined"]
+CostKey = int | tuple[tuple["Pass", ...], "Concat"]
 
 
 class Pass(NamedTuple):
@@ -34,24 +34,24 @@ class Pass(NamedTuple):
     """
 
     rows: int
-    again: bool
+    recompute: bool
 
 
-def graphs(i: Instruction, plan: Plan) -> Spans:
+def graph_spans(i: Instruction, plan: Plan) -> Spans:
     """The samples of the forward or backward `i`, cut into those that share a forward and a backward."""
     cut = plan.jobs[i.job]
     if cut.forward[i.stage] is cut.backward[i.stage]:  # as nearly always
         return (i.span,)
-    others = plan.overlapping(Kind.B if i.kind is Kind.F else Kind.F, i.stage, i.job, i.span)
+    others = plan.overlapping_spans(Kind.B if i.kind is Kind.F else Kind.F, i.stage, i.job, i.span)
     return tuple(Span(max(i.span.start, o.start), min(i.span.stop, o.stop)) for o in others)
 
 
-def passes(i: Instruction, plan: Plan) -> tuple[Pass, ...]:
+def layer_passes(i: Instruction, plan: Plan) -> tuple[Pass, ...]:
     """The runs of the computation `i`, one after the other; see `Plan.recompute` and `Plan.whole_forward`."""
     if i.kind is Kind.STEP:
         return (Pass(0, False),)
     again = bool(plan.recompute) and plan.recompute[i.stage]
-    parts = graphs(i, plan)
+    parts = graph_spans(i, plan)
     if len(parts) == 1 and i.kind is Kind.F:
         return (Pass(i.span.rows, again),)
     if not plan.whole_forward or not plan.whole_forward[i.stage]:
@@ -59,11 +59,11 @@ def passes(i: Instruction, plan: Plan) -> tuple[Pass, ...]:
     if i.kind is Kind.F:
         return (Pass(i.span.rows, True),)
     return tuple(
-        [Pass(part.rows, again or plan.overlapping(Kind.F, i.stage, i.job, part)[0] != part) for part in parts]
+        [Pass(part.rows, again or plan.overlapping_spans(Kind.F, i.stage, i.job, part)[0] != part) for part in parts]
     )
 
 
-class Joined(NamedTuple):
+class Concat(NamedTuple):
     """Samples that a computation copies.
 
     Attributes:
@@ -71,59 +71,59 @@ class Joined(NamedTuple):
         leaving: that were made in smaller parts than the message which takes them.
     """
 
-    arriving: int
-    leaving: int
+    inputs: int
+    outputs: int
 
 
-_NOTHING = Joined(0, 0)
+_NOTHING = Concat(0, 0)
 
 
-def joined(i: Instruction, plan: Plan) -> Joined:
+def count_concatenated(i: Instruction, plan: Plan) -> Concat:
     """The samples that the computation `i` joins from parts: of what it takes in, and of messages of which it makes the
     last part."""
     forward = i.kind is Kind.F
-    if plan.uniform[i.job] or not (forward or i.kind is Kind.B or i.kind is Kind.I):
+    if plan.uniform_jobs[i.job] or not (forward or i.kind is Kind.B or i.kind is Kind.I):
         return _NOTHING
     source, target = (i.stage - 1, i.stage + 1) if forward else (i.stage + 1, i.stage - 1)
-    mine = runs(i, plan)
+    mine = run_spans(i, plan)
     arriving = leaving = 0
     if 0 <= source < plan.n_stages:
         arriving = sum(part.rows for part in mine if len(_parts_from(source, i, part, plan)) > 1)
-    if 0 <= target < plan.n_stages and plan.crosses(min(i.stage, target)):
-        for message in plan.overlapping(Kind.SF if forward else Kind.SB, i.stage, i.job, i.span):
+    if 0 <= target < plan.n_stages and plan.is_remote_edge(min(i.stage, target)):
+        for message in plan.overlapping_spans(Kind.SF if forward else Kind.SB, i.stage, i.job, i.span):
             whole = any(part.start <= message.start and message.stop <= part.stop for part in mine)
             if message.stop <= i.span.stop and not whole:
                 leaving += message.rows
-    return Joined(arriving, leaving)
+    return Concat(arriving, leaving)
 
 
-def runs(i: Instruction, plan: Plan) -> Spans:
+def run_spans(i: Instruction, plan: Plan) -> Spans:
     """The samples of every run of a computation."""
-    return (i.span,) if i.kind is Kind.F and len(passes(i, plan)) == 1 else graphs(i, plan)
+    return (i.span,) if i.kind is Kind.F and len(layer_passes(i, plan)) == 1 else graph_spans(i, plan)
 
 
 def _parts_from(source: int, i: Instruction, part: Span, plan: Plan) -> Sequence[Span]:
     """The parts in which samples of `i` come from the stage `source`: of messages, or as that stage has made them."""
-    if plan.crosses(min(source, i.stage)):
-        return plan.overlapping(Kind.SF if i.kind is Kind.F else Kind.SB, source, i.job, part)
-    spans = plan.overlapping(i.kind, source, i.job, part)
-    every = [run for span in spans for run in runs(i._replace(stage=source, span=span), plan)]
+    if plan.is_remote_edge(min(source, i.stage)):
+        return plan.overlapping_spans(Kind.SF if i.kind is Kind.F else Kind.SB, source, i.job, part)
+    spans = plan.overlapping_spans(i.kind, source, i.job, part)
+    every = [run for span in spans for run in run_spans(i._replace(stage=source, span=span), plan)]
     return [run for run in every if run.overlaps(part)]
 
 
-def alike(i: Instruction, plan: Plan) -> Alike:
+def cost_key(i: Instruction, plan: Plan) -> CostKey:
     """A value that computations of one kind, stage, job and batch have in common if they cost the same."""
-    return i.span.rows if plan.uniform[i.job] else (passes(i, plan), joined(i, plan))
+    return i.span.rows if plan.uniform_jobs[i.job] else (layer_passes(i, plan), count_concatenated(i, plan))
 
 
-def sorts(kind: Kind, stage: int, plan: Plan) -> list[tuple[Instruction, int]]:
+def cost_classes(kind: Kind, stage: int, plan: Plan) -> list[tuple[Instruction, int]]:
     """One instruction of job 0 of every sort that costs the same, and how many of it there are."""
     spans = plan.spans(kind, stage)
-    if kind not in COMPUTE or plan.uniform[0]:
+    if kind not in COMPUTE or plan.uniform_jobs[0]:
         return [(Instruction(kind, stage, span=span), count) for span, count in _sizes(spans)]
     every = [Instruction(kind, stage, span=span) for span in spans]
-    counts = Counter(alike(i, plan) for i in every)
-    return [(i, counts[same]) for same, i in {alike(i, plan): i for i in every}.items()]
+    counts = Counter(cost_key(i, plan) for i in every)
+    return [(i, counts[same]) for same, i in {cost_key(i, plan): i for i in every}.items()]
 
 
 @lru_cache(maxsize=64)

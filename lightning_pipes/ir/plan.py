@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TypeVar
 
-from lightning_pipes.ir.checks import check_count, check_fields, shown
+from lightning_pipes.ir.checks import check_count, check_fields, short_repr
 from lightning_pipes.ir.errors import PlanError
 from lightning_pipes.ir.instruction import Instruction, Kind
 from lightning_pipes.ir.span import Span, even_spans
@@ -15,11 +15,11 @@ from lightning_pipes.ir.span import Span, even_spans
 Spans = tuple[Span, ...]
 _T = TypeVar("_T")
 
-MOST_STAGES = 2**12
+MAX_STAGES = 2**12
 """Stages of a plan, and devices of a cluster: a slip of the keyboard fills the memory with them otherwise."""
-MOST_MICROBATCHES = 2**16
+MAX_MICROBATCHES = 2**16
 """Of a batch; each holds a sample at least."""
-MOST_FORWARDS = 2**18
+MAX_FORWARDS = 2**18
 """Of a batch, on all stages together: an order of more takes gigabytes and minutes."""
 
 
@@ -73,7 +73,7 @@ class Cut:
                 raise PlanError(f"{where}: {span} should start at sample {at} and hold at least one; got {spans}")
             at = span.stop
         if at != self.rows:
-            raise PlanError(f"{where}: the spans end at sample {at}, the batch has {shown(self.rows)}")
+            raise PlanError(f"{where}: the spans end at sample {at}, the batch has {short_repr(self.rows)}")
 
     @classmethod
     def even(cls, rows: int, microbatches: int, stages: int) -> Cut:
@@ -84,7 +84,7 @@ class Cut:
         """
         check_count("rows of a batch", rows)
         check_count("microbatches", microbatches)
-        check_count("stages", stages, most=MOST_STAGES)
+        check_count("stages", stages, most=MAX_STAGES)
         _check_size(1, microbatches)  # a slip of the keyboard, also where there are few rows
         _check_size(stages, min(rows, microbatches))
         return cls(rows, (even_spans(rows, min(rows, microbatches)),) * stages)
@@ -108,24 +108,25 @@ class Cut:
                 return ()
 
 
-def _cuts_alike(cut: Cut) -> bool:
+def _is_uniform(cut: Cut) -> bool:
     first = cut.forward[0]
     tables = (cut.forward, cut.backward, cut.forward_links, cut.backward_links)
     different = {id(spans): spans for table in tables for spans in table}  # a thousand stages usually share one tuple
     return all(spans == first for spans in different.values())
 
 
-def _listed(name: str, values: Sequence[_T]) -> tuple[_T, ...]:
+def _tuple_from_sequence(name: str, values: Sequence[_T]) -> tuple[_T, ...]:
     if not isinstance(values, Sequence) or isinstance(values, str):
-        raise PlanError(f"{name} must be a list, got {shown(values)}")
+        raise PlanError(f"{name} must be a list, got {short_repr(values)}")
     return tuple(values)
 
 
 def _check_size(stages: int, microbatches: int) -> None:
-    if microbatches > MOST_MICROBATCHES or stages * microbatches > MOST_FORWARDS:
+    if microbatches > MAX_MICROBATCHES or stages * microbatches > MAX_FORWARDS:
         raise PlanError(
-            f"{shown(microbatches)} micro-batches on {stages} stage{'s' * (stages > 1)} are more than can be ordered: "
-            f"at most {MOST_MICROBATCHES} micro-batches, and {MOST_FORWARDS} forwards on all stages; use fewer "
+            f"{short_repr(microbatches)} micro-batches on {stages} stage{'s' * (stages > 1)} are more than can be "
+            "ordered: "
+            f"at most {MAX_MICROBATCHES} micro-batches, and {MAX_FORWARDS} forwards on all stages; use fewer "
             "micro-batches"
         )
 
@@ -181,8 +182,8 @@ class Plan:
             raise PlanError(
                 f"a plan needs ranks, one for each stage, and jobs; got {n} ranks and {len(self.jobs)} jobs"
             )
-        if n > MOST_STAGES:
-            raise PlanError(f"a plan has at most {MOST_STAGES} stages, got {n}")
+        if n > MAX_STAGES:
+            raise PlanError(f"a plan has at most {MAX_STAGES} stages, got {n}")
         if max(self.ranks) >= n or set(self.ranks) != set(range(max(self.ranks) + 1)):
             raise PlanError(f"ranks {self.ranks} leave a rank without a stage; number them 0 to n - 1")
         if not self.versions:
@@ -198,10 +199,12 @@ class Plan:
             raise TypeError
         if min((span.rows for span in self.layers), default=0) < 0:
             raise PlanError(
-                f"layers: a stage has its last layer after its first one, or none, got {shown(self.layers)}"
+                f"layers: a stage has its last layer after its first one, or none, got {short_repr(self.layers)}"
             )
         if not min(self.versions) >= 1 or not min(self.limits, default=0) >= 0:
-            raise PlanError(f"versions start at 1 and limits at 0, got {shown(self.versions)} and {shown(self.limits)}")
+            raise PlanError(
+                f"versions start at 1 and limits at 0, got {short_repr(self.versions)} and {short_repr(self.limits)}"
+            )
         if self.whole_forward and self.whole_forward[-1]:
             raise PlanError(
                 f"whole_forward {self.whole_forward} names the last stage, whose forward in one piece nobody would "
@@ -234,10 +237,15 @@ class Plan:
         """One job, one batch of `rows` samples (default: one a micro-batch), cut the same everywhere."""
         check_count("microbatches", microbatches)
         cut = Cut.even(microbatches if rows is None else rows, microbatches, stages)
-        where = tuple(range(stages)) if ranks is None else _listed("ranks", ranks)
+        where = tuple(range(stages)) if ranks is None else _tuple_from_sequence("ranks", ranks)
         if len(where) != stages:
-            raise PlanError(f"ranks must name the rank of each of {stages} stages, got {shown(ranks)}")
-        return cls(where, (cut,), layers=_listed("layers", layers), recompute=_listed("recompute", recompute))
+            raise PlanError(f"ranks must name the rank of each of {stages} stages, got {short_repr(ranks)}")
+        return cls(
+            where,
+            (cut,),
+            layers=_tuple_from_sequence("layers", layers),
+            recompute=_tuple_from_sequence("recompute", recompute),
+        )
 
     @property
     def n_stages(self) -> int:
@@ -259,21 +267,21 @@ class Plan:
         return self.jobs[job].spans(kind, stage)
 
     @cached_property
-    def uniform(self) -> tuple[bool, ...]:
+    def uniform_jobs(self) -> tuple[bool, ...]:
         """Of each job, whether all stages and links cut its batches alike."""
-        return tuple(map(_cuts_alike, self.jobs))
+        return tuple(map(_is_uniform, self.jobs))
 
-    def crosses(self, stage: int) -> bool:
+    def is_remote_edge(self, stage: int) -> bool:
         """Whether data from `stage` to `stage + 1`, and gradients back, go from one rank to another."""
         return self.ranks[stage] != self.ranks[stage + 1]
 
     @cached_property
-    def links(self) -> tuple[tuple[int, int, Kind], ...]:
+    def directed_links(self) -> tuple[tuple[int, int, Kind], ...]:
         """Every (source rank, destination rank, SF or SB) between which messages go, in one order for all ranks."""
-        pairs = {(self.ranks[s], self.ranks[s + 1]) for s in range(self.n_stages - 1) if self.crosses(s)}
+        pairs = {(self.ranks[s], self.ranks[s + 1]) for s in range(self.n_stages - 1) if self.is_remote_edge(s)}
         return tuple(sorted([(a, b, Kind.SF) for a, b in pairs] + [(b, a, Kind.SB) for a, b in pairs]))
 
-    def overlapping(self, kind: Kind, stage: int, job: int, span: Span) -> Spans:
+    def overlapping_spans(self, kind: Kind, stage: int, job: int, span: Span) -> Spans:
         """Those spans of `kind` on `stage` that share samples with `span`."""
         key = (kind, stage, job, span)
         found = self._overlaps.get(key)

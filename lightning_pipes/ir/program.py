@@ -21,7 +21,7 @@ Row = tuple[Instruction, ...]
 Rows = tuple[Row, ...]
 
 _Made = TypeVar("_Made")
-MOST_REMEMBERED = 2**19
+MAX_REMEMBERED = 2**19
 """Instructions of all programs of which a function remembers what it made: each takes some hundred bytes."""
 _TOKEN = re.compile(
     r"(?:j(?P<job>\d+):)?(?P<kind>STEP|SF|RF|SB|RB|F|B|I|W)(?P<stage>\d+)(?:\.(?P<n>\d+))?(?:@(?P<batch>\d+))?"
@@ -64,7 +64,7 @@ class Program:
         return len(self.head)
 
     @property
-    def endless(self) -> bool:
+    def is_endless(self) -> bool:
         """Whether batches can be added without end."""
         return bool(self.cycle)
 
@@ -80,19 +80,19 @@ class Program:
 
     def unroll(self, batches: int) -> Program:
         """The finite program of `batches` batches; itself where it has no cycle."""
-        if not self.endless:
+        if not self.is_endless:
             return self
         shift = max(0, batches - self.head_batches)  # fewer batches: those of the head that are left out, dropped
         rows = []
         for rank, head in enumerate(self.head):
             row = list(head)
             for turn in range(shift):
-                row += shifted(self.cycle[rank], turn)
-            row += shifted(self.tail[rank], shift) if self.tail else ()
+                row += shift_batches(self.cycle[rank], turn)
+            row += shift_batches(self.tail[rank], shift) if self.tail else ()
             rows.append(tuple(i for i in row if 0 <= i.batch < batches))
         return Program(tuple(rows))
 
-    def lines(self) -> list[str]:
+    def to_lines(self) -> list[str]:
         """One line a rank, head only: `F2.0` is the forward on stage 2 of the first span of its batch.
 
         Spans are numbered among those of the same kind, stage, job and batch that the program holds.
@@ -101,12 +101,12 @@ class Program:
         return [" ".join(self._token(i, number) for i in row) for row in self.head]
 
     def __str__(self) -> str:
-        return "\n".join(f"rank {rank}: {line}" for rank, line in enumerate(self.lines()))
+        return "\n".join(f"rank {rank}: {line}" for rank, line in enumerate(self.to_lines()))
 
     @cached_property
     def _span_numbers(self) -> dict[Instruction, int]:
         groups: dict[tuple[Kind, int, int, int], set[Span]] = {}
-        for i in self.instructions():
+        for i in self.iter_instructions():
             groups.setdefault((i.kind, i.stage, i.job, i.batch), set()).add(i.span)
         return {
             Instruction(kind, stage, job, batch, span): n
@@ -123,14 +123,14 @@ class Program:
 
     @classmethod
     def parse(cls, lines: Iterable[str], plan: Plan) -> Program:
-        """The program that `lines()` prints; the plan says which samples each number stands for.
+        """The program that `to_lines()` prints; the plan says which samples each number stands for.
 
         Raises:
             ProgramError: a token can't be read or names a stage or span that the plan does not have.
         """
         return cls(tuple(tuple(_read_token(token, plan) for token in line.split()) for line in lines))
 
-    def instructions(self) -> Iterator[Instruction]:
+    def iter_instructions(self) -> Iterator[Instruction]:
         """Every instruction of the head, rank after rank."""
         for row in self.head:
             yield from row
@@ -174,7 +174,7 @@ class Program:
 def remember_results(most: int) -> Callable[[Callable[[Program, Plan], _Made]], Callable[[Program, Plan], _Made]]:
     """Decorate a function of a program and its plan, so that it remembers its last results.
 
-    It remembers `most` of them, fewer where the programs are large (`MOST_REMEMBERED`), and always the last one.
+    It remembers `most` of them, fewer where the programs are large (`MAX_REMEMBERED`), and always the last one.
     """
 
     def decorate(function: Callable[[Program, Plan], _Made]) -> Callable[[Program, Plan], _Made]:
@@ -192,7 +192,7 @@ def remember_results(most: int) -> Callable[[Callable[[Program, Plan], _Made]], 
             with lock:
                 known[key] = made
                 size = sum(each.size for each, _ in known)
-                while len(known) > 1 and (len(known) > most or size > MOST_REMEMBERED):
+                while len(known) > 1 and (len(known) > most or size > MAX_REMEMBERED):
                     (oldest, _), _ = known.popitem(last=False)
                     size -= oldest.size
             return made
@@ -202,7 +202,7 @@ def remember_results(most: int) -> Callable[[Callable[[Program, Plan], _Made]], 
     return decorate
 
 
-def shifted(row: Sequence[Instruction], batches: int) -> Row:
+def shift_batches(row: Sequence[Instruction], batches: int) -> Row:
     """The same instructions, `batches` batches later."""
     return tuple(i._replace(batch=i.batch + batches) for i in row) if batches else tuple(row)
 

@@ -9,7 +9,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from lightning_pipes.ir.checks import check_type, shown
+from lightning_pipes.ir.checks import check_type, short_repr
 from lightning_pipes.ir.errors import PlanError
 from lightning_pipes.ir.schedule import Policy, Schedule
 
@@ -33,7 +33,9 @@ def schedule_factory(name: str) -> Any:
     if found is None:
         close = difflib.get_close_matches(name, installed_schedules(), n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise PlanError(f"no schedule is called {shown(name)}; {hint}installed are {', '.join(installed_schedules())}")
+        raise PlanError(
+            f"no schedule is called {short_repr(name)}; {hint}installed are {', '.join(installed_schedules())}"
+        )
     return found.load()
 
 
@@ -48,7 +50,7 @@ def make_schedule(name: str, **settings: Any) -> Schedule | Policy:
         made = factory(**settings)
     except TypeError as error:
         why = _unknown(factory, settings) or error
-        raise PlanError(f"schedule {name!r} does not take {shown(settings)}: {why}") from error
+        raise PlanError(f"schedule {name!r} does not take {short_repr(settings)}: {why}") from error
     if not isinstance(made, (Schedule, Policy)):
         raise PlanError(
             f"{factory!r} made a {type(made).__name__}, which is neither a Schedule nor a Policy: "

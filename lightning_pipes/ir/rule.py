@@ -30,7 +30,7 @@ class Rule:
         """The instruction that a policy with this rule picks; see `Policy.pick`."""
         limits = self.limits
         if limits:
-            ready = offered(ready, lambda i: i.kind is not Kind.F or has_room(i, view.in_flight, limits))
+            ready = eligible_instructions(ready, lambda i: i.kind is not Kind.F or has_room(i, view.in_flight, limits))
         forward = next((i for i in ready if i.kind is Kind.F), None)
         late = (Kind.F, Kind.W) if self.weights_last else (Kind.F,)
         other = next((i for i in ready if i.kind not in late), None)
@@ -55,7 +55,7 @@ class RulePolicy(Policy):
         return self.rule(plan).pick(ready, view, plan)
 
 
-def offered(ready: Iterable[Instruction], fits: Callable[[Instruction], bool]) -> tuple[Instruction, ...]:
+def eligible_instructions(ready: Iterable[Instruction], fits: Callable[[Instruction], bool]) -> tuple[Instruction, ...]:
     """Those of `ready`, sorted by `ready_key`, that a policy may pick.
 
     What does not fit holds back the later ones of its kind on its stage, so that gradients are summed in the order of

@@ -13,7 +13,7 @@ from lightning_pipes.ir.instruction import Instruction, Kind
 from lightning_pipes.ir.plan import Plan
 from lightning_pipes.ir.program import Program
 from lightning_pipes.ir.span import Span
-from lightning_pipes.ir.stream import Stepped, Use
+from lightning_pipes.ir.stream import LayerUse, LayerVersion
 
 
 class Traits:
@@ -29,7 +29,7 @@ class Traits:
     flushes: ClassVar[bool] = True
 
     @property
-    def tunes(self) -> bool:
+    def tunes_online(self) -> bool:
         """Whether a run shall change, while it goes on, to what its planner offers."""
         return False
 
@@ -38,21 +38,21 @@ class Traits:
         """Whether backward runs as I and W."""
         return False
 
-    def placement(self, n_ranks: int) -> tuple[int, ...]:
+    def place_stages(self, n_ranks: int) -> tuple[int, ...]:
         """The rank of each stage; one stage a rank, in order."""
         return tuple(range(n_ranks))
 
-    def versions(self, plan: Plan) -> tuple[int, ...]:
+    def weight_versions(self, plan: Plan) -> tuple[int, ...]:
         """The weight versions that may live on each stage; one."""
         return (1,) * plan.n_stages
 
     @classmethod
-    def variants(cls, n_ranks: int, microbatches: int) -> Sequence[Schedule | Policy]:
+    def list_variants(cls, n_ranks: int, microbatches: int) -> Sequence[Schedule | Policy]:
         """The variants that a search over schedules tries: this one with its defaults, or nothing where it does not
         flush, which gives another result than one process."""
         return [cls()] if cls.flushes else []  # type: ignore[list-item]  # a subclass is a Schedule or a Policy
 
-    def planner(self) -> object:
+    def make_planner(self) -> object:
         """The `planning.Planner` that decides how batches are cut for it; None for the default one, which cuts evenly.
 
         Typed as an object, for this layer knows nothing of costs; `planning.planner_of` checks it.
@@ -87,8 +87,8 @@ class RankView:
     rank: int
     last: Instruction | None
     in_flight: dict[int, int]
-    uses: Mapping[int, Use] = field(default_factory=dict)
-    versions: Mapping[str, Stepped] = field(default_factory=dict)
+    uses: Mapping[int, LayerUse] = field(default_factory=dict)
+    versions: Mapping[str, LayerVersion] = field(default_factory=dict)
 
 
 class Policy(Traits, ABC):
@@ -97,9 +97,9 @@ class Policy(Traits, ABC):
     Frozen and without memory of its own, so that simulator and executor ask the same question and get the same
     answer.
 
-    Where it does not flush, batches come without end. Each says which layers it uses, see `Use`, or else uses all of
-    them; a forward is ready when all that its batch uses on the stage is as the batches before it leave it. So whatever
-    is picked when, the weights are those of one batch after another.
+    Where it does not flush, batches come without end. Each says which layers it uses, see `LayerUse`, or else uses all
+    of them; a forward is ready when all that its batch uses on the stage is as the batches before it leave it. So
+    whatever is picked when, the weights are those of one batch after another.
     """
 
     @property
@@ -108,7 +108,7 @@ class Policy(Traits, ABC):
         return 1
 
     @property
-    def endless(self) -> bool:
+    def is_endless(self) -> bool:
         """Whether batches can be added without end."""
         return not self.flushes
 
@@ -117,11 +117,11 @@ class Policy(Traits, ABC):
         """Whether `cut` is asked: batches that do not flush may then be in other stages than the plan's."""
         return False
 
-    def cut(self, use: Use, cost: Callable[[str], float], plan: Plan) -> tuple[Span, ...] | None:
+    def cut(self, use: LayerUse, cost: Callable[[str], float], plan: Plan) -> tuple[Span, ...] | None:
         """The numbers of the layers that each stage runs for a batch that uses those; None for those of the plan.
 
-        A layer then goes to the rank that runs it, with what optimizers remember of it, see `Ledger.transfers`. Every
-        rank asks its own and must get the same: it may depend on nothing that happens while batches run.
+        A layer then goes to the rank that runs it, with what optimizers remember of it, see `Ledger.batch_transfers`.
+        Every rank asks its own and must get the same: it may depend on nothing that happens while batches run.
 
         Args:
             use: by the stages of the plan.
@@ -164,7 +164,7 @@ def check_placement(plan: Plan, schedule: Schedule) -> None:
     Raises:
         PlanError: they do.
     """
-    wanted = schedule.placement(plan.n_ranks)
+    wanted = schedule.place_stages(plan.n_ranks)
     if plan.ranks != wanted:
         raise PlanError(f"{schedule.name} places stages on ranks {wanted}, the plan on {plan.ranks}")
 
@@ -208,8 +208,8 @@ def check_stream(policy: Policy, plan: Plan) -> None:
             raise PlanError(f"{policy.name} runs batches without end and needs a plan with {what}: {way_out}")
 
 
-def prepared(plan: Plan, schedule: Schedule | Policy) -> Plan:
+def adapt_plan(plan: Plan, schedule: Schedule | Policy) -> Plan:
     """`plan` with the backward and the weight versions that the schedule asks for."""
     if plan.split_backward != schedule.splits_backward:
         plan = replace(plan, split_backward=schedule.splits_backward)
-    return plan if schedule.flushes else replace(plan, versions=tuple(schedule.versions(plan)))
+    return plan if schedule.flushes else replace(plan, versions=tuple(schedule.weight_versions(plan)))

@@ -23,7 +23,7 @@ class Span(NamedTuple):
         """Whether both hold a sample in common."""
         return self.start < other.stop and other.start < self.stop
 
-    def clip(self, rows: int) -> Span:
+    def clip_to(self, rows: int) -> Span:
         """The part of this span inside a batch of `rows` samples; empty where the batch is too short for it."""
         return self if self.stop <= rows else Span(min(self.start, rows), rows)
 

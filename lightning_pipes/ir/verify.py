@@ -6,18 +6,18 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from lightning_pipes.ir.deadlock import deadlock
+from lightning_pipes.ir.deadlock import deadlock_error
 from lightning_pipes.ir.dependencies import needs
 from lightning_pipes.ir.errors import PlanError, ProgramError
 from lightning_pipes.ir.instruction import COMPUTE, Instruction, Kind
-from lightning_pipes.ir.lowering import lower, window
+from lightning_pipes.ir.lowering import batch_instructions, lower
 from lightning_pipes.ir.plan import Plan
 from lightning_pipes.ir.program import Program
 from lightning_pipes.ir.regular import IrregularError, Unit, is_regular, walk_program
 
 
 @dataclass(frozen=True)
-class Facts:
+class ProgramStats:
     """The facts that `verify` learned, per stage.
 
     Attributes:
@@ -33,7 +33,7 @@ class Facts:
     staleness: tuple[int, ...]
 
 
-def verify(program: Program, plan: Plan, batches: int | None = None) -> Facts:
+def verify(program: Program, plan: Plan, batches: int | None = None) -> ProgramStats:
     """Facts about a program that holds: complete, paired, free of deadlock, within versions and limits.
 
     An endless program is unrolled to `batches` batches, by default three more than its head begins.
@@ -44,16 +44,16 @@ def verify(program: Program, plan: Plan, batches: int | None = None) -> Facts:
         PlanError: a stage needs more weight versions or holds more samples than the plan allows.
     """
     least = plan.batches
-    if program.endless:
+    if program.is_endless:
         least = batches if batches is not None else program.head_batches + 3
         program = program.unroll(least)
-    facts = _facts_of_regular(program, plan, least)
+    facts = _regular_stats(program, plan, least)
     if facts is None:
         _check_known(program, plan)
         lowered = lower(program, plan)
         _check_complete(lowered, plan, least)
         order = _run(lowered, plan)
-        facts = _facts(order, plan)
+        facts = _compute_stats(order, plan)
     for stage in range(plan.n_stages):
         if facts.versions[stage] > plan.versions[stage] and plan.shared_weights:
             raise PlanError(
@@ -68,7 +68,7 @@ def verify(program: Program, plan: Plan, batches: int | None = None) -> Facts:
     return facts
 
 
-def _facts_of_regular(program: Program, plan: Plan, least: int) -> Facts | None:
+def _regular_stats(program: Program, plan: Plan, least: int) -> ProgramStats | None:
     """Return the facts about a program that holds, of a regular plan and without transfers; None about any other one.
 
     Transfers follow from complete computations: see `lower`. A stage's facts follow from the order of its rank alone.
@@ -77,7 +77,7 @@ def _facts_of_regular(program: Program, plan: Plan, least: int) -> Facts | None:
         return None
     n = plan.n_stages
     spans, rows, peak_spans, peak_rows = [0] * n, [0] * n, [0] * n, [0] * n
-    ends = _Ends.of(plan)
+    ends = _Ends.from_plan(plan)
     units: dict[tuple[Kind, int, int, int], Unit] = {}
     last = Kind.W if plan.split_backward else Kind.B
     try:
@@ -86,7 +86,7 @@ def _facts_of_regular(program: Program, plan: Plan, least: int) -> Facts | None:
             if unit.note is None:
                 unit.note = units[unit.key] = unit
                 if kind is Kind.F:
-                    ends.begin(s, job, batch)
+                    ends.begin_batch(s, job, batch)
             if kind is Kind.F:
                 spans[s] += 1
                 rows[s] += stop - start
@@ -101,12 +101,12 @@ def _facts_of_regular(program: Program, plan: Plan, least: int) -> Facts | None:
                 ends.step(s, job, batch)
     except IrregularError:
         return None
-    if any(0 in unit.ran for unit in units.values()) or units.keys() != _wanted_units(units, plan, least):
+    if any(0 in unit.ran for unit in units.values()) or units.keys() != _required_units(units, plan, least):
         return None
-    return Facts(tuple(peak_spans), tuple(peak_rows), tuple(ends.versions), tuple(ends.staleness))
+    return ProgramStats(tuple(peak_spans), tuple(peak_rows), tuple(ends.versions), tuple(ends.staleness))
 
 
-def _wanted_units(
+def _required_units(
     units: Collection[tuple[Kind, int, int, int]], plan: Plan, least: int
 ) -> set[tuple[Kind, int, int, int]]:
     """Return the kind, stage, job and batch of all that a program has to have with those that it has."""
@@ -131,14 +131,14 @@ def _check_known(program: Program, plan: Plan) -> None:
 
 
 def _check_complete(program: Program, plan: Plan, least: int) -> None:
-    batches = {(i.job, i.batch) for i in program.instructions()}
+    batches = {(i.job, i.batch) for i in program.iter_instructions()}
     for job in range(len(plan.jobs)):
         most = max((batch + 1 for j, batch in batches if j == job), default=0)
         for batch in range(max(least, most)):
             if (job, batch) not in batches:
                 raise ProgramError(f"job {job} has no batch {batch} in the program")
     for rank, row in enumerate(program.head):
-        wanted = Counter(i for job, batch in sorted(batches) for i in window(plan, rank, job, batch))
+        wanted = Counter(i for job, batch in sorted(batches) for i in batch_instructions(plan, rank, job, batch))
         got = Counter(row)
         for i in sorted(got - wanted, key=lambda i: i.kind not in COMPUTE):  # its transfers follow from it
             why = "comes more than once" if i in wanted else "does not belong there"
@@ -161,7 +161,7 @@ def _run(program: Program, plan: Plan) -> list[Instruction]:
                 moved = True
     stuck = {rank: row[at[rank]] for rank, row in enumerate(program.head) if at[rank] < len(row)}
     if stuck:
-        raise deadlock(done, stuck, plan)
+        raise deadlock_error(done, stuck, plan)
     return list(done)
 
 
@@ -170,7 +170,7 @@ class _Ends:
     """The weight versions that live on each stage, as batches begin and end there.
 
     Attributes:
-        versions, staleness: by stage, as in `Facts`.
+        versions, staleness: by stage, as in `ProgramStats`.
         updates: by stage and job.
         read: by stage, (job, batch) -> oldest version in use.
     """
@@ -181,11 +181,11 @@ class _Ends:
     read: list[dict[tuple[int, int], int]]
 
     @classmethod
-    def of(cls, plan: Plan) -> _Ends:
+    def from_plan(cls, plan: Plan) -> _Ends:
         n = plan.n_stages
         return cls([1] * n, [0] * n, [Counter() for _ in range(n)], [{} for _ in range(n)])
 
-    def begin(self, s: int, job: int, batch: int) -> None:
+    def begin_batch(self, s: int, job: int, batch: int) -> None:
         self.read[s].setdefault((job, batch), self.updates[s][job])
 
     def step(self, s: int, job: int, batch: int) -> None:
@@ -196,22 +196,22 @@ class _Ends:
         self.versions[s] = max(self.versions[s], updates[job] - oldest + 1)
 
 
-def _facts(order: list[Instruction], plan: Plan) -> Facts:
+def _compute_stats(order: list[Instruction], plan: Plan) -> ProgramStats:
     n = plan.n_stages
     peak_spans, peak_rows = [0] * n, [0] * n
     held: list[dict[Instruction, int]] = [{} for _ in range(n)]  # forward -> samples without backward yet
     rows = [0] * n  # of all of those
-    ends = _Ends.of(plan)
+    ends = _Ends.from_plan(plan)
     for i in order:
         s = i.stage
         if i.kind is Kind.F:
             held[s][i] = i.span.rows
             rows[s] += i.span.rows
-            ends.begin(s, i.job, i.batch)
+            ends.begin_batch(s, i.job, i.batch)
             peak_spans[s] = max(peak_spans[s], len(held[s]))
             peak_rows[s] = max(peak_rows[s], rows[s])
         elif i.kind is Kind.B or i.kind is Kind.W:
-            for span in plan.overlapping(Kind.F, s, i.job, i.span):
+            for span in plan.overlapping_spans(Kind.F, s, i.job, i.span):
                 forward = Instruction(Kind.F, s, i.job, i.batch, span)
                 freed = min(span.stop, i.span.stop) - max(span.start, i.span.start)
                 held[s][forward] -= freed
@@ -220,4 +220,4 @@ def _facts(order: list[Instruction], plan: Plan) -> Facts:
                     del held[s][forward]
         elif i.kind is Kind.STEP:
             ends.step(s, i.job, i.batch)
-    return Facts(tuple(peak_spans), tuple(peak_rows), tuple(ends.versions), tuple(ends.staleness))
+    return ProgramStats(tuple(peak_spans), tuple(peak_rows), tuple(ends.versions), tuple(ends.staleness))

@@ -134,7 +134,7 @@ def _together(model: WhatIf, tried: Iterable[_Tried]) -> Trial | None:
     schedule = better["schedule"].schedule if "schedule" in better else None
     number = better["microbatches"].microbatches if "microbatches" in better else None
     if schedule is not None and number is not None:
-        number = min(number, max(model.now.microbatches, MOST // len(schedule.placement(model.plan.n_ranks))))
+        number = min(number, max(model.now.microbatches, MOST // len(schedule.place_stages(model.plan.n_ranks))))
     if schedule is None and number is None:
         return None
     return model.rebalanced(schedule, number) or model.same_cuts(schedule, number)

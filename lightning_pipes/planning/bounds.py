@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pipes.cost import Costs, Deployment, Link, ModelProfile
-from lightning_pipes.ir import SENDS, Kind, Plan, sorts
+from lightning_pipes.ir import SENDS, Kind, Plan, cost_classes
 from lightning_pipes.planning.fit import both_seconds, stage_seconds
 from lightning_pipes.planning.partition import Indices, Seconds, StageLoad, between, lightest
 
@@ -42,7 +42,7 @@ def least_step(plan: Plan, costs: Costs) -> int:
 def _everything(kind: Kind, stage: int, plan: Plan, costs: Costs) -> tuple[int, int]:
     """Nanoseconds that all instructions of one kind take on `stage`, or on the link from it, and the quickest alone."""
     occupied, latencies, quickest = 0, [], []
-    for i, count in sorts(kind, stage, plan):
+    for i, count in cost_classes(kind, stage, plan):
         if kind in SENDS:
             takes, latency = costs.transfer_ns(i, plan)
             link = costs.link_between(plan.ranks[stage], plan.ranks[stage + 1 if kind is Kind.SF else stage - 1])
@@ -92,7 +92,7 @@ class _Bound:
         """How long the busiest link is occupied, if every cut is where least passes. With one stage a rank there is a
         whole way forward and back besides: what its first message passes before, and its last one after."""
         plan, cluster = self.plan, self.deployment.pipeline
-        there = Counter((plan.ranks[s], plan.ranks[s + 1]) for s in range(plan.n_stages - 1) if plan.crosses(s))
+        there = Counter((plan.ranks[s], plan.ranks[s + 1]) for s in range(plan.n_stages - 1) if plan.is_remote_edge(s))
         both = there + Counter({(b, a): n for (a, b), n in there.items()})
         size = self.rows * self.edge
         way = once = 0.0
@@ -169,7 +169,7 @@ class _Bound:
         plan, found = self.plan, [0.0]
         for s in range(plan.n_stages - 1):
             seconds = self.profile.overhead
-            if plan.crosses(s):
+            if plan.is_remote_edge(s):
                 pair = (plan.ranks[s + 1], plan.ranks[s]) if back else (plan.ranks[s], plan.ranks[s + 1])
                 link = self.deployment.pipeline.link_between(*pair)
                 seconds += _least(link, self.edge * self.rows * self.one_share) + link.latency

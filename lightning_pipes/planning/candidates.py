@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lightning_pipes.cost import Costs
-from lightning_pipes.ir import Cut, InputError, Kind, Plan, Policy, Schedule, prepared
+from lightning_pipes.ir import Cut, InputError, Kind, Plan, Policy, Schedule, adapt_plan
 from lightning_pipes.planning.memory import stage_peak
 from lightning_pipes.planning.planner import EvenPlanner, planner_of
 from lightning_pipes.planning.wording import schedule_label
@@ -90,7 +90,7 @@ def candidate(
     schedule: Schedule | Policy, plan: Plan, costs: Costs, memory_limit: Limit, held: Sequence[int]
 ) -> Candidate | None:
     """`schedule` on `plan`, whose stages hold that many micro-batches at most; None if that does not fit."""
-    plan = prepared(plan, schedule)
+    plan = adapt_plan(plan, schedule)
     m = len(plan.spans(Kind.F, 0))
     peak = tuple(stage_peak(plan, costs, s, min(most, m)) for s, most in enumerate(held))
     if any(a > b for a, b in zip(peak, limits_of(memory_limit, plan.n_ranks), strict=True)):

@@ -67,7 +67,7 @@ def step_seconds(order: Program | Policy, plan: Plan, costs: CostModel) -> float
         plan: without layers, so that the order is lowered once.
     """
     ends = [makespan(each, plan, costs) for each in _rounds(order)]
-    if isinstance(order, Program) and order.endless:
+    if isinstance(order, Program) and order.is_endless:
         return (ends[1] - ends[0]) / _batches(order) / 1e9
     return ends[0] / 1e9
 
@@ -84,7 +84,7 @@ def step_bubble(order: Program | Policy, plan: Plan, costs: CostModel) -> float:
 
 def _rounds(order: Program | Policy) -> Sequence[Program | Policy]:
     """Return finite orders: of an endless one a window that fills the pipeline, and one of twice as many batches."""
-    return _unrolled(order) if isinstance(order, Program) and order.endless else (order,)
+    return _unrolled(order) if isinstance(order, Program) and order.is_endless else (order,)
 
 
 @lru_cache(maxsize=2)
@@ -122,7 +122,7 @@ def fit_layers(
             "the profile has no times of I and W, the two parts of a backward; measure them with split=True, or choose "
             "a schedule with full backwards"
         )
-    if not isinstance(schedule, Schedule) and schedule.endless:
+    if not isinstance(schedule, Schedule) and schedule.is_endless:
         raise PlanError(
             f"{schedule.name} orders batches that overlap while they run, so there is no step to plan; choose another"
         )
@@ -193,7 +193,7 @@ def _move_cuts(
 
 def _affordable(order: Program | Policy, plan: Plan) -> int:
     """How often a step of `plan` may be simulated."""
-    batches = 3 * _batches(order) if isinstance(order, Program) and order.endless else 1
+    batches = 3 * _batches(order) if isinstance(order, Program) and order.is_endless else 1
     return max(LEAST, EFFORT // sum(batches * len(plan.spans(Kind.F, s)) for s in range(plan.n_stages)))
 
 
@@ -359,4 +359,4 @@ def _gib(size: float) -> str:
 
 
 def _links(plan: Plan, cluster: Cluster) -> dict[tuple[int, int], Link]:
-    return {(a, b): cluster.link_between(a, b) for a, b, _ in plan.links}
+    return {(a, b): cluster.link_between(a, b) for a, b, _ in plan.directed_links}

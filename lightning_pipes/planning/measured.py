@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from lightning_pipes.cost import CostModel, ModelProfile, Table
 from lightning_pipes.cost.measurement import dispatch_delays, times_of_passes
-from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, Span, passes
+from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, Span, layer_passes
 
 Key = tuple[Kind, int, int]
 """Kind, stage and rows."""
@@ -250,9 +250,9 @@ def _times(table: Table, share: float) -> Table:
 def _kinds(plan: Plan, stage: int) -> list[Kind]:
     """The instructions and messages of `stage`."""
     kinds = [Kind.F, *((Kind.I, Kind.W) if plan.split_backward else (Kind.B,))]
-    if stage + 1 < plan.n_stages and plan.crosses(stage):
+    if stage + 1 < plan.n_stages and plan.is_remote_edge(stage):
         kinds.append(Kind.SF)
-    if stage and plan.crosses(stage - 1):
+    if stage and plan.is_remote_edge(stage - 1):
         kinds.append(Kind.SB)
     return kinds
 
@@ -263,7 +263,7 @@ def _sizes(plan: Plan, kind: Kind, stage: int) -> frozenset[int]:
     every = [Instruction(kind, stage, span=span) for span in plan.spans(kind, stage)]
     if kind in SENDS:
         return frozenset(i.span.rows for i in every)
-    return frozenset(rows for i in every for rows, _ in passes(i, plan))
+    return frozenset(rows for i in every for rows, _ in layer_passes(i, plan))
 
 
 def _edge(kind: Kind, stage: int) -> tuple[int, int]:

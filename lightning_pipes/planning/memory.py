@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pipes.cost import Cluster, CostModel, Costs, ModelProfile
-from lightning_pipes.ir import Alike, Kind, Plan, Program, alike, sorts
+from lightning_pipes.ir import CostKey, Kind, Plan, Program, cost_classes, cost_key
 from lightning_pipes.planning.partition import Seconds as Bytes
 from lightning_pipes.planning.partition import between
 
@@ -18,7 +18,7 @@ Array = npt.NDArray[np.float64]
 def held_rows(program: Program, plan: Plan) -> tuple[int, ...]:
     """The most samples that every stage holds between F and the end of B or W, within a finite program."""
     held, most = [0] * plan.n_stages, [0] * plan.n_stages
-    for kind, stage, _, _, span in program.instructions():
+    for kind, stage, _, _, span in program.iter_instructions():
         if kind is Kind.F:
             held[stage] += span.rows
             if held[stage] > most[stage]:
@@ -36,9 +36,9 @@ def peak_bytes(program: Program, plan: Plan, costs: CostModel) -> tuple[int, ...
     )  # rows say it all, and there may be many instructions
     for rank, row in enumerate(program.head):
         now = most = costs.resident_bytes(rank, plan)
-        known: dict[tuple[Kind, int, Alike], tuple[int, int]] = {}
+        known: dict[tuple[Kind, int, CostKey], tuple[int, int]] = {}
         for i in row:
-            key = i.kind, i.stage, i.span.rows if simple else alike(i, plan)
+            key = i.kind, i.stage, i.span.rows if simple else cost_key(i, plan)
             held = known.get(key)
             if held is None:
                 held = known[key] = costs.memory_change(i, plan)
@@ -54,12 +54,13 @@ def stage_peak(plan: Plan, costs: Costs, stage: int, held: int) -> int:
     """The most bytes that the rank of `stage` needs, if it has no other, to keep so many micro-batches of the largest
     size between F and the end of B, or of W, and to compute on one of them. What `peak_bytes` finds is never more."""
     kinds = (Kind.I, Kind.W) if plan.split_backward else (Kind.B,)
-    forwards = [costs.memory_change(i, plan) for i, _ in sorts(Kind.F, stage, plan)]
-    backwards = [costs.memory_change(i, plan) for kind in kinds for i, _ in sorts(kind, stage, plan)]
+    forwards = [costs.memory_change(i, plan) for i, _ in cost_classes(Kind.F, stage, plan)]
+    backwards = [costs.memory_change(i, plan) for kind in kinds for i, _ in cost_classes(kind, stage, plan)]
     kept = max(taken - working for taken, working in forwards)
     if plan.split_backward:  # I that makes activations again leaves them for W
         kept += max(
-            taken - freed for taken, freed in (costs.memory_change(i, plan) for i, _ in sorts(Kind.I, stage, plan))
+            taken - freed
+            for taken, freed in (costs.memory_change(i, plan) for i, _ in cost_classes(Kind.I, stage, plan))
         )
     needed = max(*(working for _, working in forwards), *(taken for taken, _ in backwards))
     return costs.resident_bytes(plan.ranks[stage], plan) + held * kept + needed

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 from lightning_pipes.cost import CostModel, Deployment, ModelProfile
-from lightning_pipes.ir import Cut, Plan, PlanError, Policy, Schedule, Span, prepared
+from lightning_pipes.ir import Cut, Plan, PlanError, Policy, Schedule, Span, adapt_plan
 from lightning_pipes.planning.replanning.seen import Seen
 
 Way = Literal["drain", "ahead", "buffered"]
@@ -83,7 +83,8 @@ class Solution:
 
 
 class Planner(ABC):
-    """Decides how batches are cut: for a schedule, which names its planner by `planner()`, and by it for everybody.
+    """Decides how batches are cut: for a schedule, which names its planner by `make_planner()`, and by it for
+    everybody.
 
     It has no memory of its own and draws no unseeded random numbers: every rank asks its own and gets the same plan.
 
@@ -102,7 +103,7 @@ class Planner(ABC):
 
     @abstractmethod
     def plan(self, problem: Problem) -> Plan:
-        """How the batch is cut, on the ranks where the schedule places its stages; `prepared` for it by `solve`.
+        """How the batch is cut, on the ranks where the schedule places its stages; `adapt_plan` prepares it in `solve`.
 
         A batch of another size is another problem, as is the last one of an epoch.
 
@@ -123,7 +124,7 @@ class Planner(ABC):
         plan = self.plan(problem)
         if not plan.layers:
             plan = replace(plan, layers=problem.layers or problem.fallback)
-        where = schedule.placement(problem.ranks)
+        where = schedule.place_stages(problem.ranks)
         for what, got, needed in (
             ("stages on ranks", plan.ranks, where),
             ("rows", tuple(cut.rows for cut in plan.jobs), (problem.rows,)),
@@ -133,7 +134,7 @@ class Planner(ABC):
                 raise PlanError(
                     f"the planner of schedule {schedule.name!r} planned for {what} {got}, asked for {needed}"
                 )
-        return Solution(replace(problem, layers=plan.layers), prepared(plan, schedule))
+        return Solution(replace(problem, layers=plan.layers), adapt_plan(plan, schedule))
 
     def explained(self, problem: Problem, plan: Plan) -> str:
         """A sentence for people on why `plan`, which it made of the problem, cuts a batch as it does; empty where there
@@ -167,7 +168,7 @@ class EvenPlanner(Planner):
     """The same even cut on every stage: micro-batches that differ by one sample at most."""
 
     def plan(self, problem: Problem) -> Plan:
-        where = problem.schedule.placement(problem.ranks)
+        where = problem.schedule.place_stages(problem.ranks)
         # The last stage runs the user's whole step, which should log and count once.
         again = tuple(s < len(where) - 1 for s in range(len(where))) if problem.recompute else ()
         m = MICROBATCHES_PER_STAGE * len(where) if problem.microbatches is None else problem.microbatches
@@ -181,7 +182,7 @@ def planner_of(schedule: Schedule | Policy) -> Planner:
     Raises:
         PlanError: it names something else.
     """
-    planner = schedule.planner()
+    planner = schedule.make_planner()
     if planner is None:
         return EvenPlanner()
     if not isinstance(planner, Planner):
@@ -207,4 +208,4 @@ def even_plan(schedule: Schedule | Policy, ranks: int, microbatches: int, rows: 
     Raises:
         PlanError: no samples or no micro-batches.
     """
-    return prepared(EvenPlanner().plan(Problem(schedule, ranks, rows, microbatches, recompute)), schedule)
+    return adapt_plan(EvenPlanner().plan(Problem(schedule, ranks, rows, microbatches, recompute)), schedule)

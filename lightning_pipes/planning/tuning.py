@@ -67,7 +67,7 @@ def effect_of(plan: Plan, costs: CostModel, lag: float = 0.0) -> Effect:
         backward = (I(s, span), W(s, span)) if plan.split_backward else (B(s, span),)
         pace = max(pace, sum(costs.duration_ns(i, plan) for i in (F(s, span), *backward)))
         for kind, edge in ((Kind.SF, s), (Kind.SB, s - 1)):
-            if 0 <= edge < plan.n_stages - 1 and plan.crosses(edge):
+            if 0 <= edge < plan.n_stages - 1 and plan.is_remote_edge(edge):
                 takes, latency = costs.transfer_ns(Instruction(kind, s, span=plan.spans(kind, s)[0]), plan)
                 busy, trips = max(busy, takes), trips + takes + latency
                 sent.append(takes + latency)

@@ -75,7 +75,7 @@ class WhatIf:
         if len(plan.jobs) > 1 or plan.batches > 1:
             raise PlanError(f"changes are tried for one batch of one job; this is {len(plan.jobs)} x {plan.batches}")
         self.schedule = make_schedule(record.schedule, **record.settings)
-        if not isinstance(self.schedule, Schedule) and self.schedule.endless:
+        if not isinstance(self.schedule, Schedule) and self.schedule.is_endless:
             raise PlanError(f"{record.schedule} orders batches that overlap while they run: no step stands for all")
         self.plan = plan
         self.layers_known = record.profile is not None and bool(plan.layers)
@@ -246,7 +246,7 @@ class WhatIf:
     ) -> Iterator[tuple[tuple[int, int], Link]]:
         costs, plan = self._record.costs, self.plan
         for s in range(plan.n_stages - 1):
-            if not plan.crosses(s):
+            if not plan.is_remote_edge(s):
                 continue
             size = profile.edge_bytes(layers[s].stop) * self._rows
             ends = plan.ranks[s], plan.ranks[s + 1]

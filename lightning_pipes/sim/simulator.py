@@ -8,7 +8,7 @@ from itertools import repeat
 import numpy as np
 
 from lightning_pipes.cost import Costs
-from lightning_pipes.ir import InputError, Instruction, Plan, Policy, Program, Use, check_stream, unrolled
+from lightning_pipes.ir import InputError, Instruction, LayerUse, Plan, Policy, Program, check_stream, unroll_stream
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.loops.dispatch import dispatch
 from lightning_pipes.sim.loops.given import check_order
@@ -25,7 +25,7 @@ def simulate(
     plan: Plan,
     costs: Costs,
     *,
-    batches: int | Sequence[Use] | None = None,
+    batches: int | Sequence[LayerUse] | None = None,
     memory_limit: Limit = None,
 ) -> Timeline:
     """When everything runs if `costs` are true: integer nanoseconds, the same on every machine.
@@ -51,16 +51,16 @@ def simulate(
         ProgramError: the program is one of another plan.
     """
     check_order("simulate", order, plan)
-    if isinstance(order, Policy) and order.endless:
+    if isinstance(order, Policy) and order.is_endless:
         check_stream(order, plan)
         asked = order.depth + 3 if batches is None else batches
-        uses = [Use.whole(plan)] * asked if isinstance(asked, int) else list(asked)
-        plan = unrolled(plan, uses, order.depth)
+        uses = [LayerUse.from_plan(plan)] * asked if isinstance(asked, int) else list(asked)
+        plan = unroll_stream(plan, uses, order.depth)
         return _by_policy(order, plan, plan.batches, costs, memory_limit, uses)
     if not (batches is None or isinstance(batches, int)):
         raise InputError("only batches of an endless policy say which layers they use; give their number")
     if isinstance(order, Program):
-        program = order.unroll(order.head_batches + 3 if batches is None else batches) if order.endless else order
+        program = order.unroll(order.head_batches + 3 if batches is None else batches) if order.is_endless else order
         fixed, prices = priced_by(costs, compiled(program, plan))
         return _timeline(fixed, prices, run(fixed, prices), peaks(fixed, plan, costs, memory_limit))
     return _by_policy(order, plan, batches or plan.batches, costs, memory_limit)
@@ -138,7 +138,7 @@ def priced(program: Program, plan: Plan, *, apart: bool = False) -> tuple[Instru
 
 
 def _by_policy(
-    policy: Policy, plan: Plan, batches: int, costs: Costs, memory_limit: Limit, uses: Sequence[Use] = ()
+    policy: Policy, plan: Plan, batches: int, costs: Costs, memory_limit: Limit, uses: Sequence[LayerUse] = ()
 ) -> Timeline:
     queues, prices = priced_by(costs, opened(plan, batches))
     memory = Bytes.of(queues, plan, costs, memory_limit)

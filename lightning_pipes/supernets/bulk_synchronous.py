@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_pipes.ir import Delayed, InputError, check_count, check_type, shown
+from lightning_pipes.ir import Delayed, InputError, check_count, check_type, short_repr
 
 
 def bulk_synchronous(layers: Mapping[str, bool | Delayed], number: int, bulk: int) -> dict[str, bool | Delayed]:
@@ -24,6 +24,6 @@ def bulk_synchronous(layers: Mapping[str, bool | Delayed], number: int, bulk: in
     """
     check_type("layers", layers, Mapping[str, bool | Delayed])
     if check_type("number", number, int) < 0:
-        raise InputError(f"number must be at least 0, got {shown(number)}; subnets are counted from 0")
+        raise InputError(f"number must be at least 0, got {short_repr(number)}; subnets are counted from 0")
     late = Delayed(number % check_count("bulk", bulk, "; subnets between two flushes") + 1)
     return {name: late if stepped else False for name, stepped in layers.items()}

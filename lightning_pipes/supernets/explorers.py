@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from lightning_pipes.ir import InputError, check_type, shown
+from lightning_pipes.ir import InputError, check_type, short_repr
 from lightning_pipes.supernets.subnet import SearchSpace
 
 Choices = tuple[int, ...]
@@ -200,7 +200,7 @@ def as_iterator(what: str, value: object) -> Iterator[Any]:
     try:
         return iter(check_type(what, value, Iterable))
     except TypeError:
-        raise InputError(f"{what} must be an Iterable, got {shown(value)}") from None
+        raise InputError(f"{what} must be an Iterable, got {short_repr(value)}") from None
 
 
 def draw_subnet(space: SearchSpace, key: str) -> Choices:

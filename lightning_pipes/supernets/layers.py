@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lightning_pipes.ir import InputError, check_count, check_type, shown
+from lightning_pipes.ir import InputError, check_count, check_type, short_repr
 from lightning_pipes.supernets.explorers import as_iterator
 
 Sharing = Literal["sequential", "frozen", "per_choice", "delayed"]
@@ -128,7 +128,7 @@ def check_sharing(shared: object, delay: object) -> None:
     check_type("shared", shared, Sharing)
     if (shared == "delayed") != (delay is not None):
         raise InputError(
-            f"shared={shared!r} with delay={shown(delay)}: a delay belongs to shared='delayed', which needs one: "
+            f"shared={shared!r} with delay={short_repr(delay)}: a delay belongs to shared='delayed', which needs one: "
             "as many subnets as shall be under way at once, such as 8"
         )
     if delay is not None:
@@ -143,7 +143,8 @@ def split_input(given: Any) -> tuple[Any, Any]:
     """
     if not isinstance(given, tuple) or len(given) != 2 or not hasattr(given[1], "__getitem__"):
         raise InputError(
-            f"a layer of a Supernet takes (x, subnet), got {shown(type(given).__name__)}; call it as net((x, subnet))"
+            f"a layer of a Supernet takes (x, subnet), got {short_repr(type(given).__name__)}; call it as net((x, "
+            "subnet))"
         )
     return given
 

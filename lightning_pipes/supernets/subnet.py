@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_pipes.engine.watch import plain
-from lightning_pipes.ir import InputError, check_count, check_fields, check_type, shown
+from lightning_pipes.ir import InputError, check_count, check_fields, check_type, short_repr
 
 
 class Subnet:
@@ -88,7 +88,7 @@ class SearchSpace:
         for number, candidates in enumerate(self.blocks):
             if not candidates or len(set(candidates)) < len(candidates) or min(candidates) < 0:
                 raise InputError(
-                    f"block {number} of a space offers candidates {shown(candidates)}; it needs one or more, each "
+                    f"block {number} of a space offers candidates {short_repr(candidates)}; it needs one or more, each "
                     "once, counted from 0"
                 )
 
@@ -127,7 +127,7 @@ class SearchSpace:
         check_type("a subnet's choices", choices, Sequence[int])
         if len(choices) != len(self.blocks):
             raise InputError(
-                f"a subnet of {len(choices)} choices, {shown(tuple(choices))}, for {len(self.blocks)} blocks; it "
+                f"a subnet of {len(choices)} choices, {short_repr(tuple(choices))}, for {len(self.blocks)} blocks; it "
                 "needs one for each"
             )
         for block, choice in enumerate(choices):
@@ -152,5 +152,6 @@ class SearchSpace:
     def _check(self, block: int, choice: int) -> None:
         if choice not in self.blocks[block]:
             raise InputError(
-                f"a subnet chooses candidate {shown(choice)} of block {block}, which has {shown(self.blocks[block])}"
+                f"a subnet chooses candidate {short_repr(choice)} of block {block}, which has "
+                f"{short_repr(self.blocks[block])}"
             )

@@ -29,8 +29,8 @@ from lightning_pipes.ir import (
     Program,
     Schedule,
     Span,
+    adapt_plan,
     lower,
-    prepared,
     verify,
 )
 from lightning_pipes.sim import simulate
@@ -75,10 +75,10 @@ class ScheduleConformance:
     def plan(self, schedule: AnySchedule, ranks: int, microbatches: int) -> Plan:
         """Return the plan to order; override it for a schedule that needs more than even spans."""
         if self.stages_per_rank is None:
-            where = schedule.placement(ranks)
+            where = schedule.place_stages(ranks)
         else:
             where = tuple(range(ranks)) * self.stages_per_rank
-        return prepared(Plan.even(len(where), microbatches, ranks=where), schedule)
+        return adapt_plan(Plan.even(len(where), microbatches, ranks=where), schedule)
 
     def most_held(self, schedule: AnySchedule, plan: Plan, stage: int) -> int:
         """Return the most micro-batches that `stage` may hold between F and B; by default all of them."""
@@ -113,7 +113,7 @@ class ScheduleConformance:
         """Gradients are then summed in the same order as without a pipeline."""
         program = _finite(self.order(schedule, self.plan(schedule, p, m)))
         last: dict[tuple[Kind, int, int, int], Span] = {}
-        for i in program.instructions():
+        for i in program.iter_instructions():
             if i.kind in COMPUTE and i.kind is not Kind.STEP:
                 key = (i.kind, i.stage, i.job, i.batch)
                 assert key not in last or last[key] < i.span, f"{i} after {last[key]}"
@@ -127,7 +127,7 @@ class ScheduleConformance:
         program = _finite(self.order(schedule, plan))
         timeline = simulate(program, plan, costs)
         assert timeline.program() == program
-        way = [i for i in lower(program, plan).instructions() if (i.job, i.batch) == (0, 0) and i.span.start == 0]
+        way = [i for i in lower(program, plan).iter_instructions() if (i.job, i.batch) == (0, 0) and i.span.start == 0]
         assert timeline.makespan >= max(timeline.busy)
         assert timeline.makespan >= sum(costs.duration_ns(i, plan) for i in way if i.kind in (Kind.F, Kind.B, Kind.I))
         assert timeline.makespan <= sum(e.end - e.start for e in timeline.events)
@@ -138,7 +138,7 @@ class ScheduleConformance:
         program = self.order(schedule, plan)
         assert Program.from_csv(program.to_csv()) == program
         finite = _finite(program)
-        assert Program.parse(finite.lines(), plan) == finite
+        assert Program.parse(finite.to_lines(), plan) == finite
 
     @_with_every_plan
     def test_same_plan_same_program(self, schedule: AnySchedule, p: int, m: int) -> None:

@@ -76,7 +76,7 @@ class Neighbourhood:
 
     def make_problem(self, layers: Sequence[Span] = ()) -> Problem:
         """Return the problem of a batch; by default layers are cut evenly by their seconds."""
-        stages = len(self.schedule.placement(self.ranks))
+        stages = len(self.schedule.place_stages(self.ranks))
         columns = self.profile.layer_arrays
         both = (columns.seconds_at(Kind.F, 1) + columns.seconds_at(Kind.B, 1))[1:-1].tolist()
         cut = tuple(layers) or even_partition(both, stages)

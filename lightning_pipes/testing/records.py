@@ -56,7 +56,7 @@ def record_of(
     `cuts` gives the first layers of stages; they are `known` or not.
     """
     made = make_schedule(schedule, **settings)
-    where = made.placement(ranks)
+    where = made.place_stages(ranks)
     edges = [0, *cuts, len(milliseconds)]
     layers = (
         tuple(Span(a, b) for a, b in pairwise(edges)) if cuts else even_partition([1.0] * len(milliseconds), len(where))

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.watch.fault_points import fault_point
-from lightning_pipes.ir import InputError, shown
+from lightning_pipes.ir import InputError, short_repr
 from lightning_pipes.trainer.checkpoint import checkpoints
 from lightning_pipes.trainer.checkpoint.data_state import KEY, TrainingData
 from lightning_pipes.trainer.checkpoint.files import existing, local_path
@@ -96,7 +96,7 @@ class Checkpointing:
         if self._sharded and storage_options is not None:
             raise InputError(
                 f"checkpoint='sharded' writes a folder without a CheckpointIO, and can't hand storage_options to it: "
-                f"got {shown(storage_options)}. Leave them out, or use checkpoint='full'"
+                f"got {short_repr(storage_options)}. Leave them out, or use checkpoint='full'"
             )
         self._add_place(checkpoint, trainer)
         self._ranks.pipeline.connect()

@@ -140,7 +140,7 @@ class PipelineSetup:
         self._plan, order = self._plans.for_rows(self._plans.trial_rows)
         if self._fitting and self._plans.microbatches > 1:
             warn_about_pieces(self.full)
-        self._streams = self._fitting and order.endless
+        self._streams = self._fitting and order.is_endless
         self._ranks.control.watch.stages = dict(holdings.stages_of_processes())
         self._hidden = HiddenState(
             self._module,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_pipes.ir import Instruction, Kind, Plan, Policy, RankView, Span, Use, check_count, check_fields
+from lightning_pipes.ir import Instruction, Kind, LayerUse, Plan, Policy, RankView, Span, check_count, check_fields
 from lightning_pipes.strategies.csp.cutting import balanced_cut
 from lightning_pipes.strategies.csp.planner import SubnetPlanner
 
@@ -54,7 +54,7 @@ class CSP(Policy):
     def cuts_batches(self) -> bool:
         return self.balanced
 
-    def cut(self, use: Use, cost: Callable[[str], float], plan: Plan) -> tuple[Span, ...] | None:
+    def cut(self, use: LayerUse, cost: Callable[[str], float], plan: Plan) -> tuple[Span, ...] | None:
         costs, pinned, late = [0.0] * plan.layers[-1].stop, {}, {name for name, _ in use.delays}
         for stage, names in enumerate(use.layers):
             for name in sorted(names):
@@ -64,7 +64,7 @@ class CSP(Policy):
                     pinned[int(number)] = stage
         return balanced_cut(costs, plan.n_stages, pinned)
 
-    def planner(self) -> SubnetPlanner:
+    def make_planner(self) -> SubnetPlanner:
         return SubnetPlanner()
 
     # Batch 2 shares a layer of stage 0 with batch 0, batch 3 waits for nobody and overtakes it.
@@ -97,7 +97,7 @@ def _awaited(ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instru
         w = first.setdefault((i.batch, i.stage), i)
         if i.span == plan.spans(Kind.W, i.stage)[-1] and i.batch in view.uses:
             own = view.uses[i.batch]
-            steps = own.stepped(i.stage) - {name for name, _ in own.delays}
+            steps = own.stepped_layers(i.stage) - {name for name, _ in own.delays}
             others = (use for batch, use in view.uses.items() if batch > i.batch)
             if any(not steps.isdisjoint(use.layers[i.stage]) for use in others):
                 return w

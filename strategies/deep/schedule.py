@@ -33,7 +33,7 @@ class Deep(Schedule):
             raise InputError(f"{self.name}: slack counts micro-batches from 0, got {self.slack}; 0 is 1F1B")
 
     @classmethod
-    def variants(cls, n_ranks: int, microbatches: int) -> list[Deep]:
+    def list_variants(cls, n_ranks: int, microbatches: int) -> list[Deep]:
         """The variants that a planner tries: one micro-batch more for each link, and two."""
         return [cls(times * (n_ranks - 1)) for times in (1, 2) if 1 < n_ranks < microbatches]
 

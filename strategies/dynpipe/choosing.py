@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from lightning_pipes.ir import Span, check_count, shown
+from lightning_pipes.ir import Span, check_count, short_repr
 from lightning_pipes.ir.errors import InputError
 from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.strategies.dynpipe.meshes import Mesh, Pricing, meshes
@@ -135,7 +135,7 @@ def choose_stages(
         InputError: a mode that there is not, or no number of stages.
     """
     if mode not in ("simulated", "paper"):
-        raise InputError(f"mode must be 'simulated' or 'paper', got {shown(mode)}")
+        raise InputError(f"mode must be 'simulated' or 'paper', got {short_repr(mode)}")
     most = min(len(pricing.cluster.devices), len(pricing.profile.layers))
     options: list[Option] = []
     for n in stages or range(1, most + 1):

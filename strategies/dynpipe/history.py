@@ -32,7 +32,7 @@ class History:
         every = np.vstack([plans, cuts])
         alone = now.alone(every)
         factors = np.array([look.stage_seconds for _, look in looks]) / alone[which]
-        pieces = np.inf if windows.order.endless else len(now.plan.spans(Kind.F, 0))
+        pieces = np.inf if windows.order.is_endless else len(now.plan.spans(Kind.F, 0))
 
         def seconds(of: np.ndarray) -> np.ndarray:
             """Axis 0 is partitions, axis 1 looks."""

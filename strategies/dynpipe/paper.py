@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from lightning_pipes.ir import Kind, Plan, prepared
+from lightning_pipes.ir import Kind, Plan, adapt_plan
 from lightning_pipes.planning.replanning.replay import Replay
 from lightning_pipes.strategies.pipedream import PipeDream
 
@@ -68,5 +68,5 @@ def true_seconds(pipelines: Sequence[Pipeline], share: float = 1 / 3, batches: i
 @lru_cache(maxsize=32)
 def _replay(stages: int, batches: int) -> Replay:
     schedule = PipeDream()
-    plan = prepared(Plan.even(stages, 1), schedule)
+    plan = adapt_plan(Plan.even(stages, 1), schedule)
     return Replay(schedule.program(plan), plan, batches)

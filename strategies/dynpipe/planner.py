@@ -130,7 +130,7 @@ class DynPlanner(EvenPlanner):
             travels = 0.0
         else:  # only for the gradients of the last batch that ran meanwhile
             waits = move_seconds(seen.profile, plan, change.layers, seen.deployment, ("gradients",))
-        if order.endless:  # it has to run dry, and to fill again
+        if order.is_endless:  # it has to run dry, and to fill again
             waits += plan.n_stages * max(change.old) / len(plan.jobs[0].forward[0])
 
         def pays(old: float, new: float) -> bool:

@@ -84,7 +84,7 @@ class Windows:
 
     def rough(self, means: Durations) -> Array:
         """Seconds of a step with the durations of a batch, as of `Situation.means`."""
-        batches = self.now.plan.n_stages + 2 if self.order.endless else 1
+        batches = self.now.plan.n_stages + 2 if self.order.is_endless else 1
         return self._seconds(batches, means)
 
     def _each(self, cuts: Cuts) -> tuple[float, ...]:
@@ -115,7 +115,7 @@ def repartition(windows: Windows, cuts: Cuts, least: float = 0.0) -> Change | No
     if not len(cuts):
         return None
     means = windows.means(cuts)
-    bounds = step_bounds(means, windows.now.plan, windows.order.endless)
+    bounds = step_bounds(means, windows.now.plan, windows.order.is_endless)
     first = np.argsort(bounds, kind="stable")[:SIMULATED]
     if bounds[first[0]] > (1 - least) * np.mean(windows.old):
         return None
@@ -191,7 +191,7 @@ def _partitions(now: Situation, deployment: Deployment | None, search: Search) -
 
 
 def _slowest(plan: Plan, deployment: Deployment | None) -> float:
-    pairs = [(a, b) for a, b, _ in plan.links]
+    pairs = [(a, b) for a, b, _ in plan.directed_links]
     if deployment is None or not pairs:
         return float("inf")
     return min(deployment.pipeline.link_between(a, b).bandwidth for a, b in pairs)
@@ -206,7 +206,7 @@ def _fitting(cuts: Cuts, now: Situation, order: Program, deployment: Deployment 
     keep = np.ones(len(cuts), bool)
     if all(limit is None for limit in (*limits, *free)):
         return keep
-    held = held_rows(order.unroll(2 * plan.n_stages) if order.endless else order, plan)
+    held = held_rows(order.unroll(2 * plan.n_stages) if order.is_endless else order, plan)
     every = np.vstack([now.now, cuts])
     needed = np.zeros((len(every), plan.n_ranks))
     for stage, rank in enumerate(plan.ranks):

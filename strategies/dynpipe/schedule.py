@@ -77,7 +77,7 @@ class DynPipe(PipeDream):
     # rank 1 |..0-1-....0===2-1===3-2===4-3===..4===....| bubble 28.6%
     # rank 2 |....0-0===1-1===2-2===3-3===4-4===........| bubble 28.6%
     #         - forward  = backward  . idle
-    def planner(self) -> DynPlanner:
+    def make_planner(self) -> DynPlanner:
         search = Search(self.top_k, self.incremental)
         predictor = _loaded(self.predictor) if isinstance(self.predictor, str) else self.predictor
         low = None if self.low_memory is None else parse_bytes(self.low_memory)

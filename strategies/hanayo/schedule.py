@@ -7,7 +7,7 @@ from itertools import chain
 from typing import ClassVar
 
 from lightning_pipes.ir import (
-    MOST_STAGES,
+    MAX_STAGES,
     STEP,
     B,
     F,
@@ -44,11 +44,11 @@ class Hanayo(Schedule):
     name: ClassVar[str] = "hanayo"
 
     def __post_init__(self) -> None:
-        check_count(f"{self.name}: waves", self.waves, most=MOST_STAGES)
+        check_count(f"{self.name}: waves", self.waves, most=MAX_STAGES)
 
-    def placement(self, n_ranks: int) -> tuple[int, ...]:
+    def place_stages(self, n_ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""
-        check_count(f"{self.name}: stages of {n_ranks} ranks", 2 * self.waves * n_ranks, most=MOST_STAGES)
+        check_count(f"{self.name}: stages of {n_ranks} ranks", 2 * self.waves * n_ranks, most=MAX_STAGES)
         down = tuple(range(n_ranks))
         return (down + down[::-1]) * self.waves
 

@@ -7,7 +7,7 @@ from itertools import accumulate, chain
 from typing import ClassVar
 
 from lightning_pipes.ir import (
-    MOST_STAGES,
+    MAX_STAGES,
     STEP,
     B,
     F,
@@ -41,16 +41,16 @@ class Interleaved(Schedule):
     name: ClassVar[str] = "interleaved"
 
     def __post_init__(self) -> None:
-        check_count(f"{self.name}: stages_per_rank", self.stages_per_rank, most=MOST_STAGES)
+        check_count(f"{self.name}: stages_per_rank", self.stages_per_rank, most=MAX_STAGES)
 
     @classmethod
-    def variants(cls, n_ranks: int, microbatches: int) -> list[Interleaved]:
+    def list_variants(cls, n_ranks: int, microbatches: int) -> list[Interleaved]:
         """The variants that a planner tries."""
         return [cls(v) for v in (2, 3, 4)]
 
-    def placement(self, n_ranks: int) -> tuple[int, ...]:
+    def place_stages(self, n_ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""
-        check_count(f"{self.name}: stages of {n_ranks} ranks", self.stages_per_rank * n_ranks, most=MOST_STAGES)
+        check_count(f"{self.name}: stages of {n_ranks} ranks", self.stages_per_rank * n_ranks, most=MAX_STAGES)
         return tuple(range(n_ranks)) * self.stages_per_rank
 
     def program(self, plan: Plan) -> Program:

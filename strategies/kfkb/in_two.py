@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_pipes.cost import CostModel, Costs
-from lightning_pipes.ir import Kind, Plan, PlanError, prepared
+from lightning_pipes.ir import Kind, Plan, PlanError, adapt_plan
 from lightning_pipes.planning.candidates import Candidate, candidate
 from lightning_pipes.sim.loops.memory import Limit
 from lightning_pipes.strategies.deep import tapered
@@ -25,7 +25,7 @@ def split_candidates(plan: Plan, costs: Costs, memory_limit: Limit) -> Iterator[
     p = plan.n_stages
     if p == 1 or not prices_split(costs, p):
         return
-    plan = prepared(plan, ZeroBubble())
+    plan = adapt_plan(plan, ZeroBubble())
     rows, m = largest_rows(plan), len(plan.spans(Kind.F, 0))
     try:
         fits = limits_for(plan, costs, memory_limit)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_pipes.cost import Costs
-from lightning_pipes.ir import InputError, Kind, Plan, prepared
+from lightning_pipes.ir import InputError, Kind, Plan, adapt_plan
 from lightning_pipes.planning.candidates import Candidate, TuningPlanner, candidate, cut_into, nothing_fits
 from lightning_pipes.sim.loops.memory import Limit
 from lightning_pipes.strategies.deep import Deep, tapered
@@ -83,7 +83,7 @@ class KFKBPlanner(TuningPlanner):
         """The memory curve; k = 1 with every size that fits; and for each size what else has more micro-batches under
         way: `deep`, `per_link` with what these costs ask for, and `ready` with what fits; and those that split their
         backward where it is known what the parts take, see `split_candidates`. See `TuningPlanner`."""
-        plan = prepared(plan, KFKB())  # what runs may split its backward
+        plan = adapt_plan(plan, KFKB())  # what runs may split its backward
         sizes = sizes or (max(span.rows for span in plan.spans(Kind.F, 0)),)
         curve = memory_curve(plan, costs, memory_limit, sizes, self.prune)
         others = [c for size in sizes for c in _others(cut_into(plan, size), costs, memory_limit) if c is not None]

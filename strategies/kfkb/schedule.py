@@ -42,20 +42,20 @@ class KFKB(Schedule):
     name: ClassVar[str] = "kfkb"
 
     def __post_init__(self) -> None:
-        if not self.tunes:
+        if not self.tunes_online:
             check_count(f"{self.name}: k", self.k, "; k=1 is 1F1B, and k='auto' chooses while training")
 
     @property
-    def tunes(self) -> bool:
+    def tunes_online(self) -> bool:
         """Whether a run shall change to what is fastest."""
         return isinstance(self.k, str) and self.k == AUTO
 
     @classmethod
-    def variants(cls, n_ranks: int, microbatches: int) -> list[KFKB]:
+    def list_variants(cls, n_ranks: int, microbatches: int) -> list[KFKB]:
         """The variants that a planner tries: k from 2, doubling; k = 1 is 1F1B and k = m is GPipe."""
         return [cls(2**power) for power in range(1, (microbatches - 1).bit_length())]
 
-    def planner(self) -> object:
+    def make_planner(self) -> object:
         from lightning_pipes.strategies.kfkb.planner import KFKBPlanner  # which knows schedules that know this one
 
         return KFKBPlanner()

@@ -36,7 +36,7 @@ def _transfer(plan: Plan, costs: Costs, kind: Kind, stage: int) -> tuple[int, in
     """Nanoseconds that a message occupies its link, and of latency."""
     edge = stage if kind is Kind.SF else stage - 1
     span = plan.spans(kind, stage)[0]
-    return costs.transfer_ns(Instruction(kind, stage, span=span), plan) if plan.crosses(edge) else (0, 0)
+    return costs.transfer_ns(Instruction(kind, stage, span=span), plan) if plan.is_remote_edge(edge) else (0, 0)
 
 
 def _works(plan: Plan, costs: Costs, stage: int) -> int:

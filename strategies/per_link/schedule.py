@@ -46,7 +46,7 @@ class PerLink(Schedule):
             raise InputError(f"{self.name}: extra counts micro-batches from 0, got {self.extra}")
 
     @classmethod
-    def variants(cls, n_ranks: int, microbatches: int) -> list[PerLink]:
+    def list_variants(cls, n_ranks: int, microbatches: int) -> list[PerLink]:
         """None: which links are slow is not known from numbers of ranks; see `extra_for`."""
         return []
 

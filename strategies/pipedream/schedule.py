@@ -38,7 +38,7 @@ class PipeDream(Schedule):
     name: ClassVar[str] = "pipedream"
     flushes: ClassVar[bool] = False
 
-    def versions(self, plan: Plan) -> tuple[int, ...]:
+    def weight_versions(self, plan: Plan) -> tuple[int, ...]:
         """The weight versions that live on each stage."""
         m = len(plan.spans(Kind.F, 0))
         return tuple(1 - (-(plan.n_stages - 1 - s) // m) for s in range(plan.n_stages))

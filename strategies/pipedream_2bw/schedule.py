@@ -26,7 +26,7 @@ class PipeDream2BW(Schedule):
     name: ClassVar[str] = "pipedream_2bw"
     flushes: ClassVar[bool] = False
 
-    def versions(self, plan: Plan) -> tuple[int, ...]:
+    def weight_versions(self, plan: Plan) -> tuple[int, ...]:
         """The weight versions that live on each stage."""
         return (2,) * plan.n_stages
 

@@ -55,7 +55,7 @@ class Ready(RulePolicy):
         return self.split
 
     @classmethod
-    def variants(cls, n_ranks: int, microbatches: int) -> list[Ready]:
+    def list_variants(cls, n_ranks: int, microbatches: int) -> list[Ready]:
         """The variants that a planner tries: with whole backwards and with split ones."""
         return [cls(), cls(split=True)]
 

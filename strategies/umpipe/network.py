@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipes.ir import InputError, Span, check_count, shown
+from lightning_pipes.ir import InputError, Span, check_count, short_repr
 
 Times = npt.NDArray[np.int64]
 
@@ -56,7 +56,7 @@ class Network:
         if not sizes or sizes != sorted(set(sizes), reverse=True) or sizes[-1] < 1 or sizes[0] > self.rows:
             raise InputError(
                 f"sizes of chunks must fall from {self.rows}, the rows of a batch, or less to 1 or more, got "
-                f"{shown(self.sizes)}"
+                f"{short_repr(self.sizes)}"
             )
         for name in ("forward", "backward"):
             times = np.asarray(getattr(self, name))
@@ -66,7 +66,9 @@ class Network:
                     f"got the shape {times.shape}"
                 )
             if not np.issubdtype(times.dtype, np.integer) or times.min() < 0:
-                raise InputError(f"{name} needs whole numbers from 0 on, without holes; got {shown(times.tolist())}")
+                raise InputError(
+                    f"{name} needs whole numbers from 0 on, without holes; got {short_repr(times.tolist())}"
+                )
             object.__setattr__(self, name, np.ascontiguousarray(times, np.int64))
         if self.forward.shape != self.backward.shape:
             raise InputError(
@@ -86,7 +88,7 @@ class Network:
         wrong = [p for p in counts if not 1 <= p <= rows]
         if wrong or not counts:
             raise InputError(
-                f"a batch of {rows} samples is cut into 1 to {rows} micro-batches, got {shown(wrong or counts)}"
+                f"a batch of {rows} samples is cut into 1 to {rows} micro-batches, got {short_repr(wrong or counts)}"
             )
         sizes = [-(-rows // p) for p in counts]
         kept = sorted(set(sizes), reverse=True)

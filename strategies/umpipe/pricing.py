@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import F, Instruction, Kind, Plan, Span, passes
+from lightning_pipes.ir import F, Instruction, Kind, Plan, Span, layer_passes
 
 NOTICED = 0.1
 """The share of a forward that a message must take to matter at all."""
@@ -72,7 +72,7 @@ def link_times(costs: CostModel, plan: Plan, stage: int, sizes: Sequence[int]) -
         busy, latency = costs.transfer_ns(Instruction(kind, sender, span=Span(0, rows)), plan)
         return busy + latency
 
-    if not plan.crosses(stage):
+    if not plan.is_remote_edge(stage):
         return [0] * len(sizes), [0] * len(sizes)
     return [takes(Kind.SF, stage, n) for n in sizes], [takes(Kind.SB, stage + 1, n) for n in sizes]
 
@@ -102,7 +102,7 @@ def drifted(usual: CostModel, seen: CostModel, plan: Plan) -> tuple[CostModel, f
     seconds = dict(usual.seconds)
     most = 0.0
     for stage in range(plan.n_stages):
-        sizes = {size for i in plan.spans(Kind.F, stage) for size, _ in passes(F(stage, i), plan)}
+        sizes = {size for i in plan.spans(Kind.F, stage) for size, _ in layer_passes(F(stage, i), plan)}
         for kind in (Kind.F, Kind.B):
             if (kind, stage) not in seen.seconds:
                 continue

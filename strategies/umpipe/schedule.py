@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from lightning_pipes.cost.units import parse_bytes
 from lightning_pipes.ir import (
-    MOST_STAGES,
+    MAX_STAGES,
     STEP,
     B,
     F,
@@ -22,7 +22,7 @@ from lightning_pipes.ir import (
     check_count,
     check_fields,
     check_one_batch,
-    shown,
+    short_repr,
 )
 from lightning_pipes.strategies.umpipe.planner import AMONG, SEARCHES, Counts, UnequalPlanner
 
@@ -59,7 +59,7 @@ class Unequal(Traits):
     def __post_init__(self) -> None:
         check_fields(self)
         if self.counts not in AMONG:
-            raise InputError(f"{self.name}: counts must be one of {', '.join(AMONG)}, got {shown(self.counts)}")
+            raise InputError(f"{self.name}: counts must be one of {', '.join(AMONG)}, got {short_repr(self.counts)}")
         for what in ("forward", "backward", "forward_links", "backward_links"):
             counts = getattr(self, what)
             if min(counts, default=1) < 1:
@@ -96,14 +96,14 @@ class UMPipe(Unequal, Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.search not in SEARCHES:
-            raise InputError(f"{self.name}: search must be one of {', '.join(SEARCHES)}, got {shown(self.search)}")
+            raise InputError(f"{self.name}: search must be one of {', '.join(SEARCHES)}, got {short_repr(self.search)}")
 
     @classmethod
-    def variants(cls, n_ranks: int, microbatches: int) -> list[UMPipe]:
+    def list_variants(cls, n_ranks: int, microbatches: int) -> list[UMPipe]:
         """None: `um1f1b` does the same with overlapped directions."""
         return []
 
-    def planner(self) -> UnequalPlanner:
+    def make_planner(self) -> UnequalPlanner:
         return UnequalPlanner(self.given, False, self.counts, search=self.search)
 
     # Drawn by `unequal("umpipe")`:
@@ -142,7 +142,7 @@ class UM1F1B(Unequal, RulePolicy):
     name: ClassVar[str] = "um1f1b"
 
     @classmethod
-    def variants(cls, n_ranks: int, microbatches: int) -> list[UM1F1B]:
+    def list_variants(cls, n_ranks: int, microbatches: int) -> list[UM1F1B]:
         """With one and two stages a rank, where its planner has enough numbers of micro-batches to choose from; of
         large plans none, for a search among their cuts takes minutes."""
         enough = WIDEST * n_ranks // 2 <= microbatches < WIDEST * n_ranks
@@ -150,16 +150,16 @@ class UM1F1B(Unequal, RulePolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count(f"{self.name}: stages_per_rank", self.stages_per_rank, most=MOST_STAGES)
+        check_count(f"{self.name}: stages_per_rank", self.stages_per_rank, most=MAX_STAGES)
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit)
 
-    def placement(self, n_ranks: int) -> tuple[int, ...]:
+    def place_stages(self, n_ranks: int) -> tuple[int, ...]:
         """The rank of each stage."""
-        check_count(f"{self.name}: stages of {n_ranks} ranks", self.stages_per_rank * n_ranks, most=MOST_STAGES)
+        check_count(f"{self.name}: stages of {n_ranks} ranks", self.stages_per_rank * n_ranks, most=MAX_STAGES)
         return tuple(range(n_ranks)) * self.stages_per_rank
 
-    def planner(self) -> UnequalPlanner:
+    def make_planner(self) -> UnequalPlanner:
         limit = None if self.memory_limit is None else parse_bytes(self.memory_limit)
         return UnequalPlanner(self.given, True, self.counts, limit)
 

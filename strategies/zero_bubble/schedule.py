@@ -67,7 +67,7 @@ class ZeroBubble(Schedule):
         return True
 
     @classmethod
-    def variants(cls, n_ranks: int, microbatches: int) -> list[ZeroBubble]:
+    def list_variants(cls, n_ranks: int, microbatches: int) -> list[ZeroBubble]:
         """The variants that a planner tries: ZB-H1 and ZB-H2."""
         return [cls(), *([cls((1,) * (n_ranks - 1))] if 1 < n_ranks < microbatches else [])]
 

@@ -12,7 +12,7 @@ import torch
 from lightning_pipes.cost import CostModel
 from lightning_pipes.engine import Item
 from lightning_pipes.engine.compute.executor import Executor
-from lightning_pipes.ir import COMPUTE, Cut, Kind, Plan, joined, lower, sorts
+from lightning_pipes.ir import COMPUTE, Cut, Kind, Plan, cost_classes, count_concatenated, lower
 from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.umpipe import UMPipe
 from lightning_pipes.strategies.umpipe.planner import spans_of
@@ -68,9 +68,9 @@ def test_what_is_said_to_be_joined_is_joined(seed: int, monkeypatch: pytest.Monk
     for row in lower(program, plan).head:
         for i in row:
             if i.kind in COMPUTE:
-                each = joined(i, plan)
-                wanted[i.kind, i.stage] += each.arriving
-                wanted[Kind.SF if i.kind is Kind.F else Kind.SB, i.stage] += each.leaving
+                each = count_concatenated(i, plan)
+                wanted[i.kind, i.stage] += each.inputs
+                wanted[Kind.SF if i.kind is Kind.F else Kind.SB, i.stage] += each.outputs
     assert +found == +wanted
 
 
@@ -84,12 +84,15 @@ def test_who_joins_takes_longer_by_what_is_joined(seed: int) -> None:
     more = 0
     for kind, size in ((Kind.F, 8000), (Kind.B, 16000)):
         for stage in range(n):
-            for i, count in sorts(kind, stage, plan):
+            for i, count in cost_classes(kind, stage, plan):
                 longer = priced.duration_ns(i, plan) - free.duration_ns(i, plan)
-                assert longer == sum(joined(i, plan)) * size
+                assert longer == sum(count_concatenated(i, plan)) * size
                 more += count * longer
     one_rank = Plan((0,) * n, plan.jobs, whole_forward=plan.whole_forward, recompute=plan.recompute)
     program = UMPipe().program(one_rank)
-    inside = sum(sum(joined(i, one_rank)) * (8000 if i.kind is Kind.F else 16000) for i in program.instructions())
+    inside = sum(
+        sum(count_concatenated(i, one_rank)) * (8000 if i.kind is Kind.F else 16000)
+        for i in program.iter_instructions()
+    )
     assert makespan(program, one_rank, priced) == makespan(program, one_rank, free) + inside
     assert more

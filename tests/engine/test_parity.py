@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_pipes.engine import Item
-from lightning_pipes.ir import Plan, Policy, Program, Schedule, prepared
+from lightning_pipes.ir import Plan, Policy, Program, Schedule, adapt_plan
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.loopback import Loopback
 from lightning_pipes.testing.ranks import run_ranks
@@ -51,8 +51,8 @@ def ordered(
 ) -> tuple[Plan, Program | Policy]:
     """The plan of a schedule with its order."""
     schedule = make_schedule(name, **settings)
-    where = schedule.placement(ranks)
-    plan = prepared(Plan.even(len(where), microbatches, ROWS, where, recompute=[recompute] * len(where)), schedule)
+    where = schedule.place_stages(ranks)
+    plan = adapt_plan(Plan.even(len(where), microbatches, ROWS, where, recompute=[recompute] * len(where)), schedule)
     return plan, schedule.program(plan) if isinstance(schedule, Schedule) else schedule
 
 

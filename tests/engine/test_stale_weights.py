@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import functional_call
 
 from lightning_pipes.engine import Item
-from lightning_pipes.ir import Plan, Program, Schedule, prepared
+from lightning_pipes.ir import Plan, Program, Schedule, adapt_plan
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.loopback import Loopback
 from lightning_pipes.testing.ranks import run_ranks
@@ -23,7 +23,7 @@ DEPTH = 4
 def planned(name: str, stages: int, microbatches: int, recompute: bool = False) -> tuple[Plan, Program]:
     schedule = make_schedule(name)
     assert isinstance(schedule, Schedule)
-    plan = prepared(Plan.even(stages, microbatches, ROWS, recompute=[recompute] * stages), schedule)
+    plan = adapt_plan(Plan.even(stages, microbatches, ROWS, recompute=[recompute] * stages), schedule)
     return plan, schedule.program(plan)
 
 

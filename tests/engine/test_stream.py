@@ -22,13 +22,13 @@ from lightning_pipes.ir import (
     Delayed,
     Instruction,
     Kind,
+    LayerUse,
     Plan,
     PlanError,
     RankView,
     Schedule,
     Span,
-    Use,
-    prepared,
+    adapt_plan,
 )
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.loopback import Loopback
@@ -125,7 +125,7 @@ def one_after_another(batches: int, spans: tuple[Span, ...], late: Late = never)
                 p.data = older[id(p)].clone()
         x, target = batch(number, rows)
         for span in spans:
-            part = span.clip(rows)
+            part = span.clip_to(rows)
             if not part.rows:
                 continue
             out = x[part.start : part.stop], chosen(number)
@@ -194,7 +194,7 @@ def item(number: int, plan: Plan, late: Late = never) -> Item:
     if late is not never:
         steps = None
     delays = {name: Delayed(by) for name, by in late(number).items() if name in names}
-    use = Use.of(names, plan.layers, steps, delays)
+    use = LayerUse.from_names(names, plan.layers, steps, delays)
     return Item(number, rows, batch(number, rows), use=use)
 
 
@@ -259,7 +259,7 @@ def test_what_is_read_late_is_as_it_was(what: str, late: Late) -> None:
 def test_a_program_can_not_read_late() -> None:
     schedule = make_schedule("pipedream")
     assert isinstance(schedule, Schedule)
-    plan, layers = prepared(planned(1, 2), schedule), model()
+    plan, layers = adapt_plan(planned(1, 2), schedule), model()
     pipe = Loopback(plan, schedule.program(plan), lambda r: stages_of(plan, r, layers))
     with pytest.raises(PlanError, match=r"reads layer '.*' late, and this schedule's order is fixed"):
         pipe.inject(lambda: item(next(n for n in range(9) if "1" in chosen(n)), plan, some))
@@ -274,7 +274,7 @@ def test_statistics_of_what_batches_share_must_not_change(shared: dict[str, Any]
         return squared_error(stage.run_layers(item, span, item.data[0]), item.data[1])
 
     pipe = Loopback(plan, Jumbled(), lambda r: stages_of(plan, r, layers, straight))
-    use = Use.of(["0"], plan.layers, **shared)
+    use = LayerUse.from_names(["0"], plan.layers, **shared)
     pipe.inject(lambda: Item(0, ROWS, batch(0), use=use))
     with pytest.raises(PlanError, match=r"batch 0 changes 0\.\w+ on stage 0.*running statistics"):
         pipe.drain()
@@ -305,7 +305,7 @@ def test_a_program_steps_what_batches_step() -> None:
     """On one stage PipeDream is one batch after another, whatever batches use."""
     schedule = make_schedule("pipedream")
     assert isinstance(schedule, Schedule)
-    plan, layers = prepared(planned(1, 2), schedule), model()
+    plan, layers = adapt_plan(planned(1, 2), schedule), model()
     pipe = Loopback(plan, schedule.program(plan), lambda r: stages_of(plan, r, layers))
     for number in range(9):
         pipe.inject(lambda n=number: item(n, plan))  # type: ignore[misc]
@@ -334,7 +334,7 @@ def test_the_policy_sees_versions_and_uses() -> None:
     pipe.drain()
     first, last = Looking.seen[0], Looking.seen[-1]
     assert (list(first.uses), first.versions) == (list(range(6)), {})
-    assert first.uses[3] == Use.of(chosen(3), plan.layers)
+    assert first.uses[3] == LayerUse.from_names(chosen(3), plan.layers)
     assert list(last.uses) == [5]
     for name, (times, by) in last.versions.items():
         users = [n for n in range(5) if name in (stepped(n) or (chosen(n) if stepped(n) is None else ()))]
@@ -370,7 +370,7 @@ def test_nothing_is_kept_of_batches_that_are_over() -> None:
 def test_refuses_layers_that_are_not_here(name: str) -> None:
     plan, layers = planned(2, 2), model()
     pipe = Loopback(plan, Jumbled(), lambda r: stages_of(plan, r, layers))
-    use = Use((frozenset({name}), frozenset()))
+    use = LayerUse((frozenset({name}), frozenset()))
     with pytest.raises(PlanError, match=f"layer '{name}' on stage 0.*layers are 0, 1, 2, 3"):
         pipe.inject(lambda: replace(item(0, plan), use=use))
 

@@ -33,7 +33,7 @@ def train(rank: int, name: str, settings: dict[str, Any], ranks: int, recompute:
     device = torch.device("cuda:0")
     schedule = make_schedule(name, **settings)
     assert isinstance(schedule, Schedule)
-    where = schedule.placement(ranks)
+    where = schedule.place_stages(ranks)
     n = len(where)
     plan = Plan.even(n, 4, ROWS, where, recompute=[recompute] * n)
     layers = model()

@@ -11,9 +11,9 @@ from lightning_pipes.ir import (
     Plan,
     Program,
     ProgramError,
+    batch_instructions,
     lower,
     needs,
-    window,
 )
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.testing.generators import random_plan, tiny_plan
@@ -21,7 +21,7 @@ from tests.cases import for_each
 
 
 def everything(plan):
-    return [i for rank in range(plan.n_ranks) for i in window(plan, rank, 0, 0)]
+    return [i for rank in range(plan.n_ranks) for i in batch_instructions(plan, rank, 0, 0)]
 
 
 def samples(instructions):
@@ -112,8 +112,8 @@ def test_tracker_against_needs(seed):
             continue
         i = ready.pop(rng.randrange(len(ready)))
         assert set(needs(i, plan)) <= done
-        assert not tracker.missing(i)
+        assert not tracker.unmet_needs(i)
         done.add(i)
         ready += tracker.complete(i)
     assert len(done) == len(todo)
-    assert not tracker.waiting
+    assert not tracker.waiting_instructions

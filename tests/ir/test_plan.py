@@ -76,15 +76,15 @@ def test_overlapping_is_what_shares_a_sample():
     for span in plan.spans(Kind.F, 1):
         shared = set(range(span.start, span.stop))
         wanted = tuple(s for s in plan.spans(Kind.F, 0) if shared & set(range(s.start, s.stop)))
-        assert plan.overlapping(Kind.F, 0, 0, span) == wanted
+        assert plan.overlapping_spans(Kind.F, 0, 0, span) == wanted
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])
 def test_a_used_plan_is_copied_and_sent(copied):
     plan = Plan((0, 1), (Cut(12, (even_spans(12, 4), even_spans(12, 3))),))
-    wanted = plan.overlapping(Kind.F, 0, 0, Span(0, 4))
+    wanted = plan.overlapping_spans(Kind.F, 0, 0, Span(0, 4))
     twin = copied(plan)
     assert twin == plan
     assert hash(twin) == hash(plan)
-    assert twin.overlapping(Kind.F, 0, 0, Span(0, 4)) == wanted
-    assert twin.overlapping(Kind.F, 1, 0, Span(0, 4)) == (Span(0, 4),)
+    assert twin.overlapping_spans(Kind.F, 0, 0, Span(0, 4)) == wanted
+    assert twin.overlapping_spans(Kind.F, 1, 0, Span(0, 4)) == (Span(0, 4),)

@@ -14,12 +14,12 @@ ONE = Span(0, 1)
 def test_lines_number_the_spans_of_a_kind():
     spans = even_spans(5, 2)
     program = Program(((F(0, spans[0]), F(0, spans[1]), B(0, Span(0, 5)), STEP(0)),))
-    assert program.lines() == ["F0.0 F0.1 B0.0 STEP0"]
+    assert program.to_lines() == ["F0.0 F0.1 B0.0 STEP0"]
 
 
 def test_lines_name_jobs_and_batches():
     program = Program(((F(0, ONE), F(0, ONE, job=1), F(0, ONE, batch=2), STEP(0, job=3, batch=1)),))
-    assert program.lines() == ["F0.0 j1:F0.0 F0.0@2 j3:STEP0@1"]
+    assert program.to_lines() == ["F0.0 j1:F0.0 F0.0@2 j3:STEP0@1"]
     assert str(F(2, Span(4, 6), job=1, batch=3)) == "j1:F2[4:6]@3"
 
 
@@ -58,7 +58,7 @@ def test_endless_program_for_any_number_of_batches(batches):
     """Also for fewer than its head begins."""
     plan = Plan((0, 1), (Cut.even(1, 1, 2),), versions=(2, 1))
     program = pipedream().unroll(batches)
-    assert not program.endless
+    assert not program.is_endless
     for stage, row in enumerate(program.head):
         for make in (F, B):
             assert [i.batch for i in row if i.kind == make.__name__] == list(range(batches)), (stage, make)
@@ -66,7 +66,7 @@ def test_endless_program_for_any_number_of_batches(batches):
 
 
 def test_endless_program_by_hand():
-    assert pipedream().unroll(3).lines() == [
+    assert pipedream().unroll(3).to_lines() == [
         "F0.0 F0.0@1 B0.0 STEP0 F0.0@2 B0.0@1 STEP0@1 B0.0@2 STEP0@2",
         "F1.0 B1.0 STEP1 F1.0@1 B1.0@1 STEP1@1 F1.0@2 B1.0@2 STEP1@2",
     ]

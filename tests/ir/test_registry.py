@@ -28,5 +28,5 @@ def test_unknown_settings_are_refused():
 
 
 def test_placement():
-    assert make_schedule("gpipe").placement(3) == (0, 1, 2)
-    assert make_schedule("interleaved", stages_per_rank=2).placement(2) == (0, 1, 0, 1)
+    assert make_schedule("gpipe").place_stages(3) == (0, 1, 2)
+    assert make_schedule("interleaved", stages_per_rank=2).place_stages(2) == (0, 1, 0, 1)

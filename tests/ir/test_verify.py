@@ -21,9 +21,9 @@ from lightning_pipes.ir import (
     ProgramError,
     Span,
     W,
+    adapt_plan,
     even_spans,
     lower,
-    prepared,
     verify,
 )
 from lightning_pipes.ir.registry import make_schedule
@@ -209,7 +209,7 @@ def test_unequal_spans_and_links():
     facts = verify(program(*lines, plan=plan), plan)
     assert facts.peak_spans == (4, 1)
     assert facts.peak_rows == (4, 4)
-    assert lower(program(*lines, plan=plan), plan).lines() == [
+    assert lower(program(*lines, plan=plan), plan).to_lines() == [
         "F0.0 F0.1 SF0.0 F0.2 F0.3 SF0.1 RB0.0 B0.0 RB0.1 B0.1 STEP0",
         "RF1.0 RF1.1 F1.0 B1.0 SB1.0 SB1.1 STEP1",
     ]
@@ -278,18 +278,18 @@ def test_the_quick_way_proves_the_same(schedule, monkeypatch):
     """As a look at every instruction, on right programs and on wrong ones; a quarter of these are right by chance."""
     rng, right = random.Random(0), 0
     for ranks, m, rows in ((1, 1, 1), (2, 4, 4), (3, 5, 7), (4, 8, 16)):
-        where = schedule.placement(ranks)
-        plan = prepared(Plan.even(len(where), m, rows, ranks=where), schedule)
+        where = schedule.place_stages(ranks)
+        plan = adapt_plan(Plan.even(len(where), m, rows, ranks=where), schedule)
         order = schedule.program(plan)
-        finite = order.unroll(order.head_batches + 2) if order.endless else order
+        finite = order.unroll(order.head_batches + 2) if order.is_endless else order
         bounded = replace(plan, limits=(rows // 2 + 1,) * plan.n_stages)
         cases = [(order, plan), (finite, plan), (finite, bounded), (lower(finite, plan), plan)]
         cases += [(change(finite.head, rng, plan), plan) for _ in range(60)]
         for program, given in cases:
             found = outcome(program, given)
-            right += isinstance(found, proof.Facts)
+            right += isinstance(found, proof.ProgramStats)
             with monkeypatch.context() as patch:
-                patch.setattr(proof, "_facts_of_regular", lambda *_: None)
+                patch.setattr(proof, "_regular_stats", lambda *_: None)
                 assert outcome(program, given) == found
     assert right > 12
 
@@ -298,7 +298,7 @@ def test_irregular_plans_are_looked_at_one_by_one(monkeypatch):
     monkeypatch.setattr(proof, "_facts", None)
     for seed in range(5):
         plan = random_plan(seed, unequal=True)
-        if not all(plan.uniform):
+        if not all(plan.uniform_jobs):
             with pytest.raises(TypeError):
                 verify(make_schedule("gpipe").program(plan), plan)
 

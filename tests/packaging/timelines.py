@@ -10,7 +10,7 @@ from pathlib import Path
 
 import lightning_pipes
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import Cut, Plan, Schedule, Span, Use, prepared
+from lightning_pipes.ir import Cut, LayerUse, Plan, Schedule, Span, adapt_plan
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import Problem, planned
 from lightning_pipes.sim import simulate
@@ -64,9 +64,9 @@ def drawings(path: Path) -> list[Drawing]:
 
 def step(order, ranks=3, microbatches=4, f=1, b=2, link=0, batches=None, scale=2, **more):
     """A window of equal stages in nanoseconds, each `scale` characters wide."""
-    placement = order.placement(ranks) if isinstance(order, Schedule) else tuple(range(ranks))
+    placement = order.place_stages(ranks) if isinstance(order, Schedule) else tuple(range(ranks))
     plan, costs = uniform(len(placement), microbatches, f, b, link=link, ranks=placement, **more)
-    plan = prepared(plan, order)
+    plan = adapt_plan(plan, order)
     return _drawn(order.program(plan) if isinstance(order, Schedule) else order, plan, costs, batches, scale)
 
 
@@ -82,7 +82,7 @@ def subnets(order, *chosen, microbatches=1, scale=2):
     """Batches that choose a layer of each stage, by a digit for each."""
     plan, costs = uniform(len(chosen[0]), microbatches, 1, 2)
     blocks = tuple(Span(s, s + 1) for s in range(plan.n_stages))
-    uses = [Use.of([f"{s}.{c}" for s, c in enumerate(each)], blocks) for each in chosen]
+    uses = [LayerUse.from_names([f"{s}.{c}" for s, c in enumerate(each)], blocks) for each in chosen]
     return _drawn(order, plan, costs, uses, scale)
 
 

@@ -1,7 +1,7 @@
 """Samples of steps, on timelines that the simulator makes."""
 
 from lightning_pipes.cost import LayerProfile, ModelProfile
-from lightning_pipes.ir import Kind, prepared
+from lightning_pipes.ir import Kind, adapt_plan
 from lightning_pipes.planning.measured import StepSample
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.kfkb import KFKB
@@ -15,7 +15,7 @@ def step(schedule=KFKB(1), m=6, at=0, shift=None, **times):  # noqa: B008 - froz
     them. `shift[rank]` is what the clock of a rank is ahead by when it stamps what it sends."""
     given = {"f": 20 * MS, "b": 40 * MS, "link": 10 * MS, **times}
     plan, costs = uniform(3, m, **given)
-    plan = prepared(plan, schedule)
+    plan = adapt_plan(plan, schedule)
     timeline = simulate(schedule.program(plan), plan, costs)
     by_rank = [[], [], []]
     for e in timeline.events:

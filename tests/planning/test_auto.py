@@ -117,7 +117,7 @@ def test_warm_ups_for_links_that_are_slow():
 def test_a_variant_that_is_too_large_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four ranks and 32 micro-batches; in earnest of 256 ranks and 512."""
     for module in (plans, options, search):
-        monkeypatch.setattr(module, "MOST_FORWARDS", 128)
+        monkeypatch.setattr(module, "MAX_FORWARDS", 128)
     choice = choose(equal_layers(24), 4, 128, recompute=[False])
     assert choice.best.microbatches <= 32
     large = [option for option in choice.options if option.too_large]
@@ -149,8 +149,8 @@ def test_a_search_that_has_simulated_enough_says_what_it_left_out(monkeypatch: p
 
 
 def test_nothing_fits_and_not_all_was_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "MOST_FORWARDS", 16)
-    monkeypatch.setattr(search, "MOST_FORWARDS", 16)
+    monkeypatch.setattr(options, "MAX_FORWARDS", 16)
+    monkeypatch.setattr(search, "MAX_FORWARDS", 16)
     with pytest.raises(PlanError, match=r"no schedule fits: .* Not searched: 5 to 16 micro-batches; .* fewer ranks"):
         choose(equal_layers(24), 4, 16, Cluster((Device(1000),) * 4))
 

@@ -85,7 +85,7 @@ def test_nothing_beats_the_bound(schedule, again):
     closest = np.inf
     for seed in range(8):
         profile, place, ranks, rows = problem(seed)
-        where = schedule.placement(ranks)
+        where = schedule.place_stages(ranks)
         if len(where) > len(profile.layers):
             continue
         recompute = (True,) * (len(where) - 1) + (False,) if again else ()

@@ -5,7 +5,17 @@ from __future__ import annotations
 from bisect import insort
 from heapq import heappop, heappush
 
-from lightning_pipes.ir import COMPUTE, RECEIVES, SENDS, DependencyTracker, Kind, RankView, offered, ready_key, window
+from lightning_pipes.ir import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    DependencyTracker,
+    Kind,
+    RankView,
+    batch_instructions,
+    eligible_instructions,
+    ready_key,
+)
 from lightning_pipes.sim.event import Event
 from tests.sim.links import Links
 
@@ -35,7 +45,7 @@ class ByEvents:
         for rank in range(plan.n_ranks):
             for job in range(len(plan.jobs)):
                 for batch in range(batches):
-                    self._admit(0, self.tracker.add(window(plan, rank, job, batch)))
+                    self._admit(0, self.tracker.add(batch_instructions(plan, rank, job, batch)))
 
     def run(self):
         """Everything that ran."""
@@ -50,12 +60,12 @@ class ByEvents:
             while self._agenda and self._agenda[0][0] == now:
                 _, _, rank, ended = heappop(self._agenda)
                 self._finish(now, rank, ended)
-        if self.tracker.waiting or any(self._ready):
+        if self.tracker.waiting_instructions or any(self._ready):
             raise StuckError
         return self.events
 
     def _ask(self, rank, now):
-        ready = offered([i for _, i in self._ready[rank]], lambda i: self._fits(rank, i))
+        ready = eligible_instructions([i for _, i in self._ready[rank]], lambda i: self._fits(rank, i))
         if not ready:
             return
         view = RankView(rank, self._last[rank], dict(self._in_flight[rank]))

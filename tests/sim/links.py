@@ -86,7 +86,7 @@ def shaped(costs, plan, seed, *, crowded=False):
 
     ranks = range(plan.n_ranks)
     links = {(a, b): link(a) for a in ranks for b in ranks if a != b}
-    joined = {(a, b) for a, b, _ in plan.links}
+    joined = {(a, b) for a, b, _ in plan.directed_links}
     return replace(costs, links={pair: links[pair] for pair in links if pair in joined})
 
 

@@ -32,9 +32,9 @@ def starts(program: Program, plan: Plan, costs, blocking_sends=False) -> dict[In
         if i.kind in RECEIVES:
             return [m for m in message(i) if m.span == i.span]
         out = list(plan.after.get(i, ()))
-        if i.kind is Kind.F and i.stage and not plan.crosses(i.stage - 1):
+        if i.kind is Kind.F and i.stage and not plan.is_remote_edge(i.stage - 1):
             out += made_by(Kind.F, i.stage - 1, i)
-        if i.kind in (Kind.B, Kind.I) and i.stage + 1 < plan.n_stages and not plan.crosses(i.stage):
+        if i.kind in (Kind.B, Kind.I) and i.stage + 1 < plan.n_stages and not plan.is_remote_edge(i.stage):
             out += made_by(gradient, i.stage + 1, i)
         return out
 

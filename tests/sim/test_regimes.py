@@ -30,7 +30,7 @@ def random_case(order, plan, seed):
     rng = random.Random(seed)
     program, late = order.program(plan), rng.choice([0, 3, 20])
     sends = [i for row in lower(program, plan).head for i in row if i.kind in (Kind.SF, Kind.SB)]
-    takes = {i: rng.randrange(1, 30) for i in program.instructions()}
+    takes = {i: rng.randrange(1, 30) for i in program.iter_instructions()}
     takes |= {i: rng.randrange(0 if seed % 2 else 1, 30) for i in sends}
     costs = replace(
         CostModel.uniform(plan.n_stages, 1.0, 1.0, link=Link(latency=late * 1e-9)),
@@ -132,5 +132,5 @@ def test_computations_are_computed_once():
     program, costs, _, _ = random_case(OneFOneB(), plan, 1)
     timeline = simulate(program, plan, replace(costs, regime="shared"))
     assert sorted(e.instruction for e in timeline.events if e.instruction.kind in COMPUTE) == sorted(
-        program.instructions()
+        program.iter_instructions()
     )

@@ -74,7 +74,7 @@ def test_measured_ratios_are_those_to_the_median_of_their_size():
     plan = tiny_plan(2, 3)
     rng = random.Random(5)
     program = OneFOneB().program(plan)
-    each = {i: rng.randrange(10, 90) * 1e-9 for i in program.instructions()}
+    each = {i: rng.randrange(10, 90) * 1e-9 for i in program.iter_instructions()}
     timeline = simulate(program, plan, replace(CostModel.uniform(2, 0.0, 0.0), each=each))
     costs = CostModel.from_timelines(timeline)
     took = sorted(seconds for i, seconds in each.items() if i.kind is Kind.F and i.stage == 1)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import Plan, PlanError, Policy, Span, Stepped, Use, unrolled, verify
+from lightning_pipes.ir import LayerUse, LayerVersion, Plan, PlanError, Policy, Span, unroll_stream, verify
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.ready import Ready
@@ -46,11 +46,11 @@ class Noting(First):
         return ready[0]
 
 
-def use(*names: str) -> Use:
-    return Use.of(names, LAYERS)
+def use(*names: str) -> LayerUse:
+    return LayerUse.from_names(names, LAYERS)
 
 
-def seconds(uses: list[Use], depth: int = 4) -> float:
+def seconds(uses: list[LayerUse], depth: int = 4) -> float:
     return simulate(First(depth), PLAN, COSTS, batches=uses).makespan / 1e9
 
 
@@ -83,12 +83,14 @@ def test_as_by_events_and_verified(seed):
     rng = random.Random(seed)
     plan = replace(Plan.even(3, 2, layers=(Span(0, 2), Span(2, 4), Span(4, 6))), split_backward=seed % 2 == 1)
     uses = [
-        Use.of([n for n in "012345" if rng.random() < 0.4], plan.layers, None if rng.random() < 0.7 else [])
+        LayerUse.from_names(
+            [n for n in "012345" if rng.random() < 0.4], plan.layers, None if rng.random() < 0.7 else []
+        )
         for _ in range(7)
     ]
     costs = random_costs(plan, seed)
     run = simulate(First(3), plan, costs, batches=uses)
-    assert run.plan == unrolled(plan, uses, 3)
+    assert run.plan == unroll_stream(plan, uses, 3)
     assert sorted(run.events) == sorted(ByEvents(First(3), run.plan, costs, 7).run())
     verify(run.program(), run.plan)
 
@@ -97,8 +99,8 @@ def test_the_policy_sees_versions_and_uses():
     Noting.seen.clear()
     simulate(Noting(2), PLAN, COSTS, batches=[use("0", "4"), use("1", "5"), use("0", "1")])
     assert Noting.seen[0] == ([0, 1], {})
-    assert Noting.seen[-1] == ([2], {"0": Stepped(1, 0), "1": Stepped(1, 1)})
-    assert ([1, 2], {"0": Stepped(1, 0)}) in Noting.seen
+    assert Noting.seen[-1] == ([2], {"0": LayerVersion(1, 0), "1": LayerVersion(1, 1)})
+    assert ([1, 2], {"0": LayerVersion(1, 0)}) in Noting.seen
 
 
 def test_only_endless_policies_are_told_layers():

@@ -23,7 +23,7 @@ class TestDeep(ScheduleConformance):
 
 
 def test_small_order():
-    assert Deep(slack=1).program(tiny_plan(stages=2, microbatches=4)).lines() == [
+    assert Deep(slack=1).program(tiny_plan(stages=2, microbatches=4)).to_lines() == [
         "F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3 STEP0",
         "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 F1.3 B1.3 STEP1",
     ]

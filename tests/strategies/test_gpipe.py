@@ -17,7 +17,7 @@ class TestGPipeWithTwoStagesARank(ScheduleConformance):
 
 def test_small_order():
     program = GPipe().program(tiny_plan(stages=2, microbatches=2))
-    assert program.lines() == ["F0.0 F0.1 B0.0 B0.1 STEP0", "F1.0 F1.1 B1.0 B1.1 STEP1"]
+    assert program.to_lines() == ["F0.0 F0.1 B0.0 B0.1 STEP0", "F1.0 F1.1 B1.0 B1.1 STEP1"]
 
 
 @for_each("m", [1, 2, 3, 8, 17])

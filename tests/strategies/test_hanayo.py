@@ -22,20 +22,20 @@ class TestHanayo(ScheduleConformance):
 
 def test_small_order():
     program = Hanayo(1).program(tiny_plan(4, 2, ranks=(0, 1, 1, 0)))
-    assert program.lines() == [
+    assert program.to_lines() == [
         "F0.0 F0.1 F3.0 B3.0 F3.1 B3.1 B0.0 B0.1 STEP0 STEP3",
         "F1.0 F2.0 F1.1 F2.1 B2.0 B1.0 B2.1 B1.1 STEP1 STEP2",
     ]
 
 
 def test_placement():
-    assert Hanayo(1).placement(3) == (0, 1, 2, 2, 1, 0)
-    assert Hanayo(2).placement(2) == (0, 1, 1, 0, 0, 1, 1, 0)
+    assert Hanayo(1).place_stages(3) == (0, 1, 2, 2, 1, 0)
+    assert Hanayo(2).place_stages(2) == (0, 1, 1, 0, 0, 1, 1, 0)
 
 
 def bubble(p, m, waves, f, b):
     schedule = Hanayo(waves)
-    plan, costs = uniform(2 * p * waves, m, f, b, ranks=schedule.placement(p))
+    plan, costs = uniform(2 * p * waves, m, f, b, ranks=schedule.place_stages(p))
     timeline = simulate(schedule.program(plan), plan, costs)
     assert timeline.busy == (m * 2 * waves * (f + b),) * p
     return timeline.makespan - timeline.busy[0]
@@ -64,8 +64,8 @@ def test_any_number_of_microbatches_is_not_slower_than_1f1b(m, waves):
 def test_beside_interleaved_with_as_many_stages(p, waves):
     """No messages where waves turn; the fullest rank holds as much."""
     wave, turn = Hanayo(waves), Interleaved(2 * waves)
-    ours, theirs = (tiny_plan(2 * p * waves, 4 * p, ranks=s.placement(p)) for s in (wave, turn))
-    assert sum(map(ours.crosses, range(ours.n_stages - 1))) == theirs.n_stages - 1 - (2 * waves - 1)
+    ours, theirs = (tiny_plan(2 * p * waves, 4 * p, ranks=s.place_stages(p)) for s in (wave, turn))
+    assert sum(map(ours.is_remote_edge, range(ours.n_stages - 1))) == theirs.n_stages - 1 - (2 * waves - 1)
     assert max(held_by_rank(wave, ours)) == max(held_by_rank(turn, theirs))
 
 
@@ -78,7 +78,7 @@ def held_by_rank(schedule, plan):
 def test_holds(waves):
     """p + r / 2w micro-batches on rank r, in whole ranks' activations; 1F1B's first rank holds p."""
     schedule = Hanayo(waves)
-    plan = tiny_plan(2 * 4 * waves, 16, ranks=schedule.placement(4))
+    plan = tiny_plan(2 * 4 * waves, 16, ranks=schedule.place_stages(4))
     assert held_by_rank(schedule, plan) == tuple(2 * 4 * waves + r for r in range(4))
 
 
@@ -93,5 +93,5 @@ def test_refuses_spans_that_differ_between_its_stages():
 def test_no_number_of_microbatches_gets_stuck(p, waves):
     for m in range(1, 2 * p + 3):
         schedule = Hanayo(waves)
-        plan = tiny_plan(2 * p * waves, m, ranks=schedule.placement(p))
+        plan = tiny_plan(2 * p * waves, m, ranks=schedule.place_stages(p))
         verify(schedule.program(plan), plan)

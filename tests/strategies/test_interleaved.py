@@ -20,7 +20,7 @@ class TestInterleaved(ScheduleConformance):
 
 def test_small_order():
     program = Interleaved(2).program(tiny_plan(4, 2, ranks=(0, 1, 0, 1)))
-    assert program.lines() == [
+    assert program.to_lines() == [
         "F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1 STEP0 STEP2",
         "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1 STEP1 STEP3",
     ]

@@ -26,7 +26,7 @@ class TestKFKB(ScheduleConformance):
 
 def test_small_order():
     program = KFKB(k=2).program(tiny_plan(stages=2, microbatches=4))
-    assert program.lines() == [
+    assert program.to_lines() == [
         "F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3 STEP0",
         "F1.0 F1.1 B1.0 B1.1 F1.2 F1.3 B1.2 B1.3 STEP1",
     ]
@@ -36,9 +36,9 @@ def test_small_order():
 @for_each("p", [1, 2, 4])
 def test_its_ends_are_1f1b_and_gpipe(p, m):
     plan = tiny_plan(p, m)
-    assert KFKB(k=1).program(plan).lines() == OneFOneB().program(plan).lines()
+    assert KFKB(k=1).program(plan).to_lines() == OneFOneB().program(plan).to_lines()
     for k in (m, m + 1, 100):
-        assert KFKB(k=k).program(plan).lines() == GPipe().program(plan).lines()
+        assert KFKB(k=k).program(plan).to_lines() == GPipe().program(plan).to_lines()
 
 
 def merged_copies(p, stage, m, k):

@@ -17,7 +17,7 @@ class TestOneFOneB(ScheduleConformance):
 
 def test_small_order():
     program = OneFOneB().program(tiny_plan(stages=2, microbatches=3))
-    assert program.lines() == ["F0.0 F0.1 B0.0 F0.2 B0.1 B0.2 STEP0", "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 STEP1"]
+    assert program.to_lines() == ["F0.0 F0.1 B0.0 F0.2 B0.1 B0.2 STEP0", "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 STEP1"]
 
 
 @for_each("m", [1, 2, 3, 8, 17])

@@ -29,7 +29,7 @@ class TestPerLink(ScheduleConformance):
 
 
 def test_small_order():
-    assert PerLink(extra=(1, 0)).program(tiny_plan(stages=3, microbatches=4)).lines() == [
+    assert PerLink(extra=(1, 0)).program(tiny_plan(stages=3, microbatches=4)).to_lines() == [
         "F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3 STEP0",
         "F1.0 F1.1 B1.0 F1.2 B1.1 F1.3 B1.2 B1.3 STEP1",
         "F2.0 B2.0 F2.1 B2.1 F2.2 B2.2 F2.3 B2.3 STEP2",

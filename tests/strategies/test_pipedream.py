@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_pipes.ir import Cut, Plan, PlanError, even_spans, prepared, verify
+from lightning_pipes.ir import Cut, Plan, PlanError, adapt_plan, even_spans, verify
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.pipedream import PipeDream
 from lightning_pipes.strategies.pipedream_2bw import PipeDream2BW
@@ -30,12 +30,12 @@ class TestPipeDream2BW(ScheduleConformance):
 
 
 def planned(p, m, schedule):
-    return prepared(tiny_plan(p, m), schedule)
+    return adapt_plan(tiny_plan(p, m), schedule)
 
 
 def test_small_order():
     plan = planned(3, 1, PipeDream())
-    assert PipeDream().program(plan).unroll(4).lines() == [
+    assert PipeDream().program(plan).unroll(4).to_lines() == [
         "F0.0 F0.0@1 F0.0@2 B0.0 STEP0 F0.0@3 B0.0@1 STEP0@1 B0.0@2 STEP0@2 B0.0@3 STEP0@3",
         "F1.0 F1.0@1 B1.0 STEP1 F1.0@2 B1.0@1 STEP1@1 F1.0@3 B1.0@2 STEP1@2 B1.0@3 STEP1@3",
         "F2.0 B2.0 STEP2 F2.0@1 B2.0@1 STEP2@1 F2.0@2 B2.0@2 STEP2@2 F2.0@3 B2.0@3 STEP2@3",
@@ -45,7 +45,7 @@ def test_small_order():
 def test_small_order_of_2bw():
     """On the last stage the update waits for the next batch to begin."""
     plan = planned(2, 2, PipeDream2BW())
-    assert PipeDream2BW().program(plan).unroll(2).lines() == [
+    assert PipeDream2BW().program(plan).unroll(2).to_lines() == [
         "F0.0 F0.1 B0.0 F0.0@1 B0.1 STEP0 F0.1@1 B0.0@1 B0.1@1 STEP0@1",
         "F1.0 B1.0 F1.1 B1.1 F1.0@1 STEP1 B1.0@1 F1.1@1 B1.1@1 STEP1@1",
     ]
@@ -94,7 +94,7 @@ def test_2bw_with_too_few_microbatches_would_need_a_third():
 def test_no_bubble_once_it_flows(p, m, schedule):
     """The way in and out shows once, (p - 1)(f + b), and every batch adds m (f + b)."""
     plan, costs = uniform(p, m, f=1, b=2)
-    plan = prepared(plan, schedule)
+    plan = adapt_plan(plan, schedule)
     program = schedule.program(plan)
     for batches in (1, 2, 5, 9):
         assert simulate(program, plan, costs, batches=batches).makespan == (batches * m + p - 1) * 3
@@ -102,7 +102,7 @@ def test_no_bubble_once_it_flows(p, m, schedule):
 
 def test_no_bubble_with_one_microbatch_a_batch():
     plan, costs = uniform(4, 1, f=1, b=2)
-    plan = prepared(plan, PipeDream())
+    plan = adapt_plan(plan, PipeDream())
     assert simulate(PipeDream().program(plan), plan, costs, batches=20).makespan == (20 + 4 - 1) * 3
 
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_pipes.ir import B, F, I, Instruction, Plan, PlanError, RankView, RulePolicy, W, prepared, verify
+from lightning_pipes.ir import B, F, I, Instruction, Plan, PlanError, RankView, RulePolicy, W, adapt_plan, verify
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
@@ -35,7 +35,7 @@ class TestReady(ScheduleConformance):
 def test_small_order():
     """Forward and backward in turn where both are ready: rank 0 holds two, then waits."""
     plan, costs = uniform(stages=2, microbatches=3, f=1, b=1)
-    assert simulate(Ready(slack=0), plan, costs).program().lines() == [
+    assert simulate(Ready(slack=0), plan, costs).program().to_lines() == [
         "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2 STEP0",
         "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 STEP1",
     ]
@@ -64,7 +64,7 @@ def test_alternates(last, alternate, picked):
     ("last", "alternate", "picked"), [(F, True, I), (I, True, F), (W, True, F), (None, False, I), (F, False, I)]
 )
 def test_weight_gradients_come_last(last, alternate, picked):
-    plan = prepared(tiny_plan(2, 4), Ready(split=True))
+    plan = adapt_plan(tiny_plan(2, 4), Ready(split=True))
     spans = plan.jobs[0].forward[0]
     ready: list[Instruction] = [W(0, spans[0]), I(0, spans[1]), F(0, spans[2])]
     view = RankView(0, last and last(0, spans[0]), {0: 2})
@@ -74,7 +74,7 @@ def test_weight_gradients_come_last(last, alternate, picked):
 
 
 def test_later_stages_hold_as_much_where_backward_is_split():
-    plan = prepared(Plan.even(4, 8, rows=16), Ready(split=True))
+    plan = adapt_plan(Plan.even(4, 8, rows=16), Ready(split=True))
     assert Ready(slack=3, split=True).rule(plan).limits == (14,) * 4
     assert Ready(limits=(9, 9, 9, 2), split=True).rule(plan).limits == (9, 9, 9, 2)
 
@@ -82,7 +82,7 @@ def test_later_stages_hold_as_much_where_backward_is_split():
 def test_never_holds_more_than_its_limits():
     for seed in range(20):
         schedule = Ready(slack=seed % 4, split=seed % 3 == 0)
-        plan = prepared(Plan.even(4, 9, rows=13), schedule)
+        plan = adapt_plan(Plan.even(4, 9, rows=13), schedule)
         program = simulate(schedule, plan, random_costs(plan, seed)).program()
         held = verify(program, plan).peak_rows
         assert all(h <= most for h, most in zip(held, schedule.rule(plan).limits, strict=True))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pipes.ir import Plan, Schedule, prepared
+from lightning_pipes.ir import Plan, Schedule, adapt_plan
 from lightning_pipes.ir.registry import installed_schedules, make_schedule
 from lightning_pipes.sim import simulate
 from lightning_pipes.testing.generators import uniform
@@ -44,14 +44,14 @@ def value(cell, **names):
 
 def run(name, p, m, batches):
     schedule = make_schedule(name, **SETTINGS.get(name, {}))
-    where = schedule.placement(p)
+    where = schedule.place_stages(p)
     per_rank = len(where) // p
     plan, costs = uniform(
         len(where), m, F // per_rank, (B_I + B_W) // per_rank, w=B_W // per_rank, ranks=where, activation_bytes=1
     )
-    plan: Plan = prepared(plan, schedule)
+    plan: Plan = adapt_plan(plan, schedule)
     order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
-    one = 1 if order.endless else None  # of a policy that does not flush: all use all layers, one after another
+    one = 1 if order.is_endless else None  # of a policy that does not flush: all use all layers, one after another
     return simulate(order, plan, costs, batches=batches if name in ENDLESS else one), per_rank
 
 

@@ -4,7 +4,7 @@ from itertools import product
 import pytest
 
 from lightning_pipes.cost import Link
-from lightning_pipes.ir import STEP, F, I, Kind, Plan, PlanError, Program, W, prepared, verify
+from lightning_pipes.ir import STEP, F, I, Kind, Plan, PlanError, Program, W, adapt_plan, verify
 from lightning_pipes.planning.bounds import least_step
 from lightning_pipes.sim import makespan, simulate
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
@@ -20,7 +20,7 @@ class TestZeroBubble(ScheduleConformance):
     schedules = [ZeroBubble()]
     refused = [
         lambda: ZeroBubble().program(tiny_plan(4, 4)),
-        lambda: ZeroBubble().program(prepared(tiny_plan(4, 4, ranks=(0, 1, 0, 1)), ZeroBubble())),
+        lambda: ZeroBubble().program(adapt_plan(tiny_plan(4, 4, ranks=(0, 1, 0, 1)), ZeroBubble())),
     ]
 
     def most_held(self, schedule, plan, stage):
@@ -57,7 +57,7 @@ def split(plan):
 
 def test_small_order():
     program = ZeroBubble().program(split(tiny_plan(stages=2, microbatches=3)))
-    assert program.lines() == [
+    assert program.to_lines() == [
         "F0.0 F0.1 I0.0 W0.0 F0.2 I0.1 W0.1 I0.2 W0.2 STEP0",
         "F1.0 I1.0 F1.1 I1.1 W1.0 F1.2 I1.2 W1.1 W1.2 STEP1",
     ]
@@ -143,13 +143,13 @@ def test_every_stage_holds_as_many_as_there_are_stages():
 
 def test_the_plan_is_prepared():
     plan = Plan.even(2, 4)
-    assert prepared(plan, ZeroBubble()) == split(plan)
-    assert prepared(split(plan), OneFOneB()) == plan
+    assert adapt_plan(plan, ZeroBubble()) == split(plan)
+    assert adapt_plan(split(plan), OneFOneB()) == plan
 
 
 def test_small_order_with_a_longer_warm_up():
     plan = split(tiny_plan(stages=2, microbatches=4))
-    assert ZeroBubble((1,)).program(plan).lines() == [
+    assert ZeroBubble((1,)).program(plan).to_lines() == [
         "F0.0 F0.1 F0.2 I0.0 W0.0 F0.3 I0.1 W0.1 I0.2 W0.2 I0.3 W0.3 STEP0",
         "F1.0 I1.0 F1.1 I1.1 F1.2 I1.2 W1.0 F1.3 I1.3 W1.1 W1.2 W1.3 STEP1",
     ]
@@ -181,10 +181,10 @@ def slow_link():
 
 
 def step(order, plan, costs):
-    timeline = simulate(order, prepared(plan, order), costs) if isinstance(order, Ready) else None
-    program = timeline.program() if timeline else order.program(prepared(plan, order))
-    facts = verify(program, prepared(plan, order))
-    return makespan(program, prepared(plan, order), costs) / 1e6, max(facts.peak_spans), facts.peak_spans[0]
+    timeline = simulate(order, adapt_plan(plan, order), costs) if isinstance(order, Ready) else None
+    program = timeline.program() if timeline else order.program(adapt_plan(plan, order))
+    facts = verify(program, adapt_plan(plan, order))
+    return makespan(program, adapt_plan(plan, order), costs) / 1e6, max(facts.peak_spans), facts.peak_spans[0]
 
 
 def test_split_backwards_go_below_what_whole_ones_can_on_a_slow_link():

@@ -108,7 +108,7 @@ class TestFidelity:
 
     def test_kfkb_with_k_1_is_1f1b(self, fidelity):
         one, other = fidelity.equal_stages("kfkb", k=1), fidelity.equal_stages("1f1b")
-        assert one.emulation.order.lines() == other.emulation.order.lines()
+        assert one.emulation.order.to_lines() == other.emulation.order.to_lines()
 
     def test_a_slow_rank_can_be_made_up_for(self, fidelity):
         """The layers of the benchmark can be cut so that all ranks take as long."""

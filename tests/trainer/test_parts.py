@@ -310,11 +310,11 @@ def test_the_plan_is_what_the_schedule_asks_for() -> None:
     plan, order = Plans(Problem(make_schedule("zero_bubble"), 2, 1, 4, True, (Span(0, 1),) * 2)).for_rows(8)
     assert plan.split_backward
     assert isinstance(order, Program)
-    assert Kind.W in {i.kind for i in order.instructions()}
+    assert Kind.W in {i.kind for i in order.iter_instructions()}
     plan, order = Plans(Problem(make_schedule("pipedream"), 2, 1, 1, layers=(Span(0, 1),) * 2)).for_rows(8)
     assert plan.versions == (2, 1)
     assert isinstance(order, Program)
-    assert order.endless
+    assert order.is_endless
 
 
 def test_checksums_see_values_places_and_signs() -> None:

@@ -94,7 +94,7 @@ class Eager(Policy):
 
     name: ClassVar[str] = "eager"
 
-    def placement(self, n_ranks: int) -> tuple[int, ...]:
+    def place_stages(self, n_ranks: int) -> tuple[int, ...]:
         return (*range(n_ranks), 0)
 
     def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:

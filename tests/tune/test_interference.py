@@ -74,7 +74,7 @@ class TestCommand:
         assert main(["interference", "--data", str(data), "--forest", str(forest), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert (found["file"], found["windows"]) == (str(forest), 48)
-        DynPipe(predictor=str(forest)).planner()
+        DynPipe(predictor=str(forest)).make_planner()
 
     def test_a_folder_that_is_missing_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(SystemExit, match="there is no folder"):

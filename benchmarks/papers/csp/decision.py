@@ -16,7 +16,7 @@ from typing import NamedTuple
 from benchmarks.papers.csp.emulation.spaces import fixed, space_of
 from lightning_pipes.engine.compute.order import ReadyOrder
 from lightning_pipes.engine.messages.mailbox import Key, Mailbox
-from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Kind, Plan, Span, Use, prepared, window
+from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Kind, LayerUse, Plan, Span, adapt_plan, batch_instructions
 from lightning_pipes.strategies.csp import CSP
 
 STAGES, RANK = 8, 3
@@ -56,9 +56,9 @@ def measured(space: str = "NLP.c1", microbatches: int = 8, subnets: int = 150, d
     as `depth`; gradients arrive when all forwards of a subnet have run."""
     placed = fixed(space_of(space).draw(subnets, 0), STAGES)
     layers = [Span(int(a), int(b)) for a, b in zip(placed.cuts[0, :-1], placed.cuts[0, 1:], strict=True)]
-    uses = [Use.of([f"{b}.{c}" for b, c in enumerate(row)], layers) for row in placed.subnets.choices]
+    uses = [LayerUse.from_names([f"{b}.{c}" for b, c in enumerate(row)], layers) for row in placed.subnets.choices]
     policy = CSP(depth)
-    plan = prepared(Plan.even(STAGES, microbatches, layers=tuple(layers)), policy)
+    plan = adapt_plan(Plan.even(STAGES, microbatches, layers=tuple(layers)), policy)
     order, mailbox = ReadyOrder(policy, plan, RANK), Arrivals()
     decisions, entering, queued = [], [], []
     spent = 0
@@ -69,7 +69,7 @@ def measured(space: str = "NLP.c1", microbatches: int = 8, subnets: int = 150, d
             begun = process_time_ns()
             order.add((0, entered), microbatches, uses[entered])
             entering.append(process_time_ns() - begun)
-            mine = window(plan, RANK, 0, entered)
+            mine = batch_instructions(plan, RANK, 0, entered)
             mailbox.come += [i for i in mine if i.kind is Kind.RF]
             entered += 1
             if entered == subnets:
@@ -88,7 +88,7 @@ def measured(space: str = "NLP.c1", microbatches: int = 8, subnets: int = 150, d
         if i.kind is Kind.F:
             left[i.batch] -= 1
             if not left[i.batch]:
-                mailbox.come += [j for j in window(plan, RANK, 0, i.batch) if j.kind is Kind.RB]
+                mailbox.come += [j for j in batch_instructions(plan, RANK, 0, i.batch) if j.kind is Kind.RB]
     whole = decisions[: len(decisions) * 3 // 4]  # the queue runs dry at the end
     return Cost(
         sum(whole) / len(whole) / 1e3,

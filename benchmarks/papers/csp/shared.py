@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import Delayed, Plan, Span, Use
+from lightning_pipes.ir import Delayed, LayerUse, Plan, Span
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.csp import CSP
 
@@ -23,7 +23,7 @@ BLOCKS, SUBNETS = 48, 80
 WAYS = {"frozen": 0, "per_choice": 0, "delayed by 8": 8, "delayed by 30": 30, "sequential": 0}
 
 
-def uses(way: str, layers: list[Span], choices: int) -> Iterator[Use]:
+def uses(way: str, layers: list[Span], choices: int) -> Iterator[LayerUse]:
     """The layers of each subnet: 0 and the last one are shared."""
     rng, last = random.Random(0), str(BLOCKS + 1)
     for _ in range(SUBNETS):
@@ -34,7 +34,7 @@ def uses(way: str, layers: list[Span], choices: int) -> Iterator[Use]:
         elif way != "frozen":
             names += ["0", last]
         late = dict.fromkeys(("0", last), Delayed(WAYS[way])) if WAYS[way] else {}
-        yield Use.of(names, layers, delays=late)
+        yield LayerUse.from_names(names, layers, delays=late)
 
 
 def bubble(way: str, stages: int, microbatches: int, choices: int) -> float:

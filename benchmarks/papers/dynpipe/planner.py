@@ -21,7 +21,7 @@ import numpy.typing as npt
 from benchmarks.harness.report import make_parser
 from lightning_pipes.cost import Cluster, Link
 from lightning_pipes.cost.zoo import named_profile
-from lightning_pipes.ir import InputError, Plan, Schedule, check_count, shown
+from lightning_pipes.ir import InputError, Plan, Schedule, check_count, short_repr
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.planning.replanning import KEPT_LOOKS, Seen
@@ -58,7 +58,7 @@ def row_shares(rows: int, seconds: Sequence[float]) -> tuple[int, ...]:
     """
     check_count("rows", rows)
     if not seconds or not all(0 < each < math.inf for each in seconds):
-        raise InputError(f"shares need the seconds of a sample on each replica, above 0, got {shown(seconds)}")
+        raise InputError(f"shares need the seconds of a sample on each replica, above 0, got {short_repr(seconds)}")
     rates = [1 / Fraction(each) for each in seconds]  # exact, so that rows always add up
     exact = [rows * rate / sum(rates) for rate in rates]
     shares = [int(each) for each in exact]

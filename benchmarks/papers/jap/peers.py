@@ -115,7 +115,7 @@ def singles(
     """
     found = []
     for schedule in SCHEDULES:
-        where = schedule.placement(ranks)
+        where = schedule.place_stages(ranks)
         priced = costs(len(where), schedule.splits_backward)
         if priced is None:
             continue

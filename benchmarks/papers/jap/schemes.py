@@ -498,7 +498,7 @@ def _sum(parts: Sequence[tuple[Spent, int]]) -> Spent:
 
 def arrayed(schedule: Schedule, sizes: Sequence[int], ranks: int) -> tuple[Program, Plan]:
     """A batch of each of some siblings, which stand where the schedule has micro-batches; updates follow backwards."""
-    where = schedule.placement(ranks)
+    where = schedule.place_stages(ranks)
     order = schedule.program(Plan.even(len(where), len(sizes), ranks=where))
     plan = Plan(where, tuple(Cut.even(rows, 1, len(where)) for rows in sizes))
     rows = []

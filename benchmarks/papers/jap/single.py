@@ -230,7 +230,7 @@ class Ordered:
     def steps(self, epoch: Site, rows: int) -> Iterator[Spent]:
         """See `OneJob`."""
         for schedule in self.schedules:
-            where = schedule.placement(epoch.stages)
+            where = schedule.place_stages(epoch.stages)
             if len(where) > epoch.most_stages:
                 continue
             costs = epoch.costs(where)

@@ -130,7 +130,7 @@ def equal_best(
     found: list[Fit] = []
     for m in NUMBERS:
         for schedule in schedules(m):
-            if len(profile.layers) < len(schedule.placement(RANKS)):
+            if len(profile.layers) < len(schedule.place_stages(RANKS)):
                 continue
             fit = fit_layers(profile, schedule, even_plan(schedule, RANKS, m, ROWS), place, trials=0)
             found.append(fit)
@@ -142,7 +142,7 @@ def unequal_best(profile: ModelProfile, place: Deployment, *schedules: UMPipe | 
     """The fastest of the planners' choices, layers included, of schedules that have layers enough."""
     fits = []
     for schedule in schedules:
-        if len(schedule.placement(RANKS)) <= len(profile.layers):
+        if len(schedule.place_stages(RANKS)) <= len(profile.layers):
             plan = planned(Problem(schedule, RANKS, ROWS, profile=profile, deployment=place))
             order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
             fits.append(evaluated(profile, order, plan, place))

@@ -33,7 +33,7 @@ def microbatches_among(request: RunRequest, sibling: Sibling[object], ranks: int
     """The run that a sibling asks for, in as many micro-batches as its array says where it does not."""
     if request.microbatches is not None or request.chooses or planner_of(request.schedule).by_hand:
         return request
-    stages = len(request.schedule.placement(ranks))
+    stages = len(request.schedule.place_stages(ranks))
     return replace(request, microbatches=sibling.array.microbatches(stages))
 
 

@@ -19,7 +19,7 @@ def unused_link_warnings(
         links: exceptions from `link`, by (from rank, to rank).
         sized: the sends, SF or SB, whose bytes or seconds are known.
     """
-    joined = {(a, b) for a, b, _ in plan.links}
+    joined = {(a, b) for a, b, _ in plan.directed_links}
     unused = sorted(pair for pair in links if pair not in joined)
     if unused:
         there = _short_list(sorted(joined)) or "none, as all stages are on one rank"
@@ -27,7 +27,7 @@ def unused_link_warnings(
             f"links has {_short_list(unused)}, over which no message of this plan goes: neighbouring stages are on the "
             f"ranks {there}. Such a link changes nothing; name the ranks of neighbours, or leave it out"
         )
-    for a, b, kind in plan.links:
+    for a, b, kind in plan.directed_links:
         bandwidth = links.get((a, b), link).bandwidth
         if kind not in sized and bandwidth < math.inf:
             name = "forward_bytes" if kind is Kind.SF else "backward_bytes"

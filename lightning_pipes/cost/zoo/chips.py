@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from lightning_pipes.cost.lookup import lookup_name
 from lightning_pipes.cost.zoo.shapes import Operation
-from lightning_pipes.ir import InputError, check_type, shown
+from lightning_pipes.ir import InputError, check_type, short_repr
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -75,7 +75,7 @@ def dtype_named(name: str, chip: Chip) -> str:
     check_type("dtype", name, str)
     full = _ALIASES.get(name, name)
     if full not in chip.flops:
-        raise InputError(f"{chip.name} has no figures for dtype {shown(name)}; it has {', '.join(chip.flops)}")
+        raise InputError(f"{chip.name} has no figures for dtype {short_repr(name)}; it has {', '.join(chip.flops)}")
     return full
 
 

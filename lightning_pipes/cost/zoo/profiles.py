@@ -12,7 +12,7 @@ from lightning_pipes.cost.table import Table
 from lightning_pipes.cost.zoo.chips import ITEMSIZE, Chip, chip_named, dtype_named
 from lightning_pipes.cost.zoo.models import named_model
 from lightning_pipes.cost.zoo.shapes import FLOAT32, LayerShape
-from lightning_pipes.ir import InputError, check_type, shown
+from lightning_pipes.ir import InputError, check_type, short_repr
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}
@@ -49,7 +49,7 @@ def named_profile(
     check_type("recompute", recompute, bool)
     check_type("rows", rows, Sequence[int])
     if not rows or sorted(set(rows)) != list(rows) or rows[0] < 1:
-        raise InputError(f"rows ascend from 1 or more, got {shown(rows)}")
+        raise InputError(f"rows ascend from 1 or more, got {short_repr(rows)}")
     given = model.layer_shapes(ITEMSIZE[dtype], 1 if chip.byte_masks else ITEMSIZE[dtype])
     *layers, loss = (_profile(shape, chip, rows, dtype, kept) for shape in given)
     if recompute:

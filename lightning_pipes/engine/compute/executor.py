@@ -27,8 +27,8 @@ from lightning_pipes.ir import (
     Kind,
     Plan,
     Span,
-    graphs,
-    passes,
+    graph_spans,
+    layer_passes,
     receive_of,
     send_of,
 )
@@ -92,7 +92,7 @@ class Executor:
                 self._step(i, item)
                 self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
             return
-        span = i.span if i.span.stop <= item.rows else i.span.clip(item.rows)
+        span = i.span if i.span.stop <= item.rows else i.span.clip_to(item.rows)
         if span.start == span.stop:  # a short batch ends before this span
             return
         if i.kind is Kind.RF or i.kind is Kind.RB:
@@ -184,11 +184,11 @@ class Executor:
     def _runs(self, i: Instruction, item: Item) -> list[tuple[Span, list[Span]]]:
         """Return the samples of every run of a forward, with the spans of its graphs. There are several graphs where
         one run creates none, and backward recreates them one after the other."""
-        whole = i.span.clip(item.rows)
+        whole = i.span.clip_to(item.rows)
         if not item.training:
             return [(whole, [whole])]
-        kept = [part for span in graphs(i, self.plan) if (part := span.clip(item.rows)).rows]
-        if len(kept) == 1 or len(passes(i, self.plan)) == 1:
+        kept = [part for span in graph_spans(i, self.plan) if (part := span.clip_to(item.rows)).rows]
+        if len(kept) == 1 or len(layer_passes(i, self.plan)) == 1:
             return [(whole, kept)]
         return [(part, [part]) for part in kept]
 

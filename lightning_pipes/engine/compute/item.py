@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_pipes.ir import Use
+from lightning_pipes.ir import LayerUse
 
 
 @dataclass(eq=False)
@@ -26,4 +26,4 @@ class Item:
     data: Any = None
     job: int = 0
     training: bool = True
-    use: Use | None = None
+    use: LayerUse | None = None

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.layer_parameters import LayerParameters
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
-from lightning_pipes.ir import Kind, PipelineError, Use
+from lightning_pipes.ir import Kind, LayerUse, PipelineError
 
 
 class LayerOffload:
@@ -28,13 +28,13 @@ class LayerOffload:
         self._task: tuple[bool, int] | None = None  # direction and batch of the last one
         self._kept: dict[int, Mapping[str, nn.Module]] = {}  # of batches under way, by number
 
-    def enter(self, use: Use) -> None:
+    def enter(self, use: LayerUse) -> None:
         """Register a batch that uses these layers."""
         own = self._own_layers(use)
         self._memory.enter(self._parts.modules(own))
         self._memory.pin_layers(self._parts.modules(use.layers[self._stage] - own))
 
-    def has_room(self, use: Use) -> bool:
+    def has_room(self, use: LayerUse) -> bool:
         """Return whether a forward may begin. Where no later event would make room it may begin, and fails with an
         error."""
         return not self._kept or self._memory.has_room(self._own_layers(use))
@@ -66,6 +66,6 @@ class LayerOffload:
             memory.release(self._kept.pop(item.number, {}))
         memory.release(parts)
 
-    def _own_layers(self, use: Use) -> frozenset[str]:
+    def _own_layers(self, use: LayerUse) -> frozenset[str]:
         """Return the layers that a batch has for itself, from its forward to its step."""
-        return use.stepped(self._stage) - {name for name, _ in use.delays}
+        return use.stepped_layers(self._stage) - {name for name, _ in use.delays}

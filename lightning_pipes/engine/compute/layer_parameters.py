@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_pipes.engine.residency.mirrors import Mirrors
-from lightning_pipes.ir import PlanError, Use
+from lightning_pipes.ir import LayerUse, PlanError
 
 
 class LayerParameters:
@@ -27,7 +27,7 @@ class LayerParameters:
         self._modules: dict[str, nn.Module] = {}
         self._found: dict[str, tuple[nn.Parameter, ...]] = {}
 
-    def check(self, use: Use) -> None:
+    def check(self, use: LayerUse) -> None:
         """Refuse names of layers that are not on this stage.
 
         Raises:
@@ -50,20 +50,20 @@ class LayerParameters:
         own = self._module(name).named_parameters() if mirrors is None else mirrors.copies[name].parameters.items()
         return {**dict(own), **dict(self._buffers(name))}
 
-    def read_only_ids(self, use: Use | None) -> frozenset[int]:
+    def read_only_ids(self, use: LayerUse | None) -> frozenset[int]:
         """Return the ids of trainable parameters that a batch uses and does not step."""
         if use is None or use.steps is None:
             return frozenset()
-        stepped = {id(p) for p in self.parameters(use.stepped(self._stage))}
+        stepped = {id(p) for p in self.parameters(use.stepped_layers(self._stage))}
         read = self.parameters(use.layers[self._stage])
         return frozenset(id(p) for p in read if p.requires_grad and id(p) not in stepped)
 
-    def read_only_buffers(self, use: Use | None) -> dict[str, torch.Tensor]:
+    def read_only_buffers(self, use: LayerUse | None) -> dict[str, torch.Tensor]:
         """Return the buffers of layers that a batch only reads, or reads late, so that it must not change them."""
         if use is None or (use.steps is None and not use.delays):
             return {}
         here, late = use.layers[self._stage], {name for name, _ in use.delays}
-        names = sorted((here - use.stepped(self._stage)) | (here & late))
+        names = sorted((here - use.stepped_layers(self._stage)) | (here & late))
         return {f"{name}.{at}": buffer for name in names for at, buffer in self._buffers(name)}
 
     def _buffers(self, name: str) -> Iterable[tuple[str, torch.Tensor]]:

@@ -21,6 +21,7 @@ from lightning_pipes.ir import (
     F,
     Instruction,
     Kind,
+    LayerUse,
     Ledger,
     Plan,
     Policy,
@@ -28,13 +29,12 @@ from lightning_pipes.ir import (
     ProgramError,
     RankView,
     Transfer,
-    Use,
-    offered,
+    batch_instructions,
+    eligible_instructions,
     ready_key,
     send_of,
-    window,
 )
-from lightning_pipes.ir.program import shifted
+from lightning_pipes.ir.program import shift_batches
 
 Item = tuple[int, int]
 """A job and the number of its batch in the window."""
@@ -43,7 +43,7 @@ Item = tuple[int, int]
 class InstructionOrder(Protocol):
     """Chooses instructions for one rank and one window."""
 
-    def add(self, item: Item, rows: int, use: Use) -> None:
+    def add(self, item: Item, rows: int, use: LayerUse) -> None:
         """Add a batch that uses these layers."""
 
     def next_instruction(self, mailbox: Mailbox, number: int) -> Instruction | None:
@@ -90,16 +90,16 @@ class StaticOrder:
         self._batches: Counter[int] = Counter()  # by job
         self._rows: dict[Item, int] = {}
         self._closed = False
-        (self._upcoming,) = tee(self._endless() if program.endless else iter(program.head[rank]), 1)
+        (self._upcoming,) = tee(self._endless() if program.is_endless else iter(program.head[rank]), 1)
         self._ran = 0
         self._next: Instruction | None = next(self._upcoming, None)
 
     def _endless(self) -> Iterator[Instruction]:
         yield from self._program.head[self._rank]
         for turn in count():
-            yield from shifted(self._program.cycle[self._rank], turn)
+            yield from shift_batches(self._program.cycle[self._rank], turn)
 
-    def add(self, item: Item, rows: int, use: Use) -> None:
+    def add(self, item: Item, rows: int, use: LayerUse) -> None:
         self._batches[item[0]] += 1
         self._rows[item] = rows
 
@@ -128,7 +128,7 @@ class StaticOrder:
     def close(self) -> None:
         """Close the window. Instructions of batches that were not added are skipped, and an endless program ends."""
         self._closed = True
-        if self._program.endless:
+        if self._program.is_endless:
             row = self._program.unroll(max(self._batches.values(), default=0)).head[self._rank]
             left = [i for i in row if i.batch < self._batches[i.job]][self._ran :]
             (self._upcoming,) = tee(iter(left), 1)
@@ -141,7 +141,7 @@ class StaticOrder:
     def upcoming_instructions(self) -> Iterator[Instruction]:
         """Yield the remaining instructions of known batches, in order, from the running one on."""
         program, rank, others = self._program, self._rank, 0
-        most = len(program.head[rank]) + len(program.cycle[rank]) if program.endless else None
+        most = len(program.head[rank]) + len(program.cycle[rank]) if program.is_endless else None
         for i in () if self._next is None else chain((self._next,), copy(self._upcoming)):
             if i.batch < self._batches[i.job]:
                 others = 0
@@ -182,10 +182,10 @@ class ReadyOrder:
         policy: Policy,
         plan: Plan,
         rank: int,
-        has_room: Callable[[int, Use], bool] | None = None,
+        has_room: Callable[[int, LayerUse], bool] | None = None,
         ahead: int = 0,
     ) -> None:
-        if policy.endless:
+        if policy.is_endless:
             plan = replace(plan, shared_weights=False)
         self._policy, self._plan, self._rank, self._has_room = policy, plan, rank, has_room
         self._ahead = ahead
@@ -210,21 +210,21 @@ class ReadyOrder:
         deliveries wake waiters of `mailbox`."""
         self._deliveries = LayerDeliveries(self._ledger, self._rank, number, mirrors, mailbox.notify)
 
-    def add(self, item: Item, rows: int, use: Use) -> None:
+    def add(self, item: Item, rows: int, use: LayerUse) -> None:
         self._rows[item] = rows
-        mine = window(self._plan, self._rank, *item)
+        mine = batch_instructions(self._plan, self._rank, *item)
         self._left[item] = len(mine)
         self._newest = item[1]
-        waits = self._needs_of_newest(use) if self._policy.endless else None
+        waits = self._needs_of_newest(use) if self._policy.is_endless else None
         self._add_ready(self._tracker.add(mine, waits))
         receives = [i for i in mine if i.kind in RECEIVES]
         self._unchecked += receives
         self._receives += len(receives)
         for i in mine:
-            if i.kind in RECEIVES and not i.span.clip(rows).rows:  # nothing will be sent for rows that are not there
+            if i.kind in RECEIVES and not i.span.clip_to(rows).rows:  # nothing will be sent for rows that are not there
                 self._add_ready(self._tracker.complete(send_of(i)))
 
-    def _needs_of_newest(self, use: Use) -> dict[Instruction, tuple[Instruction | Transfer, ...]]:
+    def _needs_of_newest(self, use: LayerUse) -> dict[Instruction, tuple[Instruction | Transfer, ...]]:
         """Return the needs of the newest batch besides its data: other batches, and layers from other ranks."""
         batch, plan = self._newest, self._plan
         waits: dict[Instruction, tuple[Instruction | Transfer, ...]] = {**self._ledger.enter(batch, use)}
@@ -255,7 +255,7 @@ class ReadyOrder:
         if not self._ready:
             return None
         unlimited = self._has_room is None and not self._plan.limits
-        allowed = tuple(self._ready) if unlimited else offered(self._ready, self._fits)
+        allowed = tuple(self._ready) if unlimited else eligible_instructions(self._ready, self._fits)
         if not allowed:
             return None
         ledger = self._ledger
@@ -280,14 +280,14 @@ class ReadyOrder:
         alternate, because their order is unknown."""
         last = self._last
         over = [last.batch] if last is not None and last.kind is not Kind.F and last.batch in self._begun else []
-        waiting = self._ledger.expected(dict.fromkeys([*over, *self._begun]))
+        waiting = self._ledger.expected_order(dict.fromkeys([*over, *self._begun]))
         first = dict.fromkeys((i.stage, i.batch) for i in self._ready if i.kind is not Kind.F) | self._halfway
         ready = dict.fromkeys((i.stage, i.batch) for i in self._ready)
         forwards = [each for each in ready if each not in first]
         back = [(stage, batch) for batch in waiting for stage in self._in_flight if (stage, batch) not in ready]
         turns = (each for both in zip_longest(forwards, back) for each in both if each is not None)
         for stage, batch in dict.fromkeys(chain(first, turns)):
-            yield from sorted(self._ledger.uses[batch].stepped(stage))
+            yield from sorted(self._ledger.uses[batch].stepped_layers(stage))
 
     def _fits(self, i: Instruction) -> bool:
         if i.kind is not Kind.F:
@@ -296,21 +296,21 @@ class ReadyOrder:
             return False
         if not self._plan.limits:
             return True
-        rows = i.span.clip(self._rows[i.job, i.batch]).rows
+        rows = i.span.clip_to(self._rows[i.job, i.batch]).rows
         return self._in_flight[i.stage] + rows <= self._plan.limits[i.stage]
 
     def mark_done(self, i: Instruction) -> None:
         item = i.job, i.batch
         self._receives -= i.kind in RECEIVES
-        rows = i.span.clip(self._rows[item]).rows
+        rows = i.span.clip_to(self._rows[item]).rows
         if i.kind is Kind.F:
             self._in_flight[i.stage] += rows
             self._begun[i.batch] = None
         elif i.kind is Kind.B or i.kind is Kind.W:
             self._in_flight[i.stage] -= rows
-        elif i.kind is Kind.STEP and self._policy.endless:
+        elif i.kind is Kind.STEP and self._policy.is_endless:
             self._halfway.pop((i.stage, i.batch), None)
-            self._ledger.done(i)
+            self._ledger.mark_done(i)
             if self._deliveries is not None:
                 self._deliveries.after_step(i)
         if i.kind in (Kind.F, Kind.B, Kind.I):
@@ -327,10 +327,10 @@ class ReadyOrder:
         """Forget a batch after its last instruction here."""
         del self._left[item]
         self._begun.pop(item[1], None)
-        if self._policy.endless:
+        if self._policy.is_endless:
             del self._rows[item]
-            self._ledger.leave(item[1])
-            self._tracker.forget(*item)
+            self._ledger.remove_batch(item[1])
+            self._tracker.forget_batch(*item)
 
     def wait(self, mailbox: Mailbox, number: int) -> None:
         if not self._receives and not self._n_expected_layers:
@@ -361,7 +361,7 @@ class ReadyOrder:
 
     @property
     def is_satisfied(self) -> bool:
-        if self._closed or not self._policy.endless:
+        if self._closed or not self._policy.is_endless:
             return not self._left and (self._deliveries is None or self._deliveries.is_over)
         oldest = next((batch for _, batch in self._left), self._newest + 1)
         return self._newest + 1 - oldest < self._policy.depth

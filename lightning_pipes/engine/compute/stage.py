@@ -21,7 +21,7 @@ from lightning_pipes.engine.compute.weights import BuffersBefore, LateWeights, W
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.engine.residency.mirrored import MirroredLayers
 from lightning_pipes.engine.residency.mirrors import Mirrors
-from lightning_pipes.ir import Kind, PlanError, Span, Use
+from lightning_pipes.ir import Kind, LayerUse, PlanError, Span
 
 Body = Callable[["Stage", Item, Span, Any], Any]
 """Computes what a stage sends on: body(stage, item, span, received)."""
@@ -166,7 +166,7 @@ class Stage:
         with self.task_context(kind, item), self.weights.on_device(version):
             yield
 
-    def check_use(self, use: Use) -> None:
+    def check_use(self, use: LayerUse) -> None:
         """Refuse a batch that uses layers of other stages.
 
         Raises:
@@ -192,7 +192,7 @@ class Stage:
         """Return the parameters of the layers that `item` steps here."""
         if item.use is None:
             return [p for layer in self.layers.values() for p in layer.parameters()]
-        return self._parts.parameters(item.use.stepped(self.number))
+        return self._parts.parameters(item.use.stepped_layers(self.number))
 
     def named_tensors(self, name: str) -> dict[str, torch.Tensor]:
         """Return parameters and buffers of a layer, or of a part of one, on this stage, by their name within it."""

@@ -25,7 +25,7 @@ from torch import nn
 from lightning_pipes.engine.compute.layer_parameters import LayerParameters
 from lightning_pipes.engine.residency.binding import Binding
 from lightning_pipes.engine.residency.version_memory import VersionMemory
-from lightning_pipes.ir import PipelineError, Use
+from lightning_pipes.ir import LayerUse, PipelineError
 
 _NOTHING = nullcontext()
 
@@ -221,7 +221,7 @@ class LateWeights:
         self._made: dict[int, WeightVersion] = {}
         self._steps: dict[int, frozenset[str]] = {}
 
-    def enter(self, batch: int, use: Use | None) -> None:
+    def enter(self, batch: int, use: LayerUse | None) -> None:
         """Register the next batch, which uses these layers."""
         delays = () if use is None else [each for each in use.delays if each[0] in use.layers[self._stage]]
         here = {name: max(-1, batch - delay.by) for name, delay in delays}

@@ -43,7 +43,9 @@ def measure_offsets(
         name: the name of this rank's clock, by default `clock_id()`.
     """
     offsets: dict[int, int] = {}
-    edges = {(plan.ranks[s], plan.ranks[s + 1]): s for s in reversed(range(plan.n_stages - 1)) if plan.crosses(s)}
+    edges = {
+        (plan.ranks[s], plan.ranks[s + 1]): s for s in reversed(range(plan.n_stages - 1)) if plan.is_remote_edge(s)
+    }
     mine = clock_id() if name is None else name
     for phase in (0, 1):  # neighbours of one phase have no rank in common
         for (low, high), stage in edges.items():

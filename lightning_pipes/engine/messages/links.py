@@ -37,7 +37,7 @@ def measure_links(
         sizes: bytes of the messages.
     """
     found: dict[tuple[int, int], Link] = {}
-    edges = [s for s in range(plan.n_stages - 1) if plan.crosses(s)]
+    edges = [s for s in range(plan.n_stages - 1) if plan.is_remote_edge(s)]
     pairs = {(plan.ranks[s], plan.ranks[s + 1]): s for s in reversed(edges)}  # one edge for each pair of neighbours
     for phase in (0, 1):  # neighbours of one phase have no rank in common
         for (low, high), s in pairs.items():

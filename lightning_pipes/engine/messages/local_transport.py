@@ -85,7 +85,7 @@ class LocalTransport:
             return lambda error: watch.report_lost_peer(peer, error)
 
         expected = 0
-        for source, destination, kind in plan.links:
+        for source, destination, kind in plan.directed_links:
             if rank == source:
                 peer = global_ranks[destination]
                 address = store.get(f"address/{peer}").decode()

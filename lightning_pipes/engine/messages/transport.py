@@ -51,7 +51,7 @@ class GlooTransport:
         self._store, seal = store, watch.seal
         self._global_rank = global_ranks[rank]
         self._neighbours: set[int] = set()
-        for source, destination, kind in plan.links:
+        for source, destination, kind in plan.directed_links:
             if rank not in (source, destination):
                 continue
             peer = global_ranks[destination if rank == source else source]

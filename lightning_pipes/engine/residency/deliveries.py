@@ -42,12 +42,12 @@ class LayerDeliveries:
 
     def enter(self, batch: int) -> None:
         """Start the transfers of one more batch of the ledger."""
-        for transfer in self._ledger.transfers(batch):
+        for transfer in self._ledger.batch_transfers(batch):
             self._start(transfer)
 
     def missing_transfers(self, batch: int, stage: int) -> tuple[Transfer, ...]:
         """Return the missing transfers of a batch's forwards on a stage."""
-        return tuple(t for t in self._ledger.coming(batch, stage) if t in self._expected)
+        return tuple(t for t in self._ledger.incoming_transfers(batch, stage) if t in self._expected)
 
     def take_arrived(self) -> list[Transfer]:
         """Return the transfers that have arrived since the last call.
@@ -69,7 +69,7 @@ class LayerDeliveries:
 
     def before_forward(self, batch: int, stage: int) -> None:
         """Install the layers of a batch for its forward; no earlier batch needs the previous ones."""
-        for transfer in self._ledger.coming(batch, stage):
+        for transfer in self._ledger.incoming_transfers(batch, stage):
             if transfer in self._received:
                 self._mirrors.install_layer(transfer.name, self._received.pop(transfer))
 
@@ -85,7 +85,7 @@ class LayerDeliveries:
         """Return layers to their owners; all batches of the window have run here."""
         if not self._returning:
             self._returning = True
-            for transfer in self._ledger.ways_home():
+            for transfer in self._ledger.return_transfers():
                 self._start(transfer)
             self._mirrors.clear()
 
@@ -93,7 +93,7 @@ class LayerDeliveries:
         if transfer.target == self._rank:
             self._expected[transfer] = self._mirrors.receive(transfer.source, self._key(transfer), self._on_arrival)
         elif transfer.source == self._rank:
-            if transfer.after is not None and self._ledger.pending(transfer.after):
+            if transfer.after is not None and self._ledger.is_pending(transfer.after):
                 self._leaving[transfer.after].append(transfer)
             else:
                 self._send(transfer)
@@ -103,7 +103,7 @@ class LayerDeliveries:
         self._mirrors.send(transfer.name, transfer.target, self._key(transfer))
 
     def _forget(self, name: str) -> None:
-        if self._mirrors.is_remote(name) and self._ledger.outdated(name, self._rank):
+        if self._mirrors.is_remote(name) and self._ledger.is_stale(name, self._rank):
             self._mirrors.drop_copy(name)
 
     def _key(self, transfer: Transfer) -> Key:

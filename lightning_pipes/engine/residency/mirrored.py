@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.residency.mirrors import Mirrors
-from lightning_pipes.ir import PlanError, Use
+from lightning_pipes.ir import LayerUse, PlanError
 
 
 class MirroredLayers:
@@ -25,7 +25,7 @@ class MirroredLayers:
     def __init__(self, stage: int, mirrors: Mirrors, layers: Mapping[int, nn.Module]) -> None:
         self._stage, self._mirrors, self._layers = stage, mirrors, layers
 
-    def layers_of(self, use: Use | None, own: Mapping[int, nn.Module]) -> Mapping[int, nn.Module]:
+    def layers_of(self, use: LayerUse | None, own: Mapping[int, nn.Module]) -> Mapping[int, nn.Module]:
         """Return the layers that the stage runs for a batch; its `own` where the batch has no cut of its own."""
         if use is None or use.cut is None:
             return own
@@ -35,7 +35,7 @@ class MirroredLayers:
         """Return whether another rank owns the layer."""
         return self._mirrors.is_remote(str(number))
 
-    def run(self, use: Use, number: int, layer: nn.Module, x: Any, only_read: Set[int], changes: bool) -> Any:
+    def run(self, use: LayerUse, number: int, layer: nn.Module, x: Any, only_read: Set[int], changes: bool) -> Any:
         """Return the output of an `is_remote` layer for `x`, using the parts of it that the batch uses.
 
         Args:

@@ -44,7 +44,7 @@ class Unit:
 
 def is_regular(program: Program, plan: Plan) -> bool:
     """Whether `walk_program` can go through the program."""
-    return not plan.after and all(plan.uniform) and program.n_ranks == plan.n_ranks
+    return not plan.after and all(plan.uniform_jobs) and program.n_ranks == plan.n_ranks
 
 
 def walk_program(program: Program, plan: Plan) -> Iterator[tuple[int, Instruction, Unit, int]]:

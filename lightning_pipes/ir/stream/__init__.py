@@ -1,7 +1,7 @@
 """Batches without end that use different layers."""
 
 from lightning_pipes.ir.stream.copies import Transfer
-from lightning_pipes.ir.stream.ledger import Ledger, Stepped, Waits, unrolled
-from lightning_pipes.ir.stream.use import Delayed, Use
+from lightning_pipes.ir.stream.ledger import LayerVersion, Ledger, Waits, unroll_stream
+from lightning_pipes.ir.stream.use import Delayed, LayerUse
 
-__all__ = ["Delayed", "Ledger", "Stepped", "Transfer", "Use", "Waits", "unrolled"]
+__all__ = ["Delayed", "Ledger", "LayerVersion", "Transfer", "LayerUse", "Waits", "unroll_stream"]

@@ -75,7 +75,7 @@ class Layer:
         """Those that have one, or had."""
         return self._copies.keys()
 
-    def here(self, rank: int, stage: int, batch: int) -> tuple[Copy, Transfer | None]:
+    def fetch_copy(self, rank: int, stage: int, batch: int) -> tuple[Copy, Transfer | None]:
         """A rank's copy for a batch that uses it there, which is the newest; and how it gets there, if it has to."""
         old, newest = self._copies.get(rank), self.newest
         if old is not None and old.version == newest.version:
@@ -86,20 +86,20 @@ class Layer:
         self._copies[rank] = copy
         return copy, transfer
 
-    def stepped(self, copy: Copy, step: Instruction) -> None:
+    def mark_stepped(self, copy: Copy, step: Instruction) -> None:
         """That copy is the newest from `step` on."""
         copy.version, copy.stepper = step.batch, step
         copy.readers, copy.before, copy.transfer = set(), set(), None
         self.newest = copy
 
-    def outdated(self, rank: int, pending: set[Instruction]) -> bool:
+    def is_stale(self, rank: int, pending: set[Instruction]) -> bool:
         """Whether nobody needs the copy of a rank any more that is not at home."""
         copy = self._copies.get(rank)
         if rank == self.home or copy is None or copy.version == self.newest.version:
             return False
         return copy.stepper not in pending and not (copy.readers | copy.before) & pending
 
-    def way_home(self) -> Transfer | None:
+    def return_transfer(self) -> Transfer | None:
         """How the newest copy gets home, if it is not there."""
         home, newest = self._copies[self.home], self.newest
         if home.version == newest.version:

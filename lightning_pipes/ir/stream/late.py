@@ -10,7 +10,7 @@ from lightning_pipes.ir.instruction import Instruction
 from lightning_pipes.ir.stream.use import Delayed
 
 
-class Late:
+class StaleReads:
     """Layers that batches read as earlier ones left them, each batch in a copy of its own: a forward waits for the STEP
     whose result it reads, and STEPs wait for each other."""
 

@@ -17,14 +17,14 @@ from lightning_pipes.ir.errors import PlanError
 from lightning_pipes.ir.instruction import STEP, F, Instruction, Kind
 from lightning_pipes.ir.plan import Plan
 from lightning_pipes.ir.stream.copies import Copy, Layer, Transfer, check_names
-from lightning_pipes.ir.stream.late import Late
-from lightning_pipes.ir.stream.use import Use
+from lightning_pipes.ir.stream.late import StaleReads
+from lightning_pipes.ir.stream.use import LayerUse
 
 Waits = Mapping[Instruction, tuple[Instruction, ...]]
 """Other instructions that one waits for, besides its data."""
 
 
-class Stepped(NamedTuple):
+class LayerVersion(NamedTuple):
     """How far a layer is.
 
     Attributes:
@@ -40,7 +40,7 @@ class Ledger:
     """The layers as the batches of a window use them, in the order in which these enter.
 
     A layer that was used on one rank can't be used on another, where it would be another copy, until a batch has a cut
-    of its own: from then on layers go where batches use them, see `transfers`.
+    of its own: from then on layers go where batches use them, see `batch_transfers`.
 
     Args:
         stages: those whose instructions are asked about.
@@ -52,21 +52,21 @@ class Ledger:
     """
 
     def __init__(self, plan: Plan, stages: Iterable[int]) -> None:
-        self.uses: dict[int, Use] = {}
+        self.uses: dict[int, LayerUse] = {}
         self.follows: dict[int, set[int]] = {}
-        self.versions: dict[str, Stepped] = {}
+        self.versions: dict[str, LayerVersion] = {}
         self._plan = plan
         self._stages = tuple(stages)
         self._home = {n: s for s, span in enumerate(plan.layers) for n in range(*span)}
         self._layers: dict[str, Layer] = {}
-        self._late = Late()
+        self._late = StaleReads()
         self._parts: dict[str, set[str]] = defaultdict(set)  # of each name, those that begin with it
         self._pending: set[Instruction] = set()
         self._travel = False
         self._transfers: dict[int, list[Transfer]] = {}
-        self._coming: dict[tuple[int, int], list[Transfer]] = {}
+        self._incoming: dict[tuple[int, int], list[Transfer]] = {}
 
-    def enter(self, batch: int, use: Use) -> Waits:
+    def enter(self, batch: int, use: LayerUse) -> Waits:
         """Batch number `batch`, the next one, uses these layers: what its instructions wait for.
 
         Raises:
@@ -91,42 +91,42 @@ class Ledger:
         self._pending |= {STEP(stage, batch=batch) for stage in self._stages}
         return waits
 
-    def transfers(self, batch: int) -> Sequence[Transfer]:
+    def batch_transfers(self, batch: int) -> Sequence[Transfer]:
         """The layers that have to travel for a batch under way, between whichever ranks."""
         return self._transfers[batch]
 
-    def coming(self, batch: int, stage: int) -> Sequence[Transfer]:
+    def incoming_transfers(self, batch: int, stage: int) -> Sequence[Transfer]:
         """How the layers have got, or get, to the rank of `stage` that the batch uses there and that were not made
         there: its forwards wait for those that have not come."""
-        return self._coming.get((batch, stage), ())
+        return self._incoming.get((batch, stage), ())
 
-    def outdated(self, name: str, rank: int) -> bool:
+    def is_stale(self, name: str, rank: int) -> bool:
         """Whether a rank has no use any more for its copy of a layer whose home is elsewhere."""
-        return self._layers[name].outdated(rank, self._pending)
+        return self._layers[name].is_stale(rank, self._pending)
 
-    def pending(self, step: Instruction) -> bool:
+    def is_pending(self, step: Instruction) -> bool:
         """Whether a STEP of `stages` is still to run."""
         return step in self._pending
 
-    def ways_home(self) -> list[Transfer]:
+    def return_transfers(self) -> list[Transfer]:
         """The layers that have to travel when all batches have run, for each to be where the plan has it."""
-        found = (self._layers[name].way_home() for name in sorted(self._layers))
+        found = (self._layers[name].return_transfer() for name in sorted(self._layers))
         return [transfer for transfer in found if transfer is not None]
 
-    def done(self, step: Instruction) -> None:
+    def mark_done(self, step: Instruction) -> None:
         """`step` has run."""
         self._pending.discard(step)
-        for name in self.uses[step.batch].stepped(step.stage):
+        for name in self.uses[step.batch].stepped_layers(step.stage):
             times = self.versions[name].times if name in self.versions else 0
-            self.versions[name] = Stepped(times + 1, step.batch)
+            self.versions[name] = LayerVersion(times + 1, step.batch)
 
-    def leave(self, batch: int) -> None:
+    def remove_batch(self, batch: int) -> None:
         """All of the batch has run."""
         del self.uses[batch], self.follows[batch], self._transfers[batch]
         for stage in range(self._plan.n_stages):
-            self._coming.pop((batch, stage), None)
+            self._incoming.pop((batch, stage), None)
 
-    def expected(self, begun: Iterable[int]) -> list[int]:
+    def expected_order(self, begun: Iterable[int]) -> list[int]:
         """The batches under way in the order in which a stage will probably turn to them.
 
         Those that it has `begun`, in that order, come back one after the other; another one begins when the last of
@@ -140,7 +140,7 @@ class Ledger:
                 back[batch] = turns[batch] + takes
         return sorted(turns, key=lambda batch: (turns[batch], batch))
 
-    def _check(self, batch: int, use: Use) -> None:
+    def _check(self, batch: int, use: LayerUse) -> None:
         plan = self._plan
         if len(use.layers) != plan.n_stages:
             raise PlanError(
@@ -159,9 +159,9 @@ class Ledger:
                     f"{self._home_of(name, stage)}; cut batches so that what they read late stays at home"
                 )
 
-    def _before(self, batch: int, stage: int, use: Use) -> tuple[set[Instruction], set[Instruction]]:
+    def _before(self, batch: int, stage: int, use: LayerUse) -> tuple[set[Instruction], set[Instruction]]:
         """The needs of the batch's forwards on a stage, and of its STEP."""
-        rank, late, stepped = self._plan.ranks[stage], dict(use.delays), use.stepped(stage)
+        rank, late, stepped = self._plan.ranks[stage], dict(use.delays), use.stepped_layers(stage)
         reads: set[Instruction] = set()
         writes: set[Instruction] = set()
         for name in sorted(use.layers[stage]):
@@ -198,11 +198,11 @@ class Ledger:
         others = [layer for layer in layers if layer is not own]
         if others:
             check_names(batch, name, rank, [*others, own])
-        copy, transfer = own.here(rank, stage, batch)
+        copy, transfer = own.fetch_copy(rank, stage, batch)
         if transfer is not None:
             self._transfers[batch].append(transfer)
         if copy.transfer is not None:
-            self._coming.setdefault((batch, stage), []).append(copy.transfer)
+            self._incoming.setdefault((batch, stage), []).append(copy.transfer)
         return [copy, *(layer.newest for layer in others)]
 
     def _home_of(self, name: str, stage: int) -> int:
@@ -221,10 +221,10 @@ class Ledger:
     def _names(self, name: str) -> set[str]:
         return {name, *_above(name), *self._parts.get(name, ())}
 
-    def _note(self, batch: int, use: Use) -> None:
+    def _note(self, batch: int, use: LayerUse) -> None:
         late = {name for name, _ in use.delays}
         for stage, names in enumerate(use.layers):
-            step, stepped, rank = STEP(stage, batch=batch), use.stepped(stage), self._plan.ranks[stage]
+            step, stepped, rank = STEP(stage, batch=batch), use.stepped_layers(stage), self._plan.ranks[stage]
             for name in names:
                 for above in _above(name):
                     self._parts[above].add(name)
@@ -232,17 +232,17 @@ class Ledger:
                     continue
                 if name not in self._layers:
                     self._layers[name] = Layer(name, Copy(rank, stage, batch))
-                copy, _ = self._layers[name].here(rank, stage, batch)
+                copy, _ = self._layers[name].fetch_copy(rank, stage, batch)
                 copy.stage, copy.batch = stage, batch
                 copy.readers &= self._pending
                 copy.before &= self._pending
                 if name in stepped:
-                    self._layers[name].stepped(copy, step)
+                    self._layers[name].mark_stepped(copy, step)
                 else:
                     copy.readers.add(step)
 
 
-def unrolled(plan: Plan, uses: Sequence[Use], depth: int) -> Plan:
+def unroll_stream(plan: Plan, uses: Sequence[LayerUse], depth: int) -> Plan:
     """`plan` with the first batches of an endless window, which use those layers, as a finite one: to simulate, verify
     and draw. On each rank batch n + depth waits until batch n and all before it have run.
 

@@ -26,7 +26,7 @@ class Delayed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Use:
+class LayerUse:
     """The layers that a batch uses, by name: "5" is the model's layer number 5, "5.2" the part of it called 2.
 
     Attributes:
@@ -60,22 +60,22 @@ class Use:
             )
         for name in sorted(self.steps or ()):
             if not any(name in names for names in self.layers):
-                raise PlanError(f"a batch steps {name!r} and does not use it; it uses {_listed(self.layers)}")
+                raise PlanError(f"a batch steps {name!r} and does not use it; it uses {_join_names(self.layers)}")
         for name, delay in self.delays:
-            if not any(name in self.stepped(stage) for stage in range(len(self.layers))):
-                raise PlanError(f"a batch reads {name!r} late and does not step it; it uses {_listed(self.layers)}")
+            if not any(name in self.stepped_layers(stage) for stage in range(len(self.layers))):
+                raise PlanError(f"a batch reads {name!r} late and does not step it; it uses {_join_names(self.layers)}")
             if delay.by < 1:
                 raise PlanError(f"a batch reads {name!r} {delay.by} batches late; it can be 1 or more")
 
     @classmethod
-    def of(
+    def from_names(
         cls,
         names: Iterable[str],
         layers: Sequence[Span],
         steps: Iterable[str] | None = None,
         delays: Mapping[str, Delayed] | None = None,
         cut: Sequence[Span] | None = None,
-    ) -> Use:
+    ) -> LayerUse:
         """Those layers, each on the stage that has its number; `layers` are those of the stages, as a plan has them,
         unless the batch has a `cut` of its own.
 
@@ -96,18 +96,18 @@ class Use:
         return cls(tuple(map(frozenset, stages)), None if steps is None else frozenset(steps), late, own)
 
     @classmethod
-    def whole(cls, plan: Plan) -> Use:
+    def from_plan(cls, plan: Plan) -> LayerUse:
         """All layers; of a plan that does not say which they are, one a stage."""
         layers = plan.layers or [Span(s, s + 1) for s in range(plan.n_stages)]
         return cls(tuple(frozenset(map(str, range(*span))) for span in layers))
 
-    def cut_as(self, cut: Sequence[Span]) -> Use:
+    def with_cut(self, cut: Sequence[Span]) -> LayerUse:
         """The same layers where the batch has a cut of its own.
 
         Raises:
             PlanError: it leaves layers out.
         """
-        return Use.of((n for names in self.layers for n in names), (), self.steps, dict(self.delays), cut)
+        return LayerUse.from_names((n for names in self.layers for n in names), (), self.steps, dict(self.delays), cut)
 
     @cached_property
     def fingerprint(self) -> int:
@@ -115,10 +115,10 @@ class Use:
         steps = None if self.steps is None else sorted(self.steps)
         return zlib.crc32(repr(([sorted(names) for names in self.layers], steps, self.delays, self.cut)).encode())
 
-    def stepped(self, stage: int) -> frozenset[str]:
+    def stepped_layers(self, stage: int) -> frozenset[str]:
         """Those that are stepped on `stage`."""
         return self.layers[stage] if self.steps is None else self.layers[stage] & self.steps
 
 
-def _listed(layers: Iterable[frozenset[str]]) -> str:
+def _join_names(layers: Iterable[frozenset[str]]) -> str:
     return ", ".join(sorted(name for names in layers for name in names)) or "none"

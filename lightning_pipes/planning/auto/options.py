@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from lightning_pipes.cost import Deployment, ModelProfile
-from lightning_pipes.ir import MOST_FORWARDS, Kind, Plan, PlanError, Policy, Schedule
+from lightning_pipes.ir import MAX_FORWARDS, Kind, Plan, PlanError, Policy, Schedule
 from lightning_pipes.ir.registry import installed_schedules
 from lightning_pipes.planning.auto.choice import Option
 from lightning_pipes.planning.bounds import step_bound
@@ -19,15 +19,15 @@ POLICY_SIZE = 30_000
 
 
 def installed_variants(ranks: int, microbatches: int) -> Iterator[Schedule | Policy]:
-    """Every installed schedule with the settings that it says are worth a try: `Traits.variants`."""
+    """Every installed schedule with the settings that it says are worth a try: `Traits.list_variants`."""
     for entry in installed_schedules().values():
-        yield from entry.load().variants(ranks, microbatches)
+        yield from entry.load().list_variants(ranks, microbatches)
 
 
 def most_microbatches(ranks: int, rows: int) -> int:
     """Return the most micro-batches that are tried: one for each sample, or as many as can be simulated in reasonable
     time."""
-    return max(1, min(rows, max(2 * ranks, MOST_TRIED // ranks), MOST_FORWARDS // ranks))
+    return max(1, min(rows, max(2 * ranks, MOST_TRIED // ranks), MAX_FORWARDS // ranks))
 
 
 def numbers_to_try(ranks: int, rows: int) -> list[int]:
@@ -54,7 +54,7 @@ def options(
             for again in recompute:
                 too_large = True  # where not even stages can be placed
                 try:
-                    too_large = len(schedule.placement(ranks)) * m > MOST_FORWARDS
+                    too_large = len(schedule.place_stages(ranks)) * m > MAX_FORWARDS
                     plan = planned(Problem(schedule, ranks, rows, m, again, profile=profile, deployment=deployment))
                 except PlanError as error:
                     yield Option(schedule, m, again, None, math.inf, why_not=str(error), too_large=too_large)

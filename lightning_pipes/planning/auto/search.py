@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from lightning_pipes.cost import Cluster, Deployment, Device, ModelProfile
 from lightning_pipes.cost.deployment import as_deployment
-from lightning_pipes.ir import MOST_FORWARDS, DeadlockError, PlanError, Policy, Program, ProgramError, Schedule
+from lightning_pipes.ir import MAX_FORWARDS, DeadlockError, PlanError, Policy, Program, ProgramError, Schedule
 from lightning_pipes.planning.auto.choice import Choice, Option
 from lightning_pipes.planning.auto.options import most_microbatches, numbers_to_try, options
 from lightning_pipes.planning.candidates import TuningPlanner
@@ -107,12 +107,12 @@ def _describe_not_searched(found: Sequence[Option], ranks: int, most: int, possi
         possible: micro-batches that the batch allows.
     """
     if 0 < most < possible:
-        can = MOST_FORWARDS // ranks
+        can = MAX_FORWARDS // ranks
         way_out = (
             "microbatches=[...] has more of them tried"
             if can > most
             else (
-                f"an order has at most {MOST_FORWARDS} forwards on all stages; pipelines of fewer ranks, with more "
+                f"an order has at most {MAX_FORWARDS} forwards on all stages; pipelines of fewer ranks, with more "
                 "replicas, may have more"
             )
         )

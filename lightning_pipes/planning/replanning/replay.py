@@ -34,7 +34,7 @@ class Replay:
     def __init__(self, order: Program, plan: Plan, batches: int) -> None:
         if len(plan.jobs) > 1:
             raise PlanError(f"operations are timed one by one where there is one job, this plan has {len(plan.jobs)}")
-        self.batches, self._endless = batches, order.endless
+        self.batches, self._endless = batches, order.is_endless
         self._costs: dict[float, CostModel] = {}
         self._plan = replace(plan, layers=(), limits=())
         rounds = (batches, 2 * batches) if self._endless else (1,)
@@ -120,7 +120,7 @@ def _columns(
 
 def sends_of(plan: Plan) -> list[tuple[Kind, int]]:
     """Kind and stage of the messages that `plan` has."""
-    crossing = [s for s in range(plan.n_stages - 1) if plan.crosses(s)]
+    crossing = [s for s in range(plan.n_stages - 1) if plan.is_remote_edge(s)]
     sends = [(Kind.SF, s) for s in crossing] + [(Kind.SB, s + 1) for s in crossing]
     assert {kind for kind, _ in sends} <= SENDS
     return sends

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import COMPUTE, InputError, Kind, Plan, shown
+from lightning_pipes.ir import COMPUTE, InputError, Kind, Plan, short_repr
 
 Array = npt.NDArray[np.float64]
 KEPT_LOOKS = 64
@@ -44,7 +44,7 @@ class Seen:
             if kind not in COMPUTE or table.ndim != 2:
                 raise InputError(
                     f"operations need computations in tables of batches by spans, got {kind}{stage} in shape "
-                    f"{shown(table.shape)}"
+                    f"{short_repr(table.shape)}"
                 )
         if len(self.devices) != len(self.free):
             raise InputError(f"{len(self.devices)} devices were seen, and memory of {len(self.free)}")

@@ -16,15 +16,15 @@ from lightning_pipes.ir import (
     DeadlockError,
     Instruction,
     Kind,
+    LayerUse,
     Ledger,
     Policy,
     ProgramError,
     RankView,
     RulePolicy,
-    Use,
-    grid,
+    draw_grid,
+    eligible_instructions,
     needs,
-    offered,
 )
 from lightning_pipes.sim.loops.kernel import PLENTY
 from lightning_pipes.sim.loops.memory import Bytes
@@ -32,7 +32,7 @@ from lightning_pipes.sim.loops.operations import Prices
 from lightning_pipes.sim.loops.queues import Queues, Run, choose
 
 
-def dispatch(policy: Policy, queues: Queues, prices: Prices, memory: Bytes, uses: Sequence[Use] = ()) -> Run:
+def dispatch(policy: Policy, queues: Queues, prices: Prices, memory: Bytes, uses: Sequence[LayerUse] = ()) -> Run:
     """The order that `policy` makes of `queues`, as `sim.loops.window.opened` gives them; what would exceed the plan's
     limits or the memory is not offered.
 
@@ -71,7 +71,7 @@ class _Asking:
     """Asks a policy in place of the kernel's rule."""
 
     def __init__(
-        self, policy: Policy, queues: Queues, memory: Bytes, room: Sequence[int], uses: Sequence[Use], run: Run
+        self, policy: Policy, queues: Queues, memory: Bytes, room: Sequence[int], uses: Sequence[LayerUse], run: Run
     ) -> None:
         self._policy, self._queues, self._memory, self._room, self._run = policy, queues, memory, room, run
         self._last: list[Instruction | None] = [None] * queues.plan.n_ranks
@@ -82,7 +82,7 @@ class _Asking:
         if last is not None:  # the rank is free, so what it ran last has ended
             self._seen[rank].end(last)
         number = {instructions[i]: i for i in sorted(self._ready(rank))}
-        choice = offered(number, lambda i: self._fits(rank, number[i]))
+        choice = eligible_instructions(number, lambda i: self._fits(rank, number[i]))
         if not choice:
             return nothing
         plan, forwards = self._queues.plan, self._queues.forwards
@@ -118,7 +118,7 @@ class _Asking:
 class _Seen:
     """An endless window as a rank's policy sees it: the batches under way, and how far the layers are."""
 
-    def __init__(self, queues: Queues, rank: int, uses: Sequence[Use], depth: int) -> None:
+    def __init__(self, queues: Queues, rank: int, uses: Sequence[LayerUse], depth: int) -> None:
         plan = queues.plan
         self.ledger = Ledger(plan, plan.stages[rank])
         self._uses, self._depth = uses, depth
@@ -134,10 +134,10 @@ class _Seen:
             return
         self._ended = i
         if i.kind is Kind.STEP:
-            self.ledger.done(i)
+            self.ledger.mark_done(i)
         self._left[i.batch] -= 1
         if not self._left[i.batch]:
-            self.ledger.leave(i.batch)
+            self.ledger.remove_batch(i.batch)
             self._enter()
 
     def _enter(self) -> None:
@@ -178,7 +178,7 @@ def _stuck(policy: Policy, queues: Queues, run: Run, memory: Bytes) -> str:
         else:
             lines.append(memory.why_not(rank, queues.instructions[ready[0]], taken[0], held))
     ran = sorted((n for n, left in enumerate(run.ready.waiting) if left < 0), key=run.timed.turn.__getitem__)
-    drawn = grid([queues.instructions[n] for n in ran], plan)
+    drawn = draw_grid([queues.instructions[n] for n in ran], plan)
     return f"nothing is on its way: {'; '.join(lines)}; so far ran\n{drawn}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_pipes.ir import Plan, Policy, Program, Schedule, shown
+from lightning_pipes.ir import Plan, Policy, Program, Schedule, short_repr
 
 Kinds = type[Program] | type[Policy]
 
@@ -24,6 +24,6 @@ def check_order(who: str, order: object, plan: object, *kinds: Kinds) -> None:
             if isinstance(order, Schedule)
             else ("a schedule's program is schedule.program(plan)")
         )
-        raise TypeError(f"{who} takes {wanted}, got {shown(order)}; {way_out}")
+        raise TypeError(f"{who} takes {wanted}, got {short_repr(order)}; {way_out}")
     if not isinstance(plan, Plan):
-        raise TypeError(f"{who} needs the Plan that was ordered as second, got {shown(plan)}")
+        raise TypeError(f"{who} needs the Plan that was ordered as second, got {short_repr(plan)}")

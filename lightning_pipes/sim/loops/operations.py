@@ -13,7 +13,7 @@ import numpy as np
 from lightning_pipes.cost import CostModel, Costs, Regime
 from lightning_pipes.cost.costs import PerInstructionCosts
 from lightning_pipes.cost.links.regime import regime_of
-from lightning_pipes.ir import SENDS, Alike, Instruction, Kind, Plan, PlanError, alike
+from lightning_pipes.ir import SENDS, CostKey, Instruction, Kind, Plan, PlanError, cost_key
 from lightning_pipes.sim.loops.jit import Kernel
 from lightning_pipes.sim.loops.kernel import LONG_AGO, PLENTY
 from lightning_pipes.sim.loops.tables import Array, Graph, PriceList, Table, Wires
@@ -138,7 +138,7 @@ class Numbering:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._groups: dict[tuple[Kind, int, int, int, Alike], int] = {}
+        self._groups: dict[tuple[Kind, int, int, int, CostKey], int] = {}
         self._links: dict[tuple[int, int], int] = {}
         self.like: list[Instruction] = []
 
@@ -146,12 +146,12 @@ class Numbering:
         """The link, -1 for a computation, and the group of `i`."""
         kind, stage, job, batch, (start, stop) = i
         link = -1
-        same: Alike = stop - start
+        same: CostKey = stop - start
         if kind in SENDS:
             target = self._plan.ranks[stage + 1 if kind is Kind.SF else stage - 1]
             link = self._links.setdefault((rank, target), len(self._links))
         else:
-            same = alike(i, self._plan)
+            same = cost_key(i, self._plan)
         group = self._groups.setdefault((kind, stage, job, batch, same), len(self.like))
         if group == len(self.like):
             self.like.append(i)

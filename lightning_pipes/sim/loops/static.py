@@ -12,8 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
-from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Plan, PlanError, Program, deadlock, lower, needs
-from lightning_pipes.ir.belonging import absent, check_belongs
+from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Plan, PlanError, Program, deadlock_error, lower, needs
+from lightning_pipes.ir.belonging import check_program_matches_plan, describe_absent_needs
 from lightning_pipes.ir.program import remember_results
 from lightning_pipes.sim.loops import kernel
 from lightning_pipes.sim.loops.jit import bound
@@ -86,7 +86,7 @@ def compiled(program: Program, plan: Plan) -> Compiled:
     if quick is not None:
         table = Table(Graph(quick.ranks, quick.links, quick.groups, quick.first, quick.before))
         return Compiled(plan, tuple(quick.instructions), tuple(quick.like), tuple(quick.pairs), table)
-    check_belongs(program, plan)
+    check_program_matches_plan(program, plan)
     lowered = lower(program, plan)
     number: dict[Instruction, int] = {}  # position in `kept`; of a receive, that of its send
     kept: list[Instruction] = []
@@ -132,7 +132,7 @@ def compiled(program: Program, plan: Plan) -> Compiled:
             break
     stuck = {rank: row[at[rank]] for rank, row in enumerate(lowered.head) if at[rank] < len(row)}
     if stuck:
-        raise deadlock(number, stuck, plan, absent(lowered, plan, stuck.values()))
+        raise deadlock_error(number, stuck, plan, describe_absent_needs(lowered, plan, stuck.values()))
     table = Table(Graph(ranks, links, groups, *ragged(before)))
     return Compiled(plan, tuple(kept), tuple(numbering.like), numbering.pairs, table)
 

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from lightning_pipes.ir import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Plan, needs, ready_key, send_of, window
+from lightning_pipes.ir import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    Instruction,
+    Kind,
+    Plan,
+    batch_instructions,
+    needs,
+    ready_key,
+    send_of,
+)
 from lightning_pipes.sim.loops.operations import Numbering, ragged
 from lightning_pipes.sim.loops.queues import Queues
 from lightning_pipes.sim.loops.tables import Graph, Table
@@ -22,7 +33,12 @@ def opened(plan: Plan, batches: int) -> Queues:
     instructions: list[Instruction] = []
     sends: list[Instruction] = []
     for rank in range(plan.n_ranks):
-        mine = [i for job in range(len(plan.jobs)) for batch in range(batches) for i in window(plan, rank, job, batch)]
+        mine = [
+            i
+            for job in range(len(plan.jobs))
+            for batch in range(batches)
+            for i in batch_instructions(plan, rank, job, batch)
+        ]
         instructions += sorted((i for i in mine if i.kind in COMPUTE), key=ready_key)
         sends += [i for i in mine if i.kind in SENDS]
     instructions += sends

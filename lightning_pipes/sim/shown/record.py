@@ -10,8 +10,8 @@ from typing import Any
 from lightning_pipes.cost import CostModel, ModelProfile
 from lightning_pipes.cost.json_files import check_json_fields
 from lightning_pipes.cost.links.link import LONGEST
-from lightning_pipes.ir import InputError, Plan, PlanError, check_count, check_fields, check_number, shown
-from lightning_pipes.ir.checks import hints
+from lightning_pipes.ir import InputError, Plan, PlanError, check_count, check_fields, check_number, short_repr
+from lightning_pipes.ir.checks import field_types
 from lightning_pipes.sim.shown.memory_use import describe_peaks, estimate_alternatives
 from lightning_pipes.sim.shown.monitored import Curves, curves_of
 from lightning_pipes.sim.shown.saved import costs_data, costs_of, read_json, timeline_data, timeline_of, write_json
@@ -69,9 +69,11 @@ class RunRecord:
         if self.costs.n_stages != stages:
             raise InputError(f"costs are of {self.costs.n_stages} stages, the plan has {stages}")
         if len(self.memory) not in (0, ranks) or min((size for size in self.memory if size is not None), default=0) < 0:
-            raise InputError(f"memory needs the bytes of each of {ranks} devices, or None, got {shown(self.memory)}")
+            raise InputError(
+                f"memory needs the bytes of each of {ranks} devices, or None, got {short_repr(self.memory)}"
+            )
         if len(self.peaks) not in (0, ranks) or min((size for size in self.peaks if size is not None), default=0) < 0:
-            raise InputError(f"peaks needs the bytes of each of {ranks} ranks, or None, got {shown(self.peaks)}")
+            raise InputError(f"peaks needs the bytes of each of {ranks} ranks, or None, got {short_repr(self.peaks)}")
         if len(self.monitored) not in (0, ranks):
             raise InputError(f"{len(self.monitored)} ranks were monitored, the plan has {ranks}")
         if self.between is not None:
@@ -151,8 +153,8 @@ class RunRecord:
 
     @classmethod
     def _of_data(cls, data: Mapping[str, Any]) -> RunRecord:
-        kinds = {**hints(cls), **dict.fromkeys(_WRITTEN, Any), "monitored": list[Any]}
-        found = check_json_fields("run", data, kinds, optional=hints(cls).keys() - set(_WRITTEN))
+        kinds = {**field_types(cls), **dict.fromkeys(_WRITTEN, Any), "monitored": list[Any]}
+        found = check_json_fields("run", data, kinds, optional=field_types(cls).keys() - set(_WRITTEN))
         found["predicted"] = timeline_of(found["predicted"], "predicted")
         if found["measured"] is not None:
             found["measured"] = timeline_of(found["measured"], "measured")

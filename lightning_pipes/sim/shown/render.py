@@ -258,7 +258,7 @@ def _user(e: Event, timeline: Timeline, first_use: dict[Instruction, Event]) -> 
     users = (
         first_use.get(Instruction(kind, stage, i.job, i.batch, span))
         for kind in kinds
-        for span in plan.overlapping(kind, stage, i.job, i.span)
+        for span in plan.overlapping_spans(kind, stage, i.job, i.span)
     )
     return min((u for u in users if u is not None), key=lambda u: u.start, default=None)
 

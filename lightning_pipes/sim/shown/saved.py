@@ -12,8 +12,19 @@ from lightning_pipes.cost import CostModel, Link, Table
 from lightning_pipes.cost.json_files import check_json_fields, read_object
 from lightning_pipes.cost.links.link import LONGEST
 from lightning_pipes.cost.links.regime import regime_named
-from lightning_pipes.ir import RECEIVES, Cut, InputError, Instruction, Kind, Plan, Span, check_number, check_type, shown
-from lightning_pipes.ir.checks import hints
+from lightning_pipes.ir import (
+    RECEIVES,
+    Cut,
+    InputError,
+    Instruction,
+    Kind,
+    Plan,
+    Span,
+    check_number,
+    check_type,
+    short_repr,
+)
+from lightning_pipes.ir.checks import field_types
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.timeline import Timeline
 
@@ -51,7 +62,7 @@ def read_json(path: str | Path, *keys: str) -> dict[str, Any]:
     if lacking:
         raise InputError(f"{path} is not what a report is saved in: it has no {' and no '.join(map(repr, lacking))}")
     if found["format"] != FORMAT:
-        raise InputError(f"{path} has format {shown(found['format'])}, this version reads {FORMAT}; run again")
+        raise InputError(f"{path} has format {short_repr(found['format'])}, this version reads {FORMAT}; run again")
     return found
 
 
@@ -110,7 +121,7 @@ def plan_of(data: object, what: str = "plan") -> Plan:
         InputError: it is something else, or damaged.
     """
     pairs = tuple[tuple[int, int], ...]
-    kinds = {**hints(Plan), "jobs": list[Any], "layers": pairs, "after": list[list[Any]], "spans": list[pairs]}
+    kinds = {**field_types(Plan), "jobs": list[Any], "layers": pairs, "after": list[list[Any]], "spans": list[pairs]}
     found = check_json_fields(what, data, kinds, optional=["whole_forward"])  # older versions wrote none
     tables = [tuple(Span(*span) for span in spans) for spans in found.pop("spans")]
     found["jobs"] = tuple(_cut(f"{what}.jobs[{n}]", job, tables) for n, job in enumerate(found["jobs"]))
@@ -137,7 +148,7 @@ def costs_of(data: object, what: str = "costs") -> CostModel:
         InputError: it is something else, or damaged.
     """
     rows = list[list[Any]]
-    kinds = {**hints(CostModel), "seconds": list[tuple[str, int, Table]], "links": rows, "link": list[Any]}
+    kinds = {**field_types(CostModel), "seconds": list[tuple[str, int, Table]], "links": rows, "link": list[Any]}
     kinds |= {"each": rows, "scatter": list[tuple[str, int, tuple[float, ...]]]}
     found = check_json_fields(what, data, kinds, optional=["regime", "each", "scatter"])  # older versions wrote none
     found["seconds"] = {(_kind(f"{what}.seconds", kind), stage): table for kind, stage, table in found["seconds"]}
@@ -159,26 +170,28 @@ def _instruction_data(i: Instruction) -> list[Any]:
 
 def _instruction(where: str, data: object) -> Instruction:
     if not isinstance(data, list) or len(data) != 6 or not all(type(each) is int for each in data[1:]):
-        raise InputError(f"{where} needs a kind, stage, job, batch, and the first and last sample, got {shown(data)}")
+        raise InputError(
+            f"{where} needs a kind, stage, job, batch, and the first and last sample, got {short_repr(data)}"
+        )
     kind, stage, job, batch, start, stop = data
     if min(stage, job, batch, start) < 0 or stop < start:
-        raise InputError(f"{where} counts stages, jobs, batches and samples from 0, got {shown(data)}")
+        raise InputError(f"{where} counts stages, jobs, batches and samples from 0, got {short_repr(data)}")
     return Instruction(_kind(where, kind), stage, job, batch, Span(start, stop))
 
 
 def _kind(where: str, name: object) -> Kind:
     if not isinstance(name, str) or name not in Kind.__members__:
-        raise InputError(f"{where}: there is no instruction {shown(name)}; there is {', '.join(Kind)}")
+        raise InputError(f"{where}: there is no instruction {short_repr(name)}; there is {', '.join(Kind)}")
     return Kind(name)
 
 
 def _event(where: str, row: object, plan: Plan) -> Event:
     if not isinstance(row, list) or len(row) != 9 or not all(type(row[n]) is int for n in (0, 7, 8)):
-        raise InputError(f"{where} needs a rank, an instruction, its start and its end, got {shown(row)}")
+        raise InputError(f"{where} needs a rank, an instruction, its start and its end, got {short_repr(row)}")
     rank, *data, start, end = row
     i = _instruction(where, data)
     if i.stage >= plan.n_stages or plan.ranks[i.stage] != rank or i.job >= len(plan.jobs):
-        raise InputError(f"{where}: the plan has no stage {i.stage} of job {i.job} on rank {shown(rank)}")
+        raise InputError(f"{where}: the plan has no stage {i.stage} of job {i.job} on rank {short_repr(rank)}")
     if (
         i.kind in RECEIVES
         or (i.kind is Kind.SF and i.stage == plan.n_stages - 1)
@@ -186,7 +199,9 @@ def _event(where: str, row: object, plan: Plan) -> Event:
     ):
         raise InputError(f"{where}: {i} is no transfer that the plan has")
     if not 0 <= start <= end < LONGEST * 1e9:
-        raise InputError(f"{where} ends before it starts, or times are out of range: {shown(start)} to {shown(end)} ns")
+        raise InputError(
+            f"{where} ends before it starts, or times are out of range: {short_repr(start)} to {short_repr(end)} ns"
+        )
     return Event(rank, i, start, end)
 
 
@@ -194,13 +209,15 @@ def _cut(where: str, job: object, tables: Sequence[tuple[Span, ...]]) -> Cut:
     found = check_json_fields(where, job, {"rows": int, **dict.fromkeys(_TABLES, tuple[int, ...])})
     for name in _TABLES:
         if not all(0 <= number < len(tables) for number in found[name]):
-            raise InputError(f"{where}.{name} names one of {len(tables)} tables of spans, got {shown(found[name])}")
+            raise InputError(
+                f"{where}.{name} names one of {len(tables)} tables of spans, got {short_repr(found[name])}"
+            )
     return Cut(found["rows"], *(tuple(tables[number] for number in found[name]) for name in _TABLES))
 
 
 def _waits(where: str, row: Sequence[Any]) -> tuple[Instruction, tuple[Instruction, ...]]:
     if len(row) != 2 or not isinstance(row[1], list):
-        raise InputError(f"{where} needs an instruction and what it waits for, got {shown(row)}")
+        raise InputError(f"{where} needs an instruction and what it waits for, got {short_repr(row)}")
     return _instruction(where, row[0]), tuple(_instruction(where, each) for each in row[1])
 
 
@@ -215,5 +232,5 @@ def _single(where: str, row: Sequence[Any]) -> tuple[Instruction, float]:
 
 def _link(where: str, values: Sequence[Any]) -> Link:
     if len(values) > len(fields(Link)):
-        raise InputError(f"{where}: a link has {len(fields(Link))} values, got {shown(values)}")
+        raise InputError(f"{where}: a link has {len(fields(Link))} values, got {short_repr(values)}")
     return Link(*values)

@@ -75,7 +75,9 @@ class ReproducibilityLog(PipelineCallback, Listener):
         names = sorted(_stepped(stage, item))
         self._seen.update(names)
         if item.use is not None:  # others step what is at home here
-            self._seen.update(name for number in range(len(item.use.layers)) for name in item.use.stepped(number))
+            self._seen.update(
+                name for number in range(len(item.use.layers)) for name in item.use.stepped_layers(number)
+            )
         chosen = item.number % self.every_n_batches == 0
         hashes = {name: hash_of(stage.named_tensors(name)) if chosen else None for name in names}
         self._write({"B": item.number, "layers": hashes})
@@ -113,4 +115,4 @@ def _used(stage: Stage, item: Item) -> Iterable[str]:
 
 
 def _stepped(stage: Stage, item: Item) -> Iterable[str]:
-    return map(str, stage.layers) if item.use is None else item.use.stepped(stage.number)
+    return map(str, stage.layers) if item.use is None else item.use.stepped_layers(stage.number)

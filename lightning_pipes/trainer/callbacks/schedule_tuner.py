@@ -230,7 +230,7 @@ class ScheduleTuner(PipelineCallback):
         candidates = self._source.candidates(plan, self._averages.costs(base), limit, self.sizes)
         current = self._running
         if current is None or current.schedule != schedule:
-            current = Candidate(candidates[0].schedule if schedule.tunes else schedule, plan, ())
+            current = Candidate(candidates[0].schedule if schedule.tunes_online else schedule, plan, ())
         if not current.peak_bytes or limit is None or all(map(le, current.peak_bytes, limit)):
             candidates = (*candidates, current)  # with what links once asked for, or with another size
         decision = self._chooser.decide(candidates, current, self._averages, base)
@@ -298,5 +298,5 @@ def _metrics(tuned: Tuned) -> dict[str, float]:
 def with_tuner(trainer: pl.Trainer, schedule: Schedule | Policy) -> None:
     """Gives the trainer a ScheduleTuner if the schedule wants one and there is none."""
     callbacks = private.callbacks(trainer)
-    if schedule.tunes and not any(isinstance(c, ScheduleTuner) for c in callbacks):
+    if schedule.tunes_online and not any(isinstance(c, ScheduleTuner) for c in callbacks):
         callbacks.append(ScheduleTuner())

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_pipes.engine.watch.fault_points import fault_point
-from lightning_pipes.ir import PipelineError, check_type, shown
+from lightning_pipes.ir import PipelineError, check_type, short_repr
 from lightning_pipes.trainer.checkpoint.checksums import Sum, Summing, damaged, seal
 from lightning_pipes.trainer.checkpoint.files import (
     existing,
@@ -371,7 +371,7 @@ def consolidate(folder: str | Path, file: str | Path, weights_only: bool | None 
         found = existing(Path(folder))
         ShardedCheckpoint.is_at(found)
     except OSError as error:  # a name that no file system takes
-        raise PipelineError(f"folder {shown(folder)} can't be read: {error.strerror}") from error
+        raise PipelineError(f"folder {short_repr(folder)} can't be read: {error.strerror}") from error
     parts = ShardedCheckpoint(found, weights_only)
     checkpoint = parts.checkpoint({})
     if "optimizer_states" in checkpoint:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.messages.tree_transport import BulkTreeTransport
 from lightning_pipes.engine.residency.mirrors import Mirrors
-from lightning_pipes.ir import PipelineError, Plan, Policy, Use
+from lightning_pipes.ir import LayerUse, PipelineError, Plan, Policy
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.module.tape import TapedLayer
 from lightning_pipes.trainer.step.cuts import Cuts, SaysCosts
@@ -47,7 +47,7 @@ class Mirroring:
         )
         run.engine.mirror(self._mirrors, {n: TapedLayer(layer, n, run.hidden.layer) for n, layer in enumerate(full)})
 
-    def use(self, batch: Any, use: Use, plan: Plan) -> Use:
+    def use(self, batch: Any, use: LayerUse, plan: Plan) -> LayerUse:
         """`use` with the cut of the batch."""
         return self._cuts.apply(batch, use, plan)
 

@@ -22,7 +22,7 @@ from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.messages.transport import make_transport
 from lightning_pipes.engine.watch.fault_points import fault_point
-from lightning_pipes.ir import Kind, PipelineError, Plan, Policy, Program, Span, Use
+from lightning_pipes.ir import Kind, LayerUse, PipelineError, Plan, Policy, Program, Span
 from lightning_pipes.planning.planner import DRAIN
 from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.seen import Looks
@@ -99,7 +99,7 @@ class Training(ABC):
         """In the block parameters have the gradients that were accumulated for them."""
         return nullcontext()
 
-    def use(self, batch: Any) -> Use | None:
+    def use(self, batch: Any) -> LayerUse | None:
         """The layers that a batch of an evaluation needs on the device; None means those that are there."""
         return None
 
@@ -331,7 +331,7 @@ class PipelineRun:
             listener.injected(item)
         if self.last:
             number = self.engine.plan.n_stages - 1
-            spans = [span.clip(item.rows) for span in self.engine.plan.spans(Kind.F, number)]
+            spans = [span.clip_to(item.rows) for span in self.engine.plan.spans(Kind.F, number)]
             self.steps.expect(self.stages[number], item, [span for span in spans if span.rows])
         self.engine.inject(item)
 
@@ -352,7 +352,7 @@ class PipelineRun:
             return
         last = plan.n_stages - 1
         forward, backward = plan.spans(Kind.F, last), plan.spans(Kind.B, last)
-        spans = [span.clip(data.rows) for span in (forward if len(forward) > len(backward) else backward)]
+        spans = [span.clip_to(data.rows) for span in (forward if len(forward) > len(backward) else backward)]
         spans = [span for span in spans if span.rows]
         data.weights = self._weights.of(data.batch, data.rows, spans)
         if self._loss_check is not None:
@@ -460,7 +460,7 @@ class PipelineRun:
         self.engine.close()
         self.part.close()
 
-    def mark(self, batch: Any, number: int, use: Use | None = None) -> Mark:
+    def mark(self, batch: Any, number: int, use: LayerUse | None = None) -> Mark:
         """Return checksums of a batch and of the layers that it uses, which ranks compare; None for most on a GPU."""
         if self.control.size == 1 or (self.device.type != "cpu" and number % MARKED_ON_DEVICE):
             return None
@@ -478,7 +478,7 @@ class PipelineRun:
         check_same([f"{mark[0]:08x}" for mark in (own, last)], ranks, where)
         raise _other_layers(where, [f"checksum {mark[1]:08x}" for mark in (own, last)], ranks)
 
-    def check_layers(self, use: Use | None, where: str) -> None:
+    def check_layers(self, use: LayerUse | None, where: str) -> None:
         """Compare the layers that the ranks say a batch uses, for the batches that `check` compares.
 
         Raises:

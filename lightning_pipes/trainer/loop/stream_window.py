@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from lightning_pipes.engine.engine import Engine
-from lightning_pipes.ir import Plan, Program, Use
+from lightning_pipes.ir import LayerUse, Plan, Program
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.reports.report import Window
 
@@ -18,10 +18,10 @@ class StreamWindow:
 
     def __init__(self) -> None:
         self._batches = 0
-        self._uses: deque[Use] = deque(maxlen=SHOWN_BATCHES)
+        self._uses: deque[LayerUse] = deque(maxlen=SHOWN_BATCHES)
         self._programs: dict[tuple[Plan, int], Program] = {}
 
-    def add(self, use: Use) -> None:
+    def add(self, use: LayerUse) -> None:
         """One more, which uses these layers."""
         self._batches += 1
         self._uses.append(use)

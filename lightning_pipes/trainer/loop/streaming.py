@@ -26,7 +26,7 @@ from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.residency.layer_memory import LayerMemory, StateMemory
 from lightning_pipes.engine.residency.version_memory import VersionMemory
-from lightning_pipes.ir import Kind, PipelineError, Plan, Policy, Schedule, Use
+from lightning_pipes.ir import Kind, LayerUse, PipelineError, Plan, Policy, Schedule
 from lightning_pipes.sim.units import bytes_text
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.mirroring import Mirroring
@@ -188,7 +188,7 @@ class Streaming(Training):
         self._recent = {n: each for n, each in self._recent.items() if n >= min(self._unstepped)} | {number: item}
         with run.hidden.batch(training=True), self.own_gradients():
             run.inject(item)
-            self._window.add(use or Use.whole(engine.plan))
+            self._window.add(use or LayerUse.from_plan(engine.plan))
             engine.progress()
         self._tell()
         if private.pauses_after_this_batch(run.trainer):
@@ -318,17 +318,17 @@ class Streaming(Training):
     def _stepping(self, stage: Stage, item: Item) -> AbstractContextManager[None]:
         if self._mirroring is None or item.use is None:
             return nullcontext()
-        return self._mirroring.stepping(item.use.stepped(stage.number))
+        return self._mirroring.stepping(item.use.stepped_layers(stage.number))
 
     def _shown(self, stage: Stage, item: Item) -> AbstractContextManager[None]:
         if self._mirroring is None or item.use is None:
             return nullcontext()
-        return self._mirroring.shown(item.use.stepped(stage.number))
+        return self._mirroring.shown(item.use.stepped_layers(stage.number))
 
     def give_back_gradients(self) -> None:
         pass
 
-    def use(self, batch: Any) -> Use | None:
+    def use(self, batch: Any) -> LayerUse | None:
         run = self._run
         return None if self._memory is None else use_of(run.cut.module, run.cut.full, batch, run.engine.plan)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import Plan, PlanError, Policy, Program, Schedule, Span, prepared, verify
+from lightning_pipes.ir import Plan, PlanError, Policy, Program, Schedule, Span, adapt_plan, verify
 from lightning_pipes.planning.partition import even_partition, partition_at
 from lightning_pipes.planning.planner import MICROBATCHES_PER_STAGE, Planner, Problem, planned, planner_of
 from lightning_pipes.planning.replanning import KEPT_LOOKS, Seen
@@ -31,7 +31,7 @@ class Plans:
         self._problem = problem
         self._replanner = replanner
         self._asked = replanner or planner_of(problem.schedule)
-        self._ranks = problem.schedule.placement(problem.ranks)
+        self._ranks = problem.schedule.place_stages(problem.ranks)
         self.schedule = problem.schedule
         self.microbatches = problem.microbatches or MICROBATCHES_PER_STAGE * len(self._ranks)
         self._made: dict[int, tuple[Plan, Program | Policy]] = {}
@@ -87,7 +87,7 @@ class Plans:
             PlanError: the schedule moves stages to other ranks, flushes between batches where that of the run does not
                 or the other way round, or can't order it; or `given` recomputes elsewhere.
         """
-        wanted = schedule.placement(self._problem.ranks) if given is None else given.ranks
+        wanted = schedule.place_stages(self._problem.ranks) if given is None else given.ranks
         if wanted != self._ranks:
             raise PlanError(
                 f"{schedule.name} has stages on ranks {wanted}, and the run has them on {self._ranks}. Layers "
@@ -100,12 +100,12 @@ class Plans:
         made._verified = verified
         if given is not None:
             rows = given.jobs[0].rows
-            made._given[rows] = made._ordered(prepared(self._kept(given, planned(made._problem_of(rows))), schedule))
+            made._given[rows] = made._ordered(adapt_plan(self._kept(given, planned(made._problem_of(rows))), schedule))
         largest = verified or max(self._made, default=made.trial_rows)  # the next batch is most likely of that size
         tried = [made.for_rows(largest), *made._given.values()]
         flushes = self.schedule.flushes
         for _, order in tried:
-            if order.endless == flushes:
+            if order.is_endless == flushes:
                 raise PlanError(
                     f"{schedule.name} {'does not flush' if flushes else 'flushes'} between batches, and "
                     f"{self.schedule.name} {'does' if flushes else 'does not'}, which can't change in the middle of a "
@@ -148,7 +148,7 @@ class Plans:
         return made
 
     def _problem_of(self, rows: int) -> Problem:
-        decides = self._problem.microbatches is None and self.schedule.planner() is not None
+        decides = self._problem.microbatches is None and self.schedule.make_planner() is not None
         few = not decides and rows < self._problem.least * self.microbatches
         m = max(1, rows // self._problem.least) if few else self._problem.microbatches
         return replace(self._problem, rows=rows, microbatches=m)

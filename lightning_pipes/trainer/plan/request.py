@@ -75,7 +75,7 @@ class RunRequest:
         Raises:
             PlanError: layers can't be cut so, or the schedule can't order it.
         """
-        where = self.schedule.placement(ranks)
+        where = self.schedule.place_stages(ranks)
         partition = PARAMETERS if isinstance(self.partition, str) else self.partition
         layers = stage_layers(partition, sizes, len(where))
         found = Decision(self.schedule, self.microbatches, self.recompute, where, layers, least=least)
@@ -88,7 +88,7 @@ class RunRequest:
         overlap, stages and layers are the same, and the user asks for no other cut than then."""
         free = isinstance(self.partition, str) or self.partition == placement.partition
         matters = self.replans or not self.schedule.flushes
-        alike = placement.ranks == self.schedule.placement(ranks) and placement.layers[-1].stop == layers
+        alike = placement.ranks == self.schedule.place_stages(ranks) and placement.layers[-1].stop == layers
         return replace(self, partition=placement.cuts) if free and matters and alike and not self.chooses else self
 
     @property
@@ -112,15 +112,15 @@ class RunRequest:
     @property
     def splits(self) -> bool:
         """Whether backwards are to be measured in their two parts, too."""
-        return self.chooses or self.schedule.splits_backward or self.schedule.tunes
+        return self.chooses or self.schedule.splits_backward or self.schedule.tunes_online
 
     def microbatch_rows(self, rows: int, ranks: int) -> tuple[int, ...]:
         """The numbers of samples to measure for batches of `rows`: ascending, none twice."""
-        return self.planner.measures(rows, len(self.schedule.placement(ranks)), self.microbatches)
+        return self.planner.measures(rows, len(self.schedule.place_stages(ranks)), self.microbatches)
 
     def sample_rows(self, rows: int, ranks: int) -> int:
         """How many samples of a batch of `rows` are needed to run micro-batches as large as may be decided."""
-        return self.planner.most_rows(rows, len(self.schedule.placement(ranks)), self.microbatches)
+        return self.planner.most_rows(rows, len(self.schedule.place_stages(ranks)), self.microbatches)
 
     def measured(self, plain: Decision, profile: ModelProfile, rows: int, deployment: Deployment) -> Decision:
         """The decision by the profile of the layers, for batches of `rows` samples on these devices.

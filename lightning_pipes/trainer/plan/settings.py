@@ -14,14 +14,14 @@ import torch.distributed as dist
 from lightning_pipes.engine.messages.transport import KINDS
 from lightning_pipes.engine.watch.heartbeat import BEAT_SECONDS
 from lightning_pipes.ir import (
-    MOST_MICROBATCHES,
+    MAX_MICROBATCHES,
     InputError,
     Policy,
     Schedule,
     check_count,
     check_number,
     check_type,
-    shown,
+    short_repr,
 )
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import Planner, Way, planner_of
@@ -57,7 +57,7 @@ def known_schedule(schedule: str | Schedule | Policy, settings: Mapping[str, Any
     if isinstance(schedule, str):
         return make_schedule(schedule, **settings)
     if isinstance(schedule, type) or not isinstance(schedule, (Schedule, Policy)):
-        raise InputError(f"schedule must be the name of one, or an object as in KFKB(k=2), got {shown(schedule)}")
+        raise InputError(f"schedule must be the name of one, or an object as in KFKB(k=2), got {short_repr(schedule)}")
     if settings:
         raise InputError(f"schedule_args={settings} belong to a schedule's name; {schedule!r} has its settings already")
     return schedule
@@ -100,7 +100,7 @@ def long_enough(heartbeat_timeout: float) -> float:
 def possible_timeout(timeout: timedelta) -> timedelta:
     """How long ranks wait for each other; InputError if it is no time."""
     if not isinstance(timeout, timedelta) or timeout <= timedelta():
-        raise InputError(f"timeout must be a timedelta above 0, as in timedelta(minutes=30), got {shown(timeout)}")
+        raise InputError(f"timeout must be a timedelta above 0, as in timedelta(minutes=30), got {short_repr(timeout)}")
     return timeout
 
 
@@ -108,7 +108,7 @@ def known_seed(seed: int) -> int:
     """The seed of random numbers; InputError if it is no number of 64 bits."""
     check_type("seed", seed, int)
     if not -(2**63) <= seed < 2**63:
-        raise InputError(f"seed must be a whole number of 64 bits, got {shown(seed)}")
+        raise InputError(f"seed must be a whole number of 64 bits, got {short_repr(seed)}")
     return int(seed)
 
 
@@ -118,7 +118,7 @@ def known_backend(backend: str | None) -> str | None:
     for each in (backend or "").split(",") if backend is not None else ():  # as in "cpu:gloo,cuda:nccl"
         if not dist.is_backend_available(each.rpartition(":")[2] or "none"):
             raise InputError(
-                f"process_group_backend: torch.distributed has no {shown(backend)} here; say 'gloo' or 'nccl'"
+                f"process_group_backend: torch.distributed has no {short_repr(backend)} here; say 'gloo' or 'nccl'"
             )
     return backend
 
@@ -134,7 +134,7 @@ def possible_microbatches(microbatches: int | None) -> int | None:
     if microbatches is None:
         return None
     return check_count(
-        "microbatches", microbatches, "; each holds one sample of a batch or more", most=MOST_MICROBATCHES
+        "microbatches", microbatches, "; each holds one sample of a batch or more", most=MAX_MICROBATCHES
     )
 
 
@@ -142,7 +142,9 @@ def known_transport(transport: str) -> str:
     """InputError unless there is a transport of that name."""
     if not isinstance(transport, str) or transport not in KINDS:
         *others, last = map(repr, KINDS)
-        raise InputError(f"transport: no transport is called {shown(transport)}; choose {', '.join(others)} or {last}")
+        raise InputError(
+            f"transport: no transport is called {short_repr(transport)}; choose {', '.join(others)} or {last}"
+        )
     return transport
 
 
@@ -169,7 +171,7 @@ def known_partition(partition: str | list[int], schedule: object) -> str | list[
         if any(a > b for a, b in pairwise([0, *partition])):
             raise InputError(
                 f"partition must list the layers at which the stages 1, 2, ... begin, ascending from 0, got "
-                f"{shown(partition)}"
+                f"{short_repr(partition)}"
             )
     if isinstance(schedule, str) and schedule == AUTO and partition != AUTO:
         raise InputError(
@@ -206,7 +208,7 @@ def known_verify(verify: int | str) -> Verify:
     if given == WARN:
         return Verify(WARNED_BATCHES, True)
     if isinstance(given, str) or int(check_type(name, given, int)) < 0:
-        raise InputError(f"{name} must be a number of batches, 0 for none, or {WARN!r}, got {shown(given)}")
+        raise InputError(f"{name} must be a number of batches, 0 for none, or {WARN!r}, got {short_repr(given)}")
     return Verify(int(given))
 
 

@@ -17,7 +17,7 @@ from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.messages.transport import make_transport
-from lightning_pipes.ir import B, F, Kind, Plan, Policy, Program, Span, graphs
+from lightning_pipes.ir import B, F, Kind, Plan, Policy, Program, Span, graph_spans
 from lightning_pipes.planning.fit import evaluated
 from lightning_pipes.sim import simulate
 from lightning_pipes.trainer.plan.decision import Decision
@@ -117,8 +117,8 @@ class Trials:
         """
         plans = made.plans()
         plan, order = plans.for_rows(pieces * rows)
-        sizes = {part.rows for span in plan.spans(Kind.F, 0) for part in (span, *graphs(F(0, span), plan))}
-        sizes |= {part.rows for span in plan.spans(Kind.B, 0) for part in graphs(B(0, span), plan)}
+        sizes = {part.rows for span in plan.spans(Kind.F, 0) for part in (span, *graph_spans(F(0, span), plan))}
+        sizes |= {part.rows for span in plan.spans(Kind.B, 0) for part in graph_spans(B(0, span), plan)}
         entering = {n: self._measuring.entering(n) for n in sorted(sizes)}
         holdings = Holdings(self._grid, made.ranks, made.layers)
         mine = {stage: list(range(*plan.layers[stage])) for stage in plan.stages[holdings.rank]}

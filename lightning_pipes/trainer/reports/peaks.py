@@ -26,6 +26,6 @@ def describe_memory(windows: Sequence[Sequence[Window]], about: About) -> str:
     window = max((w for w in windows[0] if w.plan.layers == last.layers), key=lambda w: w.plan.jobs[0].rows)
     plan, order = window.plan, window.order
     costs = with_bytes(CostModel.uniform(plan.n_stages, 1.0, 1.0), about.stages)
-    simple = isinstance(order, Program) and not order.endless and bool(costs.weight_bytes)
+    simple = isinstance(order, Program) and not order.is_endless and bool(costs.weight_bytes)
     predicted = peak_bytes(order, plan, costs) if simple else ()  # type: ignore[arg-type]
     return describe_peaks(predicted, about.peaks, estimate_alternatives(plan, costs))

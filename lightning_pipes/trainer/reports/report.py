@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_pipes.cost import CostModel, ModelProfile
-from lightning_pipes.ir import Plan, PlanError, Policy, Program, Use
+from lightning_pipes.ir import LayerUse, Plan, PlanError, Policy, Program
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.shown.monitored import Curves
@@ -44,7 +44,7 @@ class Window:
     plan: Plan
     order: Program | Policy
     events: Sequence[Event]
-    uses: tuple[Use, ...] | None = None
+    uses: tuple[LayerUse, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.residency.marks import ChangeMarks
-from lightning_pipes.ir import PipelineError, Use
+from lightning_pipes.ir import LayerUse, PipelineError
 from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.step.hook_table import select_hooks
@@ -57,7 +57,7 @@ class BetweenSteps:
         self._marks = ChangeMarks()
         self._batches = 0
 
-    def begin(self, uses: Iterable[Use | None]) -> None:
+    def begin(self, uses: Iterable[LayerUse | None]) -> None:
         """The user's hooks may run until `check`, while batches with these uses are under way."""
         self._batches += 1
         if self._between:
@@ -73,7 +73,7 @@ class BetweenSteps:
         self._compare(marks, "between two batches, as in on_train_batch_start or on_train_batch_end")
 
     @contextmanager
-    def step_hooks(self, uses: Iterable[Use | None], own: Iterable[nn.Parameter]) -> Iterator[None]:
+    def step_hooks(self, uses: Iterable[LayerUse | None], own: Iterable[nn.Parameter]) -> Iterator[None]:
         """In the block hooks run before the step of the parameters `own`; batches with `uses` may have run before.
 
         Raises:
@@ -136,7 +136,7 @@ class BetweenSteps:
         names = [name for name, p in self._module.named_parameters() if id(p) in ids]
         return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])]) or "a parameter"
 
-    def _parameters(self, uses: Iterable[Use | None]) -> dict[int, nn.Parameter]:
+    def _parameters(self, uses: Iterable[LayerUse | None]) -> dict[int, nn.Parameter]:
         """Return the parameters of this rank that these uses name, by id; None names all of them."""
         local = [str(number) for number in self._local()]
         names = {name for use in uses for name in (local if use is None else chain(*use.layers))}

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 
-from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Span, Use
+from lightning_pipes.ir import LayerUse, PipelineError, Plan, PlanError, Policy, Span
 from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.step.uses import SaysLayers, numbered
 
@@ -63,7 +63,7 @@ class Cuts:
         cuts = isinstance(policy, Policy) and policy.cuts_batches
         return isinstance(module, SaysLayers) and (cuts or isinstance(module, CutsBatches))
 
-    def apply(self, batch: Any, use: Use, plan: Plan) -> Use:
+    def apply(self, batch: Any, use: LayerUse, plan: Plan) -> LayerUse:
         """`use` with the batch's own cut, if it has one.
 
         Raises:
@@ -74,7 +74,7 @@ class Cuts:
         else:
             begins = self._module.cut_of_batch(batch)
             cut = None if begins is None else self._checked(list(begins), plan)
-        return use if cut is None or cut == plan.layers else use.cut_as(cut)
+        return use if cut is None or cut == plan.layers else use.with_cut(cut)
 
     def _checked(self, begins: list[int], plan: Plan) -> tuple[Span, ...]:
         ends = [0, *begins, plan.layers[-1].stop]

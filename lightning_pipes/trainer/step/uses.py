@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.profiler import optimizer_state
 from lightning_pipes.engine.residency.slab import ALIGNMENT
-from lightning_pipes.ir import Delayed, Kind, PipelineError, Plan, PlanError, Policy, Schedule, Use
+from lightning_pipes.ir import Delayed, Kind, LayerUse, PipelineError, Plan, PlanError, Policy, Schedule
 from lightning_pipes.trainer.module.proxy import Layers
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class SaysLayers(Protocol):
         """
 
 
-def use_of(module: pl.LightningModule, full: Layers, batch: Any, plan: Plan) -> Use | None:
+def use_of(module: pl.LightningModule, full: Layers, batch: Any, plan: Plan) -> LayerUse | None:
     """The layers that `batch` uses on each stage of `plan`; None where the module does not say.
 
     Raises:
@@ -44,10 +44,10 @@ def use_of(module: pl.LightningModule, full: Layers, batch: Any, plan: Plan) -> 
     said = module.layers_of_batch(batch)
     names = {name: inner for inner, name in numbered(full, {name: name for name in said}).items()}
     if not isinstance(said, Mapping):
-        return Use.of(names.values(), plan.layers)
+        return LayerUse.from_names(names.values(), plan.layers)
     steps = [names[name] for name, stepped in said.items() if stepped]
     delays = {names[name]: how for name, how in said.items() if isinstance(how, Delayed)}
-    return Use.of(names.values(), plan.layers, None if len(steps) == len(said) else steps, delays)
+    return LayerUse.from_names(names.values(), plan.layers, None if len(steps) == len(said) else steps, delays)
 
 
 def numbered(full: Layers, said: Mapping[str, T]) -> dict[str, T]:
@@ -67,13 +67,13 @@ class Overlap:
         self._always: frozenset[str] | None = None
         self._batches = 0
 
-    def look(self, use: Use | None, plan: Plan) -> None:
+    def look(self, use: LayerUse | None, plan: Plan) -> None:
         """One more batch, which uses these layers; warns after `LOOKED_AT` of them."""
         if use is None or self._batches >= LOOKED_AT:
             return
         self._batches += 1
         late = {name for name, _ in use.delays}
-        stepped = frozenset(name for stage in range(plan.n_stages) for name in use.stepped(stage)) - late
+        stepped = frozenset(name for stage in range(plan.n_stages) for name in use.stepped_layers(stage)) - late
         self._always = stepped if self._always is None else self._always & stepped
         if self._batches < LOOKED_AT or not self._always:
             return

@@ -15,7 +15,7 @@ from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.ir import F, Kind, PipelineError, Plan, Policy, Schedule, Span
-from lightning_pipes.ir.passes import runs
+from lightning_pipes.ir.passes import run_spans
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.run import Listener, PipelineRun
 from lightning_pipes.trainer.module.batches import fingerprint
@@ -153,7 +153,7 @@ class Verifier(Listener):
     def _stage_tensors(self, stage: Stage, item: Item, kind: type) -> list[tuple[tuple[int, str], Any]]:
         """The tensors of the layers that a batch steps on a stage, each with layer and name."""
         use = item.use
-        layers = map(str, stage.layers) if use is None else use.stepped(stage.number)
+        layers = map(str, stage.layers) if use is None else use.stepped_layers(stage.number)
         found = []
         for name in layers:
             number, _, inner = name.partition(".")
@@ -401,7 +401,7 @@ def spans_of_layers(plan: Plan, layers: Sequence[Span], rows: int) -> dict[int, 
     """Return the spans in which a batch goes through each layer, and through the code before and after the layers."""
 
     def spans(stage: int) -> list[Span]:
-        every = [run.clip(rows) for span in plan.spans(Kind.F, stage) for run in runs(F(stage, span), plan)]
+        every = [run.clip_to(rows) for span in plan.spans(Kind.F, stage) for run in run_spans(F(stage, span), plan)]
         return [span for span in every if span.rows]
 
     found = {BEFORE_LAYERS: spans(0), AFTER_LAYERS: spans(plan.n_stages - 1)}

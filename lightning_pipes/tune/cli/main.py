@@ -11,7 +11,7 @@ from importlib.resources import files
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
-from lightning_pipes.ir import InputError, shown
+from lightning_pipes.ir import InputError, short_repr
 from lightning_pipes.tune.cli.command import Command
 from lightning_pipes.tune.messages import plain_errors
 from lightning_pipes.tune.schema import register
@@ -65,7 +65,7 @@ def _run(command: Command, options: argparse.Namespace) -> int:
     try:
         command.run(settings, words, options)
     except OSError as error:
-        raise InputError(f"{shown(error.filename)}: {error.strerror}" if error.filename else str(error)) from error
+        raise InputError(f"{short_repr(error.filename)}: {error.strerror}" if error.filename else str(error)) from error
     return 0
 
 

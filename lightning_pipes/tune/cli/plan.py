@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_pipes.cost import Cluster, Deployment, ModelProfile
-from lightning_pipes.ir import MOST_FORWARDS, InputError, check_count
+from lightning_pipes.ir import MAX_FORWARDS, InputError, check_count
 from lightning_pipes.planning.advice import Advice, Change
 from lightning_pipes.planning.auto import Choice, Option, choose
 from lightning_pipes.planning.fit import evaluated
@@ -52,7 +52,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
             cfg.batch,
             deployment,
             schedules=None if schedule is None else [schedule],
-            microbatches=parse_numbers(cfg.microbatches, "microbatches", MOST_FORWARDS // cfg.ranks),
+            microbatches=parse_numbers(cfg.microbatches, "microbatches", MAX_FORWARDS // cfg.ranks),
             recompute=(False, True) if cfg.recompute is None else (cfg.recompute,),
             progress=progress,
         )

@@ -61,7 +61,7 @@ def _example(schedule: Schedule | Policy) -> dict[str, Any]:
     a_rank = plan.n_stages / RANKS  # stages, which share out a rank's time
     costs = CostModel.uniform(plan.n_stages, 1.0 / a_rank, 2.0 / a_rank)
     order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
-    batches = _BATCHES if order.endless else None
+    batches = _BATCHES if order.is_endless else None
     run = simulate(order, plan, costs, batches=batches)
     facts = verify(order, plan, batches) if isinstance(order, Program) else verify(run.program(), run.plan)
     held = [sum(facts.peak_spans[s] for s in stages) / a_rank for stages in plan.stages]

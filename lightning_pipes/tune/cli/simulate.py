@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from lightning_pipes.cost import Cluster, CostModel, ModelProfile, Table
 from lightning_pipes.cost.units import parse_bytes
-from lightning_pipes.ir import MOST_FORWARDS, InputError, Kind, Plan, Policy, Program, Schedule, verify
+from lightning_pipes.ir import MAX_FORWARDS, InputError, Kind, Plan, Policy, Program, Schedule, verify
 from lightning_pipes.planning.fit import evaluated, fit_layers, ordered, step_bubble, step_seconds
 from lightning_pipes.planning.partition import partition_at
 from lightning_pipes.planning.planner import Problem, planned
@@ -38,7 +38,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
         raise InputError("simulate shows one schedule, as in schedule=1f1b; lightning-pipes plan chooses one")
     cluster, profile = cluster_from_settings(cfg, cfg.ranks), profile_from_settings(cfg)
     order, plan, costs = _given(cfg, schedule) if profile is None else _profiled(cfg, schedule, profile, cluster)
-    costs = replace(costs, links={(a, b): cluster.link_between(a, b) for a, b, _ in plan.links})
+    costs = replace(costs, links={(a, b): cluster.link_between(a, b) for a, b, _ in plan.directed_links})
     timeline = replace(simulate(order, plan, costs), name="predicted")
     record = RunRecord(
         timeline,
@@ -54,7 +54,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     peak = verify(timeline.program(), plan).peak_spans
     held = [sum(peak[s] for s in stages) for stages in plan.stages]
     step, bubble = timeline.step / 1e9, sum(timeline.bubble) / len(timeline.bubble)
-    if isinstance(order, Program) and order.endless:
+    if isinstance(order, Program) and order.is_endless:
         step, bubble = (of(order, replace(plan, layers=()), costs) for of in (step_seconds, step_bubble))
     found = {
         "schedule": schedule_label(schedule),
@@ -84,7 +84,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
 def _given(cfg: DictConfig, schedule: Schedule | Policy) -> tuple[Program | Policy, Plan, CostModel]:
     """Return order, plan and costs for times from the command line. A time of a rank is divided evenly among its
     stages."""
-    (m,) = parse_numbers(cfg.microbatches, "microbatches", MOST_FORWARDS // cfg.ranks) or [8]
+    (m,) = parse_numbers(cfg.microbatches, "microbatches", MAX_FORWARDS // cfg.ranks) or [8]
     plan = planned(Problem(schedule, cfg.ranks, m, m))
     times = {
         Kind.F: parse_durations(cfg.forward, "forward", cfg.ranks),
@@ -115,7 +115,7 @@ def _profiled(
     cfg: DictConfig, schedule: Schedule | Policy, profile: ModelProfile, cluster: Cluster
 ) -> tuple[Program | Policy, Plan, CostModel]:
     """Return order, plan and costs for a profile, cut by `partition`, or at the best boundaries."""
-    (m,) = parse_numbers(cfg.microbatches, "microbatches", MOST_FORWARDS // cfg.ranks) or [8]
+    (m,) = parse_numbers(cfg.microbatches, "microbatches", MAX_FORWARDS // cfg.ranks) or [8]
     plan = planned(Problem(schedule, cfg.ranks, cfg.batch or m, m, cfg.recompute))
     cluster = replace(cluster, devices=cluster.devices[: cfg.ranks])
     if cfg.partition is None:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from lightning_pipes.cost import Cluster, Device, Link, ModelProfile
 from lightning_pipes.cost.units import parse_bytes, parse_rate, parse_seconds, parse_setting
 from lightning_pipes.cost.zoo import named_profile
-from lightning_pipes.ir import MOST_STAGES, InputError, Policy, Schedule, check_count, shown
+from lightning_pipes.ir import MAX_STAGES, InputError, Policy, Schedule, check_count, short_repr
 
 _T = TypeVar("_T")
 MAX_NUMBER = 2**16
@@ -76,7 +76,7 @@ def cluster_from_settings(cfg: DictConfig, devices: int) -> Cluster:
     Raises:
         InputError: it has too few devices, or links are given twice.
     """
-    check_count("devices", devices, "; change the number of ranks, or of replicas", most=MOST_STAGES)
+    check_count("devices", devices, "; change the number of ranks, or of replicas", most=MAX_STAGES)
     memory = None if cfg.memory is None else read_setting(cfg, "memory", parse_bytes)
     link = Link(read_setting(cfg, "bandwidth", parse_rate), read_setting(cfg, "latency", parse_seconds))
     if cfg.cluster is None:
@@ -113,7 +113,7 @@ def parse_numbers(value: Any, name: str, most: int = MAX_NUMBER) -> list[int]:
     assert isinstance(found, list)
     if not found or not all(type(each) is int and 1 <= each <= most for each in found):
         raise InputError(
-            f"{name}={shown(value)}: needs a number from 1 to {most}, or a list of them, as in {name}=[4,8]; more "
+            f"{name}={short_repr(value)}: needs a number from 1 to {most}, or a list of them, as in {name}=[4,8]; more "
             "would take minutes"
         )
     return found

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_pipes.ir import InputError, check_count, shown
+from lightning_pipes.ir import InputError, check_count, short_repr
 from lightning_pipes.ir.registry import schedule_factory
 from lightning_pipes.planning.wording import overrides, strategy_line
 from lightning_pipes.tune.cli.command import Command, print_json
@@ -72,7 +72,7 @@ def _batches(text: str | None) -> dict[int, float]:
     try:
         return {int(stages): float(batches) for stages, batches in (each.split(":") for each in text.split(","))}
     except ValueError as error:
-        raise InputError(f"--batches {shown(text)}: give stages:batches pairs, as in 1:196,4:222") from error
+        raise InputError(f"--batches {short_repr(text)}: give stages:batches pairs, as in 1:196,4:222") from error
 
 
 def _theory(text: str | None) -> dict[str, float]:
@@ -85,7 +85,7 @@ def _theory(text: str | None) -> dict[str, float]:
         found = {}
     if set(found) != set(THEORY):
         example = "loss=10,lipschitz=5,noise=0.04,lr=0.01,target=0.1"
-        raise InputError(f"--theory {shown(text)}: give {', '.join(THEORY)}, as in {example}")
+        raise InputError(f"--theory {short_repr(text)}: give {', '.join(THEORY)}, as in {example}")
     return found
 
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.cost import ModelProfile
 from lightning_pipes.engine.compute.profiler import Progress, profile_layers
-from lightning_pipes.ir import InputError, shown
+from lightning_pipes.ir import InputError, short_repr
 from lightning_pipes.trainer.module.pipelined import find_pipelined
 
 
@@ -73,7 +73,7 @@ def subject_from_factory(path: str, rows: Sequence[int]) -> Subject:
     except (ImportError, AttributeError, ValueError) as error:
         raise InputError(f"model={path}: {error}") from error
     if not callable(factory):
-        raise InputError(f"model={path} is {shown(factory)}, and must be a function that makes a model")
+        raise InputError(f"model={path} is {short_repr(factory)}, and must be a function that makes a model")
     try:
         made = factory()
     except Exception as error:
@@ -152,7 +152,7 @@ def _instantiate(kinds: Mapping[str, Any], settings: DictConfig, **more: Any) ->
     try:
         return kinds[name](**given)
     except (RuntimeError, TypeError, ValueError) as error:  # such as a width below 0
-        raise InputError(f"{name} can't be made with {shown(given)}: {error}") from error
+        raise InputError(f"{name} can't be made with {short_repr(given)}: {error}") from error
 
 
 def _rows(example: Any, rows: int, device: torch.device) -> Any:

@@ -20,7 +20,7 @@ from lightning_pipes.arrays.siblings.sibling import Outcome, current_sibling
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.identity import Process
-from lightning_pipes.ir import InputError, PipelineError, check_count, check_number, check_type, shown
+from lightning_pipes.ir import InputError, PipelineError, check_count, check_number, check_type, short_repr
 from lightning_pipes.tune.studies.leader_store import LeaderStore, RankZeroEndedError
 from lightning_pipes.tune.studies.private_optuna import (
     inside_optimize_loop,
@@ -89,7 +89,7 @@ def optimize_array(
         StudyFailedError: rank 0 raised an error; raised on the other ranks.
     """
     if not isinstance(study, Study) and not callable(study):
-        raise InputError(f"study must be a study of Optuna, or a function that makes one, got {shown(study)}")
+        raise InputError(f"study must be a study of Optuna, or a function that makes one, got {short_repr(study)}")
     check_type("objective", objective, Callable)
     if check_type("n_trials", n_trials, int | None):
         check_count("n_trials", n_trials, "; or None for as many as there is time for")
@@ -99,7 +99,7 @@ def optimize_array(
         check_number("timeout", timeout, "seconds from 0 on, or None", lambda x: x >= 0)
     for kind in catch if isinstance(catch, tuple) else (catch,):
         if not isinstance(kind, type) or not issubclass(kind, Exception):
-            raise InputError(f"catch must be a type of exceptions or a tuple of some, got {shown(catch)}")
+            raise InputError(f"catch must be a type of exceptions or a tuple of some, got {short_repr(catch)}")
     check_type("callbacks", callbacks, Sequence[Callable])  # type: ignore[type-arg]
     return run_leader_or_follower(
         LeaderStore(), study, objective, lambda _: n_trials, array_size, timeout, catch, callbacks

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipes.ir import InputError, shown
+from lightning_pipes.ir import InputError, short_repr
 from lightning_pipes.planning.replanning import Hosting
 from lightning_pipes.strategies.dynpipe.interference.features import NAMES, STAGE, Array, table
 from lightning_pipes.strategies.dynpipe.interference.forest import arrays_of
@@ -131,7 +131,7 @@ class Dataset:
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, InputError):
                 raise
-            raise InputError(f"{shown(str(path))} can't be read as a dataset: {error}") from error
+            raise InputError(f"{short_repr(str(path))} can't be read as a dataset: {error}") from error
 
 
 def score(truth: Array, predicted: Array) -> Score:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipes.ir import InputError, shown
+from lightning_pipes.ir import InputError, short_repr
 
 Array = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int32]
@@ -180,7 +180,7 @@ def arrays_of(path: str | Path | BinaryIO, what: str) -> dict[str, npt.NDArray[A
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
-        raise InputError(f"{shown(str(path))} can't be read as {what}: {error}") from error
+        raise InputError(f"{short_repr(str(path))} can't be read as {what}: {error}") from error
 
 
 def _names(found: npt.NDArray[Any], path: str | Path | BinaryIO) -> tuple[str, ...]:

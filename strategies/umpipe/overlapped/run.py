@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lightning_pipes.ir import STEP, B, Cut, F, InputError, Kind, Plan, Program, shown
+from lightning_pipes.ir import STEP, B, Cut, F, InputError, Kind, Plan, Program, short_repr
 from lightning_pipes.sim.loops.jit import Kernel
 from lightning_pipes.strategies.umpipe.network import Network, Scheme, sized
 from lightning_pipes.strategies.umpipe.overlapped import kernel
@@ -108,9 +108,10 @@ def _logged(network: Network, scheme: Scheme, caps: Sequence[int] | None, policy
     end = machine.run.dispatched(chunks, int(policy), kernel.NEVER, memory, room, log)
     if end == kernel.NEVER:
         raise InputError(
-            f"with at most {shown(limits)} rows in flight on its stages all of them wait for each other: a stage that "
+            f"with at most {short_repr(limits)} rows in flight on its stages all of them wait for each other: a "
+            "stage that "
             f"may start no forward has not yet sent all rows of its neighbour's next chunk. The chunks of stages and "
-            f"links have {shown(network.sizes_of(scheme))} rows; raise the caps, or take sizes that fit each other"
+            f"links have {short_repr(network.sizes_of(scheme))} rows; raise the caps, or take sizes that fit each other"
         )
     starts = np.split(np.asarray(log.starts), np.asarray(log.first)[1:])
     turns = np.split(np.asarray(log.turns), np.asarray(log.first)[1:])
@@ -143,7 +144,7 @@ def chunks_of(network: Network, scheme: Scheme) -> Chunks:
     if {len(scheme.forward), len(scheme.backward)} != {network.processes} or not all(q in known for q in options):
         raise InputError(
             f"a scheme names for each of {network.processes} processes and both directions an option from 0 to "
-            f"{len(known) - 1}, got {shown(scheme)}"
+            f"{len(known) - 1}, got {short_repr(scheme)}"
         )
     times = np.concatenate([network.forward, network.backward])
     busy = times[np.arange(len(options)), list(options)]
@@ -159,7 +160,7 @@ def check_caps(network: Network, caps: Sequence[int]) -> tuple[int, ...]:
     given = tuple(caps)
     if len(given) != network.stages or not all(isinstance(c, int | np.integer) and c >= 1 for c in given):
         raise InputError(
-            f"caps are rows in flight from 1 on, one for each of {network.stages} stages; got {shown(caps)}"
+            f"caps are rows in flight from 1 on, one for each of {network.stages} stages; got {short_repr(caps)}"
         )
     return tuple(int(c) for c in given)
 

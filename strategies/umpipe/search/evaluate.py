@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_pipes.ir import InputError, shown
+from lightning_pipes.ir import InputError, short_repr
 from lightning_pipes.strategies.umpipe.network import Scheme, Times
 from lightning_pipes.strategies.umpipe.search.chain import Chain, Cuts, chains
 from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS
@@ -36,7 +36,7 @@ def people_of(network: Cuts, schemes: Sequence[Scheme]) -> tuple[Times, Times]:
             if len(genes) != shape[1] or not all(0 <= q < len(network.sizes) for q in genes):
                 raise InputError(
                     f"{name} of scheme {number} needs an option from 0 to {len(network.sizes) - 1} for each of "
-                    f"{shape[1]} processes, got {shown(genes)}"
+                    f"{shape[1]} processes, got {short_repr(genes)}"
                 )
     forward, backward = (np.array([scheme[i] for scheme in schemes], np.int64).reshape(shape) for i in (0, 1))
     return forward, backward

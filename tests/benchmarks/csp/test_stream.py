@@ -12,7 +12,7 @@ from benchmarks.papers.csp.emulation.kernel import STREAM
 from benchmarks.papers.csp.emulation.spaces import NLP, Placed, Space, Subnets, balanced, fixed
 from benchmarks.papers.csp.emulation.stream import Ran, Rules, run
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import InputError, Instruction, Kind, Plan, Span, Use, prepared
+from lightning_pipes.ir import InputError, Instruction, Kind, LayerUse, Plan, Span, adapt_plan
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.csp import CSP
 from tests.benchmarks.csp.by_hand import by_hand
@@ -35,9 +35,9 @@ def tasks(ran: Ran) -> dict[tuple[str, int, int, int], tuple[int, int]]:
     return found
 
 
-def uses_of(placed: Placed) -> list[Use]:
+def uses_of(placed: Placed) -> list[LayerUse]:
     layers = [Span(int(a), int(b)) for a, b in zip(placed.cuts[0], placed.cuts[0][1:], strict=False)]
-    return [Use.of([f"{b}.{c}" for b, c in enumerate(row)], layers) for row in placed.subnets.choices]
+    return [LayerUse.from_names([f"{b}.{c}" for b, c in enumerate(row)], layers) for row in placed.subnets.choices]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class BySubnet(FreeCosts):
 
 def as_simulated(placed: Placed, rules: Rules, costs: object) -> dict[tuple[str, int, int, int], tuple[int, int]]:
     policy = CSP(rules.depth, split_backward=rules.split)
-    plan = prepared(Plan.even(placed.stages, rules.microbatches), policy)
+    plan = adapt_plan(Plan.even(placed.stages, rules.microbatches), policy)
     timeline = simulate(policy, plan, costs, batches=uses_of(placed))  # type: ignore[arg-type]
     found = {}
     for event in timeline.computations:

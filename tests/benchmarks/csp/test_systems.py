@@ -9,7 +9,7 @@ from benchmarks.papers.csp.emulation.spaces import NLP, Space, Subnets, balanced
 from benchmarks.papers.csp.emulation.stream import Rules, run
 from benchmarks.papers.csp.emulation.systems import SYSTEMS, bsp, by_finished_list, one_by_one, stale_reads
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import Kind, Plan, prepared
+from lightning_pipes.ir import Kind, Plan, adapt_plan
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.strategies.zero_bubble import ZeroBubble
@@ -39,7 +39,7 @@ def test_bubbles_of_theory_on_equal_subnets(m: int) -> None:
 def test_one_by_one_is_what_the_simulator_says_of_each(schedule) -> None:  # type: ignore[no-untyped-def]
     subnets, rules = space_of("NLP.c3").draw(5, 0), Rules(6)
     placed = balanced(subnets, STAGES)
-    plan = prepared(Plan.even(STAGES, 6), schedule)
+    plan = adapt_plan(Plan.even(STAGES, 6), schedule)
     took = 0
     for y in range(5):
         seconds = {}

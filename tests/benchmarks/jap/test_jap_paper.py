@@ -167,9 +167,9 @@ def test_as_many_jobs_as_fit(bench, recompute, swapped):
 def test_siblings_stand_where_a_schedule_has_micro_batches(bench):
     sizes = (8, 16, 8)
     program, plan = bench.schemes.arrayed(GPipe(), sizes, 2)
-    assert program.lines()[1] == "F1 j1:F1 j2:F1 B1 STEP1 j1:B1 j1:STEP1 j2:B1 j2:STEP1".replace("F1", "F1.0").replace(
-        "B1", "B1.0"
-    )
+    assert program.to_lines()[1] == "F1 j1:F1 j2:F1 B1 STEP1 j1:B1 j1:STEP1 j2:B1 j2:STEP1".replace(
+        "F1", "F1.0"
+    ).replace("B1", "B1.0")
     costs = CostModel.uniform(2, 1e-9, 2e-9)
     assert simulate(program, plan, costs).makespan == (3 + 2 - 1) * 3  # as three micro-batches
     waves, turned = bench.schemes.arrayed(Hanayo(waves=1), sizes, 2)

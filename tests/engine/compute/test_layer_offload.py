@@ -10,7 +10,7 @@ from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.layer_offload import LayerOffload
 from lightning_pipes.engine.compute.layer_parameters import LayerParameters
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
-from lightning_pipes.ir import Kind, Span, Use
+from lightning_pipes.ir import Kind, LayerUse, Span
 
 LAYERS = (Span(0, 1),)
 
@@ -20,7 +20,7 @@ def test_micro_batches_of_a_batch_count_once() -> None:
     memory = MemorySwap(10**6, prefetch=False)
     layers = LayerMemory(memory, torch.device("cpu"), lambda: [torch.optim.SGD(block.parameters())])
     turns = LayerOffload(layers, 0, LayerParameters(0, {0: block}), recompute=True)
-    items = [Item(number, 4, use=Use.of([f"0.{number}"], LAYERS)) for number in range(2)]
+    items = [Item(number, 4, use=LayerUse.from_names([f"0.{number}"], LAYERS)) for number in range(2)]
     for item in items:
         assert item.use is not None
         turns.enter(item.use)

@@ -8,8 +8,8 @@ import pytest
 
 from lightning_pipes.engine.compute.order import ReadyOrder, StaticOrder
 from lightning_pipes.engine.messages.mailbox import Mailbox
-from lightning_pipes.ir import Kind, Program, Span, Use, lower, prepared
-from lightning_pipes.ir.program import shifted
+from lightning_pipes.ir import Kind, LayerUse, Program, Span, adapt_plan, lower
+from lightning_pipes.ir.program import shift_batches
 from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.strategies.pipedream import PipeDream
@@ -25,7 +25,7 @@ class Everything:
 
 def far(program: Program, rank: int) -> list[Any]:
     """The row, far beyond the batches that come."""
-    turns = [i for turn in range(20) for i in shifted(program.cycle[rank], turn)] if program.endless else []
+    turns = [i for turn in range(20) for i in shift_batches(program.cycle[rank], turn)] if program.is_endless else []
     return [*program.head[rank], *turns]
 
 
@@ -33,11 +33,11 @@ def far(program: Program, rank: int) -> list[Any]:
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("schedule", [PipeDream(), OneFOneB()])
 def test_coming(schedule: Any, rank: int, microbatches: int) -> None:
-    plan = prepared(tiny_plan(4, microbatches), schedule)
+    plan = adapt_plan(tiny_plan(4, microbatches), schedule)
     program = lower(schedule.program(plan), plan)
-    order, mailbox, ran, batches = StaticOrder(program, rank), Everything(), [], 5 if program.endless else 1
+    order, mailbox, ran, batches = StaticOrder(program, rank), Everything(), [], 5 if program.is_endless else 1
     for batch in range(batches):
-        order.add((0, batch), plan.jobs[0].rows, Use(()))
+        order.add((0, batch), plan.jobs[0].rows, LayerUse(()))
         if batch == batches - 1:
             order.close()
         while (i := order.next_instruction(mailbox, 0)) is not None:  # type: ignore[arg-type]
@@ -53,10 +53,10 @@ def test_coming(schedule: Any, rank: int, microbatches: int) -> None:
 def test_layers_of_forwards_and_of_batches_that_come_back_take_turns() -> None:
     """Six batches whose forwards are all ready on the first stage: a gradient may come at any time."""
     policy = CSP()
-    plan = prepared(tiny_plan(2, 2), policy)
+    plan = adapt_plan(tiny_plan(2, 2), policy)
     order = ReadyOrder(policy, plan, rank=0)
     for batch in range(6):
-        order.add((0, batch), plan.jobs[0].rows, Use.of([str(batch), "9"], (Span(0, 9), Span(9, 10))))
+        order.add((0, batch), plan.jobs[0].rows, LayerUse.from_names([str(batch), "9"], (Span(0, 9), Span(9, 10))))
     mailbox: Any = Mailbox()
     for _ in range(7):  # three forwards and sends of two micro-batches each, but the last one
         i = order.next_instruction(mailbox, 0)

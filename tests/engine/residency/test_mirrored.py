@@ -20,7 +20,7 @@ from lightning_pipes.engine.compute.rng import seed_all, stream_seed
 from lightning_pipes.engine.messages.tree_format import fill_skeleton, pack_tree, parse_description
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.engine.residency.mirrors import Mirrors
-from lightning_pipes.ir import Kind, Plan, PlanError, Policy, Span, Use
+from lightning_pipes.ir import Kind, LayerUse, Plan, PlanError, Policy, Span
 from lightning_pipes.testing.loopback import Loopback
 from tests.engine.jumbled import Jumbled
 from tests.engine.pipes import ROWS, WIDTH, assert_close, squared_error
@@ -77,14 +77,14 @@ def chosen(item: Item) -> tuple[int, ...]:
     return tuple(next((c for c in range(2) if f"{n}.nets.{c}" in names), 2) for n in range(DEPTH))
 
 
-def use_of(number: int, plan: Plan, own_cut: bool = True) -> Use:
+def use_of(number: int, plan: Plan, own_cut: bool = True) -> LayerUse:
     """Every fourth batch leaves two of its layers as they are; every seventh is cut as the plan says."""
     names = [f"{n}.nets.{c}" for n, c in enumerate(choices(number)) if c < 2]
     still = [name for name in names if name.endswith(".0") and int(name[0]) % 2 == 0][:2] if number % 4 == 3 else []
     rng = random.Random(-number)
     ends = [0, *sorted(rng.choices(range(DEPTH + 1), k=plan.n_stages - 1)), DEPTH]
     cut = None if number % 7 == 6 or not own_cut else [Span(a, b) for a, b in pairwise(ends)]
-    return Use.of(names, plan.layers, [n for n in names if n not in still] if still else None, cut=cut)
+    return LayerUse.from_names(names, plan.layers, [n for n in names if n not in still] if still else None, cut=cut)
 
 
 def batch(number: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,7 +122,7 @@ def one_after_another(spans: tuple[Span, ...], batches: int = BATCHES) -> dict[s
         rows = rows_of(number)
         x, target = batch(number, rows)
         for span in spans:
-            part = span.clip(rows)
+            part = span.clip_to(rows)
             out: Any = x[part.start : part.stop], choices(number)
             for n, layer in enumerate(layers):
                 seed_all(stream_seed(0, 0, n, number, part), torch.device("cpu"))
@@ -132,7 +132,7 @@ def one_after_another(spans: tuple[Span, ...], batches: int = BATCHES) -> dict[s
                 loss.backward()
         plan = Plan.even(1, 1, layers=(Span(0, DEPTH),))
         use = replace(use_of(number, plan, own_cut=False))
-        mine = {id(p) for name in use.stepped(0) for p in nn.ModuleList(layers).get_submodule(name).parameters()}
+        mine = {id(p) for name in use.stepped_layers(0) for p in nn.ModuleList(layers).get_submodule(name).parameters()}
         for p in nn.ModuleList(layers).parameters():
             p.grad = p.grad if id(p) in mine else None
         for optimizer in optimizers:
@@ -255,7 +255,7 @@ def stage_of(
     def step(item: Item) -> None:
         assert item.use is not None
         mine = {id(p) for p in stage.stepped_parameters(item)}
-        with mirrors.in_optimizers(item.use.stepped(number)):
+        with mirrors.in_optimizers(item.use.stepped_layers(number)):
             every = [p for o in optimizers for g in o.param_groups for p in g["params"]]
             others = {p: p.grad for p in every if id(p) not in mine}
             for p in others:
@@ -312,7 +312,7 @@ def test_weights_are_those_of_one_after_another(what: str) -> None:
 def round_and_round(number: int, plan: Plan, steps: Sequence[str] | None = None) -> Item:
     """One layer that is on the next rank each time."""
     ends = [0, *[DEPTH if number % 4 <= s else 0 for s in range(3)], DEPTH]
-    use = Use.of(["0.nets.0"], plan.layers, steps, cut=[Span(a, b) for a, b in pairwise(ends)])
+    use = LayerUse.from_names(["0.nets.0"], plan.layers, steps, cut=[Span(a, b) for a, b in pairwise(ends)])
     return Item(number, ROWS, batch(number, ROWS), use=use)
 
 

@@ -14,7 +14,7 @@ from lightning_pipes.engine.residency.copier import SlabCopier, ThreadCopier, Wa
 from lightning_pipes.engine.residency.state_cache import StateCache
 from lightning_pipes.engine.residency.swap import Swap
 from lightning_pipes.engine.residency.version_memory import VersionMemory
-from lightning_pipes.ir import Kind, PipelineError, PlanError, prepared
+from lightning_pipes.ir import Kind, PipelineError, PlanError, adapt_plan
 from lightning_pipes.sim.residency import Statistics
 from lightning_pipes.strategies.pipedream import PipeDream
 from lightning_pipes.testing.generators import tiny_plan
@@ -103,7 +103,7 @@ def walk(
     poison: bool = False,
 ) -> Walk:
     """Every version has weights that are all its number, which whoever reads it finds again."""
-    plan = prepared(tiny_plan(stages, microbatches), PipeDream())
+    plan = adapt_plan(tiny_plan(stages, microbatches), PipeDream())
     row = PipeDream().program(plan).unroll(BATCHES).head[0]
     swap: Swap[object] = Swap(slots * SIZE, copier, CPU, poison=poison)
     memory = VersionMemory(States(swap, prefetch), CPU)

@@ -16,19 +16,19 @@ from lightning_pipes.ir import (
     F,
     Instruction,
     Kind,
+    LayerUse,
+    LayerVersion,
     Ledger,
     Plan,
     PlanError,
     Policy,
     RankView,
     Span,
-    Stepped,
-    Use,
+    batch_instructions,
     check_stream,
     ready_key,
-    unrolled,
+    unroll_stream,
     verify,
-    window,
 )
 from lightning_pipes.ir.program import Program
 from tests.cases import for_each
@@ -50,10 +50,10 @@ class Four(Policy):
         return ready[0]
 
 
-def drawn(rng: random.Random) -> Use:
+def drawn(rng: random.Random) -> LayerUse:
     names = [name for name in PARTS if rng.random() < 0.4]
     steps = None if rng.random() < 0.5 else [name for name in names if rng.random() < 0.6]
-    return Use.of(names, LAYERS, steps)
+    return LayerUse.from_names(names, LAYERS, steps)
 
 
 def leaves(names: frozenset[str]) -> Iterator[str]:
@@ -68,13 +68,13 @@ def in_any_order(plan: Plan, rng: random.Random) -> list[Instruction]:
     ready = []
     for rank in range(plan.n_ranks):
         for batch in range(plan.batches):
-            ready += tracker.add(window(plan, rank, 0, batch))
+            ready += tracker.add(batch_instructions(plan, rank, 0, batch))
     order = []
     while ready:
         i = ready.pop(rng.randrange(len(ready)))
         order.append(i)
         ready += tracker.complete(i)
-    assert not tracker.waiting
+    assert not tracker.waiting_instructions
     return order
 
 
@@ -82,96 +82,105 @@ def in_any_order(plan: Plan, rng: random.Random) -> list[Instruction]:
 def test_any_order_reads_what_one_after_another_would(seed: int) -> None:
     rng = random.Random(seed)
     uses = [drawn(rng) for _ in range(9)]
-    order = in_any_order(unrolled(PLAN, uses, depth=9), rng)
+    order = in_any_order(unroll_stream(PLAN, uses, depth=9), rng)
     wanted: dict[tuple[int, str], int] = {}  # (batch, part): who stepped it last before
     last: dict[str, int] = {}
     for batch, use in enumerate(uses):
         for stage in range(3):
             wanted |= {(batch, part): last.get(part, -1) for part in leaves(use.layers[stage])}
         for stage in range(3):
-            last |= dict.fromkeys(leaves(use.stepped(stage)), batch)
+            last |= dict.fromkeys(leaves(use.stepped_layers(stage)), batch)
     now: dict[str, int] = {}
     for i in order:
         if i.kind in (Kind.F, Kind.B):  # what a forward reads stays as it is until its last backward
             for part in leaves(uses[i.batch].layers[i.stage]):
                 assert now.get(part, -1) == wanted[i.batch, part], (str(i), part)
         elif i.kind is Kind.STEP:
-            now |= dict.fromkeys(leaves(uses[i.batch].stepped(i.stage)), i.batch)
+            now |= dict.fromkeys(leaves(uses[i.batch].stepped_layers(i.stage)), i.batch)
     assert now == last
 
 
 def test_what_is_not_shared_does_not_wait() -> None:
     ledger = Ledger(PLAN, [0])
-    assert ledger.enter(0, Use.of(["0", "3"], LAYERS)) == {}
-    assert ledger.enter(1, Use.of(["1", "3"], LAYERS)) == {}  # stage 1 is another rank's
-    waits = ledger.enter(2, Use.of(["0", "1"], LAYERS))
+    assert ledger.enter(0, LayerUse.from_names(["0", "3"], LAYERS)) == {}
+    assert ledger.enter(1, LayerUse.from_names(["1", "3"], LAYERS)) == {}  # stage 1 is another rank's
+    waits = ledger.enter(2, LayerUse.from_names(["0", "1"], LAYERS))
     assert waits == {F(0, span, batch=2): (STEP(0, batch=0), STEP(0, batch=1)) for span in PLAN.spans(Kind.F, 0)}
 
 
 def test_readers_do_not_wait_for_each_other_and_a_step_waits_for_them() -> None:
     ledger = Ledger(PLAN, [0])
     for batch in (0, 1):
-        assert ledger.enter(batch, Use.of(["0"], LAYERS, steps=[])) == {}
-    assert ledger.enter(2, Use.of(["0"], LAYERS)) == {STEP(0, batch=2): (STEP(0, batch=0), STEP(0, batch=1))}
-    ledger.done(STEP(0, batch=0))
-    assert ledger.enter(3, Use.of(["0"], LAYERS)).keys() == {F(0, span, batch=3) for span in PLAN.spans(Kind.F, 0)}
+        assert ledger.enter(batch, LayerUse.from_names(["0"], LAYERS, steps=[])) == {}
+    assert ledger.enter(2, LayerUse.from_names(["0"], LAYERS)) == {
+        STEP(0, batch=2): (STEP(0, batch=0), STEP(0, batch=1))
+    }
+    ledger.mark_done(STEP(0, batch=0))
+    assert ledger.enter(3, LayerUse.from_names(["0"], LAYERS)).keys() == {
+        F(0, span, batch=3) for span in PLAN.spans(Kind.F, 0)
+    }
 
 
 def test_versions_say_how_often_and_by_whom() -> None:
     ledger = Ledger(PLAN, [0])
-    ledger.enter(0, Use.of(["0", "1", "3"], LAYERS))
-    ledger.enter(1, Use.of(["0", "1", "2.0"], LAYERS, steps=["0"]))
+    ledger.enter(0, LayerUse.from_names(["0", "1", "3"], LAYERS))
+    ledger.enter(1, LayerUse.from_names(["0", "1", "2.0"], LAYERS, steps=["0"]))
     assert ledger.versions == {}
-    ledger.done(STEP(0, batch=0))
-    assert ledger.versions == {"0": Stepped(1, 0), "1": Stepped(1, 0)}
-    ledger.done(STEP(0, batch=1))
-    assert ledger.versions == {"0": Stepped(2, 1), "1": Stepped(1, 0)}
+    ledger.mark_done(STEP(0, batch=0))
+    assert ledger.versions == {"0": LayerVersion(1, 0), "1": LayerVersion(1, 0)}
+    ledger.mark_done(STEP(0, batch=1))
+    assert ledger.versions == {"0": LayerVersion(2, 1), "1": LayerVersion(1, 0)}
     assert list(ledger.uses) == [0, 1]
-    ledger.leave(0)
+    ledger.remove_batch(0)
     assert list(ledger.uses) == [1]
-    assert ledger.enter(2, Use.of(["0", "1"], LAYERS)) == {}  # all that it waits for is over
+    assert ledger.enter(2, LayerUse.from_names(["0", "1"], LAYERS)) == {}  # all that it waits for is over
 
 
 def test_says_in_which_order_a_stage_will_probably_turn_to_batches() -> None:
     ledger = Ledger(PLAN, [0])
     for batch, names in enumerate((["0"], ["1"], ["0"], ["1"], ["0"])):
-        ledger.enter(batch, Use.of(names, LAYERS))
+        ledger.enter(batch, LayerUse.from_names(names, LAYERS))
     assert ledger.follows == {0: set(), 1: set(), 2: {0}, 3: {1}, 4: {2}}
-    assert ledger.expected([]) == [0, 1, 2, 3, 4]
-    assert ledger.expected([1, 0]) == [1, 0, 3, 2, 4], "who has begun first is back first"
-    ledger.leave(0)
-    assert ledger.expected([1]) == [1, 2, 3, 4], "nobody waits for who has left"
+    assert ledger.expected_order([]) == [0, 1, 2, 3, 4]
+    assert ledger.expected_order([1, 0]) == [1, 0, 3, 2, 4], "who has begun first is back first"
+    ledger.remove_batch(0)
+    assert ledger.expected_order([1]) == [1, 2, 3, 4], "nobody waits for who has left"
 
 
 def test_depth_holds_back_batches() -> None:
-    plan = unrolled(PLAN, [Use.of([str(n)], LAYERS) for n in range(6)], depth=2)
+    plan = unroll_stream(PLAN, [LayerUse.from_names([str(n)], LAYERS) for n in range(6)], depth=2)
     tracker = DependencyTracker(plan)
     for batch in range(6):
-        tracker.add(window(plan, 0, 0, batch))
+        tracker.add(batch_instructions(plan, 0, 0, batch))
     first = PLAN.spans(Kind.F, 0)[0]
-    assert tracker.missing(F(0, first, batch=1)) == []
-    assert tracker.missing(F(0, first, batch=3)) == [STEP(0, batch=0), STEP(0, batch=1)]
+    assert tracker.unmet_needs(F(0, first, batch=1)) == []
+    assert tracker.unmet_needs(F(0, first, batch=3)) == [STEP(0, batch=0), STEP(0, batch=1)]
 
 
 def test_one_after_another_by_hand_is_a_correct_order() -> None:
-    plan = unrolled(replace(PLAN, ranks=(0, 0, 0)), [Use.of(["0", "5"], LAYERS)] * 3, depth=2)
+    plan = unroll_stream(replace(PLAN, ranks=(0, 0, 0)), [LayerUse.from_names(["0", "5"], LAYERS)] * 3, depth=2)
     row = []
     for batch in range(3):
-        forwards = [i for i in window(plan, 0, 0, batch) if i.kind is Kind.F]
-        backwards = [i for i in window(plan, 0, 0, batch) if i.kind is Kind.B]
-        steps = [i for i in window(plan, 0, 0, batch) if i.kind is Kind.STEP]
+        forwards = [i for i in batch_instructions(plan, 0, 0, batch) if i.kind is Kind.F]
+        backwards = [i for i in batch_instructions(plan, 0, 0, batch) if i.kind is Kind.B]
+        steps = [i for i in batch_instructions(plan, 0, 0, batch) if i.kind is Kind.STEP]
         row += [*forwards, *sorted(backwards, key=lambda i: -i.stage), *steps]
     verify(Program((tuple(row),)), plan)
 
 
 WRONG = {
-    "no layer '9'": lambda: Use.of(["9"], LAYERS),
-    "no layer 'head'": lambda: Use.of(["head"], LAYERS),
-    "steps '1' and does not use it": lambda: Use.of(["0"], LAYERS, steps=["1"]),
-    "batch 1 uses layer '0' on stage 1, and batch 0 on stage 0": lambda: unrolled(
-        PLAN, [Use((frozenset({"0"}), frozenset(), frozenset())), Use((frozenset(), frozenset({"0"}), frozenset()))], 4
+    "no layer '9'": lambda: LayerUse.from_names(["9"], LAYERS),
+    "no layer 'head'": lambda: LayerUse.from_names(["head"], LAYERS),
+    "steps '1' and does not use it": lambda: LayerUse.from_names(["0"], LAYERS, steps=["1"]),
+    "batch 1 uses layer '0' on stage 1, and batch 0 on stage 0": lambda: unroll_stream(
+        PLAN,
+        [
+            LayerUse((frozenset({"0"}), frozenset(), frozenset())),
+            LayerUse((frozenset(), frozenset({"0"}), frozenset())),
+        ],
+        4,
     ),
-    "for 2 stages, the plan has 3": lambda: Ledger(PLAN, [0]).enter(0, Use((frozenset(), frozenset()))),
+    "for 2 stages, the plan has 3": lambda: Ledger(PLAN, [0]).enter(0, LayerUse((frozenset(), frozenset()))),
     "one job": lambda: check_stream(Four(), replace(PLAN, jobs=PLAN.jobs * 2)),
     "versions": lambda: check_stream(Four(), replace(PLAN, versions=(2, 1, 1))),
     "limits": lambda: check_stream(Four(), replace(PLAN, limits=(7, 8, 8))),
@@ -199,9 +208,9 @@ def test_ready_key_takes_backwards_first_and_the_lowest_batch() -> None:
 # Layers that are read late ----------------------------------------------------------------------------------------
 
 
-def late(rng: random.Random, delays: dict[str, Delayed]) -> Use:
+def late(rng: random.Random, delays: dict[str, Delayed]) -> LayerUse:
     names = [name for name in ("0", "1", "2.0", "2.1", "3", "5", "6") if rng.random() < 0.5]
-    return Use.of(names, LAYERS, delays={name: by for name, by in delays.items() if name in names})
+    return LayerUse.from_names(names, LAYERS, delays={name: by for name, by in delays.items() if name in names})
 
 
 @for_each("seed", range(30))
@@ -210,7 +219,7 @@ def test_any_order_reads_late_layers_as_they_were(seed: int) -> None:
     rng = random.Random(seed)
     delays = {name: Delayed(rng.randrange(1, 5)) for name in ("0", "2.1", "5")}
     uses = [late(rng, delays) for _ in range(9)]
-    order = in_any_order(unrolled(PLAN, uses, depth=9), rng)
+    order = in_any_order(unroll_stream(PLAN, uses, depth=9), rng)
     steppers = {name: [n for n, use in enumerate(uses) if any(name in x for x in use.layers)] for name in delays}
     stepped: dict[str, list[int]] = {name: [] for name in delays}
     for i in order:
@@ -226,7 +235,7 @@ def test_any_order_reads_late_layers_as_they_were(seed: int) -> None:
 
 def test_what_is_read_late_does_not_wait_for_the_batch_before() -> None:
     ledger, spans = Ledger(PLAN, [0]), PLAN.spans(Kind.F, 0)
-    use = Use.of(["0"], LAYERS, delays={"0": Delayed(2)})
+    use = LayerUse.from_names(["0"], LAYERS, delays={"0": Delayed(2)})
     assert ledger.enter(0, use) == {}
     assert ledger.enter(1, use) == {STEP(0, batch=1): (STEP(0, batch=0),)}
     waits = ledger.enter(2, use)
@@ -238,7 +247,7 @@ def test_what_is_read_late_does_not_wait_for_the_batch_before() -> None:
 
 def test_bulks_read_the_version_at_their_start() -> None:
     ledger = Ledger(PLAN, [0])
-    waits = [ledger.enter(n, Use.of(["0"], LAYERS, delays={"0": Delayed(n % 3 + 1)})) for n in range(7)]
+    waits = [ledger.enter(n, LayerUse.from_names(["0"], LAYERS, delays={"0": Delayed(n % 3 + 1)})) for n in range(7)]
     read = [{step.batch for i, steps in each.items() if i.kind is Kind.F for step in steps} for each in waits]
     assert read == [set(), set(), set(), {2}, {2}, {2}, {5}]
 
@@ -252,25 +261,25 @@ def test_bulks_read_the_version_at_their_start() -> None:
 )
 def test_late_and_not_late_do_not_mix(first: dict[str, Delayed], then: dict[str, Delayed], said: str) -> None:
     ledger = Ledger(PLAN, [0])
-    ledger.enter(0, Use.of(["0"], LAYERS, delays=first))
+    ledger.enter(0, LayerUse.from_names(["0"], LAYERS, delays=first))
     with pytest.raises(PlanError, match=said):
-        ledger.enter(1, Use.of(["0"], LAYERS, delays=then))
+        ledger.enter(1, LayerUse.from_names(["0"], LAYERS, delays=then))
 
 
 def test_a_part_of_what_is_read_late_is_refused_by_itself() -> None:
     ledger = Ledger(PLAN, [0])
-    ledger.enter(0, Use.of(["2"], LAYERS, delays={"2": Delayed(1)}))
+    ledger.enter(0, LayerUse.from_names(["2"], LAYERS, delays={"2": Delayed(1)}))
     for delays in ({}, {"2.1": Delayed(1)}):
         with pytest.raises(PlanError, match="under the same name"):
-            ledger.enter(1, Use.of(["2.1"], LAYERS, delays=delays))
+            ledger.enter(1, LayerUse.from_names(["2.1"], LAYERS, delays=delays))
 
 
 def test_versions_do_not_go_back() -> None:
     ledger = Ledger(PLAN, [0])
     for batch, by in enumerate((1, 1, 2)):
-        ledger.enter(batch, Use.of(["0"], LAYERS, delays={"0": Delayed(by)}))
+        ledger.enter(batch, LayerUse.from_names(["0"], LAYERS, delays={"0": Delayed(by)}))
     with pytest.raises(PlanError, match="4 batches late, an older version than the batch before"):
-        ledger.enter(3, Use.of(["0"], LAYERS, delays={"0": Delayed(4)}))
+        ledger.enter(3, LayerUse.from_names(["0"], LAYERS, delays={"0": Delayed(4)}))
 
 
 @pytest.mark.parametrize(
@@ -278,4 +287,4 @@ def test_versions_do_not_go_back() -> None:
 )
 def test_refuses_delays_that_make_no_sense(steps: list[str] | None, by: int, said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        Use.of(["0"], LAYERS, steps, {"0": Delayed(by)})
+        LayerUse.from_names(["0"], LAYERS, steps, {"0": Delayed(by)})

@@ -81,7 +81,7 @@ def test_backward_first_within_1f1bs_limits_is_1f1b(p, m):
     plan, costs = uniform(p, m, f=1, b=2)
     timeline = simulate(BackwardFirst(limit=p), plan, costs)
     assert timeline.makespan == (m + p - 1) * 3
-    assert timeline.program().lines() == OneFOneB().program(plan).lines()
+    assert timeline.program().to_lines() == OneFOneB().program(plan).to_lines()
     assert timeline.name == "backward_first"
 
 

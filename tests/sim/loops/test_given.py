@@ -60,7 +60,7 @@ def test_a_bandwidth_without_bytes():
 
 def test_nothing_is_said_of_a_model_that_fits():
     sends = {(Kind.SF, s): ((1, 1e-3),) for s in range(2)} | {(Kind.SB, s): ((1, 1e-3),) for s in (1, 2)}
-    joined = {(a, b): Link(1e6) for a, b, _ in PLAN.links}
+    joined = {(a, b): Link(1e6) for a, b, _ in PLAN.directed_links}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for costs in (

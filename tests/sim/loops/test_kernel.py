@@ -152,7 +152,7 @@ class TestChosenOrder:
         plan = Plan((0, 1), (Cut(6, ((Span(0, 2), Span(2, 5), Span(5, 6)),) * 2),), limits=(4, 6))
         for policy in (ByRule(), Asked(ByRule())):
             timeline = simulate(policy, plan, uniform(2, 1, f=1, b=2)[1])
-            assert timeline.program().lines()[0] == "F0.0 B0.0 F0.1 F0.2 B0.1 B0.2 STEP0"
+            assert timeline.program().to_lines()[0] == "F0.0 B0.0 F0.1 F0.2 B0.1 B0.2 STEP0"
 
     def test_stuck_for_a_limit(self, kernel):
         plan, costs = uniform(2, 2, f=1, b=2)

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 import numpy as np
 
 from benchmarks.papers.csp.emulation.spaces import balanced, space_of
-from lightning_pipes.ir import Delayed, Plan, Span, Use
+from lightning_pipes.ir import Delayed, LayerUse, Plan, Span
 from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.strategies.csp.cutting import balanced_cut
 from tests.cases import for_each
@@ -55,7 +55,7 @@ def test_choices_move_and_what_all_use_stays() -> None:
     costs = {"0": 1.0, "1.0": 1.0, "1.1": 9.0, "2.0": 1.0, "3.0": 1.0, "4.0": 1.0, "5": 1.0}
 
     def cut(*names: str, delays: dict[str, Delayed] | None = None) -> tuple[int, ...]:
-        found = CSP(balanced=True).cut(Use.of(names, LAYERS, delays=delays), costs.__getitem__, plan)
+        found = CSP(balanced=True).cut(LayerUse.from_names(names, LAYERS, delays=delays), costs.__getitem__, plan)
         assert found is not None
         return tuple(a for a, _ in found[1:])
 

@@ -11,14 +11,14 @@ from lightning_pipes.ir import (
     F,
     I,
     InputError,
+    LayerUse,
     Plan,
     RankView,
     Span,
-    Use,
     W,
+    adapt_plan,
     check_stream,
-    prepared,
-    unrolled,
+    unroll_stream,
     verify,
 )
 from lightning_pipes.sim import simulate
@@ -28,13 +28,13 @@ from lightning_pipes.testing.generators import uniform
 LAYERS = (Span(0, 3), Span(3, 6))
 
 
-def uses(*names: str) -> list[Use]:
-    return [Use.of(each.split(), LAYERS) for each in names]
+def uses(*names: str) -> list[LayerUse]:
+    return [LayerUse.from_names(each.split(), LAYERS) for each in names]
 
 
 def lines(names: list[str], depth: int = 30, microbatches: int = 1) -> list[str]:
     plan, costs = uniform(2, microbatches, f=1, b=2)
-    return simulate(CSP(depth), plan, costs, batches=uses(*names)).program().lines()
+    return simulate(CSP(depth), plan, costs, batches=uses(*names)).program().to_lines()
 
 
 def test_batches_that_share_no_layer_overlap_and_others_wait() -> None:
@@ -68,7 +68,7 @@ def test_weight_gradients_wait_until_nothing_else_is_ready_or_somebody_waits_for
     """Batch 2 shares layer 0 with batch 0: these go before a forward once no input gradients of batch 0 are left."""
     spans = Span(0, 1), Span(1, 2)
     policy = CSP(split_backward=True)
-    plan = prepared(Plan.even(2, 2), policy)
+    plan = adapt_plan(Plan.even(2, 2), policy)
     first, second = (W(0, span) for span in spans)
     f = F(0, spans[0], batch=1)
     view = RankView(0, None, {0: 2}, dict(enumerate(uses("0 3", "1 4", "0 5"))))
@@ -85,12 +85,14 @@ def test_weight_gradients_wait_until_nothing_else_is_ready_or_somebody_waits_for
 def test_a_split_backward_does_what_the_waits_allow_sooner() -> None:
     plan, costs = Plan.even(3, 2), CostModel.uniform(3, 2e-9, 4e-9)
     layers = (Span(0, 3), Span(3, 6), Span(6, 9))
-    given = [Use.of(each.split(), layers) for each in ("0 3 6", "1 4 7", "0 5 8", "2 3 7", "1 5 6", "0 4 8")]
+    given = [
+        LayerUse.from_names(each.split(), layers) for each in ("0 3 6", "1 4 7", "0 5 8", "2 3 7", "1 5 6", "0 4 8")
+    ]
     took = {}
     for split in (False, True):
         policy = CSP(split_backward=split)
-        timeline = simulate(policy, prepared(plan, policy), costs, batches=given)
-        verify(timeline.program(), unrolled(prepared(plan, policy), given, policy.depth))
+        timeline = simulate(policy, adapt_plan(plan, policy), costs, batches=given)
+        verify(timeline.program(), unroll_stream(adapt_plan(plan, policy), given, policy.depth))
         took[split] = timeline.makespan
     assert took[True] < took[False]
 
@@ -106,7 +108,7 @@ def test_layers_that_all_share_leave_one_batch_after_another() -> None:
 def test_does_what_the_waits_allow(depth: int) -> None:
     plan, costs = uniform(2, 2, f=1, b=2)
     given = uses("0 3", "1 3", "2 4", "0 1", "5", "2 5", "1 4")
-    verify(simulate(CSP(depth), plan, costs, batches=given).program(), unrolled(plan, given, depth))
+    verify(simulate(CSP(depth), plan, costs, batches=given).program(), unroll_stream(plan, given, depth))
 
 
 @pytest.mark.parametrize("depth", [0, -1, 1.5])
@@ -117,5 +119,5 @@ def test_refuses_a_depth_that_counts_no_batches(depth: int) -> None:
 
 def test_orders_a_stream() -> None:
     check_stream(CSP(), Plan.even(3, 2))
-    assert CSP().endless
-    assert not CSP.variants(4, 8)  # a search over schedules looks for those that flush
+    assert CSP().is_endless
+    assert not CSP.list_variants(4, 8)  # a search over schedules looks for those that flush

@@ -54,7 +54,7 @@ def test_where_nobody_knows_nothing_is_guarded() -> None:
 
 
 def test_settings() -> None:
-    assert DynPipe(low_memory="2GiB", memory_drop=0.25).planner().guard == MemoryGuard(2 * 2**30, 0.25)
+    assert DynPipe(low_memory="2GiB", memory_drop=0.25).make_planner().guard == MemoryGuard(2 * 2**30, 0.25)
     for settings, said in (({"low_memory": "much"}, "low_memory"), ({"memory_drop": 1.5}, "a share, 0 to 1")):
         with pytest.raises(InputError, match=said):
             DynPipe(**settings)  # type: ignore[arg-type]

@@ -62,4 +62,4 @@ def test_without_a_monitor_there_is_nothing_to_learn() -> None:
 
 def test_the_schedule_takes_one() -> None:
     pupil = Pupil()
-    assert DynPipe(predictor=pupil).planner().predictor is pupil
+    assert DynPipe(predictor=pupil).make_planner().predictor is pupil

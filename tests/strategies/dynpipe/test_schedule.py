@@ -3,7 +3,7 @@ import re
 import numpy as np
 import pytest
 
-from lightning_pipes.ir import InputError, prepared
+from lightning_pipes.ir import InputError, adapt_plan
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.strategies.dynpipe import DynPipe, DynPlanner
@@ -25,7 +25,7 @@ class TestDynPipe(ScheduleConformance):
 @pytest.mark.parametrize(("p", "m"), [(2, 1), (4, 1), (4, 4)])
 def test_order_and_versions_are_those_of_pipedream(p, m):
     plan = tiny_plan(p, m)
-    dynpipe, pipedream = prepared(plan, DynPipe()), prepared(plan, PipeDream())
+    dynpipe, pipedream = adapt_plan(plan, DynPipe()), adapt_plan(plan, PipeDream())
     assert dynpipe.versions == pipedream.versions
     assert DynPipe().program(dynpipe) == PipeDream().program(pipedream)
 
@@ -57,13 +57,13 @@ def test_settings_that_make_no_sense_are_refused(settings, words):
 def test_a_predictor_is_read_from_its_file(tmp_path):
     missing = str(tmp_path / "forest.npz")
     with pytest.raises(InputError, match=re.escape(missing)):
-        DynPipe(predictor=missing).planner()
+        DynPipe(predictor=missing).make_planner()
     known = str(tmp_path / "known.npz")
     n = len(NAMES)
     zero, columns = np.zeros(1, np.int32), np.zeros(n)
     children = np.zeros((1, 2), np.int32)
     leaf = Forest(NAMES, zero, children, zero, np.zeros(1), zero, np.zeros(1), columns, columns, columns > 0)
     leaf.save(known)
-    planner = DynPipe(predictor=known).planner()
+    planner = DynPipe(predictor=known).make_planner()
     assert isinstance(planner.predictor, Predictor)
-    assert planner.predictor is DynPipe(predictor=known).planner().predictor  # read once
+    assert planner.predictor is DynPipe(predictor=known).make_planner().predictor  # read once

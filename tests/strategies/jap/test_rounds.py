@@ -56,7 +56,7 @@ def test_a_proof_that_ends_early_is_the_same_in_every_process():
 
 
 def test_the_default_chooses_by_itself():
-    assert round_order((8, 20), 2).lines() == RoundOrder("auto")((8, 20), 2).lines()
+    assert round_order((8, 20), 2).to_lines() == RoundOrder("auto")((8, 20), 2).to_lines()
     assert RoundOrder("Genetic").method == "genetic"
 
 

@@ -45,7 +45,7 @@ def test_the_simulator_gives_the_same_times(seed):
 def test_small_order():
     """Two jobs, f = 1 and b = 2 each, who came first first; updates come right after their backward."""
     array = streamed([even(1, 2, 2)] * 2, CostModel.uniform(2, 1e-9, 2e-9))
-    assert array.program.lines() == [
+    assert array.program.to_lines() == [
         "F0.0 j1:F0.0 B0.0 STEP0 F0.0@1 j1:B0.0 j1:STEP0 j1:F0.0@1 B0.0@1 STEP0@1 j1:B0.0@1 j1:STEP0@1",
         "F1.0 j1:F1.0 B1.0 STEP1 j1:B1.0 j1:STEP1 F1.0@1 B1.0@1 STEP1@1 j1:F1.0@1 j1:B1.0@1 j1:STEP1@1",
     ]
@@ -55,9 +55,9 @@ def test_small_order():
 def test_backwards_first_within_a_job():
     """One job is 1F1B; a second job's micro-batches take turns with it."""
     costs = CostModel.uniform(2, 1e-9, 2e-9)
-    (_, last) = streamed([even(3, 2, 1, 3)], costs).program.lines()
+    (_, last) = streamed([even(3, 2, 1, 3)], costs).program.to_lines()
     assert last == "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 STEP1"
-    (first, _) = streamed([even(2, 2, 1, 2)] * 2, costs).program.lines()
+    (first, _) = streamed([even(2, 2, 1, 2)] * 2, costs).program.to_lines()
     assert first.startswith("F0.0 j1:F0.0 F0.1 j1:F0.1 ")
 
 

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link, ModelProfile
-from lightning_pipes.ir import B, Cut, F, InputError, Kind, Plan, PlanError, Schedule, Span, graphs
+from lightning_pipes.ir import B, Cut, F, InputError, Kind, Plan, PlanError, Schedule, Span, graph_spans
 from lightning_pipes.planning.auto import choose
 from lightning_pipes.planning.fit import evaluated
 from lightning_pipes.planning.planner import Planner, Problem, even_plan, planned
@@ -167,7 +167,7 @@ def test_two_stages_a_rank_share_its_memory() -> None:
 
 
 def explained(asked: Problem) -> str:
-    planner = asked.schedule.planner()
+    planner = asked.schedule.make_planner()
     assert isinstance(planner, Planner)
     return planner.explained(asked, planned(asked))
 
@@ -198,7 +198,7 @@ def test_no_micro_batch_has_fewer_samples_than_it_needs(schedule: Schedule | UM1
     plan = planned(problem(schedule, (1e-9, 1e-3), (1e-9, 1e-3), rows=rows, least=2))
     every = [span for kind in (Kind.F, Kind.B) for s in range(2) for span in plan.spans(kind, s)]
     every += [*plan.spans(Kind.SF, 0), *plan.spans(Kind.SB, 1)]
-    every += [part for s in range(2) for span in plan.spans(Kind.F, s) for part in graphs(F(s, span), plan)]
+    every += [part for s in range(2) for span in plan.spans(Kind.F, s) for part in graph_spans(F(s, span), plan)]
     assert min(span.rows for span in every) >= 2
     assert spans_of(1, 3, 2) == (Span(0, 1),)  # there is no more
 
@@ -208,9 +208,9 @@ def test_forward_and_backward_have_as_many_samples_in_common() -> None:
     for rows, least, p, q in product(range(4, 14), (2, 3), range(1, 6), range(1, 6)):
         cut = Counts((p, 1), (q, 1)).cut(rows, 2, least)
         plan = Plan((0, 1), (cut,))
-        parts = [part for span in plan.spans(Kind.F, 0) for part in graphs(F(0, span), plan)]
+        parts = [part for span in plan.spans(Kind.F, 0) for part in graph_spans(F(0, span), plan)]
         assert min(part.rows for part in parts) >= least
-        assert [part for span in plan.spans(Kind.B, 0) for part in graphs(B(0, span), plan)] == parts
+        assert [part for span in plan.spans(Kind.B, 0) for part in graph_spans(B(0, span), plan)] == parts
 
 
 def test_memory_limits_what_stages_hold() -> None:
@@ -259,7 +259,7 @@ def seen_costs(asked: Problem, plan: Plan, factors: tuple[float, ...]) -> object
 
 def test_cut_anew_when_a_stage_takes_other_times() -> None:
     asked = problem(UM1F1B(), LINEAR, LINEAR, LINEAR, (1e-4, 1e-5))
-    planner, plan = asked.schedule.planner(), planned(asked)
+    planner, plan = asked.schedule.make_planner(), planned(asked)
     same = replace(asked, costs=seen_costs(asked, plan, (1.0, 1.05, 1.0, 1.0)))
     assert planner.replan(plan, asked) is None  # nothing seen
     assert planner.replan(plan, same) is None

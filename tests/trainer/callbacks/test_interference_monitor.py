@@ -67,13 +67,13 @@ class Looking(EvenPlanner):
 
 @dataclass(frozen=True)
 class Flushed(OneFOneB):
-    def planner(self) -> Looking:
+    def make_planner(self) -> Looking:
         return Looking()
 
 
 @dataclass(frozen=True)
 class Streamed(PipeDream):
-    def planner(self) -> Looking:
+    def make_planner(self) -> Looking:
         return Looking()
 
 

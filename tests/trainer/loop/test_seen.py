@@ -33,7 +33,7 @@ def of_rank(rank: int, plan: Plan, slow: float = 1.0, shown: int = 3, name: str 
         costs = CostModel.uniform(STAGES, forward=1.0, backward=2.0)
         if n == 1:
             costs = replace(costs, seconds={**costs.seconds, (Kind.F, 1): ((1, slow),)})
-        batches = 3 if order.endless else None
+        batches = 3 if order.is_endless else None
         events = [e for e in simulate(order, plan, costs, batches=batches).events if e.rank == rank]
         found.append(Window(plan, order, events))
     return found

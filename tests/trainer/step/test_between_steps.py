@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.ir import PipelineError, Span, Use
+from lightning_pipes.ir import LayerUse, PipelineError, Span
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.step.between_steps import EVERY, LOOKED_AT, BetweenSteps, check_clearing
@@ -36,8 +36,8 @@ def watched(values: bool = True, hooks: bool = True) -> tuple[nn.Sequential, Bet
     return module.net, BetweenSteps("csp", module, module.net, lambda: (0, 1), lambda names: hooks, values)
 
 
-def use(*names: str) -> Use:
-    return Use.of(names, CUT)
+def use(*names: str) -> LayerUse:
+    return LayerUse.from_names(names, CUT)
 
 
 def in_place(p: nn.Parameter) -> None:

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 from torch import nn
 
-from lightning_pipes.ir import PipelineError, Plan, PlanError, Span, Use
+from lightning_pipes.ir import LayerUse, PipelineError, Plan, PlanError, Span
 from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.trainer.step.cuts import Cuts
 
@@ -39,12 +39,14 @@ def full() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 2), *blocks, nn.Linear(2, 2))
 
 
-def cuts(module: pl.LightningModule, policy: CSP, costs: dict[str, float] | None = None) -> Callable[[Use], Use]:
+def cuts(
+    module: pl.LightningModule, policy: CSP, costs: dict[str, float] | None = None
+) -> Callable[[LayerUse], LayerUse]:
     made = Cuts(module, full(), policy, costs)
     return lambda use: made.apply(None, use, PLAN)
 
 
-USE = Use.of(["0", "1.0", "2.1", "3.7", "4.0", "5"], LAYERS, steps=["0", "2.1"])
+USE = LayerUse.from_names(["0", "1.0", "2.1", "3.7", "4.0", "5"], LAYERS, steps=["0", "2.1"])
 
 
 def test_a_module_says_the_cut() -> None:

@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import Delayed, Plan, Span, Use
+from lightning_pipes.ir import Delayed, LayerUse, Plan, Span
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.trainer.step.uses import LOOKED_AT, Overlap, speed_behind
@@ -21,13 +21,13 @@ def plan(microbatches: int) -> Plan:
     return Plan.even(STAGES, microbatches, layers=LAYERS)
 
 
-def uses(*shared: str, delays: dict[str, Delayed] | None = None) -> list[Use]:
+def uses(*shared: str, delays: dict[str, Delayed] | None = None) -> list[LayerUse]:
     """Batches that share nothing with their neighbours but the last layer of some stages."""
     own = [[str(10 * s + n % 9) for s in range(STAGES)] for n in range(BATCHES)]
-    return [Use.of([*names, *shared], LAYERS, delays=delays) for names in own]
+    return [LayerUse.from_names([*names, *shared], LAYERS, delays=delays) for names in own]
 
 
-def seconds(microbatches: int, batches: list[Use]) -> float:
+def seconds(microbatches: int, batches: list[LayerUse]) -> float:
     costs = CostModel.uniform(STAGES, 1.0, 2.0)
     return simulate(CSP(depth=8), plan(microbatches), costs, batches=batches).makespan
 

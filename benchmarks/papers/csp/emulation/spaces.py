@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_pipes.ir import InputError, PlanError, check_count, shown
+from lightning_pipes.ir import InputError, PlanError, check_count, short_repr
 
 # ---- Subnets on stages: which blocks each stage has, and what that takes.
 
@@ -187,7 +187,7 @@ class Subnets:
         shapes = {each.shape for each in (self.choices, self.forward, self.backward, self.swap)}
         if len(shapes) != 1 or self.choices.ndim != 2:
             raise InputError(
-                f"subnets need a row each and a column for each block in all arrays, got shapes {shown(shapes)}"
+                f"subnets need a row each and a column for each block in all arrays, got shapes {short_repr(shapes)}"
             )
 
     def __len__(self) -> int:
@@ -239,5 +239,5 @@ def space_of(name: str) -> Space:
         InputError: there is none.
     """
     if name not in SPACES:
-        raise InputError(f"there is no space {shown(name)}; there are {', '.join(SPACES)}")
+        raise InputError(f"there is no space {short_repr(name)}; there are {', '.join(SPACES)}")
     return SPACES[name]

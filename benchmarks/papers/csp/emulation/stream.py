@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.papers.csp.emulation.kernel import STREAM
 from benchmarks.papers.csp.emulation.spaces import Array, Placed
-from lightning_pipes.ir import DeadlockError, InputError, check_count, check_fields, shown
+from lightning_pipes.ir import DeadlockError, InputError, check_count, check_fields, short_repr
 
 PLENTY = 1 << 40
 """More micro-batches than any stage holds."""
@@ -57,7 +57,7 @@ class Rules:
         check_count("depth", self.depth)
         for what in ("bulk", "overhead", "message", "latency", "moving"):
             if getattr(self, what) < 0:
-                raise InputError(f"{what} can't be below 0, got {shown(getattr(self, what))}")
+                raise InputError(f"{what} can't be below 0, got {short_repr(getattr(self, what))}")
         if self.forwards_first and not self.bulk:
             raise InputError("forwards_first is for bulks; say how many subnets one has")
 

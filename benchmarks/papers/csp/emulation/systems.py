@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.papers.csp.emulation.spaces import Placed, Space, Subnets, balanced, fixed
 from benchmarks.papers.csp.emulation.stream import Ran, Rules, Waits, run
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import InputError, Kind, Plan, prepared, shown
+from lightning_pipes.ir import InputError, Kind, Plan, adapt_plan, short_repr
 from lightning_pipes.sim import makespans, priced
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.strategies.zero_bubble import ZeroBubble
@@ -64,7 +64,7 @@ def one_by_one(placed: Placed, rules: Rules, schedule: OneFOneB | ZeroBubble) ->
     """Subnets a second, one after another, by a schedule that flushes. A backward in two parts takes half its time in
     each; messages take no time."""
     subnets, stages, m = placed.subnets, placed.stages, rules.microbatches
-    plan = prepared(Plan.even(stages, m), schedule)
+    plan = adapt_plan(Plan.even(stages, m), schedule)
     program = schedule.program(plan)
     parts = 2 if plan.split_backward else 1
     columns = []
@@ -154,7 +154,7 @@ def choose(
         InputError: nothing to choose from.
     """
     if not microbatches:
-        raise InputError(f"nothing to choose from: microbatches is {shown(microbatches)}")
+        raise InputError(f"nothing to choose from: microbatches is {short_repr(microbatches)}")
     rules = rules or Rules()
     depths = depths or sorted({stages, 2 * stages, QUEUE})
     sample = subnets.draw(SAMPLE, seed=0) if isinstance(subnets, Space) else subnets

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.papers.umpipe.overlap.search import Descent, Effort
-from lightning_pipes.ir import InputError, shown
+from lightning_pipes.ir import InputError, short_repr
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
 from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER
 from lightning_pipes.strategies.umpipe.overlapped.run import Merge
@@ -52,7 +52,7 @@ class RowBytes:
         if not self.held or {len(row) for row in every} != {len(self.held)} or not whole or min(self.held) < 1:
             raise InputError(
                 "held, arrived and returned are whole numbers of each stage, from 0 on and held from 1 on; got "
-                f"{shown(every)}"
+                f"{short_repr(every)}"
             )
 
     @classmethod
@@ -157,9 +157,13 @@ def within(points: Sequence[Point], limit: int | Sequence[int]) -> Point:
             fits.append(point)
     if not fits:
         least = min(points, key=lambda point: point.most, default=None)
-        found = "there are none" if least is None else f"the smallest of {len(points)} points takes {shown(least.peak)}"
+        found = (
+            "there are none"
+            if least is None
+            else f"the smallest of {len(points)} points takes {short_repr(least.peak)}"
+        )
         raise InputError(
-            f"no scheme fits into a memory limit of {shown(limit)}: {found}; raise the limit, or cut finer"
+            f"no scheme fits into a memory limit of {short_repr(limit)}: {found}; raise the limit, or cut finer"
         )
     return min(fits, key=lambda point: point.value)
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from benchmarks.papers.umpipe.overlap.search import Descent, Effort, Found, search
-from lightning_pipes.ir import InputError, shown
+from lightning_pipes.ir import InputError, short_repr
 from lightning_pipes.strategies.umpipe.network import Network, Times
 from lightning_pipes.strategies.umpipe.overlapped.run import in_flight
 from lightning_pipes.strategies.umpipe.overlapped.tables import FREE
@@ -70,7 +70,7 @@ class Layers:
         """
         ends = [0, *cuts, len(self.forward)]
         if any(b <= a for a, b in pairwise(ends)):
-            raise InputError(f"cuts must rise from 1 to at most {len(self.forward) - 1}, got {shown(tuple(cuts))}")
+            raise InputError(f"cuts must rise from 1 to at most {len(self.forward) - 1}, got {short_repr(tuple(cuts))}")
 
         def chain(layers: Times, links: Times, overhead: int) -> list[Times]:
             table = []
@@ -91,7 +91,7 @@ class Layers:
         before = [0, *np.cumsum(work).tolist()]
         layers = len(work)
         if not 1 <= stages <= layers:
-            raise InputError(f"{layers} layers make 1 to {layers} stages, got {shown(stages)}")
+            raise InputError(f"{layers} layers make 1 to {layers} stages, got {short_repr(stages)}")
         best: list[tuple[float, Cuts]] = [(before[i], ()) for i in range(layers + 1)]
         for n in range(1, stages):
             best = [

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_pipes.ir import InputError, check_count, shown
+from lightning_pipes.ir import InputError, check_count, short_repr
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
 from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER, OVERLAPPED
 from lightning_pipes.strategies.umpipe.overlapped.run import Merge, Run, check_caps, chunks_of, in_flight
@@ -124,7 +124,7 @@ class Effort:
         if self.evaluations is not None:
             check_count("evaluations", self.evaluations)
         if self.seconds is not None and not self.seconds > 0:
-            raise InputError(f"seconds of a search must be above 0, got {shown(self.seconds)}")
+            raise InputError(f"seconds of a search must be above 0, got {short_repr(self.seconds)}")
         if self.evaluations is None and self.seconds is None:
             raise InputError("a search needs a limit: give it evaluations, or seconds")
 
@@ -169,7 +169,7 @@ def search(
     limits = None if caps is None else check_caps(network, caps)
     if limits is not None and min(limits) < network.sizes[-1]:
         raise InputError(
-            f"caps of {shown(limits)} rows in flight leave a stage without any chunk, the smallest one has "
+            f"caps of {short_repr(limits)} rows in flight leave a stage without any chunk, the smallest one has "
             f"{network.sizes[-1]} rows; raise the caps or offer smaller sizes"
         )
     memory = in_flight(network, (network.rows,) * network.stages if limits is None else limits)

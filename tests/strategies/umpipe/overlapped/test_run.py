@@ -96,7 +96,7 @@ def test_equal_chunks_are_1f1b(p: int, m: int) -> None:
     classic = overlapped(network, network.equal(1), caps=[p - s for s in range(p)])
     assert classic.makespan == (m + p - 1) * 8
     assert classic.peak_rows == tuple(min(p - s, m) for s in range(p))
-    assert classic.program.lines()[p - 1].startswith("F{0}.0 B{0}.0 F{0}.1 B{0}.1".format(p - 1))
+    assert classic.program.to_lines()[p - 1].startswith("F{0}.0 B{0}.0 F{0}.1 B{0}.1".format(p - 1))
     assert classic.warmup_rows == tuple(min(p - s, m) for s in range(p))
 
 
@@ -105,7 +105,7 @@ def test_an_order_by_hand() -> None:
     times = np.array([[2, 1], [0, 0], [2, 1]])
     network = Network(2, (2, 1), times, times)
     run = overlapped(network, Scheme((1, 1, 0), (0, 0, 1)))
-    assert run.program.lines() == ["F0.0 F0.1 B0.0 B0.1 STEP0", "F1.0 B1.0 STEP1"]
+    assert run.program.to_lines() == ["F0.0 F0.1 B0.0 B0.1 STEP0", "F1.0 B1.0 STEP1"]
     assert run.starts == ((0, 1), (1, 2), (2,), (4,), (6,), (6, 7))
     assert run.makespan == 8
     assert run.warmup_rows == (2, 2)

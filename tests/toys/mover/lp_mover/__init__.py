@@ -21,7 +21,7 @@ class Mover(Schedule):
     name: ClassVar[str] = "mover"
     like: ClassVar[str] = "1f1b"
 
-    def planner(self) -> object:
+    def make_planner(self) -> object:
         return MovingPlanner(self.every, self.moves)
 
     def program(self, plan: Plan) -> Program:
@@ -38,8 +38,8 @@ class StashingMover(Mover):
     like: ClassVar[str] = "pipedream_2bw"
     flushes: ClassVar[bool] = False
 
-    def versions(self, plan: Plan) -> tuple[int, ...]:
-        return tuple(make_schedule(self.like).versions(plan))
+    def weight_versions(self, plan: Plan) -> tuple[int, ...]:
+        return tuple(make_schedule(self.like).weight_versions(plan))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ class Uneven(Schedule):
 
     name: ClassVar[str] = "uneven"
 
-    def planner(self) -> object:
+    def make_planner(self) -> object:
         return UnevenPlanner()
 
     def program(self, plan: Plan) -> Program:
@@ -37,7 +37,7 @@ class UnevenPlanner(Planner):
     """Quarters of a batch: forward 2 + 2 and backward 1 + 1 + 2 on stage 0, 1 + 3 and 3 + 1 on all others."""
 
     def plan(self, problem: Problem) -> Plan:
-        stages = len(problem.schedule.placement(problem.ranks))
+        stages = len(problem.schedule.place_stages(problem.ranks))
         forward = [(2, 2), *[(1, 3)] * (stages - 1)]
         backward = [(1, 1, 2), *[(3, 1)] * (stages - 1)]
         cut = Cut(
