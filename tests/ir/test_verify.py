@@ -295,7 +295,7 @@ def test_the_quick_way_proves_the_same(schedule, monkeypatch):
 
 
 def test_irregular_plans_are_looked_at_one_by_one(monkeypatch):
-    monkeypatch.setattr(proof, "_facts", None)
+    monkeypatch.setattr(proof, "_compute_stats", None)
     for seed in range(5):
         plan = random_plan(seed, unequal=True)
         if not all(plan.uniform_jobs):
