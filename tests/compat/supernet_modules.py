@@ -193,3 +193,58 @@ class StreamByRank(LitSupernet):
 
     def train_dataloader(self) -> Any:
         return stream(seed=self.global_rank).pair_with(DataLoader(data(8 * BATCHES), batch_size=8))
+
+
+class CountsStates(LitSupernet):
+    """Sets the learning rate by how many weights the optimizer has stepped."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        (optimizer,) = self.trainer.optimizers
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 / (1 + len(optimizer.state))
+
+
+class CountsAtEpochs(LitSupernet):
+    def on_train_epoch_start(self) -> None:
+        (optimizer,) = self.trainer.optimizers
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 / (1 + len(optimizer.state))
+
+
+class LooksForStates(LitSupernet):
+    """Sets the learning rate by how many weights of the batch were stepped before."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        known = sum(p in optimizer.state for p in self.net.parameters() if p.grad is not None)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 / (1 + known)
+
+
+class DecaysStates(LitSupernet):
+    """Halves the averages of all weights between two batches."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        (optimizer,) = self.trainer.optimizers
+        for p in self.net.parameters():
+            if not p.is_meta and p in optimizer.state:
+                optimizer.state[p]["exp_avg"].mul_(0.5)
+
+
+class DecaysOwnStates(LitSupernet):
+    """Halves the averages of the weights that a batch has trained, before its step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if not p.is_meta and p.grad is not None and p in optimizer.state:
+                    optimizer.state[p]["exp_avg"].mul_(0.5)
+
+
+class NormOfGroups(LitSupernet):
+    """Divides gradients by a norm of its own over the optimizer's groups."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        every = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        total = sum(float(p.grad.pow(2).sum()) for p in every) ** 0.5
+        for p in every:
+            p.grad.div_(1 + total)

@@ -33,6 +33,7 @@ for name, kind, more in (
         {"callbacks": [nets.ScalesInACallback()]},
     ),
     ("weights clamped by a hook of the optimizer", nets.ClampsInTheOptimizer, {}),
+    ("optimizer.state of a batch's own weights, changed in on_before_optimizer_step", nets.DecaysOwnStates, {}),
 ):
     supernet(name, more, module=kind, strategy=CSP)
     supernet(f"{name}; balanced", more, module=kind, strategy=BALANCED)
@@ -43,6 +44,7 @@ for name, kind in (
 ):
     supernet(name, module=kind, strategy=CSP)
 USE_STEP_HOOK = "earlier batches are under way; use optimizer.register_step_post_hook or on_train_epoch_start"
+BY_ITSELF = "change the states of a batch's own weights, in on_before_optimizer_step"
 CHANGED = "other batches that use it are under way"
 for name, kind, refused, reason in (
     (
@@ -62,6 +64,31 @@ for name, kind, refused, reason in (
     ("weights clamped in on_before_optimizer_step", nets.ClampsBeforeSteps, CHANGED, USE_STEP_HOOK),
     ("requires_grad_ in on_train_batch_start", nets.FreezesLater, CHANGED, "use on_train_epoch_start"),
     ("layers_of_batch that leaves out a layer", nets.LeavesOut, "does not name the layer", "name every layer"),
+    (
+        "optimizer.state counted in on_train_batch_end",
+        nets.CountsStates,
+        "which layers of other ranks have states",
+        BY_ITSELF,
+    ),
+    (
+        "optimizer.state counted in on_train_epoch_start",
+        nets.CountsAtEpochs,
+        "which layers of other ranks have states",
+        BY_ITSELF,
+    ),
+    (
+        "optimizer.state looked into for all weights",
+        nets.LooksForStates,
+        "which layers of other ranks have states",
+        BY_ITSELF,
+    ),
+    ("optimizer.state changed in on_train_batch_end", nets.DecaysStates, "that of an earlier batch", BY_ITSELF),
+    (
+        "a norm of one's own over optimizer.param_groups, subnets",
+        nets.NormOfGroups,
+        "takes the value of",
+        "clip by value",
+    ),
     ("subnets drawn by each rank for itself", nets.DrawsByRank, "use different layers", "use one seed"),
     ("a stream with a seed for each rank", nets.StreamByRank, "use different layers", "use one seed"),
 ):

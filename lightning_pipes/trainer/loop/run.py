@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
@@ -98,6 +99,10 @@ class Training(ABC):
     def own_gradients(self) -> AbstractContextManager[None]:
         """In the block parameters have the gradients that were accumulated for them."""
         return nullcontext()
+
+    def why_no_state(self, parameter: torch.Tensor | None) -> str:
+        """Return why hooks can't have what an optimizer keeps of a parameter, or of all; empty where they can."""
+        return ""
 
     def use(self, batch: Any) -> LayerUse | None:
         """The layers that a batch of an evaluation needs on the device; None means those that are there."""
@@ -277,6 +282,10 @@ class PipelineRun:
     def own_gradients(self) -> AbstractContextManager[None]:
         """In the block parameters have the gradients that were accumulated for them."""
         return self._training.own_gradients()
+
+    def why_no_state(self, parameter: torch.Tensor | None) -> str:
+        """Return why hooks can't have what an optimizer keeps of a parameter, or of all; empty where they can."""
+        return self._training.why_no_state(parameter)
 
     @property
     def streams(self) -> bool:

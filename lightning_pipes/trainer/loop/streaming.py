@@ -36,6 +36,7 @@ from lightning_pipes.trainer.loop.stopping import LateAgreement, StopAgreement
 from lightning_pipes.trainer.loop.stream_looks import StreamLooks
 from lightning_pipes.trainer.loop.stream_window import StreamWindow
 from lightning_pipes.trainer.module.batches import rows_of
+from lightning_pipes.trainer.module.elsewhere import Elsewhere
 from lightning_pipes.trainer.moves.late_steps import Settings, settings_of, told
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.ranks.control import Control
@@ -117,6 +118,9 @@ class Streaming(Training):
             partial(has_hooks, run.cut.module, private.callbacks(run.trainer)),
             memory is None,
         )
+        self._names_layers = isinstance(run.cut.module, SaysLayers)
+        self._foreign = len(run.global_ranks) > 1
+        self._own_step: set[int] | None = None  # ids of the parameters that a batch steps now
         self._orders_uses = isinstance(schedule, Policy)  # results are those of one batch after another
         several = len(run.global_ranks) > 1
         run.state.expect_overlap(schedule.name, alone=not several)
@@ -289,7 +293,9 @@ class Streaming(Training):
         others = [(p, p.grad) for p in with_gradients if id(p) not in ids]
         for p, _ in others:
             p.grad = None
+        self._own_step = {id(p) for p in mine}
         yield mine
+        self._own_step = None
         for p, gradient in others:
             p.grad = gradient
 
@@ -327,6 +333,36 @@ class Streaming(Training):
 
     def give_back_gradients(self) -> None:
         pass
+
+    def why_no_state(self, parameter: torch.Tensor | None) -> str:
+        schedule = self._run.plans.schedule.name
+        foreign = isinstance(parameter, Elsewhere)
+        if not self._orders_uses or (foreign and not self._names_layers):
+            return ""  # stages miss steps, or what is done to each state by itself is done where it is
+        if foreign or (parameter is None and self._names_layers and self._foreign):
+            return (
+                f": which layers of other ranks have states there depends on the batches so far, and with schedule "
+                f"{schedule!r} stages step at other times. Work on the states of each parameter by itself, as by "
+                "`if not p.is_meta and p in optimizer.state`"
+            )
+        if self._is_settled(parameter):
+            return ""
+        return (
+            f" while batches are under way that step the same weights: with schedule {schedule!r} it is that of an "
+            "earlier batch. Look at the states of a batch's own weights in on_before_optimizer_step or in a hook that "
+            "optimizer.register_step_post_hook gets, at all of them in on_train_epoch_start; or use a schedule that "
+            "flushes between batches, such as '1f1b'"
+        )
+
+    def _is_settled(self, parameter: torch.Tensor | None) -> bool:
+        """Whether all batches so far have stepped a parameter, or all parameters, of this rank, and none more."""
+        if self._own_step is not None:
+            alone = parameter is None and not self._foreign and len(self._unstepped) == 1
+            return alone or id(parameter) in self._own_step
+        if not self._run.engine.open or not self._unstepped:
+            return True
+        uses = [item.use for item in self._unstepped.values()]
+        return parameter is not None and not self._between.is_used(parameter, uses)
 
     def use(self, batch: Any) -> LayerUse | None:
         run = self._run

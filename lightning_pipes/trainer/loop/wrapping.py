@@ -7,7 +7,6 @@ from functools import partial
 
 import lightning.pytorch as pl
 
-from lightning_pipes.ir import Schedule
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.module.optimizers import OptimizersView
@@ -37,8 +36,7 @@ def wrap_hooks(
     module, callbacks, scope = run.cut.module, private.callbacks(trainer), run.cut.scope
     HookClipping(lambda: run.part.parameters, scope, run.part.holdings, None if run.streams else pipeline, patches)
     track_hooks(module, callbacks, scope, patches)
-    if not run.streams or isinstance(run.plans.schedule, Schedule):  # else batches step some of the layers each
-        OptimizersView(run.part.layouts, scope, patches)
+    OptimizersView(run.part.layouts, scope, patches, run.why_no_state)
     track_optimizer_steps(run.part.optimizers, scope, patches)
     synchronise = partial(run.state.synchronise, pipeline, run.last_rank, run.last)
     followed = partial(run.state.follow_hook, synchronise=synchronise)

@@ -62,12 +62,16 @@ class OptimizerLayout:
             local.append(tuple(names[k] for k in here))
         self.local = tuple(local)
 
-    def show_whole(self) -> None:
-        """Have the optimizer show the parameters of all ranks, the very objects that the module shows in hooks."""
+    def show_whole(self, check: Callable[[torch.Tensor | None], None]) -> None:
+        """Have the optimizer show the parameters of all ranks, the very objects that the module shows in hooks.
+
+        Args:
+            check: of `WholeStates`.
+        """
         self._hidden = [group["params"] for group in self.optimizer.param_groups]
         self._shown = [list(map(Elsewhere.find_stand_in, parameters)) for parameters in self._parameters]
         self._whole = [list(parameters) for parameters in self._shown]
-        self.optimizer.state = WholeStates(self.optimizer.state, self._whole)  # type: ignore[assignment]
+        self.optimizer.state = WholeStates(self.optimizer.state, self._whole, check)  # type: ignore[assignment]
         for group, parameters in zip(self.optimizer.param_groups, self._shown, strict=True):
             group["params"] = parameters
 
@@ -159,11 +163,19 @@ class WholeStates(MutableMapping[Any, Any]):
     Args:
         own: the states of this rank.
         groups: the parameters of all ranks, by group.
+        check: called before code of the user's gets, sets or looks for the state of a parameter, or goes through all
+            states, which is None; raises PipelineError where one process would find another one.
     """
 
-    def __init__(self, own: MutableMapping[Any, Any], groups: Sequence[Sequence[torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        own: MutableMapping[Any, Any],
+        groups: Sequence[Sequence[torch.Tensor]],
+        check: Callable[[torch.Tensor | None], None],
+    ) -> None:
         self.own = own
         self._groups = groups
+        self._check = check
         self._made: dict[torch.Tensor, Any] = {}
         self._deleted: set[torch.Tensor] = set()
         self._number: dict[Any, int] = {}  # of the group of each parameter on another rank
@@ -172,6 +184,7 @@ class WholeStates(MutableMapping[Any, Any]):
     def __getitem__(self, key: Any) -> Any:
         key = Elsewhere.find_stand_in(key) if isinstance(key, torch.Tensor) else key
         if not isinstance(key, Elsewhere):
+            self._check(key)
             return self.own[key]
         if key not in self._made:
             like = None if key in self._deleted else self._find_like(key)
@@ -182,6 +195,7 @@ class WholeStates(MutableMapping[Any, Any]):
         if isinstance(key, Elsewhere):
             self._made[Elsewhere.find_stand_in(key)] = value
         else:
+            self._check(key)
             self.own[key] = value
 
     def __delitem__(self, key: Any) -> None:
@@ -189,16 +203,19 @@ class WholeStates(MutableMapping[Any, Any]):
             self._deleted.add(Elsewhere.find_stand_in(key))
             self._made.pop(Elsewhere.find_stand_in(key), None)
         else:
+            self._check(key)
             del self.own[key]
             self._likes.clear()
 
     def __contains__(self, key: Any) -> bool:
+        self._check(key)
         if not isinstance(key, Elsewhere):
             return key in self.own
         key = Elsewhere.find_stand_in(key)
         return key in self._made or (key not in self._deleted and self._find_like(key) is not None)
 
     def __iter__(self) -> Iterator[Any]:
+        self._check(None)
         parameters = [p for group in self._groups for p in group]
         elsewhere = [p for p in parameters if isinstance(p, Elsewhere)]
         if elsewhere and len(elsewhere) == len(parameters):
@@ -215,6 +232,7 @@ class WholeStates(MutableMapping[Any, Any]):
 
     def clear(self) -> None:
         """Forget all states."""
+        self._check(None)
         self.own.clear()
         self._made.clear()
         self._likes.clear()
@@ -252,11 +270,20 @@ class OptimizersView:
 
     Args:
         scope: says which hook runs; its `view` is this object until `patches` are closed.
+        why_not: returns why code of the user's can't have the state of a parameter now, or those of all, which is None;
+            empty where it can.
     """
 
-    def __init__(self, layouts: Sequence[OptimizerLayout], scope: HookScope, patches: Patches) -> None:
+    def __init__(
+        self,
+        layouts: Sequence[OptimizerLayout],
+        scope: HookScope,
+        patches: Patches,
+        why_not: Callable[[torch.Tensor | None], str] = lambda _: "",
+    ) -> None:
         self._layouts = layouts
         self._scope = scope
+        self._why_not = why_not
         self._whole = False
         scope.view = self
         patches.callback(setattr, scope, "view", no_view)
@@ -284,13 +311,18 @@ class OptimizersView:
         self._whole = whole
         if whole:
             for layout in self._layouts:
-                layout.show_whole()
+                layout.show_whole(self._check)
         elif False in [layout.show_local() for layout in self._layouts]:  # of all, before anything is raised
             raise PipelineError(
                 f"{self._scope.hook} changes which parameters an optimizer has, as add_param_group does: every rank "
                 "steps the layers of its stages. Give configure_optimizers all parameters that are trained at any "
                 "time; a group can begin with lr=0, and requires_grad_(False) leaves parameters out"
             )
+
+    def _check(self, parameter: torch.Tensor | None) -> None:
+        why = self._why_not(parameter)
+        if why:
+            raise PipelineError(f"{self._scope.hook} looks into optimizer.state{why}")
 
 
 def numbered(states: Mapping[str, Any], named_groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

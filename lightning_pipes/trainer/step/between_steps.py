@@ -113,6 +113,10 @@ class BetweenSteps:
                 "that it only reads"
             )
 
+    def is_used(self, parameter: torch.Tensor, uses: Iterable[LayerUse | None]) -> bool:
+        """Return whether batches with these uses may step a parameter of this rank."""
+        return id(parameter) in self._parameters(uses)
+
     def forget_layers(self) -> None:
         """Layers have moved to other ranks."""
         self._parts.clear()
