@@ -23,7 +23,8 @@ from torchmetrics import Metric
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer.module.hidden_state import OWN
 from lightning_pipes.trainer.state.merging import Merging, Path
-from lightning_pipes.trainer.state.module_state import ModuleState, follow
+from lightning_pipes.trainer.state.module_entries import follow_path
+from lightning_pipes.trainer.state.module_state import ModuleState
 
 _LOOKS = 16
 """Runs of a stage in which all its modules are looked at."""
@@ -191,7 +192,9 @@ class LeftValues:
             of_layer = len(where) == 2
             if of_layer and not isinstance(value, Grown):
                 self._lent.append((place, value, self._value(place, _ABSENT)))
-            owner: Any = self._full[where[0]].get_submodule(where[1]) if of_layer else follow(self._module, where[0])
+            owner: Any = (
+                self._full[where[0]].get_submodule(where[1]) if of_layer else follow_path(self._module, where[0])
+            )
             if isinstance(value, Grown):
                 (vars(owner)[key] if of_layer else owner).extend(value.tail)
             elif isinstance(owner, nn.Module):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import pickle
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import is_
@@ -30,9 +30,24 @@ from torchmetrics import Metric
 
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import Span
-from lightning_pipes.trainer.module.hidden_state import CONTAINERS, OWN, can_change, entries
+from lightning_pipes.trainer.module.hidden_state import can_change
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.state.merging import Merging, Path, format_path
+from lightning_pipes.trainer.state.module_entries import (
+    HIDDEN_NAMES,
+    MISSING,
+    Content,
+    entry_at,
+    entry_values,
+    follow_path,
+    have_same_entries,
+    iterate_entries,
+    map_entries,
+    read_entries,
+    tensor_version,
+    view_entries,
+    write_entries,
+)
 
 _MOST = 10_000
 _DEPTH = 8
@@ -42,14 +57,10 @@ _MANY = 256
 """Entries of a list up to which tensors in it are followed, in case they are changed in place."""
 _FIRST = 2
 """Batches before which all tensors are copied."""
-_OURS = frozenset((*OWN, *dir(pl.LightningModule), "_metric_attributes"))
-"""Names that are no state of the user's: also steps and hooks that were replaced on the instance, as by wrappers."""
 _WATCHED = 8
 """Steps of overlapping batches that are watched."""
-_MISSING = object()
 
 Hook = Callable[..., Any]
-Content = dict[Any, Any] | list[Any] | set[Any]
 
 
 @dataclass
@@ -75,15 +86,15 @@ class _Holder:
 
     def remember(self) -> None:
         """Take the present entries for those before the batch."""
-        self.kept = _read(self.thing)
+        self.kept = read_entries(self.thing)
         if isinstance(self.thing, nn.Module):
             own = vars(self.thing)
-            self.names = [name for name in own if name not in _OURS]
+            self.names = [name for name in own if name not in HIDDEN_NAMES]
             self.values = [own[name] for name in self.names]
             self.size = len(own)
         self.tensors = []
         if isinstance(self.kept, dict) or len(self.kept) <= _MANY:
-            self.tensors = [t for t in _values(self.kept) if _is_tensor(t)]
+            self.tensors = [t for t in entry_values(self.kept) if _is_tensor(t)]
 
     def same(self) -> bool:
         """Whether the entries are the objects that they were before the batch."""
@@ -97,8 +108,8 @@ class _Holder:
                 known = len(self.names) + len(buffers) == len(kept)
                 if known and all(map(is_, map(kept.get, buffers), buffers.values())):
                     return True
-            return _same(_read(thing), kept)
-        return _same(_entries(thing), kept)
+            return have_same_entries(read_entries(thing), kept)
+        return have_same_entries(view_entries(thing), kept)
 
 
 @dataclass
@@ -196,9 +207,9 @@ class ModuleState:
             if not (holder.merged or everything):
                 continue
             if fresh and not holder.shared and any(id(t) in fresh for t in holder.tensors):
-                _write(holder.thing, _mapped(holder.kept, lambda _, value: fresh.get(id(value), value)))
+                write_entries(holder.thing, map_entries(holder.kept, lambda _, value: fresh.get(id(value), value)))
             elif not holder.same():
-                _write(holder.thing, holder.kept)
+                write_entries(holder.thing, holder.kept)
 
     def note(self, span: Span) -> None:
         """Note what the step for a micro-batch has changed; called on the last stage."""
@@ -225,7 +236,7 @@ class ModuleState:
             content: Any = contents[0]
             if len(contents) > 1:
                 content = self._merging.merge(holder.path, holder.kept, contents, rows, expected)
-            _write(holder.thing, self._originals(holder, content, written))
+            write_entries(holder.thing, self._originals(holder, content, written))
         return self.changes()
 
     def changes(self) -> list[_Changed]:
@@ -292,9 +303,11 @@ class ModuleState:
             return
         self._watched -= 1
         before = self.entries()
-        versions = [(t, _version(t)) for content in before.values() for t in _values(content) if _is_tensor(t)]
+        versions = [
+            (t, tensor_version(t)) for content in before.values() for t in entry_values(content) if _is_tensor(t)
+        ]
         yield
-        written = {id(t) for t, version in versions if _version(t) != version}
+        written = {id(t) for t, version in versions if tensor_version(t) != version}
         for path, content in self.entries().items():
             name = _set_entry(path, before.get(path), content, written, cut)
             if name:
@@ -309,7 +322,7 @@ class ModuleState:
 
     def entries(self) -> dict[Path, Content]:
         """The entries of all objects now, by where these are."""
-        return {holder.path: _read(holder.thing) for holder in self._holders if holder.merged}
+        return {holder.path: read_entries(holder.thing) for holder in self._holders if holder.merged}
 
     def objects(self) -> set[int]:
         """Ids of all objects."""
@@ -330,7 +343,7 @@ class ModuleState:
             if not isinstance(thing, (tuple, frozenset)):
                 found.append(_Holder(path, thing, [], merged, id(thing) in self._shared))
                 found[-1].remember()
-            for kind, key, value in _keyed(thing):
+            for kind, key, value in iterate_entries(thing):
                 if isinstance(thing, Metric) and str(key).startswith("_"):
                     continue  # its own tables of states
                 queue.append(((*path, (kind, key)), value, depth + 1, merged))
@@ -338,10 +351,10 @@ class ModuleState:
 
     def _leads_elsewhere(self, holder: _Holder) -> bool:
         """Whether a holder has got or lost an object with entries of its own."""
-        before = {id(value) for value in _values(holder.kept)}
-        content = _values(_read(holder.thing))
+        before = {id(value) for value in entry_values(holder.kept)}
+        content = entry_values(read_entries(holder.thing))
         after = {id(value) for value in content}
-        lost = [value for value in _values(holder.kept) if id(value) not in after]
+        lost = [value for value in entry_values(holder.kept) if id(value) not in after]
         return any(map(can_change, [*lost, *(value for value in content if id(value) not in before)]))
 
     def _remember(self, written: Collection[int] = ()) -> None:
@@ -354,7 +367,7 @@ class ModuleState:
             for tensor in holder.tensors:
                 if id(tensor) not in self._known:
                     copied = own and (self._begun < _FIRST or tensor.nbytes <= _SMALL or id(tensor) in self._unstable)
-                    version = _version(tensor)
+                    version = tensor_version(tensor)
                     known = before.get(id(tensor))  # keeps the tensor, so the id is still its own
                     if (
                         known is None
@@ -369,7 +382,7 @@ class ModuleState:
         written = self._written()
         self._unstable.update(written)
         return {
-            index: _read(holder.thing)
+            index: read_entries(holder.thing)
             for index, holder in enumerate(self._holders)
             if (merged is None or holder.merged == merged)
             and (not holder.same() or (written and any(id(t) in written for t in holder.tensors)))
@@ -378,13 +391,13 @@ class ModuleState:
     def _is_there(self, holder: _Holder) -> bool:
         """Whether the path of a holder still leads to its object."""
         try:
-            return follow(self._module, holder.path) is holder.thing
+            return follow_path(self._module, holder.path) is holder.thing
         except (LookupError, AttributeError, TypeError):
             return False
 
     def _written(self) -> set[int]:
         """Ids of the tensors that were changed in place."""
-        found = {id(t) for t, version, _ in self._known.values() if _version(t) != version}
+        found = {id(t) for t, version, _ in self._known.values() if tensor_version(t) != version}
         for counter, statistics in self._statistics:
             if counter in found:
                 found.update(statistics)
@@ -396,7 +409,7 @@ class ModuleState:
             return content
 
         def original(key: Any, value: Any) -> Any:
-            before = _at(holder.kept, key)
+            before = entry_at(holder.kept, key)
             known = self._known.get(id(before))
             if known is None or known[2] is None or not isinstance(value, torch.Tensor):
                 return value
@@ -407,7 +420,7 @@ class ModuleState:
                     before.copy_(value)
             return before
 
-        return _mapped(content, original)
+        return map_entries(content, original)
 
     def _changed(self, holder: _Holder, content: Content, written: Collection[int]) -> _Changed | None:
         kept = holder.kept
@@ -415,23 +428,23 @@ class ModuleState:
             same = len(content) >= len(kept) and all(map(is_, content, kept))
             start = len(kept) if same and not any(id(t) in written for t in holder.tensors) else 0
             tail = self._sendable(holder.path, content[start:])
-            if tail is _MISSING:
+            if tail is MISSING:
                 return _Changed(holder.path, own=None)
             return _Changed(holder.path, tail=(start, tail), on_device=_on_device(tail))
         if not isinstance(content, dict):
             values = self._sendable(holder.path, content)
-            if values is _MISSING:
+            if values is MISSING:
                 return _Changed(holder.path, own=None)
             return _Changed(holder.path, values, on_device=_on_device(values))
         assert isinstance(kept, dict)
         found, in_place, own = {}, [], []
         for key, value in content.items():
-            if kept.get(key, _MISSING) is value and id(value) not in written:
+            if kept.get(key, MISSING) is value and id(value) not in written:
                 continue
-            if kept.get(key, _MISSING) is value:
+            if kept.get(key, MISSING) is value:
                 in_place.append(key)
             sent = self._sendable((*holder.path, (".", key)), value)
-            if sent is _MISSING:
+            if sent is MISSING:
                 own.append(key)
             else:
                 found[key] = sent
@@ -444,7 +457,7 @@ class ModuleState:
         if all(isinstance(leaf, (torch.Tensor, str, bytes, int, float, complex, type(None))) for leaf in leaves):
             return value
         if self._in_hook:
-            return _MISSING
+            return MISSING
         try:
             pickle.dumps(value)
         except Exception as error:
@@ -455,7 +468,7 @@ class ModuleState:
                     f"({type(error).__name__}: {error}): their hooks, layers and code before the layers don't have "
                     "it. Keep numbers, tensors, and lists and dicts of them"
                 )
-            return _MISSING
+            return MISSING
         return value
 
     def _own(self, changed: _Changed) -> Content | None:
@@ -463,7 +476,7 @@ class ModuleState:
         if changed.own is not None and not changed.own:
             return None
         try:
-            content = _read(follow(self._module, changed.path))
+            content = read_entries(follow_path(self._module, changed.path))
         except (LookupError, AttributeError, TypeError):  # only the last stage has the object
             return None
         if changed.own is None or not isinstance(content, dict):
@@ -471,10 +484,10 @@ class ModuleState:
         return {key: content[key] for key in changed.own if key in content}
 
     def _apply(self, changed: _Changed, own: Content | None) -> None:
-        thing = follow(self._module, changed.path)
+        thing = follow_path(self._module, changed.path)
         if changed.own is None:
             if own is not None:
-                _write(thing, own)
+                write_entries(thing, own)
             return
         move = changed.on_device and self._device.type != "cpu"
         if changed.tail is not None:
@@ -482,9 +495,9 @@ class ModuleState:
             thing[start:] = move_data_to_device(tail, self._device) if move else tail
             return
         values = move_data_to_device(changed.values, self._device) if move else changed.values
-        content = _read(thing)
+        content = read_entries(thing)
         if not isinstance(content, dict):
-            _write(thing, values)
+            write_entries(thing, values)
             return
         for key, value in values.items():
             before = content.get(key)
@@ -497,85 +510,7 @@ class ModuleState:
             content.pop(key, None)
         if isinstance(own, dict):
             content.update(own)
-        _write(thing, content)
-
-
-def follow(module: nn.Module, path: Path) -> Any:
-    """The object to which a path leads."""
-    thing: Any = module
-    for kind, key in path:
-        thing = getattr(thing, key) if kind == "." else thing[key]
-    return thing
-
-
-def _keyed(thing: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The entries of an object with how to get there."""
-    if isinstance(thing, Mapping):
-        yield from (("[", key, value) for key, value in list(thing.items()))
-    elif isinstance(thing, (set, frozenset)):
-        return
-    elif isinstance(thing, CONTAINERS):
-        yield from (("[", number, value) for number, value in enumerate(thing))
-    else:
-        yield from ((".", name.removeprefix("."), value) for name, value in entries(thing))
-
-
-def _read(thing: Any) -> Content:
-    """A copy of the entries of an object."""
-    if isinstance(thing, nn.Module):
-        found = {name: value for name, value in vars(thing).items() if name not in _OURS}
-        found.update(thing._buffers)
-        return found
-    if isinstance(thing, Mapping):
-        return dict(thing)
-    if isinstance(thing, set):
-        return set(thing)
-    return list(thing) if isinstance(thing, CONTAINERS) else dict(vars(thing))
-
-
-def _entries(thing: Any) -> Content:
-    """The entries of an object that is no module, not copied where that is not needed."""
-    if isinstance(thing, (dict, list, set)):
-        return thing
-    return list(thing) if isinstance(thing, CONTAINERS) else _read(thing) if isinstance(thing, Mapping) else vars(thing)
-
-
-def _write(thing: Any, content: Any) -> None:
-    """Gives an object these entries, and no others."""
-    if isinstance(thing, nn.Module):
-        own = vars(thing)
-        for name in [name for name in own if name not in _OURS and name not in content]:
-            del own[name]
-        for name, value in content.items():
-            table = thing._buffers if name in thing._buffers else own
-            table[name] = value
-    elif isinstance(thing, (dict, set)):
-        thing.clear()
-        thing.update(content)
-    elif isinstance(thing, list):
-        thing[:] = content
-    elif isinstance(thing, deque):
-        thing.clear()
-        thing.extend(content)
-    else:
-        own = vars(thing)
-        for name in own.keys() - content.keys():
-            del own[name]
-        own.update(content)
-
-
-def _same(content: Content, kept: Content) -> bool:
-    """Whether entries are the same objects."""
-    if isinstance(content, dict):
-        assert isinstance(kept, dict)
-        if len(content) != len(kept):
-            return False
-        if all(map(is_, content, kept)):
-            return all(map(is_, content.values(), kept.values()))
-        return all(kept.get(key, _MISSING) is value for key, value in content.items())
-    if isinstance(content, set):
-        return content == kept
-    return len(content) == len(kept) and all(map(is_, content, kept))
+        write_entries(thing, content)
 
 
 def _set_entry(path: Path, before: Content | None, after: Content, written: set[int], cut: bool) -> str:
@@ -585,33 +520,13 @@ def _set_entry(path: Path, before: Content | None, after: Content, written: set[
     if isinstance(after, dict):
         assert isinstance(before, dict)
         for key, value in after.items():
-            if before.get(key, _MISSING) is not value or id(value) in written:
+            if before.get(key, MISSING) is not value or id(value) in written:
                 return format_path((*path, (".", key)))
         return ""
     grown = isinstance(after, list) and len(after) >= len(before) and all(map(is_, before, after))
-    if _same(after, before) or (grown and not cut):
+    if have_same_entries(after, before) or (grown and not cut):
         return ""
     return format_path(path)
-
-
-def _values(content: Content) -> Collection[Any]:
-    return content.values() if isinstance(content, dict) else content
-
-
-def _at(content: Content, key: Any) -> Any:
-    if isinstance(content, dict):
-        return content.get(key)
-    return content[key] if isinstance(content, list) and key < len(content) else None
-
-
-def _mapped(content: Any, change: Any) -> Any:
-    if isinstance(content, dict):
-        return {key: change(key, value) for key, value in content.items()}
-    return [change(number, value) for number, value in enumerate(content)]
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_foreign(tensor: torch.Tensor) -> bool:
