@@ -408,7 +408,7 @@ class PipelineStrategy(PipelineHost):
             with self._scope.suspended():  # it may be called by code of the user's
                 out = running.run.train(batch, arguments, self.optimizers, complete=not self._accumulating)
             if self._verifier is not None:
-                self._verifier.trained(out)
+                self._verifier.training_step_ended(out)
             self._decision = running.corrected() or self._decision
             return out
 
@@ -440,7 +440,7 @@ class PipelineStrategy(PipelineHost):
             return closure_loss.detach()
         closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
         if self._verifier is not None:
-            self._verifier.differentiated()
+            self._verifier.backward_ended()
         return closure_loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Values of a pipeline beside those of one process: what differs by more than rounding."""
+"""Comparison of values of a pipeline with those of one process, up to rounding."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Rounding:
     largest: Mapping[Phase, float]
 
     @classmethod
-    def of(cls, values: Mapping[Key, Any], cast: torch.dtype | None) -> Rounding:
-        """Return that of a record; `cast` is the type that operations are autocast to, if they are."""
+    def from_record(cls, values: Mapping[Key, Any], cast: torch.dtype | None) -> Rounding:
+        """Return the rounding of a record; `cast` is the type of autocast operations, if there are any."""
         eps = 0.0 if cast is None else torch.finfo(cast).eps
         largest = dict.fromkeys(Phase, 0.0)
         for key, tensor in _tensors(values):
@@ -42,7 +42,7 @@ class Rounding:
                 largest[key.phase] = max(largest[key.phase], most)
         return cls(eps, largest)
 
-    def allowed(self, phase: Phase, theirs: torch.Tensor) -> float:
+    def allowed_difference(self, phase: Phase, theirs: torch.Tensor) -> float:
         """Return by how much a value may differ from one of the tensor `theirs`."""
         eps = max(self.eps, torch.finfo(theirs.dtype).eps)
         finite = theirs[torch.isfinite(theirs)]
@@ -103,19 +103,19 @@ class Comparison:
     _noise: dict[str, torch.Tensor] = field(default_factory=dict)
     _before: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def begin(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def remember_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Learn the weights before the first batch."""
         self._before.update(weights)
 
-    def forget(self) -> None:
+    def forget_weights(self) -> None:
         """Let go of the weights; nothing else is compared."""
         self._noise.clear()
         self._before.clear()
 
-    def compare(
+    def compare_values(
         self, number: int, ours: Mapping[Key, Any], theirs: Mapping[Key, Any], rounding: Rounding
     ) -> list[Difference]:
-        """Return what differs among the values that both have."""
+        """Return the differences among the values of both."""
         found = []
         for key in sorted(ours.keys() & theirs.keys()):
             difference = self._compare(number, key, ours[key], theirs[key], rounding)
@@ -130,8 +130,8 @@ class Comparison:
         if not (isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)):
             return (
                 None
-                if shown(ours) == shown(theirs)
-                else Difference(number, key, shown(ours), shown(theirs), "", self.rank)
+                if format_value(ours) == format_value(theirs)
+                else Difference(number, key, format_value(ours), format_value(theirs), "", self.rank)
             )
         return self._compare_tensors(number, key, ours, theirs, rounding)
 
@@ -169,8 +169,8 @@ class Comparison:
         if not (theirs.is_floating_point() and ours.is_floating_point()):
             exact = ours.to(torch.complex128 if ours.is_complex() or theirs.is_complex() else torch.float64)
             wrong = exact != theirs.to(exact.dtype)
-            return self._told(number, key, ours, theirs, wrong.double()) if bool(wrong.any()) else None
-        allowed = torch.full((), rounding.allowed(key.phase, theirs), dtype=torch.float64)
+            return self._describe(number, key, ours, theirs, wrong.double()) if bool(wrong.any()) else None
+        allowed = torch.full((), rounding.allowed_difference(key.phase, theirs), dtype=torch.float64)
         a, b = ours.double(), theirs.double()
         apart = torch.where(a == b, torch.zeros_like(a), (a - b).abs())
         apart = torch.where(a.isnan() & b.isnan(), torch.zeros_like(a), apart).nan_to_num(nan=torch.inf)
@@ -182,13 +182,12 @@ class Comparison:
         scale = float(b.abs().nan_to_num(posinf=0.0).max()) or 1.0
         wrong = (apart - allowed).clamp_min(0.0)
         if bool((apart > allowed).any()):
-            return self._told(number, key, ours, theirs, torch.where(apart > allowed, apart, wrong))
+            return self._describe(number, key, ours, theirs, torch.where(apart > allowed, apart, wrong))
         self.largest = max(self.largest, float(apart.max()) / scale)
         return None
 
     def _noise_of_step(self, name: str, ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-        """By how much a weight may differ because its gradient is rounding alone: optimizers such as Adam make a whole
-        step of that."""
+        """Return the allowed difference of a weight: Adam makes a whole step of a gradient that is rounding."""
         before = self._before.get(name)
         self._before[name] = theirs
         noise = self._noise.get(name)
@@ -197,15 +196,17 @@ class Comparison:
         before = before.double()
         return 4 * noise * torch.maximum((ours - before).abs(), (theirs - before).abs())
 
-    def _told(self, number: int, key: Key, ours: torch.Tensor, theirs: torch.Tensor, apart: torch.Tensor) -> Difference:
+    def _describe(
+        self, number: int, key: Key, ours: torch.Tensor, theirs: torch.Tensor, apart: torch.Tensor
+    ) -> Difference:
         place = int(apart.reshape(-1).argmax())
         wrong = int((apart > 0).sum())
         index = [int(n) for n in torch.unravel_index(torch.tensor(place), apart.shape)] if apart.ndim else []
         where = f"at {index}, {wrong} of {apart.numel()} values differ" if index else ""
-        here, there = (shown(t.reshape(-1)[place].item()) for t in (ours, theirs))
+        here, there = (format_value(t.reshape(-1)[place].item()) for t in (ours, theirs))
         return Difference(number, key, here, there, where, self.rank)
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value as text."""
     return f"{value:.8g}" if isinstance(value, float) else str(value)

@@ -105,7 +105,7 @@ def place_of(difference: Difference) -> str:
     }[phase]
 
 
-def sentence(difference: Difference, notes: Sequence[str], layers: Layers) -> str:
+def describe_difference(difference: Difference, notes: Sequence[str], layers: Layers) -> str:
     """Return what differs, where, and the likely reason."""
     where = f"on rank {difference.rank}" + (f" ({difference.where})" if difference.where else "")
     return (

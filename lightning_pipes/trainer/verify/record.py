@@ -59,7 +59,7 @@ class Record:
 
     def add(self, phase: Phase, layer: int, name: str, value: Any) -> None:
         """Keep a value; of a tensor a copy on the CPU."""
-        self.values[Key(phase, layer, name)] = kept(value)
+        self.values[Key(phase, layer, name)] = copy_value(value)
 
     def layers(self) -> list[int]:
         """Return the numbers of the layers that have values, `OUTSIDE` first."""
@@ -70,7 +70,7 @@ class Record:
         return {key: value for key, value in self.values.items() if key.layer == layer}
 
 
-def kept(value: Any) -> Any:
+def copy_value(value: Any) -> Any:
     """Return a copy of a tensor on the CPU, without a graph; everything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -104,7 +104,7 @@ class Parts:
             for name, inner in part.items():
                 record.add(Phase.MODE, layer, name, "training" if inner.training else "evaluation")
                 for parameter_name, parameter in inner.named_parameters(recurse=False):
-                    record.add(Phase.FROZEN, layer, joined(name, parameter_name), _trained(parameter))
+                    record.add(Phase.FROZEN, layer, join_names(name, parameter_name), _trained(parameter))
 
     def add_gradients(self, record: Record, phase: Phase) -> None:
         """Keep the gradient of each parameter that has one."""
@@ -113,23 +113,23 @@ class Parts:
                 record.add(phase, layer, name, parameter.grad)
 
     def add_weights(self, record: Record, buffers_outside: bool) -> None:
-        """Keep weights and buffers, with `buffers_outside` those of the rest of the module, too."""
+        """Keep weights and buffers; those outside of the layers only with `buffers_outside`."""
         for layer, name, parameter in self.parameters():
             record.add(Phase.WEIGHT, layer, name, parameter)
         for layer, part in self._modules():
             if layer != OUTSIDE or buffers_outside:
                 for name, inner in part.items():
                     for buffer_name, buffer in inner.named_buffers(recurse=False):
-                        record.add(Phase.BUFFER, layer, joined(name, buffer_name), buffer)
+                        record.add(Phase.BUFFER, layer, join_names(name, buffer_name), buffer)
 
     def parameters(self) -> Iterator[tuple[int, str, nn.Parameter]]:
         """Return layer, name and tensor of each parameter."""
         for layer, part in self._modules():
             for name, inner in part.items():
                 for parameter_name, parameter in inner.named_parameters(recurse=False):
-                    yield layer, joined(name, parameter_name), parameter
+                    yield layer, join_names(name, parameter_name), parameter
 
-    def prefix(self, layer: int) -> str:
+    def layer_name(self, layer: int) -> str:
         """Return the name of a layer in the module."""
         return f"{self.path}.{self.names[layer]}"
 
@@ -144,15 +144,15 @@ class Parts:
         }
         yield OUTSIDE, outside
         for number, layer in self.layers.items():
-            prefix = self.prefix(number)
-            yield number, {joined(prefix, name): inner for name, inner in layer.named_modules()}
+            prefix = self.layer_name(number)
+            yield number, {join_names(prefix, name): inner for name, inner in layer.named_modules()}
 
 
 def _trained(parameter: nn.Parameter) -> str:
     return "trained" if parameter.requires_grad else "frozen"
 
 
-def joined(*names: str) -> str:
+def join_names(*names: str) -> str:
     """Return names as one with dots."""
     return ".".join(name for name in names if name)
 
@@ -197,7 +197,7 @@ class LayerInputs:
             handle.remove()
 
     def _keeper(self, number: int) -> Callable[..., None]:
-        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def keep_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             found = self._where()
             if found is None:
                 return
@@ -205,6 +205,6 @@ class LayerInputs:
             for name, tensor in tensors_of_call(args, kwargs):
                 parts = record.values.setdefault(Key(Phase.INPUT, number, name), {})
                 if span not in parts:
-                    parts[span] = kept(tensor)
+                    parts[span] = copy_value(tensor)
 
-        return keep
+        return keep_inputs

@@ -1,4 +1,4 @@
-"""One plain process of Lightning beside rank 0, which trains the same batches and answers with what it got.
+"""One plain process of Lightning beside rank 0: it trains the same batches and answers with its values.
 
 It is forked when a fit begins, before anything of the pipeline is set up, and goes on with the user's `fit` under
 Lightning's own strategy for one device. It shares nothing with the pipeline but the seeds of random numbers.
@@ -236,7 +236,7 @@ class SilentLogger(DummyLogger):
 
 
 class ReferenceStrategy(SingleDeviceStrategy):
-    """Lightning's strategy for one device, which keeps what a batch gives and sends it to rank 0.
+    """Lightning's strategy for one device: it keeps the values of a batch and sends them to rank 0.
 
     It saves nothing and removes nothing: files belong to the other process.
 
@@ -286,8 +286,8 @@ class ReferenceStrategy(SingleDeviceStrategy):
             self._cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         self._parts.add_modes(record)
         self._span = Span(0, order.rows)
-        self._draws.begin(order.seed, order.job, number, order.rows, order.spans)
-        with self._draws.drawing():
+        self._draws.begin_batch(order.seed, order.job, number, order.rows, order.spans)
+        with self._draws.draw_by_sample():
             self._draws.enter(BEFORE_LAYERS)
             out = super().training_step(*args, **kwargs)
         self._notes += [f"draws {name}" for name in dict.fromkeys(self._draws.common)]
@@ -300,7 +300,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
             return super().validation_step(*args, **kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._draws.drawing():  # forwards that run again draw again
+        with self._draws.draw_by_sample():  # forwards that run again draw again
             loss = super().backward(*args, **kwargs)
         if self._record is not None and self._parts is not None:
             self._parts.add_gradients(self._record, Phase.GRADIENT)
@@ -367,7 +367,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         add_settings(self._record, next((n for n, each in enumerate(numbers) if each is plain), 0), plain)
 
     def _send(self) -> None:
-        """Send what the batch gave, layer by layer."""
+        """Send the values of the batch, layer by layer."""
         record, parts = self._record, self._parts
         if record is None or parts is None:
             return
@@ -378,7 +378,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         for name, value in private.logged_values(module.trainer).items():
             record.add(Phase.LOG, OUTSIDE, name, value)
         layers = record.layers()
-        rounding = Rounding.of(record.values, self._cast)
+        rounding = Rounding.from_record(record.values, self._cast)
         for layer in layers:
             values, last = record.of_layer(layer), layer == layers[-1]
             answer = Answer(record.number, layer, values, rounding, tuple(self._notes), last)
@@ -401,12 +401,12 @@ def call_after(module: nn.Module, name: str, then: Callable[..., None]) -> Calla
     hook, own = getattr(module, name), module.__dict__.get(name)
 
     @wraps(hook)
-    def both(*args: Any, **kwargs: Any) -> Any:
+    def call_both(*args: Any, **kwargs: Any) -> Any:
         result = hook(*args, **kwargs)
         then(*args, **kwargs)
         return result
 
-    module.__dict__[name] = both
+    module.__dict__[name] = call_both
 
     def undo() -> None:
         if own is None:

@@ -39,7 +39,7 @@ class SampleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names = 0
         self.common: list[str] = []
 
-    def begin(self, seed: int, job: int, number: int, rows: int, spans: Mapping[int, Sequence[Span]]) -> None:
+    def begin_batch(self, seed: int, job: int, number: int, rows: int, spans: Mapping[int, Sequence[Span]]) -> None:
         """Forget earlier streams; from now on batch `number` is drawn for, whose spans are given by layer."""
         self._seed, self._job, self._number, self._rows, self._spans = seed, job, number, rows, spans
         self._streams.clear()
@@ -55,8 +55,8 @@ class SampleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._name((self._rows, spans, states[::-1]))
 
     @contextmanager
-    def drawing(self) -> Iterator[None]:
-        """In the block operations draw so; random states are those of before afterwards."""
+    def draw_by_sample(self) -> Iterator[None]:
+        """Have operations in the block draw so; random states are those of before afterwards."""
         with forked_rng(self._device), self:
             yield
 

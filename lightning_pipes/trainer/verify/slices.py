@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.ir import Span
 from lightning_pipes.trainer.module.batches import join
-from lightning_pipes.trainer.verify.record import Key, Phase, kept
+from lightning_pipes.trainer.verify.record import Key, Phase, copy_value
 from lightning_pipes.trainer.verify.sample_draws import SampleDraws
 
 
@@ -42,7 +42,7 @@ class LayerSlices:
         for handle in self._handles:
             handle.remove()
 
-    def begin(self) -> None:
+    def begin_batch(self) -> None:
         """Forget the batch before."""
         for table in (self._inputs, self._outputs, self._gradients):
             table.clear()
@@ -50,7 +50,7 @@ class LayerSlices:
     def compare_with(
         self, draws: SampleDraws, rows: int, gradients: Mapping[Key, torch.Tensor], prefix: Callable[[int], str]
     ) -> tuple[dict[Key, Any], dict[Key, Any]]:
-        """Return what the layers gave for the batch here, and what the same layers give for it alone.
+        """Return the values of the layers in the pipeline, and their values for the batch alone.
 
         Args:
             draws: random streams, begun for the batch.
@@ -68,7 +68,7 @@ class LayerSlices:
             for parameter in alone.parameters():
                 parameter.grad = None
             args, kwargs = self._joined([self._inputs[number][span] for span in spans], spans)
-            with torch.enable_grad(), draws.drawing():
+            with torch.enable_grad(), draws.draw_by_sample():
                 draws.enter(number)
                 out = alone(*args, **kwargs)
                 outputs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
@@ -76,11 +76,11 @@ class LayerSlices:
             for place, leaf in enumerate(outputs):
                 key = Key(Phase.OUTPUT, number, f"output {place}")
                 ours[key] = {span: self._outputs[number][span][place] for span in spans}
-                theirs[key] = {whole: kept(leaf)}
+                theirs[key] = {whole: copy_value(leaf)}
             for name, parameter in alone.named_parameters():
                 key = Key(Phase.GRADIENT, number, f"{prefix(number)}.{name}")
                 if key in gradients and parameter.grad is not None:
-                    ours[key], theirs[key] = gradients[key], kept(parameter.grad)
+                    ours[key], theirs[key] = gradients[key], copy_value(parameter.grad)
         return ours, theirs
 
     def _joined(self, trees: Sequence[Any], spans: Sequence[Span]) -> Any:
@@ -102,7 +102,7 @@ class LayerSlices:
         def keep_input(_: nn.Module, args: Any, kwargs: Any) -> None:
             span = self._where()
             if span is not None and span not in self._inputs[number]:
-                self._inputs[number][span] = pytree.tree_map(kept, (args, kwargs))
+                self._inputs[number][span] = pytree.tree_map(copy_value, (args, kwargs))
 
         def keep_output(_: nn.Module, args: Any, out: Any) -> None:
             span = self._where()
@@ -110,7 +110,7 @@ class LayerSlices:
                 return
             leaves = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
             if span not in self._outputs[number]:
-                self._outputs[number][span] = [kept(leaf) for leaf in leaves]
+                self._outputs[number][span] = [copy_value(leaf) for leaf in leaves]
             for place, leaf in enumerate(leaves):
                 if leaf.requires_grad:
                     leaf.register_hook(self._gradient_keeper(number, span, place))  # type: ignore[no-untyped-call]
@@ -118,7 +118,7 @@ class LayerSlices:
         return keep_input, keep_output
 
     def _gradient_keeper(self, number: int, span: Span, place: int) -> Callable[[torch.Tensor], None]:
-        def keep(gradient: torch.Tensor) -> None:
+        def keep_gradient(gradient: torch.Tensor) -> None:
             self._gradients[number].setdefault(span, {})[place] = gradient.detach().clone()
 
-        return keep
+        return keep_gradient

@@ -1,4 +1,4 @@
-"""The first batches of a pipeline, compared with those of one plain process that trains beside it."""
+"""Verification of a pipeline's first batches by one plain process, which trains beside it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from lightning_pipes.trainer.loop.run import Listener, PipelineRun
 from lightning_pipes.trainer.module.batches import fingerprint
 from lightning_pipes.trainer.plan.settings import Verify
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.verify.comparison import GRADIENTS, Comparison, Difference, Rounding, shown
+from lightning_pipes.trainer.verify.comparison import GRADIENTS, Comparison, Difference, Rounding, format_value
 from lightning_pipes.trainer.verify.findings import Finding, is_awaited, save_finding
-from lightning_pipes.trainer.verify.reasons import sentence
+from lightning_pipes.trainer.verify.reasons import describe_difference
 from lightning_pipes.trainer.verify.record import (
     OUTSIDE,
     Key,
@@ -33,7 +33,7 @@ from lightning_pipes.trainer.verify.record import (
     Record,
     add_results,
     add_settings,
-    joined,
+    join_names,
 )
 from lightning_pipes.trainer.verify.reference import Answer, Ended, Order, ReferenceProcess, call_after
 from lightning_pipes.trainer.verify.sample_draws import SampleDraws
@@ -47,7 +47,7 @@ class VerificationError(PipelineError):
 
 
 def check_verifiable(schedule: Schedule | Policy) -> None:
-    """Refuse to verify a schedule whose weights are not those of one process.
+    """Refuse to verify a schedule that trains other weights than one process.
 
     Raises:
         PipelineError: stages read weights that miss updates.
@@ -61,7 +61,7 @@ def check_verifiable(schedule: Schedule | Policy) -> None:
 
 
 class Verifier(Listener):
-    """Keeps what the first batches give on this rank, and compares it with the reference's.
+    """Keeps the values of the first batches on this rank, and compares them with the reference's.
 
     Collective: all ranks make one, and the same calls of it.
 
@@ -95,7 +95,7 @@ class Verifier(Listener):
         weights = Record(-1)
         self._parts.add_weights(weights, buffers_outside=False)
         self._weights = {key: value for key, value in weights.values.items() if key.phase is Phase.WEIGHT}
-        self._comparison.begin({key.name: value for key, value in self._weights.items()})
+        self._comparison.remember_weights({key.name: value for key, value in self._weights.items()})
         self._undo = [
             self._inputs.remove,
             call_after(cut.module, "configure_gradient_clipping", self._before_step),
@@ -114,7 +114,7 @@ class Verifier(Listener):
         plan, cut = self._run.engine.plan, self._run.cut
         self._place = item.job, item.number, item.rows
         if self._slices is not None:
-            self._slices.begin()
+            self._slices.begin_batch()
         elif self._reference is not None:
             spans = spans_of_layers(plan, self._run.part.holdings.layers, item.rows)
             self._reference.send(Order(item.number, item.rows, cut.path, self._seed, item.job, spans))
@@ -157,9 +157,9 @@ class Verifier(Listener):
         found = []
         for name in layers:
             number, _, inner = name.partition(".")
-            prefix = joined(self._parts.prefix(int(number)), inner)
+            prefix = join_names(self._parts.layer_name(int(number)), inner)
             found += [
-                ((int(number), joined(prefix, key)), tensor)
+                ((int(number), join_names(prefix, key)), tensor)
                 for key, tensor in stage.named_tensors(name).items()
                 if isinstance(tensor, kind)
             ]
@@ -167,12 +167,12 @@ class Verifier(Listener):
 
     # ---- what the strategy says
 
-    def trained(self, out: Any) -> None:
+    def training_step_ended(self, out: Any) -> None:
         """The step of a batch has given `out`."""
         if not self._run.streams and self._records:
             self._keep_result(max(self._records), out)
 
-    def differentiated(self) -> None:
+    def backward_ended(self) -> None:
         """Hooks around the backward of a batch have run."""
         if self._run.streams or not self._records:
             return
@@ -220,12 +220,12 @@ class Verifier(Listener):
             self._finish()
 
     def close(self) -> None:
-        """End the reference, and forget what was kept."""
+        """End the reference, and forget the kept values."""
         self._over = True
         self._records.clear()
         self._weights.clear()
         self._stepping.clear()
-        self._comparison.forget()
+        self._comparison.forget_weights()
         self._current, self._slices, self._stepped_record, self._found = None, None, Record(-1), []
         for undo in self._undo:
             undo()
@@ -285,7 +285,7 @@ class Verifier(Listener):
         said = control.all_gather(min(found, key=lambda each: each.order, default=None))
         first = min((each for each in said if each is not None), key=lambda each: each.order, default=None)
         if first is not None:
-            self._report(sentence(first, notes, self._run.cut.full))
+            self._report(describe_difference(first, notes, self._run.cut.full))
         return first is not None
 
     def _turn_to_slices(self, reason: str) -> None:
@@ -310,21 +310,21 @@ class Verifier(Listener):
         tied = {name for _, name, p in self._parts.parameters() if not run.part.holdings.in_one_stage(p)}
         gradients = {key: value for key, value in _gradients(record.values).items() if key.name not in tied and first}
         job, number, rows = self._place
-        self._draws.begin(
+        self._draws.begin_batch(
             self._seed, job, number, rows, spans_of_layers(run.engine.plan, run.part.holdings.layers, rows)
         )
         kind = run.device.type
         with run.steps.context():
             cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
             ours, theirs = slices.compare_with(self._draws, rows, gradients, self._parts.prefix)
-        self._found = self._comparison.compare(record.number, ours, theirs, Rounding.of(theirs, cast))
+        self._found = self._comparison.compare_values(record.number, ours, theirs, Rounding.from_record(theirs, cast))
 
     def _report_slices(self) -> bool:
         """Tell of the first difference between layers of all ranks and the same layers alone."""
         said = self._control.all_gather(min(self._found, key=lambda each: each.order, default=None))
         first = min((each for each in said if each is not None), key=lambda each: each.order, default=None)
         if first is not None:
-            self._report(sentence(first, (), self._run.cut.full))
+            self._report(describe_difference(first, (), self._run.cut.full))
         return first is not None
 
     def _carry_weights(self, record: Record, known: set[Key]) -> None:
@@ -336,14 +336,14 @@ class Verifier(Listener):
 
     def _compare_part(self, record: Record, answer: Answer, known: set[Key]) -> list[Difference]:
         ours, theirs = record.of_layer(answer.layer), answer.values
-        found = self._comparison.compare(record.number, ours, theirs, answer.rounding)
+        found = self._comparison.compare_values(record.number, ours, theirs, answer.rounding)
         missing = _gradients(theirs).keys() - ours.keys() if record.complete else set()
         if self._run.streams:  # a batch steps its layers anywhere
             missing = missing - known if self._run.last else set()
         else:
             missing = {key for key in missing if key._replace(phase=Phase.WEIGHT) in ours}
         for key in missing:
-            if float(theirs[key].abs().max()) > answer.rounding.allowed(key.phase, theirs[key]):
+            if float(theirs[key].abs().max()) > answer.rounding.allowed_difference(key.phase, theirs[key]):
                 found.append(Difference(record.number, key, "none", _size(theirs[key]), "", self._rank))
         for key in _gradients(ours).keys() - theirs.keys():
             if ours[key].any():
@@ -385,7 +385,7 @@ class Verifier(Listener):
 
 
 def _one_sided(ours: Mapping[Key, Any], theirs: Mapping[Key, Any], key: Key) -> tuple[str, str]:
-    here, there = (shown(values[key]) if key in values else "none" for values in (ours, theirs))
+    here, there = (format_value(values[key]) if key in values else "none" for values in (ours, theirs))
     return here, there
 
 

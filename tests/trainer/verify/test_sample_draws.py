@@ -36,9 +36,9 @@ def test_numbers_are_those_of_the_spans(name):
     if name == "samples on axis 1":
         x = torch.randn(8, 5)
     draws = SampleDraws(CPU)
-    draws.begin(7, 0, 5, 8, {2: SPANS})
+    draws.begin_batch(7, 0, 5, 8, {2: SPANS})
     before = torch.get_rng_state()
-    with draws.drawing():
+    with draws.draw_by_sample():
         draws.enter(2)
         whole = CODE[name](x)
     assert torch.equal(before, torch.get_rng_state())
@@ -53,8 +53,8 @@ def test_numbers_are_those_of_the_spans(name):
 
 def test_a_number_for_the_whole_batch_is_told_of():
     draws = SampleDraws(CPU)
-    draws.begin(7, 0, 5, 8, {2: SPANS})
-    with draws.drawing():
+    draws.begin_batch(7, 0, 5, 8, {2: SPANS})
+    with draws.draw_by_sample():
         draws.enter(2)
         torch.rand(())
         torch.randn(3)
@@ -66,14 +66,14 @@ def test_what_runs_again_draws_again():
     gradients = []
     for again in (False, True):
         draws = SampleDraws(CPU)
-        draws.begin(7, 0, 5, 8, {2: SPANS})
+        draws.begin_batch(7, 0, 5, 8, {2: SPANS})
         x = torch.ones(8, 6)
         layer.zero_grad()
-        with draws.drawing():
+        with draws.draw_by_sample():
             draws.enter(2)
             y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if again else layer(x)
             F.dropout(y, 0.5)  # others draw meanwhile
-        with draws.drawing():
+        with draws.draw_by_sample():
             y.square().sum().backward()
         gradients.append(layer[0].weight.grad.clone())
     assert torch.equal(*gradients)
@@ -81,9 +81,9 @@ def test_what_runs_again_draws_again():
 
 def test_generators_of_their_own_and_seeds_of_the_user_are_left_alone():
     draws = SampleDraws(CPU)
-    draws.begin(7, 0, 5, 8, {2: SPANS})
+    draws.begin_batch(7, 0, 5, 8, {2: SPANS})
     own = torch.Generator().manual_seed(3)
-    with draws.drawing():
+    with draws.draw_by_sample():
         draws.enter(2)
         first = torch.randn(8, generator=own)
         torch.manual_seed(3)
