@@ -40,7 +40,7 @@ def wrap_hooks(
     track_optimizer_steps(run.part.optimizers, scope, patches)
     synchronise = partial(run.state.synchronise, pipeline, run.last_rank, run.last)
     followed = partial(run.state.follow_hook, synchronise=synchronise)
-    wrap_module_hooks(module, patches, followed, run.last, agree, start_epoch)
+    wrap_module_hooks(module, patches, followed, run.last, run.streams, agree, start_epoch)
     if run.streams:  # where stages step apart, each logs for itself
         check_clearing(module, run.plans.schedule.name, patches)
     else:

@@ -20,6 +20,7 @@ def wrap_module_hooks(
     patches: Patches,
     synchronise: Callable[[Hook], Hook],
     is_last: bool,
+    overlaps: bool,
     agree: Callable[[], None],
     start_epoch: Callable[[], None],
 ) -> None:
@@ -28,6 +29,7 @@ def wrap_module_hooks(
     Args:
         synchronise: returns a hook after which all ranks have the state of the module that the last stage has.
         is_last: whether the last stage is on this rank.
+        overlaps: whether batches overlap.
         agree: called after the last hooks of a batch or an epoch; Lightning calls the module's after all callbacks'.
         start_epoch: called after the hook that starts an epoch.
     """
@@ -37,19 +39,22 @@ def wrap_module_hooks(
         hook, overridden = getattr(module, row.name), is_overridden(row.name, module)
         wrapped = hook
         if overridden and row.reads_steps:
-            wrapped = synchronise(_explain_missing(wrapped, is_last))
+            wrapped = synchronise(_explain_missing(wrapped, is_last, overlaps))
         if overridden and row.runs_on_rank_zero:
             wrapped = _run_on_rank_zero(wrapped, module)
         if row.agrees_on_stops:
-            wrapped = _call_after(_explain_missing(wrapped, is_last), agree)
+            wrapped = _call_after(_explain_missing(wrapped, is_last, overlaps), agree)
         if row.starts_epoch:
             wrapped = _call_after(wrapped, start_epoch)
         if wrapped is not hook:
             patches.replace_method(module, row.name, wrapped)
 
 
-def _explain_missing(hook: Hook, is_last: bool) -> Hook:
+def _explain_missing(hook: Hook, is_last: bool, overlaps: bool) -> Hook:
     """Add to an AttributeError why an attribute is missing where the last stage is on another rank."""
+    comes = (
+        "after a flush, as before validation, for batches overlap" if overlaps else "after the batch, if it can be sent"
+    )
 
     @functools.wraps(hook)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -58,8 +63,9 @@ def _explain_missing(hook: Hook, is_last: bool) -> Hook:
         except AttributeError as error:
             if not is_last and not hasattr(error, "__notes__"):
                 error.add_note(
-                    f"{hook.__name__} runs on every stage, but only the last one runs training_step to its end; "
-                    "read what it returns from `outputs`, or make the attribute in __init__"
+                    f"{hook.__name__} runs on every rank, and training_step to its end on that of the last stage: what "
+                    f"it sets comes to other ranks {comes}. Make the attribute in __init__, and keep numbers, "
+                    "tensors, and lists and dicts of them, or read what the step returns from `outputs`"
                 )
             raise
 
