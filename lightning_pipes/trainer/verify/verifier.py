@@ -316,7 +316,7 @@ class Verifier(Listener):
         kind = run.device.type
         with run.steps.context():
             cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-            ours, theirs = slices.compare_with(self._draws, rows, gradients, self._parts.prefix)
+            ours, theirs = slices.compare_with(self._draws, rows, gradients, self._parts.layer_name)
         self._found = self._comparison.compare_values(record.number, ours, theirs, Rounding.from_record(theirs, cast))
 
     def _report_slices(self) -> bool:
