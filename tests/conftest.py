@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -47,6 +48,14 @@ def elsewhere() -> Iterator[None]:
     yield
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    """Torch computes on one thread, as on the ranks: sums on two are others in their last bit, and threads that wait
+    for each other on cores which several workers share take fifty times as long."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -36,7 +36,6 @@ from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from tests.cases import for_each
 from tests.engine.jumbled import Jumbled
 from tests.engine.pipes import ROWS, WIDTH, assert_close, connect, squared_error, weights
-from tests.one_thread import one_thread  # noqa: F401  # a fixture
 
 BATCHES = 24
 DEPTH = 8

@@ -16,7 +16,6 @@ import pytest
 from lightning_pipes.engine.watch.fault_points import Fault
 from lightning_pipes.testing.ranks import RankResult, run_ranks, watch_ranks
 from lightning_pipes.testing.timeouts import scale_timeout
-from tests.one_thread import one_thread  # noqa: F401  # a fixture
 from tests.trainer.lit import differences
 from tests.trainer.moves.waiting import BATCHES, Waiting, expected, fit, pauses
 

@@ -14,7 +14,6 @@ import pytest
 from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.supernets import FromIterable
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
-from tests.one_thread import on_one_thread
 from tests.supernets import nets
 from tests.supernets.nets import BLOCKS, WARNED, alone, fit, supernet
 
@@ -24,11 +23,9 @@ SHARED = ["sequential", "delayed", "frozen", "per_choice"]
 
 
 @pytest.fixture(autouse=True)
-def one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on the ranks: sums on two threads are others in their last bit. What runs write is cleared up by pytest."""
+def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs write is cleared up by pytest."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with on_one_thread():
-        yield
 
 
 @cache

@@ -20,7 +20,6 @@ from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.supernets import SubnetStream
 from lightning_pipes.testing import namespaces
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
-from tests.one_thread import one_thread  # noqa: F401  # a fixture
 from tests.supernets.nets import Cut, alone, explorer, fit, loader, new_module
 from tests.trainer.lit import quiet
 

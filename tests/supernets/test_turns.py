@@ -12,7 +12,6 @@ import pytest
 from lightning_pipes import MemorySwap
 from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.testing.ranks import run_ranks
-from tests.one_thread import on_one_thread
 from tests.supernets.nets import alone, fit
 
 BATCHES = 20
@@ -20,8 +19,7 @@ BATCHES = 20
 
 @cache
 def plain(shared: str) -> dict[str, Any]:
-    with on_one_thread():
-        return alone(shared, BATCHES)
+    return alone(shared, BATCHES)
 
 
 def swapped(rank: int, ranks: int, shared: str, device_bytes: int, bandwidth: float | None, prefetch: bool) -> Any:

@@ -103,10 +103,6 @@ class Seen(Callback):
         self.events = [list(w.events) for w in trainer.strategy.running.windows]
 
 
-def one_thread() -> None:
-    torch.set_num_threads(1)  # as on the ranks: sums on two threads are others in their last bit
-
-
 def new_module() -> Lit:
     pl.seed_everything(3, verbose=False)
     return Lit()
@@ -114,7 +110,6 @@ def new_module() -> Lit:
 
 def fit(rank: int, ranks: int, folder: str, resume: str | None = None, dies_at: int = -1, seconds: float = 0.0) -> Any:
     quiet()
-    one_thread()
     install("stream")
     module, seen = new_module(), Seen()
     module.dies_at = dies_at if rank == 0 else -1
@@ -147,8 +142,6 @@ def fit(rank: int, ranks: int, folder: str, resume: str | None = None, dies_at: 
 @cache
 def one_after_another() -> tuple[dict[str, np.ndarray], list[float], float]:
     """Plain PyTorch: weights, losses and the validation after the last epoch."""
-    before = torch.get_num_threads()
-    one_thread()
     module = new_module()
     [optimizer], [scheduler] = module.configure_optimizers()
     losses, given = [], [Batches()[n] for n in range(BATCHES)]
@@ -166,7 +159,6 @@ def one_after_another() -> tuple[dict[str, np.ndarray], list[float], float]:
             scheduler["scheduler"].step()
     with torch.no_grad():
         found = [(len(y), float(F.mse_loss(module.model((x, c))[0], y))) for x, y, c in given]
-    torch.set_num_threads(before)
     mean = sum(rows * loss for rows, loss in found) / sum(rows for rows, _ in found)
     return plain_values(dict(module.state_dict())), losses, mean
 

@@ -24,7 +24,6 @@ from lightning_pipes.ir import Kind, LayerUse, Plan, PlanError, Policy, Span
 from lightning_pipes.testing.loopback import Loopback
 from tests.engine.jumbled import Jumbled
 from tests.engine.pipes import ROWS, WIDTH, assert_close, squared_error
-from tests.one_thread import one_thread  # noqa: F401  # a fixture
 
 BATCHES, DEPTH, CANDIDATES = 24, 8, 3
 

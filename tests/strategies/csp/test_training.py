@@ -69,7 +69,6 @@ def new_module() -> Lit:
 
 def fit(rank: int, ranks: int) -> tuple[dict[str, np.ndarray], int]:
     quiet()
-    torch.set_num_threads(1)  # sums on two threads are others in their last bit
     module, cut = new_module(), Cut()
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -88,15 +87,13 @@ def fit(rank: int, ranks: int) -> tuple[dict[str, np.ndarray], int]:
 
 def test_weights_are_those_of_one_after_another_on_any_number_of_stages() -> None:
     module = new_module()
-    before, optimizer = torch.get_num_threads(), module.configure_optimizers()
-    torch.set_num_threads(1)
+    optimizer = module.configure_optimizers()
     for x, y, number in (Batches()[n] for n in range(BATCHES)):
         for rows in torch.arange(ROWS).chunk(MICROBATCHES):
             loss = F.mse_loss(module.net((x[rows], choices(number))), y[rows])
             (loss * (len(rows) / ROWS)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    torch.set_num_threads(before)
     wanted = plain_values(dict(module.state_dict()))
     for ranks in (1, 2):
         for weights, microbatches in run_ranks(fit, ranks, ranks, timeout=100):

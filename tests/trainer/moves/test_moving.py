@@ -15,7 +15,6 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.moves.moving import Moving
 from lightning_pipes.trainer.plan.placement import Placement
 from lightning_pipes.trainer.plan.request import RunRequest
-from tests.one_thread import one_thread  # noqa: F401  # a fixture
 from tests.trainer.lit import differences
 from tests.trainer.moves.waiting import BATCHES, Waiting, expected, fit, folder_of, pauses
 
