@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from lightning_pipes.strategies.jap.problem import ArrayProblem
 from lightning_pipes.strategies.jap.solvers.greedy import as_printed
 from tests.cases import for_each
 from tests.strategies.jap.by_hand import random_problem
@@ -89,3 +90,9 @@ def test_every_choice_is_that_of_the_sentences(seed):
     numbers = np.arange(problem.blocks).reshape(problem.stages, 2, problem.jobs)
     expected = [[int(numbers[s, "FB".index(d), j]) for j, d in row] for s, row in enumerate(by_sentences(problem))]
     assert as_printed(problem).order.tolist() == expected
+
+
+def test_algorithm_1_commits_to_the_last_of_equals():
+    """Two equal jobs on one stage: the print's <= lets job 1 go first, and what it begins it ends."""
+    ones = np.ones((2, 1), np.int64)
+    assert as_printed(ArrayProblem(ones, 2 * ones)).order.tolist() == [[1, 3, 0, 2]]

@@ -1,0 +1,54 @@
+"""Lower bounds by hand and beside all orders."""
+
+import numpy as np
+import pytest
+
+from lightning_pipes.strategies.jap import Effort, solved
+from lightning_pipes.strategies.jap.problem import ArrayProblem
+from lightning_pipes.strategies.jap.solvers.bounds import interrupted, lower_bound, two_stages
+from lightning_pipes.strategies.jap.solvers.search import searched
+from tests.strategies.jap.by_hand import best_of_all, random_problem
+
+
+def test_bounds_by_hand():
+    """Two jobs of f = 2, b = 3 on two stages, a nanosecond between them: stage 1 begins after 3 and has 4 after it."""
+    two, three, one = (np.full((2, 2), n) for n in (2, 3, 1))
+    problem = ArrayProblem(two, three, transfer=one, transfer_back=one)
+    assert interrupted(problem) == (2 + 1) + 2 * (2 + 3) + (1 + 3)
+    assert solved(problem).makespan == 17
+
+
+def test_a_stage_knows_the_longest_job_and_its_own_work():
+    for seed in range(20):
+        problem = random_problem(seed, 1 + seed % 4, 1 + seed % 3)
+        busy, heads, tails = (a.reshape(problem.stages, -1) for a in (problem.busy, problem.heads, problem.tails))
+        work = heads.min(1) + busy.sum(1) + (tails - busy).min(1)
+        assert interrupted(problem) >= max(work.max(), problem.tails.max())
+
+
+def test_two_stages_by_hand():
+    """Blocks take 1, but B on stage 0 takes 2, and job 0 comes back 2 later. Run first by stage 1, it comes back
+    from 5 to 7. So does job 1, run from 3 to 5; but stage 0 runs one at a time. Each stage alone would need 7."""
+    one = np.ones((2, 2), np.int64)
+    problem = ArrayProblem(one, np.array([[2, 1], [2, 1]]), transfer_back=np.array([[0, 2], [0, 0]]))
+    assert (interrupted(problem), two_stages(problem), best_of_all(problem)) == (7, 8, 9)
+
+
+@pytest.mark.parametrize("kind", range(4))
+def test_no_order_beats_a_bound(kind):
+    """Long and short jobs, where the bound of two stages is above that of one, beside all orders and a search."""
+    above = 0
+    for seed in range(4):
+        small = random_problem(seed, 2, 2 + kind % 2, late=(1, 9, 40)[seed % 3], early=kind == 3)
+        assert lower_bound(small) <= best_of_all(small)
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        jobs, stages = int(rng.integers(4, 9)), int(rng.integers(2, 6))
+        forward = np.repeat(rng.integers(1, 60, (jobs, 1)), stages, axis=1)
+        update = rng.integers(1, 20, (jobs, stages)) if kind == 1 else 0 * forward
+        links = rng.integers(0, 20, (2, jobs, stages)) if kind == 2 else [0 * forward] * 2
+        recompute = forward if kind == 3 else 0 * forward
+        problem = ArrayProblem(forward, 2 * forward, recompute, update, 0 * forward, *links, kind == 3)
+        above += two_stages(problem) > interrupted(problem)
+        assert lower_bound(problem) <= searched(problem, Effort(3_000), seed, bound=1).makespan
+    assert above

@@ -1,0 +1,28 @@
+"""The inner loops of the solvers, with and without numba."""
+
+import pytest
+
+from benchmarks.papers.jap.jobs import random_array
+from lightning_pipes.strategies.jap import Effort
+from lightning_pipes.strategies.jap.solvers.branch import branched
+from lightning_pipes.strategies.jap.solvers.greedy import as_printed
+from lightning_pipes.strategies.jap.solvers.kernel import SOLVERS
+from lightning_pipes.strategies.jap.solvers.rules import by_rule
+from lightning_pipes.strategies.jap.solvers.search import searched
+
+
+@pytest.mark.skipif(SOLVERS.numba is None, reason="numba is not installed")
+def test_the_same_with_and_without_numba(monkeypatch):
+    problem = random_array(9, 5, imbalance=0.3, seed=2)
+    small = random_array(4, 3, seed=1)
+    tried = []
+    for kernel in (SOLVERS.python, SOLVERS.numba):
+        for module in ("search", "greedy", "rules"):
+            monkeypatch.setattr(
+                f"lightning_pipes.strategies.jap.solvers.{module}.kernel_for", lambda blocks, k=kernel: k
+            )
+        monkeypatch.setitem(SOLVERS.__dict__, "numba", kernel)
+        found = [searched(problem, Effort(10_000), 3), as_printed(problem)]
+        found.append(branched(small, Effort(2_000), by_rule(small, "pyramid")))
+        tried.append([(f.makespan, f.bound, f.starts.tolist()) for f in found])
+    assert tried[0] == tried[1]

@@ -1,0 +1,36 @@
+"""CP-SAT beside the search."""
+
+from importlib.util import find_spec
+
+import pytest
+
+from benchmarks.papers.jap.jobs import random_array
+from lightning_pipes.ir import PlanError
+from lightning_pipes.strategies.jap import Effort, solved
+from lightning_pipes.strategies.jap.solvers.rules import by_rule
+
+
+@pytest.mark.skipif(
+    find_spec("ortools") is None, reason="OR-Tools is not installed: pip install lightning-pipes[proof]"
+)
+@pytest.mark.parametrize(("jobs", "stages"), [(3, 4), (4, 4), (3, 8), (4, 8)])
+def test_search_equals_what_cp_sat_proves(jobs, stages):
+    from lightning_pipes.strategies.jap.solvers.proof import proven
+
+    for seed in range(2):
+        problem = random_array(jobs, stages, imbalance=0.3, seed=seed)
+        proof = proven(problem, 10, by_rule(problem, "pyramid"))
+        problem.check(proof.starts)
+        found = solved(problem, effort=Effort(40_000))
+        assert proof.bound <= found.makespan
+        if proof.gap == 0:
+            assert found.makespan == proof.makespan
+
+
+@pytest.mark.skipif(find_spec("ortools") is not None, reason="OR-Tools is installed")
+def test_cp_sat_says_what_to_install():
+    from lightning_pipes.strategies.jap.solvers.proof import proven
+
+    problem = random_array(2, 2)
+    with pytest.raises(PlanError, match=r"lightning-pipes\[proof\]"):
+        proven(problem, 1, by_rule(problem, "pyramid"))

@@ -1,0 +1,30 @@
+"""Calls of commands in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_pipes.tune.cli import main
+
+ROOT = Path(__file__).parents[3]
+Say = Callable[..., str]
+
+
+def found(say: Say, *arguments: str) -> dict[str, Any]:
+    text = say(*arguments, "--json")
+    assert text.count("\n") == 1
+    return dict(json.loads(text))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command says that can't be done."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert isinstance(ended.value.code, str)  # the interpreter prints it, and ends with 1
+    assert capsys.readouterr().out == ""
+    return ended.value.code.strip()

@@ -1,0 +1,40 @@
+"""`lightning-pipes stages`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tune.cli.calls import Say, found, refused
+
+
+class TestStages:
+    MODEL = ("stages", "model=BERT-48", "device=A100-40G", "ranks=8", "batch=32")
+
+    def test_few_batches_want_many_stages_and_staleness_few(self, say: Say) -> None:
+        """By seconds alone four stages are best; with batches that grow by staleness, fewer."""
+        alone, stale = found(say, *self.MODEL), found(say, *self.MODEL, "--batches", "1:196,4:1960")
+        by_stages = {each["stages"]: each for each in alone["options"]}
+        timed = [n for n, each in by_stages.items() if each["seconds"] is not None]
+        assert alone["stages"] == min(timed, key=lambda n: by_stages[n]["seconds_a_batch"])
+        assert stale["stages"] < alone["stages"]
+        assert f"data_parallel={8 // stale['stages']}" in stale["strategy"]
+
+    def test_theory_ends_where_staleness_never_reaches_the_target(self, say: Say) -> None:
+        theory = "loss=10,lipschitz=5,noise=0.04,lr=0.01,target=0.1"
+        options = found(say, *self.MODEL, "--theory", theory)["options"]
+        assert options[-1]["batches"] is None
+        assert options[0]["batches"] == pytest.approx(20040, abs=1)
+        assert "gradients so stale never reach the target" in say(*self.MODEL, "--theory", theory)
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["ranks=4"], "stages needs layers: profile=FILE"),
+            (["model=BERT-48", "--batches", "3"], "--batches '3': give stages:batches pairs"),
+            (["model=BERT-48", "--theory", "loss=1"], "--theory 'loss=1': give loss, lipschitz"),
+            (["model=BERT-48", "microbatches=[2,4]"], "microbatches=[2, 4]: stages takes one number"),
+            (["model=BERT-48", "--batches", "1:2"], "T(S) is fitted to the batches of runs on two numbers"),
+        ],
+    )
+    def test_mistakes(self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert refused(capsys, "stages", *arguments).startswith(said)
