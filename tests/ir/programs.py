@@ -29,3 +29,7 @@ def split(program):
         late = [i._replace(kind=Kind.W) for i in row if i.kind is Kind.B]
         rows.append((*early, *late, *(i for i in row if i.kind is Kind.STEP)))
     return Program(tuple(rows))
+
+
+def samples(instructions):
+    return {(i.kind, i.stage, n) for i in instructions for n in range(i.span.start, i.span.stop)}

@@ -1,54 +1,10 @@
-from itertools import product
-
 import pytest
 
-from lightning_pipes.ir import (
-    COMPUTE,
-    RECEIVES,
-    SENDS,
-    DependencyTracker,
-    Kind,
-    Plan,
-    Program,
-    ProgramError,
-    batch_instructions,
-    lower,
-    needs,
-)
+from lightning_pipes.ir import COMPUTE, RECEIVES, SENDS, Kind, Plan, Program, ProgramError, lower
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.testing.generators import random_plan, tiny_plan
 from tests.cases import for_each
-
-
-def everything(plan):
-    return [i for rank in range(plan.n_ranks) for i in batch_instructions(plan, rank, 0, 0)]
-
-
-def samples(instructions):
-    return {(i.kind, i.stage, n) for i in instructions for n in range(i.span.start, i.span.stop)}
-
-
-@for_each("seed", range(20))
-def test_needs_sample_by_sample(seed):
-    """An instruction needs exactly the instructions that made its samples, one hop before."""
-    plan = random_plan(seed, split_backward=seed % 3 == 0)
-    gradient = Kind.I if plan.split_backward else Kind.B
-    for i in everything(plan):
-        if i.kind is Kind.STEP:
-            continue
-        kinds = {
-            Kind.F: [(Kind.RF, 0)] if i.stage else [],
-            Kind.SF: [(Kind.F, 0)],
-            Kind.RF: [(Kind.SF, -1)],
-            Kind.SB: [(gradient, 0)],
-            Kind.RB: [(Kind.SB, 1)],
-            Kind.W: [(Kind.I, 0)],
-        }.get(i.kind, [(Kind.F, 0)] + ([(Kind.RB, 0)] if i.stage + 1 < plan.n_stages else []))
-        wanted = {(k, i.stage + d, n) for (k, d), n in product(kinds, range(i.span.start, i.span.stop))}
-        got = needs(i, plan)
-        assert wanted <= samples(got)
-        assert all(any(n.span.overlaps(i.span) for n in [need]) for need in got)
-        assert {(n.kind, n.stage) for n in got} == {(k, s) for k, s, _ in wanted}
+from tests.ir.programs import samples
 
 
 @for_each("seed", range(20))
@@ -91,29 +47,3 @@ def test_neighbours_on_one_rank_send_nothing():
 def test_rows_must_match_ranks():
     with pytest.raises(ProgramError, match="2 rows, the plan 3 ranks"):
         lower(GPipe().program(tiny_plan(2, 1)), tiny_plan(3, 1))
-
-
-@for_each("seed", range(10))
-def test_tracker_against_needs(seed):
-    """Whatever order instructions are added in, one is ready exactly when all its needs have ended."""
-    import random
-
-    plan = random_plan(seed)
-    rng = random.Random(seed)
-    todo = everything(plan)
-    rng.shuffle(todo)
-    tracker, ready, done = DependencyTracker(plan), [], set()
-    late = todo[len(todo) // 2 :]
-    ready += tracker.add(todo[: len(todo) // 2])
-    while ready or late:
-        if late:
-            ready += tracker.add([late.pop()])
-        if not ready:
-            continue
-        i = ready.pop(rng.randrange(len(ready)))
-        assert set(needs(i, plan)) <= done
-        assert not tracker.unmet_needs(i)
-        done.add(i)
-        ready += tracker.complete(i)
-    assert len(done) == len(todo)
-    assert not tracker.waiting_instructions
