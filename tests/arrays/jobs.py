@@ -19,6 +19,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure
 from lightning_pipes.ir import Schedule
 from tests.trainer.one_gpu import SHARED, on_one_gpu
+from tests.trainers import make_trainer
 
 LAST = 0
 """The global rank of the last stage."""
@@ -89,8 +90,8 @@ class Job:
         if self.patience is not None:
             callbacks.append(EarlyStopping("val_loss", patience=self.patience, min_delta=1e9))
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        trainer = pl.Trainer(
-            **(on_one_gpu(ranks) if self.gpu else {"accelerator": "cpu", "devices": ranks}),
+        trainer = make_trainer(
+            **(on_one_gpu(ranks) if self.gpu else {"devices": ranks}),
             strategy=PipelineStrategy(
                 self.schedule,
                 microbatches=self.microbatches,
@@ -102,9 +103,6 @@ class Job:
             max_epochs=self.epochs,
             callbacks=callbacks,
             gradient_clip_val=self.clip,
-            logger=False,
-            enable_checkpointing=bool(self.folder),
-            enable_model_summary=False,
         )
         trainer.fit(module, loader, held_out)
         if self.harm == "after fit" and trainer.global_rank == LAST:

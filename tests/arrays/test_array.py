@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,8 +27,7 @@ from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from lightning_pipes.testing.timeouts import scale_timeout
 from tests.arrays.jobs import EXCEPTIONS, LAST, UNEQUAL, Job, Net, assert_equal, told_text
 from tests.trainer.lit import quiet
-
-SILENT = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+from tests.trainers import make_trainer
 
 
 def array_and_alone(rank: int, jobs: list[Job], size: int) -> tuple[list[Any], list[Any]]:
@@ -143,9 +141,7 @@ def first_batches(rank: int, batches: list[int]) -> list[list[int]]:
 def train_only(batch: int) -> None:
     """Two batches of a small training, with nothing before them."""
     data = TensorDataset(torch.ones(2 * batch, 6), torch.ones(2 * batch, 1))
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy=PipelineStrategy("jap", microbatches=1), max_epochs=1, **SILENT
-    )
+    trainer = make_trainer(strategy=PipelineStrategy("jap", microbatches=1), max_epochs=1)
     trainer.fit(Net(0.1), DataLoader(data, batch))
 
 

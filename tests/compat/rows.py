@@ -24,6 +24,7 @@ from tests.compat import modules as m
 from tests.compat.registry import ROWS, batches, row
 from tests.compat.runs import Found, loaders
 from tests.trainer.lit import Lit, LitOutside, LitTied, data, plain_values
+from tests.trainers import make_trainer
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b"},
@@ -90,17 +91,7 @@ def fitted_again(trainer: pl.Trainer, module: Any, folder: Path) -> Any:
 
 def another_trainer(trainer: pl.Trainer, module: Any, folder: Path) -> Any:
     strategy = "auto" if isinstance(trainer.strategy, SingleDeviceStrategy) else PipelineStrategy("gpipe")
-    other = pl.Trainer(
-        accelerator="cpu",
-        devices=trainer.num_devices,
-        strategy=strategy,
-        precision="64-true",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    other = make_trainer(devices=trainer.num_devices, strategy=strategy, precision="64-true", max_epochs=1)
     fresh = Lit().double()
     fresh.load_state_dict(module.state_dict())
     other.fit(fresh, **loaders())

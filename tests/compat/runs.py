@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
 from tests.trainer.lit import Lit, data, differences, plain_values, quiet
+from tests.trainers import make_trainer
 
 Found = dict[str, Any]
 """What a run leaves behind on one rank, by what it is; `error` alone tells that and how it ended early."""
@@ -158,9 +159,6 @@ def made(row: Row, keeper: Keeper, strategy: Any, ranks: int, folder: Path, epoc
         "num_sanity_val_steps": 1,
         "precision": "64-true",
         "log_every_n_steps": 1,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         "logger": CSVLogger(str(folder), name="", version=0),
         **row.trainer(folder),
     }
@@ -168,7 +166,7 @@ def made(row: Row, keeper: Keeper, strategy: Any, ranks: int, folder: Path, epoc
     module = row.module()
     if options["precision"] == "64-true":
         module.double()  # Lightning restores weights before its plugin makes them double
-    return module, pl.Trainer(accelerator="cpu", devices=ranks, strategy=strategy, **options)
+    return module, make_trainer(devices=ranks, strategy=strategy, **options)
 
 
 def rows_of_csv(path: Path) -> list[dict[str, float]]:

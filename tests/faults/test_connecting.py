@@ -31,6 +31,7 @@ from lightning_pipes.testing.timeouts import scale_timeout
 from tests.faults.training import ROWS, Net, Run, pairs, terminate, train
 from tests.launch.example import environment
 from tests.trainer.lit import quiet
+from tests.trainers import make_trainer
 
 SOON = 30.0
 """Seconds on a busy machine; each limit of ours is below ten, and half a minute and more was waited without them."""
@@ -74,13 +75,8 @@ def test_a_death_while_connections_are_made(name, outcomes):
 
 def fit(**options: Any) -> pl.Trainer:
     quiet()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
+    trainer = make_trainer(
         strategy=PipelineStrategy(microbatches=2, partition="parameters"),
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **{"enable_checkpointing": False, "max_steps": 2, **options},
     )
     trainer.fit(Net(options.get("default_root_dir", os.devnull)), loader())
@@ -132,16 +128,8 @@ def no_threads(rank: int) -> str:
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=PipelineStrategy(microbatches=2, partition="parameters"),
-        max_steps=9,
-        callbacks=[Full()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = make_trainer(
+        strategy=PipelineStrategy(microbatches=2, partition="parameters"), max_steps=9, callbacks=[Full()]
     )
     try:
         trainer.fit(Quiet(os.devnull), loader(9 * ROWS))
@@ -178,16 +166,12 @@ class TooSmall(Quiet):
 
 def find_batch_size(rank: int, folder: str, full: int) -> str:
     quiet()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
+    trainer = make_trainer(
         strategy=PipelineStrategy(microbatches=2, partition="parameters"),
         max_steps=3,
         callbacks=[BatchSizeFinder(steps_per_trial=1)],
         default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
     )
     trainer.fit(TooSmall(full))
     return "through"
@@ -221,15 +205,10 @@ def array(rank: int, folder: str) -> list[tuple[Any, str]]:
     def job(number: int) -> None:
         saver = OnExceptionCheckpoint(folder, filename=f"left{number}")
         begun.append(
-            trainer := pl.Trainer(
-                accelerator="cpu",
-                devices=2,
+            trainer := make_trainer(
                 strategy=PipelineStrategy(microbatches=2, partition="parameters"),
                 max_steps=2000,
                 callbacks=[saver, *([Told()] if number == 0 else [])],
-                logger=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
             )
         )
         trainer.fit(Quiet(os.devnull), loader())

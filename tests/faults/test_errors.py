@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -18,6 +17,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from tests.faults.training import STEP, STEPS, Net, Run, losses, pairs, seconds_after, terminate, train
 from tests.trainer import lit
+from tests.trainers import make_trainer
 
 RAISED = [(place, victim) for place in ("step", "save", "validation") for victim in (0, 1)]
 
@@ -147,15 +147,7 @@ class TerminatedHere(Callback):
 
 def validate(rank: int, folder: str) -> int:
     lit.quiet()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=PipelineStrategy(microbatches=2),
-        callbacks=[TerminatedHere()],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer(strategy=PipelineStrategy(microbatches=2), callbacks=[TerminatedHere()])
     with pytest.raises(SIGTERMException):
         trainer.validate(Net(folder), DataLoader(pairs(0, 64), batch_size=8), verbose=False)
     return trainer.validate_loop.batch_progress.total.completed

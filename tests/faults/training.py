@@ -20,6 +20,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing import namespaces
 from lightning_pipes.testing.ranks import RankResult
 from tests.trainer.lit import quiet
+from tests.trainers import make_trainer
 
 EPOCHS, STEPS, ROWS, WIDTH = 3, 3, 8, 6
 PLACES = ("forward", "backward", "step", "save", "validation")
@@ -168,15 +169,11 @@ def train(rank: int, run: Run) -> dict[str, Any]:
     saver = ModelCheckpoint(run.directory, filename="last", enable_version_counter=False)
     options: dict[str, Any] = {"devices": int(os.environ.get("WORLD_SIZE", "1")), "callbacks": [], **run.trainer}
     harm = [Harm(run)] if rank in run.victims and run.harm != "nan" else []
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
         strategy=PipelineStrategy(**{"microbatches": 4, "check_loss": False, **run.strategy}),
         max_epochs=EPOCHS,
         num_sanity_val_steps=0,
         callbacks=[saver, *harm, *options.pop("callbacks")],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **options,
     )
     net = Net(run.directory)

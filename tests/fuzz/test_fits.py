@@ -23,6 +23,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import WIDTH, data, quiet
+from tests.trainers import make_trainer
 
 FEW, MANY = 4, 120
 EACH = 60.0
@@ -234,14 +235,10 @@ def trained(fit: Fit, ranks: int, folder: str) -> dict[str, torch.Tensor] | str:
     }
     try:
         strategy = PipelineStrategy(**fit.strategy) if ranks > 1 else "auto"
-        trainer = pl.Trainer(
+        trainer = make_trainer(
             **{"precision": "64-true", **fit.trainer},
-            accelerator="cpu",
             devices=ranks,
             strategy=strategy,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             default_root_dir=folder,
             enable_checkpointing="saves" in fit.callbacks,
             callbacks=[made[name]() for name in fit.callbacks],

@@ -36,6 +36,7 @@ from lightning_pipes.supernets import (
 from lightning_pipes.trainer.loop.run import Listener
 from tests.trainer.lit import quiet
 from tests.trainer.one_gpu import SHARED, on_one_gpu
+from tests.trainers import make_trainer
 
 ROWS, WIDTH, TOKENS, BLOCKS, CANDIDATES = 8, 8, 12, 8, 6
 CUTS: dict[int, list[int]] = {1: [], 2: [5], 4: [3, 5, 8], 8: [2, 3, 4, 5, 6, 7, 8]}
@@ -198,18 +199,16 @@ def fit(
     log, streams = ReproducibilityLog(folder, every_n_batches=1), schedule != "1f1b"
     if isinstance(module, Cut):
         module.stages = ranks
-    place: dict[str, Any] = on_one_gpu(ranks) if gpu else {"accelerator": "cpu", "devices": ranks}
+    place: dict[str, Any] = on_one_gpu(ranks) if gpu else {"devices": ranks}
     more: dict[str, Any] = (SHARED if gpu else {}) | (strategy or {})
-    trainer = pl.Trainer(
+    trainer = make_trainer(
         **place,
         strategy=PipelineStrategy(schedule or CSP(depth=8), 2, partition=CUTS[ranks], recompute=recompute, **more),
         max_epochs=2,
         val_check_interval=validates,
         num_sanity_val_steps=0,
         callbacks=[ExplorerFeedback(stream), keeper, *others, *([losses, log] if streams else [])],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -10,7 +10,6 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -22,6 +21,7 @@ from lightning_pipes.testing import namespaces
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from tests.supernets.nets import Cut, alone, explorer, fit, loader, new_module
 from tests.trainer.lit import quiet
+from tests.trainers import make_trainer
 
 SHORT = 20
 """Subnets of each of two epochs."""
@@ -100,16 +100,7 @@ def validated(rank: int) -> tuple[float, float, int, tuple[float, float]]:
     assert isinstance(module, Cut)
     module.stages = 2
     strategy = PipelineStrategy(CSP(depth=8), 2, partition=[5])
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer(strategy=strategy, max_epochs=2)
     stream = SubnetStream(explorer("sequential"))
     trainer.fit(module, stream.pair_with(loader(SHORT)))
     logged = float(trainer.callback_metrics["validated"])

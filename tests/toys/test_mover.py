@@ -16,6 +16,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
 from tests.toys.install import install
 from tests.trainer.lit import Case, Lit, LitOutside, data, differences, plain_values, quiet, train
+from tests.trainers import make_trainer
 
 BATCHES = 24
 """Three an epoch; layers move before batches 10 and 20, counted from 0."""
@@ -134,19 +135,13 @@ def accumulating(rank: int) -> list[Any]:
     for moves in (True, False):
         pl.seed_everything(3, verbose=False)
         module, layers = Lit().double(), Layers()
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
+        trainer = make_trainer(
             strategy=PipelineStrategy(
                 "stashing_mover", 2, partition="parameters", schedule_args={"moves": moves, "every": 5}
             ),
             max_epochs=1,
             limit_val_batches=0,
             accumulate_grad_batches=4,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             callbacks=[layers],
         )
         trainer.fit(module, DataLoader(data(4 * 15), batch_size=4))

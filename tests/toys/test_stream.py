@@ -25,6 +25,7 @@ from lightning_pipes.ir import Kind, PipelineError
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from tests.toys.install import install
 from tests.trainer.lit import plain_values, quiet
+from tests.trainers import make_trainer
 
 BATCHES, LAYERS, ROWS, WIDTH = 18, 8, 8, 6
 CUTS = {1: [], 2: [4], 4: [2, 4, 6]}
@@ -115,16 +116,12 @@ def fit(rank: int, ranks: int, folder: str, resume: str | None = None, dies_at: 
     module.dies_at = dies_at if rank == 0 else -1
     keeper = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=BATCHES + 7, save_top_k=-1)
     strategy = PipelineStrategy("stream", 2, partition=CUTS[ranks])
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
         devices=ranks,
         strategy=strategy,
         max_epochs=2,
         num_sanity_val_steps=0,
         callbacks=[seen, keeper],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     loader = DataLoader(Batches(seconds if rank == ranks - 1 else 0.0), batch_size=None)
     trainer.fit(module, loader, loader, ckpt_path=resume, weights_only=False)
@@ -224,9 +221,7 @@ def refused(rank: int) -> str:
     quiet()
     install("stream")
     try:
-        trainer = pl.Trainer(
-            accelerator="cpu", strategy=PipelineStrategy("stream", 2), logger=False, enable_checkpointing=False
-        )
+        trainer = make_trainer(devices="auto", strategy=PipelineStrategy("stream", 2))
         trainer.fit(LitOutside(), DataLoader(Batches(), batch_size=None))
     except PipelineError as error:
         return str(error)

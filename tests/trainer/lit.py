@@ -24,6 +24,7 @@ from torchmetrics.utilities import dim_zero_cat
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.trainer.module.elsewhere import give_values
 from lightning_pipes.trainer.module.pipelined import CutModule
+from tests.trainers import make_trainer
 
 ROWS = 22  # batches of 8, 8 and 6
 WIDTH = 6
@@ -256,16 +257,12 @@ def train(case: Case, ranks: int, folder: Path | str) -> dict[str, Any]:
     if case.trainer.get("precision", "64-true") == "64-true":
         module.double()  # Lightning restores weights before its plugin makes them double
     keeper = Keeper()
-    options: dict[str, Any] = {"max_epochs": 1, "num_sanity_val_steps": 1, "gradient_clip_val": None}
-    options |= {"accelerator": "cpu", "devices": ranks} | case.trainer
-    trainer = pl.Trainer(
+    options = {"max_epochs": 1, "num_sanity_val_steps": 1, "precision": "64-true", **case.trainer}
+    trainer = make_trainer(
+        devices=options.pop("devices", ranks),
         strategy="auto" if case.strategy is None else PipelineStrategy(**case.strategy),
-        precision=options.pop("precision", "64-true"),
         logger=CSVLogger(str(folder), name="", version=0),
         log_every_n_steps=1,
-        enable_checkpointing=options.pop("enable_checkpointing", False),
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[keeper, *options.pop("callbacks", [])],
         **options,
     )

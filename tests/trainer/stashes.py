@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes import MemorySwap, PipelineStrategy
 from tests.trainer.lit import Lit, data, plain_values, quiet
 from tests.trainer.one_gpu import SHARED, on_one_gpu
+from tests.trainers import make_trainer
 
 BATCHES = 9
 """An epoch; the last one has 2 samples of 4."""
@@ -72,15 +73,12 @@ def fit(case: Stashing, folder: str, memory: MemorySwap | None, resume: str | No
         moves=case.moves,
         **shared,
     )
-    trainer = pl.Trainer(
+    trainer = make_trainer(
         **place,
         strategy=strategy,
         precision="64-true",
         logger=CSVLogger(folder, name="", version=0),
         log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=case.resumes,
         num_sanity_val_steps=0,
         callbacks=others,
         **{"max_epochs": 2} | case.options,

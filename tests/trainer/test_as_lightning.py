@@ -17,19 +17,15 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import InputError
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import Lit, data, quiet
+from tests.trainers import make_trainer
 
 
-def make_trainer(devices: int, strategy: Any = None, **more: Any) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
+def make_two_steps_trainer(devices: int, strategy: Any = None, **more: Any) -> pl.Trainer:
+    return make_trainer(
         devices=devices,
         strategy=strategy or PipelineStrategy(microbatches=2, partition="parameters"),
         max_steps=2,
         precision="64-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **more,
     )
 
@@ -85,21 +81,21 @@ class SometimesLayers(Lit):
 def evaluated(devices: int, strategy: Any = None) -> tuple[list[Any], list[int]]:
     torch.manual_seed(0)
     module = SometimesLayers()
-    found: list[Any] = make_trainer(devices, strategy).validate(module, [loader(), loader()], verbose=False)
-    found += make_trainer(devices, strategy).test(module, loader(), verbose=False)
+    found: list[Any] = make_two_steps_trainer(devices, strategy).validate(module, [loader(), loader()], verbose=False)
+    found += make_two_steps_trainer(devices, strategy).test(module, loader(), verbose=False)
     return found, module.plain_batches
 
 
 def ranks_do(rank: int, folder: str) -> dict[str, Any]:
     """All of it on two ranks."""
     quiet()
-    found: dict[str, Any] = {"evaluated": evaluated(2), "copied": copied(make_trainer(2))}
+    found: dict[str, Any] = {"evaluated": evaluated(2), "copied": copied(make_two_steps_trainer(2))}
     storage = Storage()
-    trainer = make_trainer(2, PipelineStrategy(microbatches=2, checkpoint_io=storage))
+    trainer = make_two_steps_trainer(2, PipelineStrategy(microbatches=2, checkpoint_io=storage))
     trained(trainer)
     trainer.save_checkpoint(f"{folder}/never", storage_options={"a": 1})
     found["told"] = storage.told
-    trainer = make_trainer(2, PipelineStrategy(microbatches=2, checkpoint="sharded"))
+    trainer = make_two_steps_trainer(2, PipelineStrategy(microbatches=2, checkpoint="sharded"))
     trained(trainer)
     try:
         trainer.save_checkpoint(f"{folder}/parts", storage_options={"a": 1})
@@ -111,7 +107,7 @@ def ranks_do(rank: int, folder: str) -> dict[str, Any]:
 def test_two_ranks_do_what_one_process_does(tmp_path: Path) -> None:
     quiet()
     wanted, seen = evaluated(1, "auto")
-    weights = copied(make_trainer(1, "auto"))
+    weights = copied(make_two_steps_trainer(1, "auto"))
     for rank, found in enumerate(run_ranks(ranks_do, 2, str(tmp_path), timeout=90)):
         logged, on_rank = found["evaluated"]
         assert [set(each) for each in logged] == [set(each) for each in wanted]
@@ -131,7 +127,7 @@ def test_one_device_runs_each_step_once() -> None:
 
 def test_a_patched_save_is_the_one_that_writes(tmp_path: Path) -> None:
     quiet()
-    trainer = make_trainer(1)
+    trainer = make_two_steps_trainer(1)
     trained(trainer)
     written = []
 

@@ -33,6 +33,7 @@ from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch
 from lightning_pipes.trainer.plan.trial import Trial, Trials
 from tests.trainer.lit import WIDTH, Case, Lit, LitOutside, LitTied, data, differences, plain_values, quiet, train
+from tests.trainers import make_trainer
 
 LAYERS = 9
 EVEN_CUT = 4
@@ -311,16 +312,8 @@ def watched(rank: int, strategies: list[dict[str, Any]], folder: str) -> list[An
             pl.seed_everything(3, verbose=False)
             module = LitBefore().double()
             decided = Decided()
-            trainer = pl.Trainer(
-                accelerator="cpu",
-                devices=2,
-                strategy=PipelineStrategy(microbatches=4, **settings),
-                max_epochs=2,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                callbacks=[decided],
+            trainer = make_trainer(
+                strategy=PipelineStrategy(microbatches=4, **settings), max_epochs=2, callbacks=[decided]
             )
             trainer.fit(module, val_dataloaders=DataLoader(data(13), batch_size=5))
             state = {name: value.numpy() for name, value in module.state_dict().items()}
@@ -470,16 +463,7 @@ def skipped(rank: int, folder: str) -> dict[str, str]:
     def why(module: Any, loader: Any, **settings: Any) -> str:
         options = {"limit_train_batches": 2, "max_epochs": 1, **settings}
         path = options.pop("ckpt_path", None)
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=PipelineStrategy(),
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **options,
-        )
+        trainer = make_trainer(strategy=PipelineStrategy(), **options)
         trainer.fit(module, loader, ckpt_path=path)
         trainer.save_checkpoint(f"{folder}/last.ckpt")
         return str(trainer.strategy.decision.why)

@@ -21,6 +21,7 @@ from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.ranks.grid import Grid
 from tests.trainer.lit import Keeper, Lit, LitOutside, MeanOfAll, data, differences, plain_values, quiet
+from tests.trainers import make_trainer
 
 REPLICAS = 2
 SEED = 3
@@ -121,16 +122,11 @@ def train(rank: int, case: dict[str, Any], folder: str, pipeline: bool) -> dict[
     keeper = Keeper()
     more = dict(case.get("trainer", {}))
     strategy = {"microbatches": 2, **case.get("strategy", {})}
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
         devices=4 if pipeline else 1,
         strategy=PipelineStrategy(data_parallel=REPLICAS, **strategy) if pipeline else "auto",
         precision="64-true",
-        logger=False,
         num_sanity_val_steps=0,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
         callbacks=[keeper, *more.pop("callbacks", list)()],
         **{"max_epochs": 2, **more},
     )
@@ -195,16 +191,11 @@ def normed(rank: int) -> dict[str, Any]:
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             seen.append(plain_values(batch[0]))
 
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
         devices=4,
         strategy=PipelineStrategy("1f1b", data_parallel=2, microbatches=1),
         max_epochs=2,
         precision="64-true",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
         callbacks=[Watch()],
     )
     trainer.fit(module, DataLoader(data(24), batch_size=4, shuffle=True), DataLoader(data(8), batch_size=4))
@@ -238,13 +229,7 @@ def test_shards_buffers_and_mesh():
 
 def wrong_number(rank: int) -> str:
     quiet()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=3,
-        strategy=PipelineStrategy(data_parallel=2),
-        logger=False,
-        enable_checkpointing=False,
-    )
+    trainer = make_trainer(devices=3, strategy=PipelineStrategy(data_parallel=2))
     with pytest.raises(PlanError) as error:
         trainer.fit(Lit(), DataLoader(data(), batch_size=8))
     return str(error.value)

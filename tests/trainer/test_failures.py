@@ -31,6 +31,7 @@ from lightning_pipes.testing.timeouts import scale_timeout
 from lightning_pipes.trainer.module import checks
 from lightning_pipes.trainer.module.checks import warn_about, warn_about_pieces, warn_about_small_batch
 from tests.trainer.lit import ROWS, Lit, LitOutside, data, quiet
+from tests.trainers import make_trainer
 
 SOON = 12.0
 """Seconds from the start of the processes, of which starting takes one or two."""
@@ -40,14 +41,10 @@ def fit(rank: int, module: type[Lit], ranks: int, strategy: dict[str, Any], more
     quiet()
     pl.seed_everything(3, verbose=False)
     lit = module().double()
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
         devices=ranks,
         strategy=PipelineStrategy(**{"microbatches": 2, **strategy}),
         precision="64-true",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **{"enable_checkpointing": False, "max_epochs": 50, **more},
     )
     own = module is FewerBatches

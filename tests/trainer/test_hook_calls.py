@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import Lit, data, quiet
+from tests.trainers import make_trainer
 
 OF_MODULE = {
     *(name for kind in (CheckpointHooks, DataHooks, ModelHooks) for name in vars(kind) if not name.startswith("_")),
@@ -90,16 +91,11 @@ def calls(devices: int, strategy: Any, folder: str, more: dict[str, Any]) -> lis
     module = Recording().double()
 
     def trainer(epochs: int) -> pl.Trainer:
-        return pl.Trainer(
-            accelerator="cpu",
+        return make_trainer(
             devices=devices,
             strategy=strategy(),
             max_epochs=epochs,
             precision="64-true",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             callbacks=[Recorder(module.calls)],
             **more,
         )

@@ -20,6 +20,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import WIDTH, Case, Lit, data, differences, plain_values, quiet, train, train_cases
+from tests.trainers import make_trainer
 
 
 class LitNoOptimizer(Lit):
@@ -111,16 +112,11 @@ def collected(rank: int, path: str, strategy: dict[str, Any] | None, resume: str
     """What a run without an optimizer logs, and the checkpoint that it writes in the middle of the epoch."""
     quiet()
     pl.seed_everything(3, verbose=False)
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
         devices=1 if strategy is None else 2,
         strategy="auto" if strategy is None else PipelineStrategy(**strategy),
         precision="64-true",
-        logger=False,
         max_epochs=2 if resume else 1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     module = LitNoOptimizer()
     trainer.fit(module, DataLoader(data(), 8), ckpt_path=resume, weights_only=False)

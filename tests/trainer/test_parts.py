@@ -28,6 +28,7 @@ from lightning_pipes.trainer.step.hook_view import track_hooks
 from lightning_pipes.trainer.step.hooks import wrap_module_hooks
 from lightning_pipes.trainer.step.logs import LogCall, merge, recorded
 from tests.trainer.lit import Lit, LitTied, restore
+from tests.trainers import make_trainer
 
 
 class Pair(NamedTuple):
@@ -244,9 +245,7 @@ def test_names_in_lightning_s_registry():
     assert lightning_pipes.trainer.PipelineStrategy is lightning_pipes.PipelineStrategy
     for name in installed_schedules():
         assert f"pipeline_{name}" in StrategyRegistry.available_strategies()
-    trainer = pl.Trainer(
-        strategy="pipeline_kfkb", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False
-    )
+    trainer = make_trainer(strategy="pipeline_kfkb", devices=1)
     assert trainer.strategy.schedule.name == "kfkb"
 
 

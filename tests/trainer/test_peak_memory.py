@@ -18,6 +18,7 @@ from lightning_pipes.trainer import strategy as strategies
 from lightning_pipes.trainer.plan import deciding, measuring
 from lightning_pipes.trainer.setup import PipelineSetup
 from tests.trainer.lit import quiet
+from tests.trainers import make_trainer
 
 WIDTH, LAYERS = 512, 8
 LAYER = 4 * WIDTH * (WIDTH + 1)
@@ -71,16 +72,7 @@ def phases(rank: int) -> dict[str, tuple[float, float]]:
         patch.setattr(measuring, "SECONDS", 0.1)
         patch.setattr(deciding, "ALLOWED", 0.3)
         patch.setattr("lightning_pipes.planning.balance.WORTH_IT", 1.0)  # the cut is the even one, however busy it is
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=PipelineStrategy("1f1b", microbatches=2, gather="all"),
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = make_trainer(strategy=PipelineStrategy("1f1b", microbatches=2, gather="all"), max_epochs=1)
         module = LitWide()
         trainer.fit(module, DataLoader(torch.randn(12, WIDTH), batch_size=4))
     return found

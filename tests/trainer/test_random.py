@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import Case, Lit, data, differences, plain_values, train_cases
+from tests.trainers import make_trainer
 
 SEED = 5
 MICROBATCHES = 3
@@ -129,17 +130,12 @@ def shuffled(rank: int, ranks: int) -> list[list[float]]:
 
     quiet()
     torch.manual_seed(11 * (ranks == 1 or rank == 0) + rank)  # as if the ranks had been seeded differently
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
         devices=ranks,
         strategy="auto" if ranks == 1 else PipelineStrategy(microbatches=2),
         max_epochs=3,
         precision="64-true",
-        logger=False,
         callbacks=[See()],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     module = (Lit if ranks == 1 else LitStirring)(layers=3)
     trainer.fit(module, DataLoader(data(), batch_size=8, shuffle=True))

@@ -32,6 +32,7 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.checkpoint.data_state import native, portable
 from lightning_pipes.trainer.checkpoint.resumable import ResumableLoader, resumable
 from tests.trainer.lit import WIDTH, Lit, data, differences, plain_values, quiet
+from tests.trainers import make_trainer
 
 EPOCHS = 3
 
@@ -194,14 +195,10 @@ def fit(folder: Path, loader: Any, resume: Path | None = None, ranks: int = 2, *
     saving = options.pop("saving", {"every_n_train_steps": 1})
     module = LitSeveral(dropout=0.2).double()
     trace = Trace()
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
         devices=ranks,
         strategy=PipelineStrategy(**strategy),
         precision="64-true",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[trace, ModelCheckpoint(folder, save_top_k=-1, **saving)],
         **{"max_epochs": EPOCHS, **options},
     )

@@ -21,20 +21,11 @@ from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.checks import check_module
 from lightning_pipes.trainer.module.pipelined import CutModule
 from tests.trainer.lit import Lit, LitOutside, data, quiet
+from tests.trainers import make_trainer
 
 
-def make_trainer(**strategy: Any) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=PipelineStrategy(**{"microbatches": 2, **strategy}),
-        max_steps=2,
-        precision="64-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+def make_two_steps_trainer(**strategy: Any) -> pl.Trainer:
+    return make_trainer(strategy=PipelineStrategy(**{"microbatches": 2, **strategy}), max_steps=2, precision="64-true")
 
 
 def loader() -> DataLoader[Any]:
@@ -46,7 +37,7 @@ def open_things(rank: int, folder: str) -> list[tuple[int, int]]:
     quiet()
     counts = []
     for n in range(5):
-        trainer = make_trainer()
+        trainer = make_two_steps_trainer()
         module = LitOutside()
         trainer.fit(module, loader())
         trainer.validate(module, loader(), verbose=False)
@@ -78,7 +69,7 @@ class SlowToLeave(Lit):
 def leave(rank: int) -> str:
     quiet()
     failure.GRACE_SECONDS = 0.3
-    make_trainer().fit(SlowToLeave(), loader())
+    make_two_steps_trainer().fit(SlowToLeave(), loader())
     return "done"
 
 
@@ -110,7 +101,7 @@ def fail_and_try_again(rank: int) -> list[str]:
     module, said = Lit(), []
     for strategy in ({"transport": "nccl"}, {}):
         try:
-            make_trainer(**strategy).fit(module, loader())
+            make_two_steps_trainer(**strategy).fit(module, loader())
         except PipelineError as error:
             said.append(f"{type(module.model).__name__}: {error}")
     return said

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import OptunaPruning, PipelineStrategy, optimize_array
+from tests.trainers import make_trainer
 
 
 class Net(pl.LightningModule):
@@ -53,16 +54,11 @@ def fit(
     pl.seed_everything(3, verbose=False)
     x = torch.randn(40, width)
     data = TensorDataset(x, x.sum(1, keepdim=True))
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
         devices=devices or int(os.environ.get("WORLD_SIZE", "1")),
         strategy=PipelineStrategy("1f1b", microbatches=2),
         max_epochs=epochs,
         callbacks=[OptunaPruning(), *callbacks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
     )
     trainer.fit(Net(lr, width), DataLoader(data, batch, shuffle=True), DataLoader(data, 20))
     return float(trainer.callback_metrics["val_loss"])

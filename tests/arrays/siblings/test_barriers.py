@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -16,6 +15,7 @@ from lightning_pipes.arrays.array import JobArray
 from lightning_pipes.testing.ranks import run_ranks
 from tests.arrays.jobs import LAST, Net
 from tests.trainer.lit import quiet
+from tests.trainers import make_trainer
 
 HOOKS = {
     "prepare_data": "setup",
@@ -53,15 +53,7 @@ def fit(rank: int, writes: str, folder: Path) -> bool:
     own = {writes: write, HOOKS[writes]: look}
     module = type("Hooked", (Net,), own)(0.01)
     loaders = {"train_dataloader": data, "val_dataloader": data}
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=PipelineStrategy("jap"),
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer(strategy=PipelineStrategy("jap"), max_epochs=1)
     trainer.fit(module, **{f"{name}s": loader for name, loader in loaders.items() if name not in own})
     return found[0]
 

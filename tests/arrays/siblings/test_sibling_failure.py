@@ -21,6 +21,7 @@ from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.arrays.siblings.sibling import current_sibling
 from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure, error_elsewhere, packed_error
 from lightning_pipes.testing.ranks import run_ranks
+from tests.trainers import make_trainer
 
 
 class DivergedError(Exception):
@@ -67,14 +68,10 @@ class Net(pl.LightningModule):
 
 
 def job(fails_in: str, survives: bool = False) -> str:
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
         devices=int(os.environ["WORLD_SIZE"]),
         strategy=PipelineStrategy("jap", microbatches=1),
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
     )
     try:
         trainer.fit(Net(fails_in), DataLoader(TensorDataset(torch.ones(12, 2)), 4))

@@ -18,6 +18,7 @@ from lightning_pipes.strategies.csp.planner import MICROBATCHES
 from lightning_pipes.supernets import ChoiceBlock, Supernet
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import plain_values, quiet
+from tests.trainers import make_trainer
 
 BATCHES, ROWS, WIDTH, BLOCKS = 6, 16, 4, 4
 
@@ -70,16 +71,11 @@ def new_module() -> Lit:
 def fit(rank: int, ranks: int) -> tuple[dict[str, np.ndarray], int]:
     quiet()
     module, cut = new_module(), Cut()
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
         devices=ranks,
         strategy=PipelineStrategy("csp", partition=[2] if ranks == 2 else []),
         max_epochs=1,
         callbacks=[cut],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(Batches(), batch_size=None))
     return plain_values(dict(module.state_dict())), cut.microbatches

@@ -15,8 +15,7 @@ from lightning_pipes.ir import InputError
 from lightning_pipes.strategies.dynpipe import Constants
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import quiet
-
-SILENT = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+from tests.trainers import make_trainer
 
 
 class Quadratic(pl.LightningModule):
@@ -42,7 +41,7 @@ def rows(count: int = 40) -> torch.Tensor:
 
 def probed(module: pl.LightningModule, data: torch.Tensor, **options: Any) -> GradientProbe:
     probe = GradientProbe()
-    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, callbacks=[probe], **SILENT, **options)
+    trainer = make_trainer(max_epochs=1, callbacks=[probe], **{"devices": 1, **options})
     trainer.fit(module, DataLoader(TensorDataset(data), batch_size=4))
     return probe
 
@@ -95,7 +94,7 @@ def test_training_is_the_same_with_it():
     for callbacks in ([], [GradientProbe()]):
         pl.seed_everything(1, verbose=False)
         module = Noisy()
-        trainer = pl.Trainer(accelerator="cpu", max_epochs=2, callbacks=callbacks, **SILENT)
+        trainer = make_trainer(devices=1, max_epochs=2, callbacks=callbacks)
         trainer.fit(module, DataLoader(TensorDataset(rows()), batch_size=4))
         found.append((module.logged, float(trainer.callback_metrics["loss_epoch"]), module.state_dict()))
         assert module.calls == (1 + len(callbacks)) * 20

@@ -29,6 +29,7 @@ from lightning_pipes.trainer.callbacks import interference_monitor
 from lightning_pipes.trainer.callbacks.interference_monitor import StageTimes, stage_times
 from tests.trainer.lit import Lit
 from tests.trainer.reports.runs import fit
+from tests.trainers import make_trainer
 
 PREFIX = "InterferenceMonitor.on_train_batch_end/"
 
@@ -176,14 +177,6 @@ def test_mistakes(arguments, message):
 
 
 def test_another_strategy():
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        callbacks=[InterferenceMonitor()],
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer(devices=1, callbacks=[InterferenceMonitor()])
     with pytest.raises(PipelineError, match=r"this trainer has SingleDeviceStrategy. Set strategy=PipelineStrategy"):
         trainer.fit(Lit())

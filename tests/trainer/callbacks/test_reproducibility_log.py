@@ -16,6 +16,7 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.tune.cli import main
 from tests.supernets.nets import explorer, fit, supernet
 from tests.trainer.lit import Lit
+from tests.trainers import make_trainer
 
 BATCHES = 20
 
@@ -76,9 +77,7 @@ def test_the_command_says_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_refuses_a_trainer_that_flushes() -> None:
-    trainer = pl.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[ReproducibilityLog()], max_epochs=1
-    )
+    trainer = make_trainer(devices="auto", callbacks=[ReproducibilityLog()], max_epochs=1)
     with pytest.raises(PipelineError, match="this trainer has SingleDeviceStrategy"):
         trainer.fit(Lit(), pl.LightningDataModule.from_datasets([0]))
     with pytest.raises(PipelineError, match="every_n_batches must be at least 1"):

@@ -26,6 +26,7 @@ from lightning_pipes.strategies.ready import Ready
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from lightning_pipes.trainer.callbacks import schedule_tuner
 from tests.trainer.lit import quiet
+from tests.trainers import make_trainer
 
 BATCHES, RANKS, MICROBATCHES = 12, 3, 8
 HOLDING = (Kind.F, Kind.B, Kind.I, Kind.W)
@@ -84,14 +85,10 @@ def fit(folder: Path, schedule: Any, tuner: ScheduleTuner | None = None, **optio
     g = torch.Generator().manual_seed(2)
     rows = TensorDataset(torch.randn(BATCHES * 16, 6, generator=g), torch.randn(BATCHES * 16, 6, generator=g))
     watch, module = Watch(), Net()
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
         devices=RANKS,
         strategy=PipelineStrategy(schedule, microbatches=MICROBATCHES, partition="parameters"),
         max_epochs=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         logger=CSVLogger(str(folder), name="", version=""),
         log_every_n_steps=1,
         callbacks=[watch, *([tuner] if tuner else [])],
@@ -241,7 +238,7 @@ def test_settings_that_make_no_sense(make, said):
     ],
 )
 def test_needs_a_strategy_and_a_schedule_that_know_what_to_change(strategy, said):
-    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_checkpointing=False)
+    trainer = make_trainer(devices=1, strategy=strategy)
     with pytest.raises(PipelineError, match=said):
         ScheduleTuner().on_fit_start(trainer, Net())
 

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
@@ -23,6 +22,7 @@ from lightning_pipes.testing.timeouts import scale_timeout
 from lightning_pipes.trainer.reports.timing import Share, Timing
 from tests.trainer.lit import Lit
 from tests.trainer.reports.runs import fit
+from tests.trainers import make_trainer
 
 NAMES = {f"pipeline/{name}" for name in ("step_ms", "bubble", "efficiency", "slowest_stage", "slowest_ratio")}
 
@@ -138,14 +138,6 @@ def test_it_is_cheap(ranks):
 def test_mistakes():
     with pytest.raises(PipelineError, match="every_n_steps must be at least 1, got 0"):
         TimelineLogger(0)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        callbacks=[TimelineLogger()],
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer(devices=1, callbacks=[TimelineLogger()])
     with pytest.raises(PipelineError, match=r"this trainer has SingleDeviceStrategy. Set strategy=PipelineStrategy"):
         trainer.fit(Lit())

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
 from tests.trainer.lit import Keeper, Lit, data, plain_values, quiet
+from tests.trainers import make_trainer
 
 
 def fit(
@@ -21,15 +22,10 @@ def fit(
     pl.seed_everything(3, verbose=False)
     module = Lit(dropout=0.2).double()
     keeper = Keeper()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
+    trainer = make_trainer(
         strategy=PipelineStrategy(microbatches=2, **strategy),
         precision="64-true",
         max_epochs=3,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[
             keeper,
             *trouble,

@@ -29,6 +29,7 @@ from tests.trainer.lit import (
     train,
     train_cases,
 )
+from tests.trainers import make_trainer
 
 STRATEGY = {"schedule": "1f1b", "microbatches": 4}
 
@@ -149,15 +150,10 @@ def kept(rank: int, folder: str) -> list[Any]:
             ModelCheckpoint(own, "{epoch}", monitor="val_loss", save_top_k=2, save_last=True),
             ModelCheckpoint(own / "weights", "{epoch}", save_weights_only=True),
         ]
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
+        trainer = make_trainer(
             strategy=PipelineStrategy(**STRATEGY, **form),
             max_epochs=4,
             precision="64-true",
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             callbacks=savers,
         )
         validation = DataLoader(data(13), batch_size=5)

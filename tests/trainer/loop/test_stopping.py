@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import Lit, data, quiet
+from tests.trainers import make_trainer
 
 
 class Wish(Callback):
@@ -48,17 +49,11 @@ def stop(rank: int, cases: list[tuple[int, str]]) -> list[int]:
     steps = []
     for where, how in cases:
         pl.seed_everything(3, verbose=False)
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
+        trainer = make_trainer(
             strategy=PipelineStrategy(microbatches=2),
             max_epochs=5,
             precision="64-true",
-            logger=False,
             callbacks=[Worse() if how == "early stopping" else Wish(where, how)],
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
         try:
             trainer.fit(Lit(layers=3), DataLoader(data(), batch_size=8), DataLoader(data(5), batch_size=5))

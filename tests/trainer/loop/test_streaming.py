@@ -26,6 +26,7 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 from lightning_pipes.trainer.loop import run
 from tests.trainer.lit import Keeper, Lit, LitOutside, LitTied, data, differences, plain_values, quiet
+from tests.trainers import make_trainer
 
 BATCHES = 9  # of 4 samples, an epoch; the last one has 2
 ROWS = 4 * BATCHES - 2
@@ -102,15 +103,12 @@ def fit(case: Streamed, folder: str, resume: str | None = None, module: pl.Light
     strategy = PipelineStrategy(
         case.schedule, case.microbatches, partition=CUTS[case.ranks], data_parallel=case.replicas
     )
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
         devices=case.ranks * case.replicas,
         strategy=strategy,
         precision="64-true",
         logger=CSVLogger(folder, name="", version=0),
         log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in case.callbacks(folder)),
         num_sanity_val_steps=0,
         callbacks=[keeper, seen, *case.callbacks(folder)],
@@ -243,16 +241,7 @@ def compared(rank: int) -> int:
     quiet()
     fingerprint, seen = run.fingerprint, []
     run.fingerprint = lambda batch: seen.append(1) or fingerprint(batch)  # type: ignore[assignment, func-returns-value]
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=PipelineStrategy("pipedream", microbatches=2),
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer(strategy=PipelineStrategy("pipedream", microbatches=2), max_epochs=1)
     trainer.fit(Lit().double(), DataLoader(data(8 * 10), batch_size=8))
     return len(seen)
 

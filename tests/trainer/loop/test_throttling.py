@@ -13,6 +13,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.sim.shown.monitored import Curves
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import Lit, data, plain_values, quiet
+from tests.trainers import make_trainer
 
 ROWS, BATCHES, EVERY = 4, 24, 4
 
@@ -51,17 +52,11 @@ def train(rank: int, guarded: bool) -> tuple[list[int], list[str], Any]:
     pl.seed_everything(3, verbose=False)
     module, watches = Lit().double(), Watches()
     settings = {"every": EVERY, **({"low_memory": 100} if guarded else {})}
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
+    trainer = make_trainer(
         strategy=PipelineStrategy("dynpipe", 1, partition=[4], schedule_args=settings),
         precision="64-true",
         max_epochs=1,
         limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[watches],
     )
     with pytest.warns() as said:

@@ -26,6 +26,7 @@ from lightning_pipes.trainer.module.checks import check_module
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_optimizers
 from lightning_pipes.trainer.module.pipelined import CutModule
 from tests.trainer.lit import WIDTH, Lit, data, differences, plain_values, quiet
+from tests.trainers import make_trainer
 
 SEED = 4
 TORCH_SEED = 3
@@ -101,16 +102,11 @@ class Looking(Callback):
 def trainer(ranks: int, folder: str | Path, strategy: Any = None, **options: Any) -> pl.Trainer:
     if strategy is None:
         strategy = PipelineStrategy("1f1b", microbatches=1, seed=SEED) if ranks else "auto"
-    return pl.Trainer(
-        accelerator="cpu",
+    return make_trainer(
         devices=max(ranks, 1),
         strategy=strategy,
         precision="64-true",
-        logger=False,
         default_root_dir=folder,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **{"max_epochs": 1, **options},
     )
 

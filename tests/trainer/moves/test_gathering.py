@@ -16,6 +16,7 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.moves.gathering import Side, choose_receivers, group_tensors, pack_tensors, unpack_tensors
 from lightning_pipes.trainer.ranks.control import Control
 from tests.trainer.lit import LitTied, data, differences, plain_values, quiet
+from tests.trainers import make_trainer
 
 WAYS = ("auto", "all", "rank0", "none")
 
@@ -50,16 +51,11 @@ class LitCounting(LitTied):
 
 def fit(module: pl.LightningModule, **strategy: Any) -> pl.Trainer:
     devices = 2 if strategy else 1
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
         devices=devices,
         strategy=PipelineStrategy("1f1b", microbatches=1, **strategy) if strategy else "auto",
         max_epochs=1,
         precision="64-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(data(tokens=True), batch_size=8))
     return trainer

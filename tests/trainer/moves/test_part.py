@@ -40,6 +40,7 @@ from tests.trainer.lit import (
     train,
 )
 from tests.trainer.moves.rich import LAYERS, LitRich
+from tests.trainers import make_trainer
 
 CUTS = ((3,), (1,), (5,), (0,), (4,), (2,))
 """Where the second stage begins, batch by batch."""
@@ -137,16 +138,10 @@ def spread(rank: int, folder: str) -> list[Any]:
     for callbacks in ([Moves()], []):
         pl.seed_everything(3, verbose=False)
         case = Case(LitMeta)
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
+        trainer = make_trainer(
             max_epochs=2,
             strategy=PipelineStrategy(partition=[3], module="model"),
             precision="64-true",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             callbacks=callbacks,
         )
         module = LitMeta()

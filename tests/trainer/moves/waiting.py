@@ -23,6 +23,7 @@ from lightning_pipes.engine.messages import bulk_transfer
 from lightning_pipes.ir import Span
 from tests.trainer.lit import WIDTH, Lit, data, plain_values, quiet
 from tests.trainer.moves.rich import LAYERS, Block
+from tests.trainers import make_trainer
 
 BATCHES = 12
 """Of an epoch, with 4 samples each."""
@@ -119,8 +120,7 @@ def made(case: Waiting) -> LitWaiting:
 def fit(case: Waiting, ranks: int, folder: str, resume: str | None = None) -> dict[str, Any]:
     quiet()
     module, acts = made(case), Acts(case, folder)
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
         devices=ranks,
         strategy=PipelineStrategy(
             case.schedule,
@@ -132,10 +132,6 @@ def fit(case: Waiting, ranks: int, folder: str, resume: str | None = None) -> di
         ),
         precision="64-true",
         max_epochs=case.epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
         callbacks=[acts],
         **{"limit_val_batches": 0, **case.trainer},

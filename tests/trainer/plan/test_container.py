@@ -21,6 +21,7 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.module.pipelined import find_pipelined
 from lightning_pipes.trainer.plan.container import Clock, warn_about_outside
 from tests.trainer.lit import differences, quiet
+from tests.trainers import make_trainer
 
 WIDTH = 6
 
@@ -78,16 +79,7 @@ class LitHeads(pl.LightningModule):
 
 
 def trainer(devices: int, **settings: Any) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        max_epochs=settings.pop("max_epochs", 1),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **settings,
-    )
+    return make_trainer(devices=devices, max_epochs=settings.pop("max_epochs", 1), **settings)
 
 
 def data() -> DataLoader[torch.Tensor]:

@@ -20,6 +20,7 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.plan import deciding, measuring
 from lightning_pipes.trainer.plan.sample import example_batch
 from tests.trainer.lit import differences, quiet
+from tests.trainers import make_trainer
 
 WIDTH = 6
 
@@ -91,18 +92,7 @@ def fitted(folder: str, devices: int, trainer: dict[str, Any]) -> dict[str, Any]
     train, val = Numbers(folder), Numbers(f"{folder}/val", 100)
     module = LitSeeing((train, val))
     settings: dict[str, Any] = {"strategy": PipelineStrategy(microbatches=1)} if devices > 1 else {}
-    fit = pl.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        max_epochs=2,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **settings,
-        **trainer,
-    )
+    fit = make_trainer(devices=devices, max_epochs=2, num_sanity_val_steps=0, **settings, **trainer)
     fit.fit(module)
     return {
         "seen": module.seen,
@@ -205,16 +195,7 @@ def slow(rank: int, wrong: bool) -> tuple[list[tuple[float, float]], list[int], 
         if wrong:
             patch.setattr(measuring.Measuring, "profile", profile)
         module = LitSlow()
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=PipelineStrategy(microbatches=4),
-            max_steps=2,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = make_trainer(strategy=PipelineStrategy(microbatches=4), max_steps=2)
         trainer.fit(module, DataLoader(torch.ones(8, WIDTH), batch_size=8))
     strategy = trainer.strategy
     assert isinstance(strategy, PipelineStrategy)
@@ -249,15 +230,7 @@ def measured_array(rank: int) -> list[tuple[Any, bool, int]]:
     def sibling() -> tuple[Any, bool, int]:
         pl.seed_everything(3, verbose=False)
         module = LitSlow()
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=PipelineStrategy("jap", microbatches=4),
-            max_steps=2,
-            logger=False,
-            enable_checkpointing=False,
-            enable_model_summary=False,
-        )
+        trainer = make_trainer(strategy=PipelineStrategy("jap", microbatches=4), max_steps=2)
         trainer.fit(module, DataLoader(torch.ones(8, WIDTH), batch_size=8))
         strategy = trainer.strategy
         assert isinstance(strategy, PipelineStrategy)

@@ -20,6 +20,7 @@ from lightning_pipes.trainer.plan import profile_cache
 from lightning_pipes.trainer.plan.profile_cache import VARIABLE, ProfileCache, clear_profiles, find_cache
 from lightning_pipes.tune.cli.main import main
 from tests.trainer.lit import quiet
+from tests.trainers import make_trainer
 
 PROFILE = ModelProfile((LayerProfile("one", ((1, 0.5),), ((1, 1.0),)),))
 
@@ -125,16 +126,7 @@ def train(rank: int, folder: str) -> tuple[int, Any]:
     quiet()
     os.environ[VARIABLE] = folder
     strategy = PipelineStrategy("1f1b", microbatches=4)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer(strategy=strategy, max_steps=1)
     module = LitSlow()
     trainer.fit(module, DataLoader(torch.zeros(16, 6), batch_size=16))
     return module.forwards, [*map(tuple, strategy.decision.layers)]

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import PipelineStrategy
+from tests.trainers import make_trainer
 
 
 class LitThreads(pl.LightningModule):
@@ -32,15 +33,6 @@ class LitThreads(pl.LightningModule):
 def noted(devices: int) -> set[int]:
     """With how many threads this rank's layers ran."""
     module = LitThreads()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=PipelineStrategy(partition="parameters"),
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer(devices=devices, strategy=PipelineStrategy(partition="parameters"), max_steps=1)
     trainer.fit(module, DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=4))
     return module.noted

@@ -9,20 +9,14 @@ from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
 from tests.trainer.lit import data, quiet
+from tests.trainers import make_trainer
 
 
 def fit(module: pl.LightningModule, strategy: PipelineStrategy, ranks: int, **options: Any) -> pl.Trainer:
     """The Trainer after two epochs that write nothing."""
     quiet()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        strategy=strategy,
-        precision="64-true",
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"logger": False, "max_epochs": 2, **options},
+    trainer = make_trainer(
+        devices=ranks, strategy=strategy, precision="64-true", **{"logger": False, "max_epochs": 2, **options}
     )
     trainer.fit(module, DataLoader(data(), batch_size=8))
     return trainer

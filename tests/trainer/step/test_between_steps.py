@@ -17,6 +17,7 @@ from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.step.between_steps import EVERY, LOOKED_AT, BetweenSteps, check_clearing
 from tests.trainer.lit import Lit as LitCase
 from tests.trainer.lit import data, differences, plain_values, quiet
+from tests.trainers import make_trainer
 
 CUT = (Span(0, 2), Span(2, 4))
 
@@ -136,16 +137,11 @@ class Clips(LitCase):
 def weights_with(schedule: str) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
     module = Clips().double()
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = make_trainer(
         devices=1,
         strategy=PipelineStrategy(schedule, microbatches=2) if schedule else "auto",
         max_epochs=2,
         precision="64-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(data(), batch_size=8))
     return plain_values(dict(module.state_dict()))

@@ -23,6 +23,7 @@ from lightning_pipes.trainer.step import loss_check
 from lightning_pipes.trainer.step.loss_check import _differ
 from tests.compat.models import LitGPT2, LitLlama
 from tests.trainer.lit import Case, Lit, data, differences, quiet, train_cases
+from tests.trainers import make_trainer
 
 LEAST = -0.6  # two and three of each half of the first batch count, and none of its first quarter
 LOSS = re.compile(r"(\w+)\.training_step returns a loss that is no mean over samples: it is (\S+) .* and (\S+) as")
@@ -170,18 +171,13 @@ def fitted(
     module, seen = kind().double(), Warned()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = pl.Trainer(
-            accelerator="cpu",
+        trainer = make_trainer(
             devices=ranks,
             strategy="auto" if strategy is None else PipelineStrategy(partition="parameters", **strategy),
             max_epochs=1,
             limit_val_batches=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             callbacks=[seen],
-            **(options or {}),
+            **options or {},
         )
         trainer.fit(module, DataLoader(data(tokens=getattr(kind, "tokens", False)), batch_size=8))
     said = [str(w.message) for w in caught if "mean over samples" in str(w.message)]

@@ -19,6 +19,7 @@ from lightning_pipes.ir import Span
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.step.loss_weights import candidates, disagree
 from tests.trainer.lit import differences, plain_values, quiet
+from tests.trainers import make_trainer
 
 WORDS, TOKENS, ROWS = 7, 5, 8
 LENGTHS = ([5, 1, 2, 5, 4, 3, 1, 5], [2, 5, 5, 1, 1, 2, 3, 5], [1, 3, 3, 5, 5, 5, 2, 2])
@@ -198,15 +199,10 @@ def fitted(kind: type[LitTokens], lengths: Any, settings: dict[str, Any], strate
         warnings.simplefilter("always")
         if strategy:
             options["strategy"] = made = PipelineStrategy(partition="parameters", **given)
-        trainer = pl.Trainer(
-            accelerator="cpu",
+        trainer = make_trainer(
             devices=ranks,
             max_epochs=1,
             accumulate_grad_batches=accumulate,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             callbacks=[heard],
             log_every_n_steps=1,
             **options,
@@ -282,17 +278,7 @@ def replicated(rank: int, strategy: bool) -> list[Any]:
         pl.seed_everything(3, verbose=False)
         module = kind().double()
         made: Any = PipelineStrategy(data_parallel=2, microbatches=2, partition="parameters") if strategy else "auto"
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=4 if strategy else 1,
-            strategy=made,
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-        )
+        trainer = make_trainer(devices=4 if strategy else 1, strategy=made, max_epochs=1, use_distributed_sampler=False)
         data = Sharded(lengths)
         own = range(rank // 2, len(data), 2) if strategy else range(len(data))
         trainer.fit(module, DataLoader(data, batch_size=ROWS // 2 if strategy else ROWS, sampler=own))

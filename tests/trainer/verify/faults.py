@@ -34,6 +34,7 @@ from lightning_pipes.trainer.step import steps
 from lightning_pipes.trainer.step.between_steps import BetweenSteps
 from lightning_pipes.trainer.step.clipping import GradientAgreement
 from lightning_pipes.trainer.step.gradients import FreshGradients
+from tests.trainers import make_trainer
 
 WIDTH, ROWS, BLOCKS = 6, 8, 6
 RANKS = 2
@@ -718,16 +719,8 @@ def trained(rank: int, each: Fault, verify: int | str = 4, **settings: Any) -> s
         seed = rank * module.seed
         loader, validation = SubnetStream(Uniform(space, seed=seed)).pair_with(loader), None
         options = {"max_epochs": 1}
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=RANKS,
-        strategy=PipelineStrategy(verify=verify, **strategy),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        **options,
+    trainer = make_trainer(
+        devices=RANKS, strategy=PipelineStrategy(verify=verify, **strategy), num_sanity_val_steps=0, **options
     )
     try:
         with each.broken(rank):

@@ -25,6 +25,7 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.verify import reference
 from tests.trainer.lit import Lit, data, quiet
 from tests.trainer.verify.faults import EQUAL, FAULTS, FOUND, Fault, Net, Search, found, patched, trained
+from tests.trainers import make_trainer
 
 
 @cache
@@ -181,16 +182,8 @@ def warned(rank: int) -> list[Any]:
 def fitted(module: pl.LightningModule, callbacks: Any = (), **strategy: Any) -> pl.Trainer:
     g = torch.Generator().manual_seed(2)
     rows = TensorDataset(torch.randn(32, 6, generator=g).double(), torch.randint(0, 3, (32,), generator=g))
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=PipelineStrategy(partition="parameters", **strategy),
-        max_epochs=1,
-        logger=False,
-        callbacks=list(callbacks),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = make_trainer(
+        strategy=PipelineStrategy(partition="parameters", **strategy), max_epochs=1, callbacks=list(callbacks)
     )
     trainer.fit(module, DataLoader(rows, batch_size=8))
     return trainer
@@ -398,15 +391,12 @@ def saves(rank: int, folder: str) -> list[str]:
     quiet()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
+    trainer = make_trainer(
         strategy=PipelineStrategy(verify=2),
         max_epochs=1,
         default_root_dir=folder,
         logger=pl.loggers.CSVLogger(folder, name="", version="run"),
         callbacks=[pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")],
-        enable_progress_bar=False,
         log_every_n_steps=1,
     )
     trainer.fit(Lit().double(), DataLoader(data(), batch_size=8))
