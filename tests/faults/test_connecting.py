@@ -200,16 +200,14 @@ class Told(Callback):
 def array(rank: int, folder: str) -> list[tuple[Any, str]]:
     """Steps and errors of siblings, of which a third is not begun."""
     quiet()
-    begun: list[pl.Trainer] = []
+    begun: dict[int, pl.Trainer] = {}  # siblings may begin in another order
 
     def job(number: int) -> None:
         saver = OnExceptionCheckpoint(folder, filename=f"left{number}")
-        begun.append(
-            trainer := make_trainer(
-                strategy=PipelineStrategy(microbatches=2, partition="parameters"),
-                max_steps=2000,
-                callbacks=[saver, *([Told()] if number == 0 else [])],
-            )
+        begun[number] = trainer = make_trainer(
+            strategy=PipelineStrategy(microbatches=2, partition="parameters"),
+            max_steps=2000,
+            callbacks=[saver, *([Told()] if number == 0 else [])],
         )
         trainer.fit(Quiet(os.devnull), loader())
 
