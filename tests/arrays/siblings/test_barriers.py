@@ -7,11 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.arrays.array import JobArray
+from lightning_pipes.arrays.siblings.barriers import has_purpose
 from lightning_pipes.testing.ranks import run_ranks
 from tests.arrays.jobs import LAST, Net
 from tests.trainer.lit import quiet
@@ -68,3 +70,18 @@ def test_what_a_hook_writes_on_one_rank_is_there_for_the_others(tmp_path: Path) 
     """The writer waits till somebody has looked, in vain where others are kept."""
     _, reader = run_ranks(in_an_array, 2, str(tmp_path), timeout=60)
     assert reader == dict.fromkeys(HOOKS, True)
+
+
+def test_barriers_are_for_what_users_hooks_do() -> None:
+    class Writes(pl.Callback):
+        def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None: ...
+
+    options: Any = {"logger": False, "accelerator": "cpu", "enable_progress_bar": False}
+    plain, writing = pl.Trainer(**options), pl.Trainer(**options, callbacks=[Writes()])
+    for trainer in (plain, writing):
+        trainer.strategy._lightning_module = pl.LightningModule()
+    assert not has_purpose("post_setup", plain)
+    assert has_purpose("post_setup", writing)
+    assert not has_purpose("run-stage", writing)
+    assert has_purpose("of the user's own", plain)
+    assert has_purpose(None, plain)

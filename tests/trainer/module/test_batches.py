@@ -15,7 +15,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.module.batches import SampleLists, join, rows_of, take
+from lightning_pipes.trainer.module.batches import (
+    SampleLists,
+    check_same,
+    fingerprint,
+    join,
+    rows_of,
+    sample_fingerprint,
+    take,
+)
 from tests.trainer import lit
 from tests.trainer.lit import Case, Lit, differences, train_cases
 
@@ -245,3 +253,59 @@ def test_training_on_targets_is_that_of_one_process(ranks, schedule):
         for mine, one in zip(found, plain, strict=True):
             for what in ("outputs", "weights", "metrics", "steps"):
                 assert differences(mine[what], one[what], at=what) == []
+
+
+def test_take_cuts_what_counts_samples():
+    x = torch.arange(12).view(6, 2)
+    batch = {"pair": Pair(x, [x[:, 0], 7]), "names": list("abcdef"), "weights": torch.ones(3), "flag": True}
+    part = take(batch, Span(2, 4), 6)
+    assert part["pair"].x.tolist() == [[4, 5], [6, 7]]
+    assert part["pair"].y[0].tolist() == [4, 6]
+    assert part["pair"].y[1] == 7
+    assert part["names"] == ["c", "d"]
+    assert part["weights"] is batch["weights"]
+    assert part["flag"] is True
+
+
+def test_rows_of():
+    assert rows_of({"x": torch.ones(5, 2)}) == 5
+    assert rows_of({"temperature": torch.tensor(2.0), "names": ["a"], "pair": Pair(None, [torch.ones(4), 1])}) == 4
+    with pytest.raises(PipelineError, match="can't tell how many samples a batch of type dict holds"):
+        rows_of({})
+    with pytest.raises(PipelineError, match="axis 0 counts samples"):
+        rows_of([torch.tensor(1.0), "abc"])
+
+
+def test_join_is_the_other_direction_of_take():
+    x = {"a": torch.randn(7, 2), "b": (torch.arange(7), None)}
+    spans = [Span(0, 3), Span(3, 7)]
+    whole = join([{"a": x["a"][a:b], "b": (x["b"][0][a:b], None)} for a, b in spans], spans, "it")
+    assert torch.equal(whole["a"], x["a"])
+    assert torch.equal(whole["b"][0], x["b"][0])
+    masks = [torch.ones(1, 4), torch.ones(1, 4)]
+    assert join([{"mask": m} for m in masks], spans, "it")["mask"] is masks[0]
+    with pytest.raises(PipelineError, match=r"it for 3 samples has shape \(1, 4\)"):
+        join([torch.ones(1, 4), torch.zeros(1, 4)], spans, "it")
+    with pytest.raises(PipelineError, match=r"it for 3 samples has shape \(2, 3\); axis 0 must count samples"):
+        join([torch.ones(2, 3), torch.ones(2, 4)], spans, "it")
+
+
+def test_fingerprint_sees_values_shapes_and_types():
+    x = torch.arange(6.0)
+    others = [x.view(2, 3), x.double(), x + 1e-6 * (x == 3), x.flip(0)]
+    assert len({fingerprint({"x": t}) for t in (x, *others)}) == 5
+    assert fingerprint([x, "a"]) == fingerprint([x.clone(), "b"])
+    with pytest.raises(PipelineError, match="training, batch 0: the ranks of one pipeline loaded different batches"):
+        check_same(["a", "b"], [0, 1], "training, batch 0")
+
+
+def test_sampled_fingerprint_sees_other_samples_in_little_time():
+    x = torch.randn(64, 3, 50, 50)
+    others = [x.double(), x[:32], x.roll(1, 0), x + (torch.arange(64) == 5).view(-1, 1, 1, 1)]
+    assert len({sample_fingerprint({"x": t}) for t in (x, *others)}) == 5
+    assert sample_fingerprint([x, "a"]) == sample_fingerprint([x.clone(), "b"])
+    small = torch.zeros(40)
+    assert sample_fingerprint(small) != sample_fingerprint(small + (torch.arange(40) == 7))
+    columns = torch.zeros(4096, 64)
+    assert sample_fingerprint(columns) != sample_fingerprint(columns + (torch.arange(64) == 3))  # some of each column
+    assert sample_fingerprint(x.transpose(0, 1)) == sample_fingerprint(x.transpose(0, 1).contiguous())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import Kind, Plan, Span
+from lightning_pipes.ir import DeadlockError, Instruction, Kind, Plan, Policy, Program, RankView, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.partition import with_layer
 from lightning_pipes.planning.planner import EvenPlanner, Problem
@@ -74,3 +78,41 @@ def test_a_short_batch_is_cut_into_fewer_where_one_sample_is_too_few() -> None:
     assert sizes == {1: [1], 3: [3], 5: [2, 3], 7: [2, 2, 3], 8: [2] * 4, 9: [2, 2, 2, 3]}
     wider = found.other(make_schedule("kfkb", k=2), microbatches=2)
     assert [span.rows for span in wider.for_rows(3)[0].spans(Kind.F, 0)] == [3]
+
+
+@dataclass(frozen=True)
+class Refusing(Policy):
+    """A policy that begins nothing once two micro-batches are under way, and does not go on with those either."""
+
+    name: ClassVar[str] = "refusing"
+
+    def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
+        return ready[0] if sum(view.in_flight.values()) < 2 else None
+
+
+def test_a_policy_that_gets_stuck_is_refused():
+    plans = Plans(Problem(Refusing(), 2, 1, 4, layers=(Span(0, 1),) * 2))
+    assert plans.for_rows(1)
+    with pytest.raises(DeadlockError, match="and refusing picks none"):
+        plans.for_rows(8)
+
+
+def test_the_last_stage_never_recomputes():
+    """It runs the user's whole step, which logs and counts."""
+    plans = Plans(Problem(make_schedule("1f1b"), 3, 1, None, True, (Span(0, 1),) * 3))
+    assert plans.microbatches == 6
+    plan, order = plans.for_rows(50)
+    assert plan.recompute == (True, True, False)
+    assert plans.for_rows(50) == (plan, order)
+    assert plans.for_rows(3)[0].jobs[0].rows == 3
+
+
+def test_the_plan_is_what_the_schedule_asks_for() -> None:
+    plan, order = Plans(Problem(make_schedule("zero_bubble"), 2, 1, 4, True, (Span(0, 1),) * 2)).for_rows(8)
+    assert plan.split_backward
+    assert isinstance(order, Program)
+    assert Kind.W in {i.kind for i in order.iter_instructions()}
+    plan, order = Plans(Problem(make_schedule("pipedream"), 2, 1, 1, layers=(Span(0, 1),) * 2)).for_rows(8)
+    assert plan.versions == (2, 1)
+    assert isinstance(order, Program)
+    assert order.is_endless

@@ -1,0 +1,23 @@
+"""Whether ranks begin with the same weights."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_pipes.trainer.module.equal_starts import checksum
+
+
+def test_checksums_see_values_places_and_signs() -> None:
+    ones = torch.ones(1001)
+    moved = torch.arange(9.0)[[1, 0, *range(2, 9)]]
+    different = [
+        [ones],
+        [2 * ones],
+        [-ones],
+        [torch.arange(9.0)],
+        [moved],
+        [ones, torch.zeros(2)],
+        [torch.zeros(2), ones],
+    ]
+    assert len({checksum(tensors) for tensors in different}) == len(different)
+    assert checksum([torch.arange(12.0)[3:6]]) == checksum([torch.arange(3.0, 6.0)])
