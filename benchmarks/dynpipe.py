@@ -34,7 +34,7 @@ from benchmarks.papers.dynpipe.trainings import LAYER, ROWS, Case, microbatches,
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Kind, Span
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.planner import Problem, planned
+from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.dynpipe.partitions import all_partitions, neighbours
 from lightning_pipes.testing.ranks import run_ranks
@@ -78,7 +78,7 @@ def simulated(case: Case, counts: Sequence[int], layer: Sequence[float]) -> floa
     for count in counts:
         edges.append(edges[-1] + count)
     rows = ROWS * m
-    plan = planned(Problem(schedule, case.ranks, rows, m, layers=tuple(Span(a, b) for a, b in pairwise(edges))))
+    plan = solve_plan(Problem(schedule, case.ranks, rows, m, layers=tuple(Span(a, b) for a, b in pairwise(edges))))
     tables = {}
     for s, n in enumerate(counts):
         tables[Kind.F, s] = ((0, 0.0), (rows, n * layer[s]))

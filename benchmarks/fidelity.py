@@ -35,11 +35,11 @@ from lightning_pipes.engine.messages.channel import POSTED
 from lightning_pipes.engine.messages.links import measure_links
 from lightning_pipes.ir import SENDS, Kind, Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.auto import choose
-from lightning_pipes.planning.fit import evaluated, fit_layers
+from lightning_pipes.planning.auto import choose_option
+from lightning_pipes.planning.fit import evaluate_plan, fit_layers
+from lightning_pipes.planning.formatting import schedule_label
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.planning.planner import even_plan
-from lightning_pipes.planning.wording import schedule_label
 from lightning_pipes.sim import Timeline, makespan
 from lightning_pipes.testing.choices import every_fit, random_problem
 from lightning_pipes.testing.emulated import Emulation, StepRecord, run_steps, sleeping_layer, step_seconds
@@ -343,7 +343,7 @@ def gpt_row(steps: int) -> Row:
     profile, plan = replace(found[0].profile, overhead=each), found[0].plan
     links = {pair: link for r in found for pair, link in r.links.items()}
     order = made("1f1b").program(plan)
-    predicted = evaluated(profile, order, plan, Cluster((Device(),) * 2, links=links)).seconds
+    predicted = evaluate_plan(profile, order, plan, Cluster((Device(),) * 2, links=links)).seconds
     measured = statistics.median(step_seconds([r.steps for r in found]))
     return Row("real, byte GPT, 2 stages", "1f1b", predicted, measured)
 
@@ -391,7 +391,7 @@ def regret_measured(lab: NetLab, overheads: Overheads, quick: bool) -> Iterator[
         links = {pair: replace(link, latency=overheads.message) for pair, link in lab.links.items()}
         profile = replace(nothing.profile, overhead=overheads.between + overheads.computation[Kind.F])
         cluster = replace(nothing.cluster, links=links)
-        best = choose(profile, RANKS, ROWS, cluster, given, microbatches=NUMBERS, recompute=(False,)).best
+        best = choose_option(profile, RANKS, ROWS, cluster, given, microbatches=NUMBERS, recompute=(False,)).best
         fits = {
             (schedule, m): fit_layers(profile, schedule, even_plan(schedule, RANKS, m, ROWS), cluster)
             for schedule in given
@@ -419,7 +419,7 @@ def regret_simulated(problems: int) -> list[float]:
     for seed in range(problems):
         p = random_problem(seed)
         best = min(fit.seconds for fit in every_fit(p))
-        found.append(choose(p.profile, p.ranks, p.rows, p.cluster).fit.seconds / best - 1)
+        found.append(choose_option(p.profile, p.ranks, p.rows, p.cluster).fit.seconds / best - 1)
     return found
 
 

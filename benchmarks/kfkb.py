@@ -32,7 +32,7 @@ from lightning_pipes.ir import Kind, Plan, Policy, Program, Rule, RulePolicy, Sc
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import Candidate, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
-from lightning_pipes.planning.tuning import Chooser, Verdict
+from lightning_pipes.planning.tuning import Chooser, TuningDecision
 from lightning_pipes.sim import makespan
 from lightning_pipes.testing.netlab import NetLab, lab_unavailable_reason
 
@@ -258,33 +258,33 @@ class Adaptive:
     """A run that the tuner's code follows, over a trace."""
 
     steps: float
-    decisions: list[Verdict]
+    decisions: list[TuningDecision]
 
     @property
     def changes(self) -> int:
         """How often something else was adopted."""
-        return sum(d.switches for d in self.decisions)
+        return sum(d.has_change for d in self.decisions)
 
 
 def adaptive(case: Situation, links: Mapping[Direction, Trace], until: int, limit: int | None) -> Adaptive:
     """Begins as 1F1B, and decides as `ScheduleTuner` does."""
     source, plan = tuning_planner(make_schedule("kfkb", k="auto")), case.plan
     base = case.costs(0.0)
-    averages, chooser, decisions = Averages(), Chooser(), list[Verdict]()
+    averages, chooser, decisions = Averages(), Chooser(), list[TuningDecision]()
     running = Candidate(make_schedule("kfkb", k=1), plan, (4, 3, 2, 1))
     recent: list[list[StepSample]] = []
     at, steps, count, next_ = 0, 0.0, 0, FIRST
     while at < until:
         replay = Replay(ordered(running.schedule, plan), plan, case.times, links, at)
         chosen = not isinstance(running.schedule, Schedule)
-        recent = [*recent, [StepSample.of(events, plan, at, chosen) for events in replay.by_rank()]][-WINDOW:]
+        recent = [*recent, [StepSample.from_events(events, plan, at, chosen) for events in replay.by_rank()]][-WINDOW:]
         steps += min(1.0, (until - at) / (replay.end - at))
         at, count = replay.end, count + 1
         if count == next_:
             next_ = count + (WINDOW if count == FIRST else INTERVAL)
             for step in recent[-1:] if count == FIRST else recent:
                 averages.add(step)
-            candidates = source.candidates(plan, averages.costs(base), limit)
+            candidates = source.list_candidates(plan, averages.costs(base), limit)
             decision = chooser.decide([*candidates, running], running, averages, base)
             decisions.append(decision)
             running = decision.chosen.candidate
@@ -294,13 +294,13 @@ def adaptive(case: Situation, links: Mapping[Direction, Trace], until: int, limi
 def regret(case: Situation, links: Mapping[Direction, Trace], until: int, limit: int | None) -> tuple[float, str]:
     """The share of time by which the adaptive run is slower than the best fixed choice in hindsight, and a line."""
     source = tuning_planner(make_schedule("kfkb", k="auto"))
-    every = {c.schedule for x in PHASES for c in source.candidates(case.plan, case.costs(x), limit)}
+    every = {c.schedule for x in PHASES for c in source.list_candidates(case.plan, case.costs(x), limit)}
     by_steps = {schedule: fixed(case, schedule, links, until) for schedule in every}
     best = max(by_steps, key=lambda s: by_steps[s])
     kfkb = max((s for s in by_steps if s.name == "kfkb"), key=lambda s: by_steps[s])
     found = adaptive(case, links, until, limit)
     worse = by_steps[best] / found.steps - 1
-    changed = [d.chosen.candidate.schedule for d in found.decisions if d.switches]
+    changed = [d.chosen.candidate.schedule for d in found.decisions if d.has_change]
     line = (
         f"{worse:+.2%} against the best fixed, {best}; the best k, {kfkb}, {by_steps[best] / by_steps[kfkb] - 1:+.1%}; "
         f"1f1b {by_steps[best] / by_steps[make_schedule('kfkb', k=1)] - 1:+.1%}; adopted {', '.join(map(str, changed))}"
@@ -410,9 +410,9 @@ def choices_replayed(seeds: Iterable[int], forward: int = QUICK_MS, steps: int =
             links = {d: Trace.steady(case.message(0.1 * 20 ** rng.random())) for d in directions(stages)}
         for _ in range(WINDOW + 1):
             replay = Replay(ordered(first, plan), plan, case.times, links, at)
-            averages.add(StepSample.of(events, plan, at) for events in replay.by_rank())
+            averages.add(StepSample.from_events(events, plan, at) for events in replay.by_rank())
             at = replay.end
-        candidates = source.candidates(plan, averages.costs(base), rng.randint(stages, 4 * stages))
+        candidates = source.list_candidates(plan, averages.costs(base), rng.randint(stages, 4 * stages))
         decision = Chooser().decide(candidates, Candidate(first, plan, ()), averages, base)
         took = {}
         for c in {*candidates, decision.chosen.candidate}:

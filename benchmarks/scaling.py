@@ -23,8 +23,8 @@ from lightning_pipes.cost.cluster_settings import make_cluster
 from lightning_pipes.cost.zoo import named_profile
 from lightning_pipes.ir import Kind, PlanError, Policy, Schedule
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.auto import choose
-from lightning_pipes.planning.fit import Fit, evaluated, fit_layers
+from lightning_pipes.planning.auto import choose_option
+from lightning_pipes.planning.fit import Fit, evaluate_plan, fit_layers
 from lightning_pipes.planning.planner import even_plan
 
 OVERHEAD = 1e-4
@@ -158,9 +158,9 @@ def by_replicas(case: Case, devices: int = 64) -> Iterator[str]:
         place = Deployment.from_cluster(case.devices(), ranks, replicas)
         try:
             schedules = list(SCHEDULES.values()) if ranks > 1 else [SCHEDULES["1f1b"]]
-            choice = choose(case.profile, ranks, rows // replicas, place, schedules)
+            choice = choose_option(case.profile, ranks, rows // replicas, place, schedules)
             fit, best = choice.fit, choice.best
-            alone = evaluated(case.profile, fit.order, fit.plan, place.pipeline).seconds
+            alone = evaluate_plan(case.profile, fit.order, fit.plan, place.pipeline).seconds
             yield (
                 f"{ranks:5} {replicas:8} {best.label:>28} {best.microbatches:7} {'yes' if best.recompute else 'no':>9} "
                 f"{1e3 * fit.seconds:8.0f} {1e3 * (fit.seconds - alone):13.0f}"
@@ -204,7 +204,7 @@ def planning_seconds(stages: int, microbatches: int, replicas: int, between: str
     place = Deployment.from_cluster(cluster, stages, replicas)
     profile = named_profile("GPT-2-1.3B", "A100-80G")
     began = time.process_time()
-    found = choose(profile, stages, microbatches, place)
+    found = choose_option(profile, stages, microbatches, place)
     return time.process_time() - began, len(found.options), sum(o.fit is not None for o in found.options)
 
 

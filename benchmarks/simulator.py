@@ -28,7 +28,7 @@ from lightning_pipes.cost import CostModel, LayerProfile, Link, ModelProfile
 from lightning_pipes.cost.cluster_settings import make_cluster
 from lightning_pipes.ir import MAX_FORWARDS, Kind, Plan, Program, Rule, RulePolicy, Schedule, verify
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.auto import choose
+from lightning_pipes.planning.auto import choose_option
 from lightning_pipes.sim import load_kernel, makespan, makespans, priced, simulate
 from lightning_pipes.sim.loops.kernel import KERNEL
 
@@ -141,7 +141,7 @@ def measure_large(ranks: int) -> dict[str, float]:
         -(-ranks // 8), 8, "40GiB", {"bandwidth": "300GB/s"}, {"bandwidth": "25GB/s", "latency": "10us"}
     )
     began = time.process_time()
-    choice = choose(ModelProfile((layer,) * 1282), ranks, LARGE_BATCH, cluster)
+    choice = choose_option(ModelProfile((layer,) * 1282), ranks, LARGE_BATCH, cluster)
     found = {"plan_seconds": time.process_time() - began}
     found["plan_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(choice)

@@ -305,7 +305,7 @@ def report(by_rank: Sequence[tuple[dict[str, list[Found]], list[float]]]) -> dic
         "slow_link_overhead": round(overheads["slow link"], 4),
         "slow_link_predicted": round(predicted / statistics.median(plain) - 1, 4),
         "hit_rate": round(hits, 4),
-        "e2_holds": all(f.switching is not None and f.switching.holds for f in found["prefetched"]),
+        "e2_holds": all(f.switching is not None and f.switching.is_hidden for f in found["prefetched"]),
     }
 
 
@@ -318,7 +318,7 @@ def predicted_step(found: Found, plain: float) -> float:
     """
     assert found.switching is not None
     loads = found.loads / (found.uses.total() / 3) * SIBLINGS
-    return plain + loads * replace(found.switching, block=(2 * FORWARD + BACKWARD) / 2).visible
+    return plain + loads * replace(found.switching, block=(2 * FORWARD + BACKWARD) / 2).visible_seconds
 
 
 def took(found: Sequence[Found], kind: str) -> list[float]:

@@ -9,9 +9,15 @@ from typing import Any, NamedTuple
 
 from lightning_pipes.ir import PipelineError, Plan
 from lightning_pipes.planning.auto import installed_variants
+from lightning_pipes.planning.formatting import (
+    describe_moves,
+    join_words,
+    schedule_label,
+    strategy_arguments,
+    strategy_line,
+)
 from lightning_pipes.planning.progress import Progress
 from lightning_pipes.planning.what_if import Trial, WhatIf
-from lightning_pipes.planning.wording import listed, moves, schedule_label, strategy_arguments, strategy_line
 from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.sim.shown.slowest import Slowest
 from lightning_pipes.sim.units import seconds_text
@@ -74,7 +80,7 @@ class _Tried(NamedTuple):
     trial: Trial
 
 
-def advise(record: RunRecord, progress: Progress = lambda what, done: None) -> Advice:
+def advise_run(record: RunRecord, progress: Progress = lambda what, done: None) -> Advice:
     """The slow part of a run, and the change that helps most of those that were simulated: other cuts where the layers'
     times are known, more or fewer micro-batches, other installed schedules, and the best of them together."""
     slowest = Slowest.of(record.shown)
@@ -95,7 +101,7 @@ def advise(record: RunRecord, progress: Progress = lambda what, done: None) -> A
     together = _together(model, tried)
     if together is not None and _differs(together, now):
         tried.append(_Tried("together", together))
-    tried.sort(key=lambda found: found.trial.seconds)
+    tried.sort(key=lambda found: found.trial.step_seconds)
     changes = {_change(model, found.trial): None for found in tried}
     sentence, proposed = _sentence(model, slowest, _proposed(model, slowest, tried))
     return Advice(
@@ -109,15 +115,19 @@ def advise(record: RunRecord, progress: Progress = lambda what, done: None) -> A
 
 def _candidates(model: WhatIf) -> Iterator[tuple[str, str, Callable[[], Trial | None]]]:
     """Why, what, and how to try it."""
-    m = model.now.microbatches
-    yield "partition", "other cuts", model.rebalanced
+    m = model.now.n_microbatches
+    yield "partition", "other cuts", model.with_best_cuts
     for number in (m // 2, 2 * m, *((4 * m,) if model.layers_known else ())):
         if 1 <= number <= model.rows and number != m and number * model.plan.n_stages <= MOST:
-            yield "microbatches", f"{number} micro-batches", partial(model.same_cuts, None, number)
+            yield "microbatches", f"{number} micro-batches", partial(model.with_same_cuts, None, number)
     for schedule in installed_variants(model.plan.n_ranks, m):
         if schedule_label(schedule) != schedule_label(model.schedule):
-            own_stages = partial(model.same_cuts, schedule)
-            yield "schedule", schedule_label(schedule), partial(_first, own_stages, partial(model.rebalanced, schedule))
+            own_stages = partial(model.with_same_cuts, schedule)
+            yield (
+                "schedule",
+                schedule_label(schedule),
+                partial(_first, own_stages, partial(model.with_best_cuts, schedule)),
+            )
 
 
 def _first(*attempts: Callable[[], Trial | None]) -> Trial | None:
@@ -132,18 +142,18 @@ def _together(model: WhatIf, tried: Iterable[_Tried]) -> Trial | None:
     }
     better = {reason: found.trial for reason, found in best.items() if found and _gain(model, found.trial) > 0}
     schedule = better["schedule"].schedule if "schedule" in better else None
-    number = better["microbatches"].microbatches if "microbatches" in better else None
+    number = better["microbatches"].n_microbatches if "microbatches" in better else None
     if schedule is not None and number is not None:
-        number = min(number, max(model.now.microbatches, MOST // len(schedule.place_stages(model.plan.n_ranks))))
+        number = min(number, max(model.now.n_microbatches, MOST // len(schedule.place_stages(model.plan.n_ranks))))
     if schedule is None and number is None:
         return None
-    return model.rebalanced(schedule, number) or model.same_cuts(schedule, number)
+    return model.with_best_cuts(schedule, number) or model.with_same_cuts(schedule, number)
 
 
 def _best(tried: Iterable[_Tried]) -> _Tried | None:
     """The fastest; of those that are as good as it the one that holds least."""
-    found = sorted(tried, key=lambda each: each.trial.seconds)
-    as_good = [each for each in found if each.trial.seconds <= found[0].trial.seconds * (1 + AS_GOOD)]
+    found = sorted(tried, key=lambda each: each.trial.step_seconds)
+    as_good = [each for each in found if each.trial.step_seconds <= found[0].trial.step_seconds * (1 + AS_GOOD)]
     return min(as_good, key=lambda each: each.trial.held, default=None)
 
 
@@ -162,24 +172,24 @@ def _differs(trial: Trial, now: Trial) -> bool:
 
 
 def _gain(model: WhatIf, trial: Trial) -> float:
-    return 1 - trial.seconds / model.now.seconds
+    return 1 - trial.step_seconds / model.now.step_seconds
 
 
 def _sentence(model: WhatIf, slowest: Slowest, best: _Tried | None) -> tuple[str, Trial | None]:
     """The advice, and what it proposes."""
     now = model.now
     gain = _gain(model, best.trial) if best else 0.0
-    even = 1 - model.with_even_stages() / now.seconds
+    even = 1 - model.with_even_stages() / now.step_seconds
     if slowest.uneven and not model.layers_known and even > max(gain, WORTH_IT):
         return (
             f"{slowest}{_less_to_do(slowest, model.plan)}; "
-            f"with equal stages a step would take {_less(now.seconds, now.seconds * (1 - even))}."
+            f"with equal stages a step would take {_less(now.step_seconds, now.step_seconds * (1 - even))}."
         ), None
     if best is None or gain < WORTH_IT:
         idle = f"{slowest}, and ranks idle {now.bubble:.0%} of the time"
         return (f"{idle}; no change that was simulated makes a step {WORTH_IT:.0%} shorter."), None
     words = {"partition": _about_cuts, "microbatches": _about_microbatches, "schedule": _about_schedule}[best.reason]
-    step = f"a step would take {_less(now.seconds, best.trial.seconds)}"
+    step = f"a step would take {_less(now.step_seconds, best.trial.step_seconds)}"
     return f"{words(model, slowest, best.trial)}; {step}{_assumed(model, best.trial)}.", best.trial
 
 
@@ -189,21 +199,23 @@ def _less_to_do(slowest: Slowest, plan: Plan) -> str:
 
 
 def _about_cuts(model: WhatIf, slowest: Slowest, trial: Trial) -> str:
-    moved = moves(model.now.fit.plan.layers, trial.fit.plan.layers)
+    moved = describe_moves(model.now.fit.plan.layers, trial.fit.plan.layers)
     cuts = [span.start for span in trial.fit.plan.layers[1:]]
-    what = f"move {listed(moved)}, partition={cuts}" if len(moved) <= 2 else f"cut at other layers, partition={cuts}"
+    what = (
+        f"move {join_words(moved)}, partition={cuts}" if len(moved) <= 2 else f"cut at other layers, partition={cuts}"
+    )
     return f"{slowest}: {what}"
 
 
 def _about_microbatches(model: WhatIf, slowest: Slowest, trial: Trial) -> str:
     now = model.now
     bubble = f" would make it {trial.bubble:.0%}" if trial.bubble < now.bubble else ""
-    change = f"{trial.microbatches} micro-batches instead of {now.microbatches}{bubble}"
+    change = f"{trial.n_microbatches} micro-batches instead of {now.n_microbatches}{bubble}"
     return f"{_idle(model, slowest)}: {change}"
 
 
 def _about_schedule(model: WhatIf, slowest: Slowest, trial: Trial) -> str:
-    free = 1 - model.with_free_links() / model.now.seconds
+    free = 1 - model.with_free_links() / model.now.step_seconds
     why = _idle(model, slowest)
     if slowest.link and free > _gain(model, trial) / 2:
         a, b = slowest.link
@@ -221,11 +233,11 @@ def _less(before: float, after: float) -> str:
 
 
 def _assumed(model: WhatIf, trial: Trial) -> str:
-    if model.layers_known or trial.microbatches == model.now.microbatches:
+    if model.layers_known or trial.n_microbatches == model.now.n_microbatches:
         return ""
     return (
         ", if half the samples take half the time"
-        if trial.microbatches > model.now.microbatches
+        if trial.n_microbatches > model.now.n_microbatches
         else ", if twice the samples take twice the time"
     )
 
@@ -235,8 +247,8 @@ def _change(model: WhatIf, trial: Trial) -> Change:
     what = []
     if trial.schedule != now.schedule:
         what.append(f"schedule {schedule_label(trial.schedule)}")
-    if trial.microbatches != now.microbatches:
-        what.append(f"{trial.microbatches} micro-batches")
+    if trial.n_microbatches != now.n_microbatches:
+        what.append(f"{trial.n_microbatches} micro-batches")
     plan = trial.fit.plan
     arguments = strategy_arguments(trial.schedule, plan)
     if not model.layers_known:
@@ -246,9 +258,9 @@ def _change(model: WhatIf, trial: Trial) -> Change:
     elif plan.layers != now.fit.plan.layers:
         what.append("other cuts")
     return Change(
-        listed(what) if what else "as it is",
+        join_words(what) if what else "as it is",
         arguments,
-        trial.seconds,
+        trial.step_seconds,
         trial.bubble,
         trial.held,
         max(trial.fit.peak_bytes) if model.memory_known else None,

@@ -11,8 +11,15 @@ import numpy as np
 
 from lightning_pipes.cost import Cluster, Deployment, Device, ModelProfile
 from lightning_pipes.ir import Kind, Plan, PlanError, Policy, Schedule, Span
-from lightning_pipes.planning.fit import edge_seconds, evaluated, fit_layers, ordered, reduce_peak, stage_seconds
-from lightning_pipes.planning.partition import light_partitions
+from lightning_pipes.planning.fit import (
+    edge_seconds,
+    evaluate_plan,
+    fit_layers,
+    order_and_held_rows,
+    reduce_peak,
+    stage_seconds,
+)
+from lightning_pipes.planning.partition import balanced_partitions
 from lightning_pipes.planning.planner import Planner, Problem, Solution
 from lightning_pipes.sim.units import seconds_text
 
@@ -41,12 +48,12 @@ class BalancedPlanner(Planner):
             return self.inner.solve(problem)
         plan = self.inner.solve(replace(problem, fallback=())).plan
         deployment = problem.deployment or Deployment(Cluster((Device(),) * problem.ranks))
-        balance = balanced if problem.schedule.flushes else balanced_stream
+        balance = balance_layers if problem.schedule.flushes else balance_stream
         found = balance(problem.profile, problem.schedule, plan, problem.fallback, deployment)
         return Solution(replace(problem, layers=found.layers), replace(plan, layers=found.layers), found.why)
 
-    def measures(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
-        return self.inner.measures(rows, stages, microbatches)
+    def profile_sizes(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
+        return self.inner.profile_sizes(rows, stages, microbatches)
 
     def most_rows(self, rows: int, stages: int, microbatches: int | None) -> int:
         return self.inner.most_rows(rows, stages, microbatches)
@@ -66,7 +73,7 @@ class Balance:
     why: str
 
 
-def balanced_stream(
+def balance_stream(
     profile: ModelProfile, schedule: Schedule | Policy, plan: Plan, even: Sequence[Span], deployment: Deployment
 ) -> Balance:
     """The cut whose heaviest stage, or message, is lightest, for a schedule that does not flush: when the pipeline is
@@ -82,7 +89,7 @@ def balanced_stream(
         )
         return m * max(*stages, *(float(edges[span.start]) for span in layers[1:]))
 
-    best = light_partitions(loads, edges, slacks=(1.0,))[0]
+    best = balanced_partitions(loads, edges, slacks=(1.0,))[0]
     at, now = [span.start for span in even[1:]], step(even)
     if not math.isfinite(now) or step(best) > now * (1 - WORTH_IT):
         why = f"stages begin at layers {at}, evenly by parameters: by measured time nothing is worth changing"
@@ -96,7 +103,7 @@ def balanced_stream(
     )
 
 
-def balanced(
+def balance_layers(
     profile: ModelProfile, schedule: Schedule | Policy, plan: Plan, even: Sequence[Span], deployment: Deployment
 ) -> Balance:
     """The fastest cut within the devices' memory if it saves enough, else `even`.
@@ -109,8 +116,8 @@ def balanced(
     Raises:
         PlanError: the schedule does not flush between batches, so there is no step to simulate.
     """
-    order, _ = ordered(schedule, plan)
-    before = evaluated(profile, order, replace(plan, layers=tuple(even)), deployment)
+    order, _ = order_and_held_rows(schedule, plan)
+    before = evaluate_plan(profile, order, replace(plan, layers=tuple(even)), deployment)
     limits = [device.memory for device in deployment.pipeline.devices]
     fits = all(limit is None or size <= limit for size, limit in zip(before.peak_bytes, limits, strict=True))
     at = [span.start for span in even[1:]]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from lightning_pipes.cost import Costs, Deployment, Link, ModelProfile
 from lightning_pipes.ir import SENDS, Kind, Plan, cost_classes
 from lightning_pipes.planning.fit import both_seconds, stage_seconds
-from lightning_pipes.planning.partition import Indices, Seconds, StageLoad, between, lightest
+from lightning_pipes.planning.partition import Indices, Seconds, StageLoad, min_max_load, range_sums
 
 Array = npt.NDArray[np.float64]
 
@@ -68,7 +68,7 @@ def step_bound(profile: ModelProfile, plan: Plan, deployment: Deployment) -> flo
     cut = plan.jobs[0]
     if {*cut.forward, *cut.backward, *cut.forward_links, *cut.backward_links} != {cut.forward[0]}:
         return 0.0
-    return _Bound(profile, plan, deployment).seconds()
+    return _Bound(profile, plan, deployment).step_seconds()
 
 
 class _Bound:
@@ -84,7 +84,7 @@ class _Bound:
         self.edge = min((profile.edge_bytes(cut) for cut in range(1, len(profile.layers))), default=0.0)
         self.speeds = [device.speed for device in deployment.pipeline.devices[: plan.n_ranks]]
 
-    def seconds(self) -> float:
+    def step_seconds(self) -> float:
         one = self.plan.n_stages == self.plan.n_ranks
         return max(self._links(), self._one_stage_a_rank() if one else self._several_stages_a_rank())
 
@@ -128,7 +128,7 @@ class _Bound:
             return StageLoad(seconds, least)
 
         each = zip(self.plan.ranks, loads, strict=True)
-        return lightest([bounded(s, rank, load) for s, (rank, load) in enumerate(each)], len(self.profile.layers))
+        return min_max_load([bounded(s, rank, load) for s, (rank, load) in enumerate(each)], len(self.profile.layers))
 
     def _several_stages_a_rank(self) -> float:
         """The time that all ranks work and wait, shared out by speed; or what one rank does at least, since layers are
@@ -147,7 +147,7 @@ class _Bound:
         def bound(last: int) -> float:
             each = np.concatenate([again[1 : n + 1 - last], plain[n + 1 - last : -1]])
             whole = self.m * ((float(each.sum()) + ends) * self.work_share + overheads)
-            one = max(heaviest(each, plan.n_ranks), float(each[n - last :].sum()) if plan.recompute else 0.0)
+            one = max(min_fullest_bin(each, plan.n_ranks), float(each[n - last :].sum()) if plan.recompute else 0.0)
             return max((whole + waits) / sum(self.speeds), self.m * one * self.work_share / max(self.speeds))
 
         return min(map(bound, range(1, n - plan.n_stages + 2) if plan.recompute else (n,)))
@@ -180,8 +180,8 @@ class _Bound:
         """Seconds of a STEP by the layers of the rank, with what is left of averaging gradients."""
         columns = self.profile.layer_arrays
         kind = Kind.W if self.plan.split_backward else Kind.B
-        backward = between(columns.seconds_at(kind, self.rows)[1:-1])
-        averaged, step = between(columns.layer_values("averaged")), between(columns.layer_values("step"))
+        backward = range_sums(columns.seconds_at(kind, self.rows)[1:-1])
+        averaged, step = range_sums(columns.layer_values("averaged")), range_sums(columns.layer_values("step"))
         speed = self.speeds[rank]
 
         def seconds(begin: Indices, stop: Indices) -> Array:
@@ -198,7 +198,7 @@ def _least(link: Link, size: float) -> float:
     return max(size / link.peak, (size - link.burst) / link.bandwidth, 0.0)
 
 
-def heaviest(items: Array, bins: int) -> float:
+def min_fullest_bin(items: Array, bins: int) -> float:
     """The least that the fullest of so many bins holds: of the k * bins + 1 largest items one bin has k + 1."""
     sizes = np.sort(items)[::-1]
     return max(float(sizes[k * bins - k : k * bins + 1].sum()) for k in range(-(-len(sizes) // bins)))

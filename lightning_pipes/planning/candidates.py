@@ -9,9 +9,9 @@ from functools import lru_cache
 
 from lightning_pipes.cost import Costs
 from lightning_pipes.ir import Cut, InputError, Kind, Plan, Policy, Schedule, adapt_plan
+from lightning_pipes.planning.formatting import schedule_label
 from lightning_pipes.planning.memory import stage_peak
 from lightning_pipes.planning.planner import EvenPlanner, planner_of
-from lightning_pipes.planning.wording import schedule_label
 from lightning_pipes.sim.loops.memory import Limit, limits_of
 from lightning_pipes.sim.units import bytes_text
 
@@ -31,21 +31,21 @@ class Candidate:
     peak_bytes: tuple[int, ...]
 
     @property
-    def microbatches(self) -> int:
+    def n_microbatches(self) -> int:
         """The number of micro-batches."""
         return len(self.plan.spans(Kind.F, 0))
 
     @property
     def label(self) -> str:
         """The schedule with its settings and the micro-batches, such as "kfkb k=2, 8 micro-batches"."""
-        return f"{schedule_label(self.schedule)}, {self.microbatches} micro-batches"
+        return f"{schedule_label(self.schedule)}, {self.n_microbatches} micro-batches"
 
 
 class TuningPlanner(EvenPlanner):
     """A planner that knows what a run may change to while it goes on."""
 
     @abstractmethod
-    def candidates(
+    def list_candidates(
         self, plan: Plan, costs: Costs, memory_limit: Limit = None, sizes: Sequence[int] = ()
     ) -> tuple[Candidate, ...]:
         """The candidates that may run on `plan`, the schedule that names this planner included, within so many bytes a
@@ -86,7 +86,7 @@ def cut_into(plan: Plan, size: int) -> Plan:
     return plan if plan.jobs == (cut,) else replace(plan, jobs=(cut,))
 
 
-def candidate(
+def make_candidate(
     schedule: Schedule | Policy, plan: Plan, costs: Costs, memory_limit: Limit, held: Sequence[int]
 ) -> Candidate | None:
     """`schedule` on `plan`, whose stages hold that many micro-batches at most; None if that does not fit."""

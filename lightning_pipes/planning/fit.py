@@ -13,8 +13,8 @@ import numpy.typing as npt
 from lightning_pipes.cost import Cluster, CostModel, Deployment, Device, Link, ModelProfile
 from lightning_pipes.cost.deployment import as_deployment
 from lightning_pipes.ir import Kind, Plan, PlanError, Policy, Program, Schedule, Span
-from lightning_pipes.planning.memory import held_rows, hopeless, peak_bytes, stage_bytes
-from lightning_pipes.planning.partition import Indices, Seconds, StageLoad, between, light_partitions
+from lightning_pipes.planning.memory import cannot_fit, held_rows, peak_bytes, stage_bytes
+from lightning_pipes.planning.partition import Indices, Seconds, StageLoad, balanced_partitions, range_sums
 from lightning_pipes.sim import makespan, simulate
 
 Array = npt.NDArray[np.float64]
@@ -126,16 +126,16 @@ def fit_layers(
         raise PlanError(
             f"{schedule.name} orders batches that overlap while they run, so there is no step to plan; choose another"
         )
-    order, held = ordered(schedule, plan)
+    order, held = order_and_held_rows(schedule, plan)
     loads = stage_seconds(profile, plan, deployment.pipeline)
     edges = edge_seconds(profile, plan, deployment.pipeline)
     candidates: list[tuple[Span, ...]] = []
-    if not hopeless(profile, plan, deployment.pipeline, held):
-        candidates = light_partitions(_allowed(profile, plan, deployment.pipeline, held, loads), edges)
+    if not cannot_fit(profile, plan, deployment.pipeline, held):
+        candidates = balanced_partitions(_allowed(profile, plan, deployment.pipeline, held, loads), edges)
         if plan.n_stages > plan.n_ranks:  # what each stage may take of its rank's memory is a guess: try others too
-            candidates += light_partitions(loads, edges)
+            candidates += balanced_partitions(loads, edges)
     if not candidates:
-        raise PlanError(_lacking(profile, order, plan, deployment, light_partitions(loads, edges, slacks=(1.0,))[0]))
+        raise PlanError(_lacking(profile, order, plan, deployment, balanced_partitions(loads, edges, slacks=(1.0,))[0]))
     if plan.layers:
         candidates.insert(0, plan.layers)
     found = [
@@ -145,10 +145,10 @@ def fit_layers(
     ]
     if not found:
         raise PlanError(_lacking(profile, order, plan, deployment, candidates[0]))
-    return improved(profile, min(found, key=lambda fit: fit.seconds), deployment, trials)
+    return improve_cuts(profile, min(found, key=lambda fit: fit.seconds), deployment, trials)
 
 
-def improved(profile: ModelProfile, fit: Fit, cluster: Cluster | Deployment, trials: int = 60) -> Fit:
+def improve_cuts(profile: ModelProfile, fit: Fit, cluster: Cluster | Deployment, trials: int = 60) -> Fit:
     """The same plan with cuts moved by a layer as long as that makes it faster, in at most `trials` simulations, fewer
     where the plan is large. The heaviest stages give layers away first."""
     return _move_cuts(profile, fit, as_deployment(cluster), trials, lambda other, best: other.seconds < best.seconds)
@@ -211,7 +211,7 @@ def _neighbours(fit: Fit) -> list[tuple[Span, ...]]:
     return [moved for _, moved in sorted(found)]
 
 
-def ordered(schedule: Schedule | Policy, plan: Plan) -> tuple[Program | Policy, tuple[int, ...]]:
+def order_and_held_rows(schedule: Schedule | Policy, plan: Plan) -> tuple[Program | Policy, tuple[int, ...]]:
     """The order, and the most rows that every stage holds between F and B.
 
     A policy is asked in virtual time on equal stages, with backwards twice as long as forwards.
@@ -223,7 +223,7 @@ def ordered(schedule: Schedule | Policy, plan: Plan) -> tuple[Program | Policy, 
     return schedule, held_rows(run.program(), plan)
 
 
-def evaluated(profile: ModelProfile, order: Program | Policy, plan: Plan, cluster: Cluster | Deployment) -> Fit:
+def evaluate_plan(profile: ModelProfile, order: Program | Policy, plan: Plan, cluster: Cluster | Deployment) -> Fit:
     """The figures of a plan with its layers."""
     fit = _evaluated(profile, order, plan, as_deployment(cluster), limited=False)
     assert fit is not None, "there was no limit"
@@ -284,7 +284,7 @@ def stage_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> list[S
 
 
 def _build_stage_load(seconds: Array, before: float, after: float, speed: float) -> StageLoad:
-    layers = between(seconds)
+    layers = range_sums(seconds)
 
     def load(begin: Indices, stop: Indices) -> Array:
         return np.where(begin < stop, (layers(begin, stop) + before + after) / speed, np.inf)

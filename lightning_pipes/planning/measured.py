@@ -41,7 +41,7 @@ class StepSample(NamedTuple):
     took: int
 
     @classmethod
-    def of(
+    def from_events(
         cls, events: Sequence[tuple[int, Instruction, int, int]], plan: Plan, since: int = 0, chosen: bool = False
     ) -> StepSample:
         """The sample that one rank recorded in one window; transfers with those who received them.
@@ -140,7 +140,7 @@ class Averages:
         """How much the transfers of one link differ within a step, at most: standard deviation over mean."""
         return max(self._spread.values(), default=0.0)
 
-    def knows(self, plan: Plan) -> bool:
+    def has_measured(self, plan: Plan) -> bool:
         """Whether all micro-batches of `plan` have sizes that were measured; else costs are extrapolated."""
         return all(
             (kind, s, rows) in self._known

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from lightning_pipes.cost import Cluster, CostModel, Costs, ModelProfile
 from lightning_pipes.ir import CostKey, Kind, Plan, Program, cost_classes, cost_key
 from lightning_pipes.planning.partition import Seconds as Bytes
-from lightning_pipes.planning.partition import between
+from lightning_pipes.planning.partition import range_sums
 
 Array = npt.NDArray[np.float64]
 
@@ -66,7 +66,7 @@ def stage_peak(plan: Plan, costs: Costs, stage: int, held: int) -> int:
     return costs.resident_bytes(plan.ranks[stage], plan) + held * kept + needed
 
 
-def hopeless(profile: ModelProfile, plan: Plan, cluster: Cluster, held: Sequence[int]) -> bool:
+def cannot_fit(profile: ModelProfile, plan: Plan, cluster: Cluster, held: Sequence[int]) -> bool:
     """Whether all ranks together have less memory than is needed however the model is cut: for its weights, and for
     the `held` rows of the stage that keeps fewest."""
     memory = [device.memory for device in cluster.devices[: plan.n_ranks]]
@@ -79,8 +79,8 @@ def hopeless(profile: ModelProfile, plan: Plan, cluster: Cluster, held: Sequence
 def stage_bytes(profile: ModelProfile, plan: Plan, stage: int, held: int) -> Bytes:
     """Bytes that a stage needs which keeps `held` rows, of the layers i to j: at least, for what it needs while it runs
     is not counted. They never fall as layers are added at the end."""
-    weights = between(_fixed(profile, plan.versions[stage]))
-    activations = between(profile.layer_arrays.layer_values("saved"))
+    weights = range_sums(_fixed(profile, plan.versions[stage]))
+    activations = range_sums(profile.layer_arrays.layer_values("saved"))
     if plan.recompute and plan.recompute[stage]:
         rows = max(span.rows for span in plan.spans(Kind.F, stage))
         inputs = np.array([profile.edge_bytes(cut) if cut else 0.0 for cut in range(len(profile.layers) + 1)])

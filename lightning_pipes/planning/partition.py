@@ -37,9 +37,9 @@ def even_partition(weights: Sequence[float], stages: int) -> tuple[Span, ...]:
         )
     if min(weights) < 0:
         raise PlanError(f"weights of layers must not be negative, got {min(weights)}")
-    loads = [StageLoad(between(np.asarray(weights, dtype=float)))] * stages
-    most = lightest(loads, n) * (1 + 1e-12)
-    bands = _Bands.within(loads, n, most)
+    loads = [StageLoad(range_sums(np.asarray(weights, dtype=float)))] * stages
+    most = min_max_load(loads, n) * (1 + 1e-12)
+    bands = _Bands.within_load(loads, n, most)
     return _chosen(bands, lambda band, begin: np.where(band <= most, band, np.inf) ** 2)
 
 
@@ -63,7 +63,7 @@ def with_layer(plan: Plan, layer: int, rank: int) -> Plan:
     )
 
 
-def between(values: Array) -> Seconds:
+def range_sums(values: Array) -> Seconds:
     """Return the sums of the values i to j (exclusive)."""
     ends = np.concatenate([[0.0], np.cumsum(values)])
     return lambda begin, stop: np.asarray(ends[stop] - ends[begin])
@@ -100,7 +100,7 @@ class StageLoad:
         return low
 
 
-def lightest(loads: Sequence[StageLoad], layers: int) -> float:
+def min_max_load(loads: Sequence[StageLoad], layers: int) -> float:
     """Return how heavy the heaviest stage is at least, for so many layers; infinite if there is no partition.
 
     Where stages are many each has few layers, and to price those is far less than every i and j: what is found with few
@@ -108,11 +108,11 @@ def lightest(loads: Sequence[StageLoad], layers: int) -> float:
     """
     few = _Bands(loads, layers, dict.fromkeys(map(id, loads), min(layers, 2 * -(-layers // len(loads)) + 1)))
     bound = float(_best(few, np.maximum)[0][-1])
-    enough = _Bands.within(loads, layers, bound)
+    enough = _Bands.within_load(loads, layers, bound)
     return bound if enough.are_in(few) else float(_best(enough, np.maximum)[0][-1])
 
 
-def light_partitions(
+def balanced_partitions(
     loads: Sequence[StageLoad], edges: Array, slacks: Sequence[float] = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4)
 ) -> list[tuple[Span, ...]]:
     """Partitions whose heaviest stage is as light as can be, or lighter than that times a slack, each with the cheapest
@@ -125,10 +125,10 @@ def light_partitions(
     """
     n = len(edges) - 1
     whole = _each(loads, lambda load: _with_edges(load, edges))
-    bound = lightest(whole, n)
+    bound = min_max_load(whole, n)
     if not np.isfinite(bound):
         return []
-    bands = _Bands.within(whole, n, bound * max(slacks) * (1 + 1e-12))
+    bands = _Bands.within_load(whole, n, bound * max(slacks) * (1 + 1e-12))
     scale = max(float(edges[np.isfinite(edges)].max(initial=0.0)), bound)
     # The sum of edges decides, and where that is equal the evenness of the stages.
     into = edges / scale
@@ -180,7 +180,7 @@ class _Bands:
         self._begin = np.arange(1, n + 1)[:, None] - widest + np.arange(widest)[None, :]
 
     @classmethod
-    def within(cls, loads: Sequence[StageLoad], n: int, most: float) -> _Bands:
+    def within_load(cls, loads: Sequence[StageLoad], n: int, most: float) -> _Bands:
         """Return those of all layers with which a stage takes no longer than `most`."""
         return cls(loads, n, {key: load.count_most_layers(n, most) for key, load in {id(x): x for x in loads}.items()})
 
@@ -188,7 +188,7 @@ class _Bands:
         """Whether no stage may have more layers than with the others."""
         return all(width <= others._widths[key] for key, width in self._widths.items())
 
-    def made(self, cost: Cost | None) -> Iterator[tuple[int, Indices, Array]]:
+    def iter_stages(self, cost: Cost | None) -> Iterator[tuple[int, Indices, Array]]:
         """Of each stage the first of its rows, where the layers begin, and its costs, by default the seconds."""
         known: dict[int, Array] = {}
         stages = len(self._loads)
@@ -230,7 +230,7 @@ def _best(
     value = np.full(bands.layers + 1, np.inf)
     value[0] = 0.0
     choice = []
-    for low, begin, band in bands.made(cost):
+    for low, begin, band in bands.iter_stages(cost):
         joined = join(value[np.maximum(begin, 0)], band)
         row = np.arange(len(joined))
         best = joined.argmin(axis=1)

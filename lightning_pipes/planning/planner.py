@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, get_args
 
 from lightning_pipes.cost import CostModel, Deployment, ModelProfile
 from lightning_pipes.ir import Cut, Plan, PlanError, Policy, Schedule, Span, adapt_plan
-from lightning_pipes.planning.replanning.seen import Seen
+from lightning_pipes.planning.replanning.seen import Observation
 
 Way = Literal["drain", "ahead", "buffered"]
 """How layers move: while everybody waits; or beside the batches, whose steps both ranks take, or which wait."""
@@ -54,8 +54,8 @@ class Problem:
     profile: ModelProfile | None = None
     deployment: Deployment | None = None
     costs: CostModel | None = None
-    seen: tuple[Seen, ...] = ()
-    before: tuple[tuple[Plan, Seen], ...] = ()
+    seen: tuple[Observation, ...] = ()
+    before: tuple[tuple[Plan, Observation], ...] = ()
     remaining: int | None = None
     tied: tuple[tuple[int, ...], ...] = ()
     moves: str = DRAIN
@@ -97,7 +97,7 @@ class Planner(ABC):
     wants_profile: ClassVar[bool] = False
 
     @property
-    def by_hand(self) -> bool:
+    def user_chose_microbatches(self) -> bool:
         """Whether the user has said how a batch is cut, so that nobody else says into how many micro-batches."""
         return False
 
@@ -136,12 +136,12 @@ class Planner(ABC):
                 )
         return Solution(replace(problem, layers=plan.layers), adapt_plan(plan, schedule))
 
-    def explained(self, problem: Problem, plan: Plan) -> str:
+    def explain_plan(self, problem: Problem, plan: Plan) -> str:
         """A sentence for people on why `plan`, which it made of the problem, cuts a batch as it does; empty where there
         is nothing to say."""
         return ""
 
-    def measures(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
+    def profile_sizes(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
         """The numbers of samples for which times of layers are wanted before a batch of `rows` is planned; by default
         an even micro-batch and half of one."""
         one = -(-rows // (microbatches or MICROBATCHES_PER_STAGE * stages))
@@ -149,9 +149,9 @@ class Planner(ABC):
 
     def most_rows(self, rows: int, stages: int, microbatches: int | None) -> int:
         """The most samples that a micro-batch of a batch of `rows` may get."""
-        return max(self.measures(rows, stages, microbatches))
+        return max(self.profile_sizes(rows, stages, microbatches))
 
-    def throttles(self, looks: Sequence[Seen]) -> bool:
+    def should_serialize(self, looks: Sequence[Observation]) -> bool:
         """Whether batches of a schedule that does not flush are to run one by one for now, by what was seen of the plan
         that runs, the oldest look first. Asked before `replan`."""
         return False
@@ -193,7 +193,7 @@ def planner_of(schedule: Schedule | Policy) -> Planner:
     return planner
 
 
-def planned(problem: Problem) -> Plan:
+def solve_plan(problem: Problem) -> Plan:
     """The plan of the schedule's own planner; see `Planner.solve`.
 
     Raises:

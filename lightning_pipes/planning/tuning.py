@@ -87,7 +87,7 @@ class Ranked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TuningDecision:
     """The decision on what runs from the next step on.
 
     Attributes:
@@ -105,7 +105,7 @@ class Verdict:
     unsteadiness: float = 0.0
 
     @property
-    def switches(self) -> bool:
+    def has_change(self) -> bool:
         """Whether anything changes."""
         return self.chosen.candidate.schedule != self.current.candidate.schedule or (
             self.chosen.candidate.plan != self.current.candidate.plan
@@ -114,11 +114,11 @@ class Verdict:
     @property
     def gain(self) -> float:
         """The share by which the step is predicted to take less than it does now; 0 where nothing changes."""
-        return 1 - self.chosen.seconds / self.current.seconds if self.switches and self.current.seconds else 0.0
+        return 1 - self.chosen.seconds / self.current.seconds if self.has_change and self.current.seconds else 0.0
 
     def __str__(self) -> str:
         now, then = self.current, self.chosen
-        if not self.switches:
+        if not self.has_change:
             return f"{self.effect}: stays with {now.candidate.label}, {1e3 * now.seconds:.1f} ms a step"
         note = ", extrapolated" if then.extrapolated else ""
         return (
@@ -142,7 +142,7 @@ class Chooser:
         current: Candidate,
         measured: Averages,
         base: CostModel | None = None,
-    ) -> Verdict:
+    ) -> TuningDecision:
         """The decision on what was measured.
 
         What runs is left at once if it is not among the candidates. Of those that are as fast, the one that holds least
@@ -165,7 +165,7 @@ class Chooser:
         costs = measured.costs(base, overhead=not blocking)
         costs = replace(costs, regime="blocking") if blocking else costs
         plans = {*(c.plan for c in candidates), current.plan}
-        sizes = {plan: measured.knows(plan) for plan in plans}
+        sizes = {plan: measured.has_measured(plan) for plan in plans}
         least = {plan: least_step(plan, costs) / 1e9 for plan in plans}
 
         def ranked(candidate: Candidate) -> Ranked:
@@ -191,7 +191,7 @@ class Chooser:
         chosen = best if worth_it or better_order or listed is None else now
         if chosen is not now:
             self._verify(chosen.candidate)
-        return Verdict(tuple(_sorted(every)), now, chosen, effect, measured.unsteadiness)
+        return TuningDecision(tuple(_sorted(every)), now, chosen, effect, measured.unsteadiness)
 
     def prepare(self, candidates: Iterable[Candidate], costs: CostModel) -> None:
         """Does for candidates that are known before anything is measured what their first decision would have to: sets

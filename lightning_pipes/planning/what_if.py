@@ -19,8 +19,8 @@ from lightning_pipes.ir import (
     Span,
 )
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.fit import Fit, evaluated, fit_layers, step_seconds
-from lightning_pipes.planning.planner import Problem, planned
+from lightning_pipes.planning.fit import Fit, evaluate_plan, fit_layers, step_seconds
+from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.shown.curve import most_held
 from lightning_pipes.sim.shown.record import RunRecord
@@ -46,12 +46,12 @@ class Trial:
     held: int
 
     @property
-    def seconds(self) -> float:
+    def step_seconds(self) -> float:
         """Of a step."""
         return self.fit.seconds
 
     @property
-    def microbatches(self) -> int:
+    def n_microbatches(self) -> int:
         """The number of micro-batches."""
         return len(self.fit.plan.spans(Kind.F, 0))
 
@@ -95,7 +95,9 @@ class WhatIf:
         """Samples of a batch."""
         return self.plan.jobs[0].rows
 
-    def rebalanced(self, schedule: Schedule | Policy | None = None, microbatches: int | None = None) -> Trial | None:
+    def with_best_cuts(
+        self, schedule: Schedule | Policy | None = None, microbatches: int | None = None
+    ) -> Trial | None:
         """The best cuts for a schedule and a number of micro-batches, by default the run's own; None where the layers
         are not known, or nothing fits."""
         if not self.layers_known:
@@ -108,7 +110,9 @@ class WhatIf:
         except (PlanError, DeadlockError, ProgramError):
             return None
 
-    def same_cuts(self, schedule: Schedule | Policy | None = None, microbatches: int | None = None) -> Trial | None:
+    def with_same_cuts(
+        self, schedule: Schedule | Policy | None = None, microbatches: int | None = None
+    ) -> Trial | None:
         """Another schedule or number of micro-batches on the same stages; None where it wants other stages, or does not
         fit."""
         schedule = schedule or self.schedule
@@ -145,15 +149,17 @@ class WhatIf:
 
     def _plan(self, schedule: Schedule | Policy, microbatches: int | None) -> Plan:
         m = microbatches or len(self.plan.spans(Kind.F, 0))
-        return planned(Problem(schedule, self.plan.n_ranks, self.rows, m, any(self.plan.recompute)))
+        return solve_plan(Problem(schedule, self.plan.n_ranks, self.rows, m, any(self.plan.recompute)))
 
     def _evaluated(self, schedule: Schedule | Policy, plan: Plan) -> Trial:
         order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
-        return self._with_bubble(schedule, evaluated(self.profile, order, plan, self.cluster))
+        return self._with_bubble(schedule, evaluate_plan(self.profile, order, plan, self.cluster))
 
     @staticmethod
     def _with_bubble(schedule: Schedule | Policy, fit: Fit) -> Trial:
-        run = simulate(fit.order, replace(fit.plan, layers=()), fit.costs)  # as `evaluated` did, which is remembered
+        run = simulate(
+            fit.order, replace(fit.plan, layers=()), fit.costs
+        )  # as `evaluate_plan` did, which is remembered
         return Trial(schedule, fit, fit.bubble, most_held(run))
 
     # ---- the model of the run

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from lightning_pipes.cost import Cluster, CostModel, Deployment, Device, LayerProfile, Link, ModelProfile
 from lightning_pipes.ir import Kind, Plan, Program, Schedule, Span
 from lightning_pipes.planning.partition import even_partition
-from lightning_pipes.planning.planner import Problem, planned
-from lightning_pipes.planning.replanning import Seen
+from lightning_pipes.planning.planner import Problem, solve_plan
+from lightning_pipes.planning.replanning import Observation
 from lightning_pipes.planning.replanning.replay import replay_of, sends_of
 
 Array = npt.NDArray[np.float64]
@@ -86,7 +86,7 @@ class Neighbourhood:
 
     def plan(self, layers: Sequence[Span] = ()) -> Plan:
         """Return the plan of a batch."""
-        return planned(self.make_problem(layers))
+        return solve_plan(self.make_problem(layers))
 
     def operation_seconds(self, plan: Plan, first: int, batches: int) -> dict[tuple[Kind, int], Array]:
         """Return the seconds of all operations in `batches` batches, in the form of `Replay`, for one case."""
@@ -113,7 +113,7 @@ class Neighbourhood:
             found[kind, stage] = (size / self.link.bandwidth + self.link.latency)[None, None]
         return found
 
-    def observe_window(self, plan: Plan, first: int, batches: int, free: tuple[int | None, ...] = ()) -> Seen:
+    def observe_window(self, plan: Plan, first: int, batches: int, free: tuple[int | None, ...] = ()) -> Observation:
         """Return the observation of a window of `batches` batches."""
         found = self.operation_seconds(plan, first, batches)
         seconds = {}
@@ -125,7 +125,7 @@ class Neighbourhood:
                 for n in sorted({*sizes})
             )
         operations = {key: table[0] for key, table in found.items() if key[0] in kinds_of(plan)}
-        return Seen(CostModel(seconds), operations, ({},) * len(free), free)
+        return Observation(CostModel(seconds), operations, ({},) * len(free), free)
 
     def order(self, plan: Plan) -> Program:
         """Return the order of a batch."""
@@ -134,7 +134,7 @@ class Neighbourhood:
     def steps(self, plan: Plan, first: int, batches: int) -> Array:
         """Return the seconds of each step; for a schedule that does not flush, their mean for each."""
         replay = replay_of(self.order(plan), plan, batches)
-        found: Array = np.broadcast_to(replay.seconds(self.operation_seconds(plan, first, batches))[0], (batches,))
+        found: Array = np.broadcast_to(replay.step_seconds(self.operation_seconds(plan, first, batches))[0], (batches,))
         return found
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from lightning_pipes.engine.compute.footprint import saved_for_backward
 from lightning_pipes.engine.monitor.monitor import Monitor
 from lightning_pipes.engine.monitor.sources import sources_for
-from lightning_pipes.planning.replanning import Hosting
+from lightning_pipes.planning.replanning import HostedStage
 from lightning_pipes.testing.neighbours import Neighbour, Quota, why_no_quota
 
 LEAST_STEPS = 5
@@ -70,11 +70,11 @@ class TimedStage:
         return float(np.quantile([whole for _, whole in self.alone], SOLO))
 
     @property
-    def stage_load(self) -> Hosting:
+    def stage_load(self) -> HostedStage:
         """The stage as planners describe it."""
         forward = float(np.quantile([part for part, _ in self.alone], SOLO))
         backward = max(0.0, self.solo - forward)
-        return Hosting(1, self._rows, forward, backward, self._weights, self._weights, self._saved, self._sent)
+        return HostedStage(1, self._rows, forward, backward, self._weights, self._weights, self._saved, self._sent)
 
 
 def stages(sizes: Sequence[int]) -> list[TimedStage]:
@@ -137,7 +137,7 @@ class NeighbourWindow(NamedTuple):
     """
 
     seen: dict[str, float]
-    stage: Hosting
+    stage: HostedStage
     ratio: float
     neighbour: str
     kind: str

@@ -24,5 +24,5 @@ class SubnetPlanner(Planner):
     def plan(self, problem: Problem) -> Plan:
         return EvenPlanner().plan(replace(problem, microbatches=problem.microbatches or MICROBATCHES))
 
-    def measures(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
-        return super().measures(rows, stages, microbatches or MICROBATCHES)
+    def profile_sizes(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
+        return super().profile_sizes(rows, stages, microbatches or MICROBATCHES)

@@ -1,6 +1,6 @@
 """DynPipe: asynchronous 1F1B whose layers move away from devices that are slowed down."""
 
-from lightning_pipes.planning.replanning import Probe
+from lightning_pipes.planning.replanning import GradientSample
 from lightning_pipes.strategies.dynpipe.choosing import choose_stages
 from lightning_pipes.strategies.dynpipe.meshes import Pricing
 from lightning_pipes.strategies.dynpipe.planner import DynPlanner
@@ -13,6 +13,6 @@ __all__ = [
     "DynPlanner",
     "Iterations",
     "Pricing",
-    "Probe",
+    "GradientSample",
     "choose_stages",
 ]

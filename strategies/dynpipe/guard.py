@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_pipes.planning.replanning import Seen
+from lightning_pipes.planning.replanning import Observation
 
 RELIEF = 1.5
 """Batches overlap again when all devices have this many times the low mark free."""
@@ -25,7 +25,7 @@ class MemoryGuard:
     low: int | None = None
     drop: float | None = None
 
-    def throttles(self, looks: Sequence[Seen]) -> bool:
+    def should_serialize(self, looks: Sequence[Observation]) -> bool:
         """Whether they do now, by all looks at the plan that runs, the oldest first. What has begun ends when all are
         above RELIEF times the low mark; without one, at the first look at which nothing has fallen."""
         tight = False

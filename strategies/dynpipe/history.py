@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightning_pipes.ir import Kind, Plan, Span
-from lightning_pipes.planning.replanning import Seen
+from lightning_pipes.planning.replanning import Observation
 from lightning_pipes.strategies.dynpipe.hindsight import looks_that_count, wanted
 from lightning_pipes.strategies.dynpipe.partitions import Cuts, spans_of
 from lightning_pipes.strategies.dynpipe.repartition import Windows
@@ -24,7 +24,7 @@ class History:
         looks: the last ones, of this plan and earlier ones, the oldest first.
     """
 
-    def __init__(self, windows: Windows, cuts: Cuts, looks: Sequence[tuple[Plan, Seen]]) -> None:
+    def __init__(self, windows: Windows, cuts: Cuts, looks: Sequence[tuple[Plan, Observation]]) -> None:
         now = windows.now
         were = np.array([[0, *(span.stop for span in plan.layers)] for plan, _ in looks], np.int64)
         plans, which = np.unique(were, axis=0, return_inverse=True)

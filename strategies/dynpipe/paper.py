@@ -61,7 +61,7 @@ def true_seconds(pipelines: Sequence[Pipeline], share: float = 1 / 3, batches: i
     durations |= {(Kind.B, s): (1 - share) * stages[:, s] for s in range(n)}
     durations |= {(Kind.SF, s): transfers[:, s] / 2 for s in range(n - 1)}
     durations |= {(Kind.SB, s + 1): transfers[:, s] / 2 for s in range(n - 1)}
-    found = _replay(n, batches).seconds({key: seconds[:, None, None] for key, seconds in durations.items()})
+    found = _replay(n, batches).step_seconds({key: seconds[:, None, None] for key, seconds in durations.items()})
     return [float(seconds) for seconds in found[:, 0]]
 
 

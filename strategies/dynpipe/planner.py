@@ -13,7 +13,7 @@ import numpy as np
 from lightning_pipes.cost import Deployment, ModelProfile
 from lightning_pipes.ir import Plan, Program, Schedule, Span
 from lightning_pipes.planning.planner import DRAIN, EvenPlanner, Problem
-from lightning_pipes.planning.replanning import KEPT_LOOKS, Interference, Seen
+from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, Interference, Observation
 from lightning_pipes.strategies.dynpipe.guard import MemoryGuard
 from lightning_pipes.strategies.dynpipe.history import History
 from lightning_pipes.strategies.dynpipe.interference.refit import Learning
@@ -62,18 +62,22 @@ class DynPlanner(EvenPlanner):
     guard: MemoryGuard = _UNGUARDED
     wants_profile: ClassVar[bool] = True
 
-    def throttles(self, looks: Sequence[Seen]) -> bool:
-        return self.guard.throttles(looks)
+    def should_serialize(self, looks: Sequence[Observation]) -> bool:
+        return self.guard.should_serialize(looks)
 
     def replan(self, plan: Plan, seen: Problem) -> Plan | None:
-        looks = [look for look in seen.seen if look.fits(plan)]
+        looks = [look for look in seen.seen if look.matches_plan(plan)]
         if seen.profile is None or len(looks) < self.windows or plan.n_stages < 2 or not plan.layers:
             return None
         schedule = seen.schedule
         if not isinstance(schedule, Schedule):  # who orders while it runs can't be asked what it would do
             return None
-        alike = [(p, look) for p, look in seen.before if look.fits(p) and (p.jobs, p.ranks) == (plan.jobs, plan.ranks)]
-        every = [*alike, *((plan, look) for look in looks)][-KEPT_LOOKS:]
+        alike = [
+            (p, look)
+            for p, look in seen.before
+            if look.matches_plan(p) and (p.jobs, p.ranks) == (plan.jobs, plan.ranks)
+        ]
+        every = [*alike, *((plan, look) for look in looks)][-MAX_OBSERVATIONS:]
         seen = replace(seen, profile=estimate_work(seen.profile, every, self.windows))
         assert seen.profile is not None
         if isinstance(self.predictor, Learning):
@@ -106,17 +110,17 @@ class DynPlanner(EvenPlanner):
                 return replace(plan, layers=change.layers)
         return None
 
-    def _windows(self, looks: Sequence[tuple[Plan, Seen]], seen: Problem, order: Program) -> Windows:
+    def _windows(self, looks: Sequence[tuple[Plan, Observation]], seen: Problem, order: Program) -> Windows:
         assert seen.profile is not None
         each = [Situation(seen.profile, plan, look, seen.deployment, self.predictor) for plan, look in looks]
         return Windows(each, order)
 
-    def _changed(self, looks: Sequence[Seen], seen: Problem) -> bool:
+    def _changed(self, looks: Sequence[Observation], seen: Problem) -> bool:
         """Whether some stage takes another time than in a look before, by a share that could matter, or there are twice
         as many looks as when the answer was another time; else the answer is that of the last look."""
         if seen.remaining is not None and seen.remaining // self.every % ANYWAY == 0:
             return True
-        if len(looks) < KEPT_LOOKS and log2(len(looks) / self.windows).is_integer():
+        if len(looks) < MAX_OBSERVATIONS and log2(len(looks) / self.windows).is_integer():
             return True
         times = np.array([look.stage_seconds for look in looks])
         return bool((times.max(axis=0) > (1 + self.gain) * times.min(axis=0)).any())
@@ -141,7 +145,7 @@ class DynPlanner(EvenPlanner):
         return all(map(pays, change.old, change.new))
 
     def _before(
-        self, plan: Plan, earlier: Sequence[tuple[Plan, Seen]], looks: int, seen: Problem, order: Program
+        self, plan: Plan, earlier: Sequence[tuple[Plan, Observation]], looks: int, seen: Problem, order: Program
     ) -> _Before | None:
         """The last move, where it was one, by the last window of the plan before it."""
         if not earlier or earlier[-1][0].layers == plan.layers:

@@ -99,7 +99,7 @@ class Windows:
 
     def _seconds(self, batches: int, durations: Durations) -> Array:
         replay = replay_of(self.order, self.now.plan, batches)
-        return np.asarray(replay.seconds(durations, self._overhead).mean(axis=1))
+        return np.asarray(replay.step_seconds(durations, self._overhead).mean(axis=1))
 
 
 def repartition(windows: Windows, cuts: Cuts, least: float = 0.0) -> Change | None:

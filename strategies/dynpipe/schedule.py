@@ -12,7 +12,7 @@ from typing import ClassVar
 from lightning_pipes.cost import Cluster, ModelProfile
 from lightning_pipes.cost.units import parse_bytes, parse_setting
 from lightning_pipes.ir import InputError, check_count, check_fields, check_number, check_type
-from lightning_pipes.planning.replanning import Hosting, Interference
+from lightning_pipes.planning.replanning import HostedStage, Interference
 from lightning_pipes.strategies.dynpipe.choosing import StageChoice, choose_stages
 from lightning_pipes.strategies.dynpipe.guard import MemoryGuard
 from lightning_pipes.strategies.dynpipe.interference.dataset import Dataset, cross_validated
@@ -119,7 +119,7 @@ class DynPipe(PipeDream):
 
     @staticmethod
     def train_predictor(
-        windows: Iterable[tuple[Mapping[str, float], Hosting, float, str, str, int]] | None,
+        windows: Iterable[tuple[Mapping[str, float], HostedStage, float, str, str, int]] | None,
         data: Path | None,
         forest: Path,
     ) -> dict[str, float]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from lightning_pipes.cost import Deployment, ModelProfile
 from lightning_pipes.ir import RECOMPUTES, Kind, Plan
-from lightning_pipes.planning.replanning import Hosting, Interference, Seen
+from lightning_pipes.planning.replanning import HostedStage, Interference, Observation
 from lightning_pipes.planning.replanning.replay import sends_of
 from lightning_pipes.strategies.dynpipe.partitions import Cuts
 
@@ -34,7 +34,7 @@ class Situation:
         self,
         profile: ModelProfile,
         plan: Plan,
-        seen: Seen,
+        seen: Observation,
         deployment: Deployment | None = None,
         predictor: Interference | None = None,
     ) -> None:
@@ -67,7 +67,7 @@ class Situation:
             found | self._messages(cuts) | {key: s.mean(axis=1, keepdims=True) for key, s in self._steps(cuts).items()}
         )
 
-    def shown(self) -> tuple[list[tuple[Mapping[str, float], Hosting]], list[float]]:
+    def shown(self) -> tuple[list[tuple[Mapping[str, float], HostedStage]], list[float]]:
         """The devices, each with the stage that it hosts now, and by how much it takes longer than the profile has it:
         of this a predictor learns. Nothing without a monitor."""
         if not self.seen.devices:
@@ -165,7 +165,7 @@ class Situation:
     def _device(self, stage: int) -> Mapping[str, float]:
         return self.seen.devices[self.plan.ranks[stage]]
 
-    def _hosting(self, stage: int, start: int, stop: int) -> Hosting:
+    def _hosting(self, stage: int, start: int, stop: int) -> HostedStage:
         columns, rows = self.profile.layer_arrays, max(self._rows)
         cuts = np.zeros((1, self.plan.n_stages + 1), np.int64)
         cuts[0, stage], cuts[0, stage + 1] = start, stop
@@ -175,7 +175,7 @@ class Situation:
         of = {
             name: float(columns.layer_values(name)[start:stop].sum()) for name in ("weights", "gradients", "optimizer")
         }
-        return Hosting(
+        return HostedStage(
             stop - start,
             rows,
             forward,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_pipes.ir import InputError, check_count, check_fields, check_number
-from lightning_pipes.planning.replanning import Probe
+from lightning_pipes.planning.replanning import GradientSample
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Constants:
             check_number(name, value, "finite, not negative", lambda x: 0 <= x < math.inf)
 
     @classmethod
-    def estimated(cls, loss: float, probes: Sequence[Probe], largest: bool = False) -> Constants:
+    def estimated(cls, loss: float, probes: Sequence[GradientSample], largest: bool = False) -> Constants:
         """The constants by a few iterations.
 
         Args:

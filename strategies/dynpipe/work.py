@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from lightning_pipes.cost import ModelProfile
 from lightning_pipes.ir import Kind, Plan
-from lightning_pipes.planning.replanning import Seen
+from lightning_pipes.planning.replanning import Observation
 
 Array = npt.NDArray[np.float64]
 BELOW = 0.9
@@ -31,7 +31,7 @@ ENOUGH = 1e-6
 """By what the cost has to fall in each."""
 
 
-def estimate_work(profile: ModelProfile, looks: Sequence[tuple[Plan, Seen]], lasting: int) -> ModelProfile:
+def estimate_work(profile: ModelProfile, looks: Sequence[tuple[Plan, Observation]], lasting: int) -> ModelProfile:
     """Return the profile with less work for those layers that explain best why stages were faster than it says.
 
     No work becomes more: a stage that is slower has a slow device. Plans with other stages tell which layers it is.
@@ -112,7 +112,7 @@ class _Explanation:
         return np.asarray(IMPOSSIBLE * impossible + SLOWED * slowed - CHANGED * np.log(factors).sum(axis=1))
 
 
-def _fastest(looks: Sequence[tuple[Plan, Seen]], lasting: int) -> tuple[npt.NDArray[np.bool_], Array]:
+def _fastest(looks: Sequence[tuple[Plan, Observation]], lasting: int) -> tuple[npt.NDArray[np.bool_], Array]:
     """Return the parts of each stage of all plans, and the seconds of a micro-batch in its fastest looks in a row."""
     by_layers: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
     for plan, look in looks:

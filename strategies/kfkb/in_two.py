@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lightning_pipes.cost import CostModel, Costs
 from lightning_pipes.ir import Kind, Plan, PlanError, adapt_plan
-from lightning_pipes.planning.candidates import Candidate, candidate
+from lightning_pipes.planning.candidates import Candidate, make_candidate
 from lightning_pipes.sim.loops.memory import Limit
 from lightning_pipes.strategies.deep import tapered
 from lightning_pipes.strategies.per_link import extra_for, forwards_ahead
@@ -36,13 +36,13 @@ def split_candidates(plan: Plan, costs: Costs, memory_limit: Limit) -> Iterator[
     for times in TIMES:
         extra = extra_for(plan, costs, times)
         ahead = forwards_ahead(plan, "extra", extra)[0]
-        yield candidate(ZeroBubble(extra), plan, costs, memory_limit, (ahead,) * p)
+        yield make_candidate(ZeroBubble(extra), plan, costs, memory_limit, (ahead,) * p)
         if limited:
-            yield candidate(ZeroBubble(extra, fits), plan, costs, memory_limit, may)
+            yield make_candidate(ZeroBubble(extra, fits), plan, costs, memory_limit, may)
     for slack in SLACKS:
         held = [min(tapered(p, slack * (p - 1))[0], most) for most in may]
         limits = tuple(most * size for most, size in zip(held, rows, strict=True))
-        yield candidate(Ready(limits=limits, split=True), plan, costs, memory_limit, held)
+        yield make_candidate(Ready(limits=limits, split=True), plan, costs, memory_limit, held)
 
 
 def prices_split(costs: Costs, stages: int) -> bool:

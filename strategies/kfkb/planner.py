@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_pipes.cost import Costs
 from lightning_pipes.ir import InputError, Kind, Plan, adapt_plan
-from lightning_pipes.planning.candidates import Candidate, TuningPlanner, candidate, cut_into, nothing_fits
+from lightning_pipes.planning.candidates import Candidate, TuningPlanner, cut_into, make_candidate, nothing_fits
 from lightning_pipes.sim.loops.memory import Limit
 from lightning_pipes.strategies.deep import Deep, tapered
 from lightning_pipes.strategies.kfkb.in_two import split_candidates
@@ -77,7 +77,7 @@ class KFKBPlanner(TuningPlanner):
 
     prune: str = "per_k"
 
-    def candidates(
+    def list_candidates(
         self, plan: Plan, costs: Costs, memory_limit: Limit = None, sizes: Sequence[int] = ()
     ) -> tuple[Candidate, ...]:
         """The memory curve; k = 1 with every size that fits; and for each size what else has more micro-batches under
@@ -98,7 +98,7 @@ def _largest(
     low, high = 0, len(sizes)
     while low < high:
         middle = (low + high) // 2
-        fits = candidate(KFKB(k), cut_into(plan, sizes[middle]), costs, memory_limit, held)
+        fits = make_candidate(KFKB(k), cut_into(plan, sizes[middle]), costs, memory_limit, held)
         if fits is None:
             high = middle
         else:
@@ -113,21 +113,21 @@ def _held(k: int, stages: int) -> tuple[int, ...]:
 def _others(plan: Plan, costs: Costs, memory_limit: Limit) -> Iterator[Candidate | None]:
     p, spans = plan.n_stages, plan.spans(Kind.F, 0)
     m, rows = len(spans), max(span.rows for span in spans)
-    least = candidate(KFKB(1), plan, costs, memory_limit, _held(1, p))
+    least = make_candidate(KFKB(1), plan, costs, memory_limit, _held(1, p))
     yield least
     if p == 1 or least is None:
         return
     slacks = [n * (p - 1) // 2 for n in range(1, 2 * DEEPEST + 1) if p + n * (p - 1) // 2 <= m]
     for slack in dict.fromkeys(slacks):
-        yield candidate(Deep(slack), plan, costs, memory_limit, tapered(p, slack))
+        yield make_candidate(Deep(slack), plan, costs, memory_limit, tapered(p, slack))
     for times in (1.0, 1.5, 2.0):
         extra = extra_for(plan, costs, times)
         if max(extra) > min(extra):
             held = [p - s + sum(extra[s:]) for s in range(p)]
-            yield candidate(PerLink(extra), plan, costs, memory_limit, held)
+            yield make_candidate(PerLink(extra), plan, costs, memory_limit, held)
     may = [most // rows for most in limits_for(plan, costs, memory_limit)]
     for slack in (p - 1, DEEPEST * (p - 1)):
         held = [min(most, a) for most, a in zip(tapered(p, slack), may, strict=True)]
         if all(h >= min(p - s, m) for s, h in enumerate(held)):
-            yield candidate(Ready(limits=tuple(h * rows for h in held)), plan, costs, memory_limit, held)
+            yield make_candidate(Ready(limits=tuple(h * rows for h in held)), plan, costs, memory_limit, held)
     yield from split_candidates(plan, costs, memory_limit)

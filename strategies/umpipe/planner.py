@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from lightning_pipes.cost import Cluster, CostModel, Deployment, Device
 from lightning_pipes.ir import Cut, Kind, Plan, PlanError, Policy, Program, Schedule, Span
-from lightning_pipes.planning.fit import Fit, evaluated, fit_layers, improved
+from lightning_pipes.planning.fit import Fit, evaluate_plan, fit_layers, improve_cuts
 from lightning_pipes.planning.planner import EvenPlanner, Planner, Problem
 from lightning_pipes.sim import makespan
 from lightning_pipes.sim.units import bytes_text, seconds_text
@@ -118,7 +118,7 @@ class UnequalPlanner(Planner):
     search: str = SEARCHES[0]
 
     @property
-    def by_hand(self) -> bool:
+    def user_chose_microbatches(self) -> bool:
         return self.given is not None
 
     def plan(self, problem: Problem) -> Plan:
@@ -136,7 +136,7 @@ class UnequalPlanner(Planner):
             return self._cut(even, problem)
         return self._jointly(even, problem)
 
-    def measures(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
+    def profile_sizes(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
         """The whole batch, its half, and so on, as far as it may be cut: MEASURED of them."""
         if self.given is not None:
             sizes = {-(-rows // min(count, rows)) for counts in self.given for count in counts}
@@ -149,7 +149,7 @@ class UnequalPlanner(Planner):
         more than REPLAN of a step by the times that they take; layers stay where they are."""
         if self.given is not None or seen.profile is None or seen.costs is None:
             return None
-        usual = evaluated(seen.profile, _order(seen, plan), plan, _deployment(seen)).costs
+        usual = evaluate_plan(seen.profile, _order(seen, plan), plan, _deployment(seen)).costs
         costs, drift = drifted(usual, seen.costs, plan)
         if drift <= DRIFT:
             return None
@@ -172,12 +172,12 @@ class UnequalPlanner(Planner):
         def best_of(every: Iterable[tuple[Span, ...]]) -> Fit:
             plans = [self._cut(replace(even, layers=layers), problem) for layers in every]
             return min(
-                (evaluated(profile, _order(problem, x), x, deployment) for x in plans), key=lambda fit: fit.seconds
+                (evaluate_plan(profile, _order(problem, x), x, deployment) for x in plans), key=lambda fit: fit.seconds
             )
 
         best = best_of(list(dict.fromkeys(fit.plan.layers for fit in fits))[:STARTS])
         for _ in range(ROUNDS):
-            other = best_of([improved(profile, best, deployment).plan.layers])
+            other = best_of([improve_cuts(profile, best, deployment).plan.layers])
             if other.seconds >= best.seconds:
                 break
             best = other
@@ -186,15 +186,15 @@ class UnequalPlanner(Planner):
     def _cut(self, base: Plan, problem: Problem) -> Plan:
         """`base`, whose layers are decided, in the cut that is fastest by the profile."""
         assert problem.profile is not None
-        costs = evaluated(problem.profile, _order(problem, base), base, _deployment(problem)).costs
+        costs = evaluate_plan(problem.profile, _order(problem, base), base, _deployment(problem)).costs
         return self._fastest(base, problem, costs)
 
-    def explained(self, problem: Problem, plan: Plan) -> str:
+    def explain_plan(self, problem: Problem, plan: Plan) -> str:
         """The cut, what a step takes with it and with the best equal one, and where all forwards come first how much
         faster another cut may be."""
         if self.given is not None or problem.profile is None or not plan.layers or plan.n_stages == 1:
             return ""
-        costs = evaluated(problem.profile, _order(problem, plan), plan, _deployment(problem)).costs
+        costs = evaluate_plan(problem.profile, _order(problem, plan), plan, _deployment(problem)).costs
         search = self._choices(replace(plan, whole_forward=(), limits=()), problem, costs)
         equal = search.best_equal()
         if equal is None:

@@ -11,7 +11,7 @@ from lightning_pipes.cost import FREE, Cluster, Deployment, Device, LayerProfile
 from lightning_pipes.cost.deployment import BUCKET_BYTES
 from lightning_pipes.ir import Plan, PlanError, Span
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.fit import evaluated
+from lightning_pipes.planning.fit import evaluate_plan
 from tests.cases import for_each
 
 INSIDE, BETWEEN = Link(100e9, 1e-6), Link(10e9, 1e-5)
@@ -89,16 +89,16 @@ def test_a_step_waits_for_what_the_drain_does_not_hide():
     profile = ModelProfile((layer, layer))
     plan = Plan.even(2, 4, layers=[Span(0, 1), Span(1, 2)])
     order = make_schedule("1f1b").program(plan)
-    alone = evaluated(profile, order, plan, Cluster((Device(),) * 2)).seconds
+    alone = evaluate_plan(profile, order, plan, Cluster((Device(),) * 2)).seconds
     halves = replace(profile, widened=2.0)
     assert alone == pytest.approx(5 * 3e-3)
     for bandwidth in (1e12, 1e10, 1e9):
         ring = 2 * 1 / 2 * BUCKET_BYTES / bandwidth
         place = Deployment(Cluster((Device(),) * 2), 2, (FREE, Link(bandwidth)))
-        assert evaluated(profile, order, plan, place).seconds == pytest.approx(alone + max(0.0, ring - 2e-3))
+        assert evaluate_plan(profile, order, plan, place).seconds == pytest.approx(alone + max(0.0, ring - 2e-3))
         place = Deployment(Cluster((Device(),) * 2), 2, (Link(bandwidth), FREE))
-        assert evaluated(profile, order, plan, place).seconds == pytest.approx(alone + ring)
-        assert evaluated(halves, order, plan, place).seconds == pytest.approx(
+        assert evaluate_plan(profile, order, plan, place).seconds == pytest.approx(alone + ring)
+        assert evaluate_plan(halves, order, plan, place).seconds == pytest.approx(
             alone + max(ring, 2 * ring - 1e-3)
         )  # two buckets
 

@@ -297,12 +297,12 @@ def test_costs_are_measured_by_pass(spans: Cut, setting: str, split_backward: bo
     plan = plan_of(spans, setting, split_backward)
     timeline = simulate(program(plan), plan, true)
     averages = Averages()
-    averages.add([StepSample.of([e for e in timeline.events if e.rank == rank], plan) for rank in (0, 1)])
+    averages.add([StepSample.from_events([e for e in timeline.events if e.rank == rank], plan) for rank in (0, 1)])
     for measured in (CostModel.from_timelines(timeline), averages.costs(overhead=False)):
         for kind in (Kind.F, Kind.I, Kind.W) if split_backward else (Kind.F, Kind.B):
             assert measured.seconds_at(kind, 0, 1) == pytest.approx(times[kind] * 1e-9)
         assert simulate(program(plan), plan, measured).makespan == timeline.makespan
-    assert averages.knows(plan)
+    assert averages.has_measured(plan)
 
 
 def test_plans_say_which_forwards_are_whole() -> None:

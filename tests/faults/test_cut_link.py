@@ -63,7 +63,7 @@ def crawl(rank: int, folder: str) -> list[tuple[Effect, float]]:
         wait_for(Path(folder, f"set{number}"))
         engine.inject(Item(0, 1))
         engine.drain()
-        mine = StepSample.of(engine.events, plan)
+        mine = StepSample.from_events(engine.events, plan)
         step: list[StepSample] = [mine, mine]
         dist.all_gather_object(step, mine)
         averages = Averages()

@@ -12,7 +12,7 @@ import lightning_pipes
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Cut, LayerUse, Plan, Schedule, Span, adapt_plan
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.planner import Problem, planned
+from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.jap import Effort, Job, problem_of, solved, streamed
 from lightning_pipes.strategies.jap.rounds import program_of
@@ -73,7 +73,7 @@ def step(order, ranks=3, microbatches=4, f=1, b=2, link=0, batches=None, scale=2
 def unequal(name):
     """A batch of 8 samples that the stages cut into 2, 4 and 8 for forward, and into 4, 4 and 8 for backward."""
     order = make_schedule(name, forward=(2, 4, 8), backward=(4, 4, 8))
-    plan = planned(Problem(order, 3, 8))
+    plan = solve_plan(Problem(order, 3, 8))
     costs = CostModel.uniform(3, 1e-9, 2e-9, rows=1)
     return _drawn(order.program(plan) if isinstance(order, Schedule) else order, plan, costs, None, 1)
 

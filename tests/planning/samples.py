@@ -24,7 +24,7 @@ def step(schedule=KFKB(1), m=6, at=0, shift=None, **times):  # noqa: B008 - froz
         if receiver != e.rank and shift:
             start = min(start + shift.get(e.rank, 0), e.end + at)  # as the engine does
         by_rank[receiver].append(e._replace(start=start, end=e.end + at))
-    return [StepSample.of(events, plan, since=at) for events in by_rank], plan, costs
+    return [StepSample.from_events(events, plan, since=at) for events in by_rank], plan, costs
 
 
 def equal_layers(count: int) -> ModelProfile:

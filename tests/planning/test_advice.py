@@ -10,7 +10,7 @@ from lightning_pipes.cost import Link
 from lightning_pipes.cost.table import at_rows
 from lightning_pipes.ir import Cut, Kind
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.advice import advise
+from lightning_pipes.planning.advice import advise_run
 from lightning_pipes.planning.what_if import WhatIf
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.shown.record import RunRecord
@@ -45,7 +45,7 @@ def followed(times, ranks, arguments, batch, **more) -> RunRecord:
 def test_what_is_claimed_comes_true(times, ranks, m, link):
     links = {} if link is None else {"link": link}
     record = record_of(times, ranks, m, rows=8, **links)
-    advice = advise(record)
+    advice = advise_run(record)
     assert advice.now.seconds == pytest.approx(record.measured.makespan / 1e9, rel=0.01)
     assert advice.proposed is not None
     assert len(advice.changes) > 3
@@ -60,7 +60,7 @@ def test_a_run_whose_batches_overlap_gets_advice():
     record = record_of(SLOW_THIRD, 4, 4, "dynpipe", rows=8)
     order = make_schedule("dynpipe").program(record.plan)
     few, many = (simulate(order, record.plan, record.costs, batches=n) for n in (16, 56))
-    advice = advise(replace(record, measured=replace(many, name="measured")))
+    advice = advise_run(replace(record, measured=replace(many, name="measured")))
     assert advice.now.seconds == pytest.approx((many.makespan - few.makespan) / 40 / 1e9, rel=0.01)
     assert advice.sentence.startswith("Stage 2 takes 2x the time of the others: move layer")
     assert advice.proposed.seconds < 0.8 * advice.now.seconds
@@ -71,14 +71,14 @@ def test_a_run_whose_batches_overlap_gets_advice():
 
 
 def test_a_slow_stage_is_named_with_the_layers_to_move():
-    advice = advise(record_of(SLOW_THIRD, 4, 8))
+    advice = advise_run(record_of(SLOW_THIRD, 4, 8))
     assert advice.sentence.startswith("Stage 2 takes 2x the time of the others: move layer")
     assert f"partition={advice.proposed.arguments['partition']}; a step would take " in advice.sentence
     assert advice.proposed.seconds < advice.now.seconds
 
 
 def test_siblings_are_told_of_a_slow_stage_only():
-    slow, even = (advise(replace(record_of(times, 4, 8), siblings=3)) for times in (SLOW_THIRD, [2] * 12))
+    slow, even = (advise_run(replace(record_of(times, 4, 8), siblings=3)) for times in (SLOW_THIRD, [2] * 12))
     assert slow.sentence.startswith(
         "Stage 2 takes 2x the time of the others: give it less to do (now partition=[3, 6, 9]). This was one of up to 3"
     )
@@ -94,14 +94,14 @@ def test_a_slow_device_gets_fewer_layers():
     record = replace(record, costs=replace(record.costs, seconds=slower))
     model = WhatIf(record)
     assert [device.speed for device in model.cluster.devices] == pytest.approx([1 / 1.02, 1 / 1.53, 1 / 1.02])
-    cut = model.rebalanced().fit.plan.layers
+    cut = model.with_best_cuts().fit.plan.layers
     assert [span.rows for span in cut] == [5, 3, 4] or [span.rows for span in cut] == [4, 3, 5]
 
 
 def test_without_layer_times_it_says_what_equal_stages_would_bring():
     record = record_of(SLOW_THIRD, 4, 8, known=False)
-    advice = advise(record)
-    even = advise(record_of([30 / 12] * 12, 4, 8)).now.seconds  # the same work, evenly
+    advice = advise_run(record)
+    even = advise_run(record_of([30 / 12] * 12, 4, 8)).now.seconds  # the same work, evenly
     assert advice.sentence.startswith("Stage 2 takes 2x the time of the others: give it less to do (now partition=")
     assert advice.proposed is None
     said = float(advice.sentence.split("would take ")[1].split(" ms")[0]) / 1e3
@@ -110,20 +110,20 @@ def test_without_layer_times_it_says_what_equal_stages_would_bring():
 
 
 def test_a_slow_link_is_named():
-    advice = advise(record_of([2] * 12, 4, 16, link=LATE))
+    advice = advise_run(record_of([2] * 12, 4, 16, link=LATE))
     assert advice.sentence.startswith("Messages, most of all those from rank ")
     assert advice.proposed.arguments["schedule"] == "deep"
 
 
 def test_a_large_bubble_asks_for_more_micro_batches():
-    advice = advise(record_of([2] * 8, 4, 8, known=False))
+    advice = advise_run(record_of([2] * 8, 4, 8, known=False))
     assert advice.sentence.startswith("Ranks idle 3")
     assert "16 micro-batches instead of 8 would make it 2" in advice.sentence
     assert advice.sentence.endswith(", if half the samples take half the time.")
 
 
 def test_a_good_run_is_left_alone():
-    advice = advise(record_of([2] * 4, 2, 128, rows=1, known=False))
+    advice = advise_run(record_of([2] * 4, 2, 128, rows=1, known=False))
     assert "no change that was simulated makes a step 3% shorter" in advice.sentence
     assert advice.proposed is None
 
@@ -132,7 +132,7 @@ def test_fixed_costs_of_a_micro_batch_are_seen():
     """Layers that take as long for half the rows: more micro-batches must not be proposed."""
     record = record_of([2] * 8, 4, 8)
     layers = tuple(make_layer(each.name, 2.0, 4, fixed=2.0) for each in record.profile.layers)
-    advice = advise(replace(record, profile=replace(record.profile, layers=layers)))
+    advice = advise_run(replace(record, profile=replace(record.profile, layers=layers)))
     assert advice.proposed is None or advice.proposed.arguments["microbatches"] <= 8
     assert all(
         c.seconds > advice.now.seconds for c in advice.changes if c.what in ("16 micro-batches", "32 micro-batches")
@@ -142,22 +142,22 @@ def test_fixed_costs_of_a_micro_batch_are_seen():
 def test_changes_fit_into_the_devices_memory():
     record = record_of([2] * 12, 4, 8)
     limit = int(max(record.predicted.peak_bytes) * 1.05)
-    limited = advise(replace(record, memory=(limit,) * 4))
+    limited = advise_run(replace(record, memory=(limit,) * 4))
     assert limited.changes
     assert all(change.peak_bytes <= limit for change in limited.changes)
-    assert any(change.peak_bytes > limit for change in advise(record).changes)
+    assert any(change.peak_bytes > limit for change in advise_run(record).changes)
 
 
 def test_notes_say_what_the_simulator_missed_and_what_lies_outside():
     record = record_of([2] * 4, 2, 8)
-    off = advise(replace(record, predicted=record_of([4] * 4, 2, 8).predicted, between=1.0))
+    off = advise_run(replace(record, predicted=record_of([4] * 4, 2, 8).predicted, between=1.0))
     assert any("what it says of changes is no more exact than that" in note for note in off.notes)
     assert any(note.startswith("1 s pass between two steps of the pipeline") for note in off.notes)
-    assert not any("exact" in note or "pass between" in note for note in advise(record).notes)
+    assert not any("exact" in note or "pass between" in note for note in advise_run(record).notes)
 
 
 def test_a_schedule_that_is_not_installed():
-    advice = advise(replace(record_of(SLOW_THIRD, 4, 8), schedule="mine", settings={}))
+    advice = advise_run(replace(record_of(SLOW_THIRD, 4, 8), schedule="mine", settings={}))
     assert advice.sentence.startswith(
         "Stage 2 takes 2x the time of the others. No change was simulated: no schedule is"
     )
@@ -165,13 +165,13 @@ def test_a_schedule_that_is_not_installed():
 
 
 def test_one_rank():
-    advice = advise(record_of([2] * 4, 1, 4))
+    advice = advise_run(record_of([2] * 4, 1, 4))
     assert advice.sentence.startswith("There is one rank only")
 
 
 def test_progress_is_told():
     told = []
-    advise(record_of([2] * 4, 2, 4), lambda what, done: told.append(done))
+    advise_run(record_of([2] * 4, 2, 4), lambda what, done: told.append(done))
     assert told == sorted(told)
     assert told[0] == 0 < told[-1] < 1
 
@@ -187,7 +187,7 @@ def test_a_short_last_micro_batch_says_little_of_larger_ones(short):
     model = WhatIf(
         replace(record, predicted=replace(record.predicted, plan=plan), costs=replace(record.costs, seconds=kept))
     )
-    whole = model.same_cuts(None, 1)
+    whole = model.with_same_cuts(None, 1)
     assert whole is not None
     one = sum(at_rows(kept[kind, s], 7) for kind in (Kind.F, Kind.B) for s in range(2))
-    assert whole.seconds == pytest.approx(one * 32 / 7, rel=0.02)  # messages take the rest
+    assert whole.step_seconds == pytest.approx(one * 32 / 7, rel=0.02)  # messages take the rest

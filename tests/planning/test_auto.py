@@ -16,9 +16,9 @@ from lightning_pipes.cost.zoo import named_profile
 from lightning_pipes.ir import Plan, PlanError, Program
 from lightning_pipes.ir import plan as plans
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.auto import choose, options, search
+from lightning_pipes.planning.auto import choose_option, options, search
 from lightning_pipes.planning.bounds import step_bound
-from lightning_pipes.planning.fit import evaluated, fit_layers
+from lightning_pipes.planning.fit import evaluate_plan, fit_layers
 from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.testing.choices import PlanningProblem, every_fit, random_problem
 from tests.planning.samples import equal_layers
@@ -27,7 +27,7 @@ from tests.planning.samples import equal_layers
 @pytest.mark.parametrize("seed", range(5))
 def test_never_worse_than_trying_everything(seed):
     p = random_problem(seed)
-    choice = choose(p.profile, p.ranks, p.rows, p.cluster)
+    choice = choose_option(p.profile, p.ranks, p.rows, p.cluster)
     assert choice.fit.seconds <= 1.02 * min(fit.seconds for fit in every_fit(p))
     assert all(peak <= device.memory for peak, device in zip(choice.fit.peak_bytes, p.cluster.devices, strict=True))
 
@@ -39,7 +39,7 @@ def test_partitions_of_equal_weight_are_told_apart():
     profile = ModelProfile((LayerProfile("", **tables, output=((1, 1e5),)),) * 8)
     devices = tuple(Device(speed=2 / 3 if rank == 1 else 1.0) for rank in range(4))
     problem = PlanningProblem(profile, 4, 16, Cluster(devices, inside=Link(bandwidth=1e5 / 4e-3)))
-    choice = choose(*problem)
+    choice = choose_option(*problem)
     assert choice.fit.seconds == min(fit.seconds for fit in every_fit(problem))
     schedule = make_schedule("kfkb", k=2)
     fit = fit_layers(profile, schedule, even_plan(schedule, 4, 8, 16), problem.cluster, trials=0)
@@ -48,7 +48,7 @@ def test_partitions_of_equal_weight_are_told_apart():
 
 def test_the_table_says_why():
     model, ranks, rows, cluster = random_problem(3)
-    choice = choose(model, ranks, rows, cluster)
+    choice = choose_option(model, ranks, rows, cluster)
     text = str(choice)
     assert "the best" in text.splitlines()[1]
     assert choice.best.label.split()[0] in text.splitlines()[1]
@@ -61,7 +61,7 @@ def test_nothing_fits():
     model, ranks, rows, _ = random_problem(3)
     poor = Cluster.from_counts(1, ranks, 1000)
     with pytest.raises(PlanError, match=r"no schedule fits: stage .* needs .* MiB and has 0.0 MiB"):
-        choose(model, ranks, rows, poor)
+        choose_option(model, ranks, rows, poor)
 
 
 @pytest.mark.parametrize("between", ["25GB/s", pytest.param("200MB/s", marks=pytest.mark.slow)])
@@ -72,12 +72,12 @@ def test_64_stages_512_microbatches_16_replicas(between):
         128, 8, "74GiB", {"bandwidth": "300GB/s", "latency": "5us"}, {"bandwidth": between, "latency": "10us"}
     )
     place = Deployment.from_cluster(cluster, 64, 16)
-    choice = choose(profile, 64, 512, place)
+    choice = choose_option(profile, 64, 512, place)
     assert len(choice.options) > 100
     assert sum(option.fit is not None for option in choice.options) < 30
     assert choice.best.bound <= choice.fit.seconds * (1 + 1e-6)
     order = choice.fit.order
-    alone = evaluated(profile, order, choice.fit.plan, place.pipeline).seconds
+    alone = evaluate_plan(profile, order, choice.fit.plan, place.pipeline).seconds
     whole = max(
         float(place.all_reduce_seconds(rank, np.array(2.0 * size)))  # halves travel as float32
         for rank, size in enumerate(profile.layer_arrays.stage_sums("gradients", choice.fit.plan.layers))
@@ -90,7 +90,7 @@ def test_progress_goes_forward():
     base, _, _, _ = random_problem(1)
     layers = tuple(base.layers[int(n)] for n in rng.integers(0, len(base.layers), 48))
     told: list[float] = []
-    choose(
+    choose_option(
         ModelProfile(layers),
         8,
         64,
@@ -107,7 +107,7 @@ def test_warm_ups_for_links_that_are_slow():
     )
     far = {(2, 3): Link(latency=0.06), (3, 2): Link(latency=0.06)}
     cluster = Cluster((Device(8),) * 4, links=far)
-    found = choose(ModelProfile((layer,) * 4), 4, 16, cluster, microbatches=[16], recompute=[False])
+    found = choose_option(ModelProfile((layer,) * 4), 4, 16, cluster, microbatches=[16], recompute=[False])
     assert found.best.plan.split_backward
     plain = [o.fit.seconds for o in found.options if o.fit and o.label != found.best.label]
     assert found.fit.seconds < 0.97 * min(plain)
@@ -118,7 +118,7 @@ def test_a_variant_that_is_too_large_is_left_out_by_name(monkeypatch: pytest.Mon
     """Of four ranks and 32 micro-batches; in earnest of 256 ranks and 512."""
     for module in (plans, options, search):
         monkeypatch.setattr(module, "MAX_FORWARDS", 128)
-    choice = choose(equal_layers(24), 4, 128, recompute=[False])
+    choice = choose_option(equal_layers(24), 4, 128, recompute=[False])
     assert choice.best.microbatches <= 32
     large = [option for option in choice.options if option.too_large]
     assert {option.label for option in large} >= {"hanayo waves=1", "interleaved stages_per_rank=2"}
@@ -133,7 +133,7 @@ def test_a_search_that_has_simulated_enough_says_what_it_left_out(monkeypatch: p
     monkeypatch.setattr(search, "LARGE", 10)
     monkeypatch.setattr(search, "MOST_SIMULATED", 100)
     monkeypatch.setattr(search, "FAR", np.inf)
-    choice = choose(
+    choice = choose_option(
         equal_layers(24),
         4,
         16,
@@ -152,17 +152,17 @@ def test_nothing_fits_and_not_all_was_searched(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(options, "MAX_FORWARDS", 16)
     monkeypatch.setattr(search, "MAX_FORWARDS", 16)
     with pytest.raises(PlanError, match=r"no schedule fits: .* Not searched: 5 to 16 micro-batches; .* fewer ranks"):
-        choose(equal_layers(24), 4, 16, Cluster((Device(1000),) * 4))
+        choose_option(equal_layers(24), 4, 16, Cluster((Device(1000),) * 4))
 
 
 def test_orders_are_kept_only_where_they_may_be_improved() -> None:
     """An order of a large plan takes a hundred megabytes; others are made again when they are asked for."""
-    choice = choose(equal_layers(66), 33, 132, microbatches=[66, 132])
+    choice = choose_option(equal_layers(66), 33, 132, microbatches=[66, 132])
     fits = [option.fit for option in choice.options if option.fit is not None]
     assert len(fits) > search.REFINED
     assert sum(isinstance(fit.given, Program) for fit in fits) <= search.REFINED
     for fit in fits:
-        alone = evaluated(equal_layers(66), fit.order, fit.plan, Cluster((Device(),) * 33))
+        alone = evaluate_plan(equal_layers(66), fit.order, fit.plan, Cluster((Device(),) * 33))
         assert alone.seconds == fit.seconds
 
 

@@ -10,8 +10,8 @@ import pytest
 from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link, ModelProfile
 from lightning_pipes.ir import PlanError, Span
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.balance import BalancedPlanner, balanced, balanced_stream
-from lightning_pipes.planning.planner import EvenPlanner, Problem, even_plan, planned
+from lightning_pipes.planning.balance import BalancedPlanner, balance_layers, balance_stream
+from lightning_pipes.planning.planner import EvenPlanner, Problem, even_plan, solve_plan
 
 MIB = 2**20
 
@@ -38,7 +38,7 @@ GPIPE = make_schedule("gpipe")
 
 def test_a_slow_layer_moves_the_cut() -> None:
     """Equal stages take m + p - 1 = 5 times F and B, 12 seconds. Evenly cut, 4 x 5 + 3 forward and 6 + 4 x 10 back."""
-    found = balanced(profile(4, 1, 1, 1, 1), GPIPE, even_plan(GPIPE, 2, 4, 4), cut(2, 5), place())
+    found = balance_layers(profile(4, 1, 1, 1, 1), GPIPE, even_plan(GPIPE, 2, 4, 4), cut(2, 5), place())
     assert found.layers == cut(1, 5)
     assert found.seconds == pytest.approx(5 * 12)
     assert "a step takes 60 s instead of 69 s with [2]" in found.why
@@ -48,20 +48,20 @@ def test_a_slow_layer_moves_the_cut() -> None:
 def test_less_than_a_twentieth_is_not_worth_it(small: float, at: int) -> None:
     """Without the small layer the first stage is as fast as the second one is then: it saves half of what it takes."""
     layers = profile(1.0, 1.0, 2 * small, 2.0 - 2 * small)
-    found = balanced(layers, GPIPE, even_plan(GPIPE, 2, 1000, 1000), cut(3, 4), place())
+    found = balance_layers(layers, GPIPE, even_plan(GPIPE, 2, 1000, 1000), cut(3, 4), place())
     assert found.layers == cut(at, 4)
     assert ("instead of" in found.why) == (at == 2)
 
 
 def test_a_cut_is_not_compared_with_itself() -> None:
-    found = balanced(profile(1, 1, 1, 1), GPIPE, even_plan(GPIPE, 2, 4, 4), cut(2, 4), place())
+    found = balance_layers(profile(1, 1, 1, 1), GPIPE, even_plan(GPIPE, 2, 4, 4), cut(2, 4), place())
     assert found.why == "stages begin at layers [2], evenly by parameters: by measured time a step takes 30 s"
-    other = balanced(profile(1.0, 1.0, 0.08, 1.92), GPIPE, even_plan(GPIPE, 2, 1000, 1000), cut(3, 4), place())
+    other = balance_layers(profile(1.0, 1.0, 0.08, 1.92), GPIPE, even_plan(GPIPE, 2, 1000, 1000), cut(3, 4), place())
     assert other.why.endswith("a step takes 6246 s, and 6006 s with [2]")
 
 
 def test_a_slow_device_gets_less() -> None:
-    found = balanced(
+    found = balance_layers(
         profile(*[1.0] * 9), GPIPE, even_plan(GPIPE, 2, 8, 8), cut(4, 9), place(Device(), Device(speed=0.5))
     )
     assert found.layers == cut(6, 9)
@@ -70,11 +70,11 @@ def test_a_slow_device_gets_less() -> None:
 def test_memory_is_kept_to() -> None:
     """GPipe holds four samples, 4 MiB of each layer."""
     room = place(Device(8 * MIB), Device())
-    found = balanced(profile(*[1.0] * 6), GPIPE, even_plan(GPIPE, 2, 4, 4), cut(3, 6), room)
+    found = balance_layers(profile(*[1.0] * 6), GPIPE, even_plan(GPIPE, 2, 4, 4), cut(3, 6), room)
     assert found.layers == cut(2, 6)
     assert "fits into memory" in found.why
     nothing = place(Device(MIB), Device(MIB))
-    found = balanced(profile(*[1.0] * 6), GPIPE, even_plan(GPIPE, 2, 4, 4), cut(3, 6), nothing)
+    found = balance_layers(profile(*[1.0] * 6), GPIPE, even_plan(GPIPE, 2, 4, 4), cut(3, 6), nothing)
     assert found.layers == cut(3, 6)
     assert "needs" in found.why
 
@@ -85,7 +85,7 @@ def test_of_equally_fast_cuts_the_one_with_the_smaller_peak_is_taken(small: floa
     layers = zip(profile(1.0, 1.0, small, 2.0 - small).layers, (1, 1, 4, 4), strict=True)
     known = ModelProfile(tuple(replace(layer, saved=((1, size * MIB),)) for layer, size in layers))
     plan = even_plan(GPIPE, 2, 1000, 1000)
-    found = balanced(known, GPIPE, plan, cut(1, 4), place())
+    found = balance_layers(known, GPIPE, plan, cut(1, 4), place())
     assert found.layers == cut(at, 4)
 
 
@@ -94,14 +94,14 @@ def test_messages_count() -> None:
     layers = list(profile(1, 1, 1, 1).layers)
     layers[1] = LayerProfile("1", ((1, 1.0),), ((1, 2.0),), output=((1, 1000.0),))
     links = Deployment(Cluster((Device(), Device()), inside=Link(bandwidth=50.0)))
-    found = balanced(ModelProfile(tuple(layers)), GPIPE, even_plan(GPIPE, 2, 4, 4), cut(2, 4), links)
+    found = balance_layers(ModelProfile(tuple(layers)), GPIPE, even_plan(GPIPE, 2, 4, 4), cut(2, 4), links)
     assert found.layers in (cut(1, 4), cut(3, 4))
 
 
 def test_schedules_without_steps() -> None:
     endless = make_schedule("csp")
     with pytest.raises(PlanError, match="no step to plan"):
-        balanced(profile(1, 1), endless, even_plan(endless, 2, 4, 4), cut(1, 2), place())
+        balance_layers(profile(1, 1), endless, even_plan(endless, 2, 4, 4), cut(1, 2), place())
 
 
 PIPEDREAM = make_schedule("pipedream")
@@ -109,11 +109,11 @@ PIPEDREAM = make_schedule("pipedream")
 
 def test_a_stream_is_as_fast_as_its_heaviest_stage() -> None:
     """Stages of 5 + 3 layers' seconds, three times that there and back, for four micro-batches."""
-    found = balanced_stream(profile(4, 1, 1, 1, 1), PIPEDREAM, even_plan(PIPEDREAM, 2, 4, 4), cut(2, 5), place())
+    found = balance_stream(profile(4, 1, 1, 1, 1), PIPEDREAM, even_plan(PIPEDREAM, 2, 4, 4), cut(2, 5), place())
     assert found.layers == cut(1, 5)
     assert found.seconds == pytest.approx(4 * 3 * 4)
     assert "instead of" in found.why
-    close = balanced_stream(profile(1.02, 1, 1, 1), PIPEDREAM, even_plan(PIPEDREAM, 2, 4, 4), cut(2, 4), place())
+    close = balance_stream(profile(1.02, 1, 1, 1), PIPEDREAM, even_plan(PIPEDREAM, 2, 4, 4), cut(2, 4), place())
     assert close.layers == cut(2, 4)
     assert close.seconds == pytest.approx(4 * 3 * 2.02)
 
@@ -121,10 +121,10 @@ def test_a_stream_is_as_fast_as_its_heaviest_stage() -> None:
 def test_a_message_may_take_longer_than_a_stage() -> None:
     """8 bytes a sample at 1 byte a second: whatever the cut, so the even one stays."""
     slow = Deployment(Cluster((Device(), Device()), inside=Link(bandwidth=1.0)))
-    found = balanced_stream(profile(4, 1, 1, 1, 1), PIPEDREAM, even_plan(PIPEDREAM, 2, 4, 4), cut(2, 5), slow)
+    found = balance_stream(profile(4, 1, 1, 1, 1), PIPEDREAM, even_plan(PIPEDREAM, 2, 4, 4), cut(2, 5), slow)
     assert found.layers == cut(1, 5)
     quick = profile(0.4, 0.1, 0.1, 0.1, 0.1)
-    assert balanced_stream(quick, PIPEDREAM, even_plan(PIPEDREAM, 2, 4, 4), cut(2, 5), slow).layers == cut(2, 5)
+    assert balance_stream(quick, PIPEDREAM, even_plan(PIPEDREAM, 2, 4, 4), cut(2, 5), slow).layers == cut(2, 5)
 
 
 def problem(**known: Any) -> Problem:
@@ -134,11 +134,11 @@ def problem(**known: Any) -> Problem:
 
 
 def test_a_planner_whose_plans_are_balanced() -> None:
-    """As by `balanced`, and the layers are then decided."""
+    """As by `balance_layers`, and the layers are then decided."""
     found = BalancedPlanner(EvenPlanner()).solve(problem())
     assert found.plan.layers == found.problem.layers == cut(1, 5)
     assert "stages begin at layers [1]: by measured time" in found.why
-    assert found.plan == planned(found.problem)
+    assert found.plan == solve_plan(found.problem)
     assert BalancedPlanner(EvenPlanner()).plan(problem()) == found.plan
 
 

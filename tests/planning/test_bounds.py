@@ -11,8 +11,8 @@ import pytest
 
 from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link, ModelProfile
 from lightning_pipes.ir import Plan, Program, Rule, RulePolicy, Schedule, Span
-from lightning_pipes.planning.bounds import heaviest, least_step, step_bound
-from lightning_pipes.planning.fit import evaluated
+from lightning_pipes.planning.bounds import least_step, min_fullest_bin, step_bound
+from lightning_pipes.planning.fit import evaluate_plan
 from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.deep import Deep
 from lightning_pipes.strategies.gpipe import GPipe
@@ -100,7 +100,7 @@ def test_nothing_beats_the_bound(schedule, again):
                 tuple(Span(a, b) for a, b in pairwise([0, *cuts, n]))
                 for cuts in combinations(range(1, n), len(where) - 1)
             )
-            best = min(evaluated(profile, order, replace(plan, layers=layers), place).seconds for layers in every)
+            best = min(evaluate_plan(profile, order, replace(plan, layers=layers), place).seconds for layers in every)
             bound = step_bound(profile, plan, place)
             assert 0 < bound <= best * (1 + 1e-9)
             closest = min(closest, best / bound)
@@ -126,9 +126,9 @@ def test_the_fullest_bin():
         fullest = min(
             max(sum(items[k] for k in range(7) if code // 3**k % 3 == b) for b in range(3)) for code in range(3**7)
         )
-        assert heaviest(items, 3) <= fullest + 1e-12
-    assert heaviest(np.ones(194), 64) == 4
-    assert heaviest(np.array([5.0, 1, 1, 1]), 2) == 5
+        assert min_fullest_bin(items, 3) <= fullest + 1e-12
+    assert min_fullest_bin(np.ones(194), 64) == 4
+    assert min_fullest_bin(np.array([5.0, 1, 1, 1]), 2) == 5
 
 
 @pytest.mark.parametrize("split_backward", [False, True])

@@ -11,8 +11,8 @@ import pytest
 from lightning_pipes.cost import Cluster, Device, LayerProfile, Link, ModelProfile
 from lightning_pipes.ir import Plan, PlanError, Span
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.fit import Fit, evaluated, fit_layers
-from lightning_pipes.planning.partition import StageLoad, light_partitions
+from lightning_pipes.planning.fit import Fit, evaluate_plan, fit_layers
+from lightning_pipes.planning.partition import StageLoad, balanced_partitions
 from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.sim import simulate
 from tests.cases import for_each
@@ -49,7 +49,9 @@ def every_partition(n: int, stages: int) -> list[tuple[Span, ...]]:
 def exhaustive(model: ModelProfile, schedule: str, plan: Plan, cluster: Cluster, **settings: int) -> Fit:
     order = make_schedule(schedule, **settings).program(plan)
     every = every_partition(len(model.layers), plan.n_stages)
-    return min((evaluated(model, order, replace(plan, layers=p), cluster) for p in every), key=lambda fit: fit.seconds)
+    return min(
+        (evaluate_plan(model, order, replace(plan, layers=p), cluster) for p in every), key=lambda fit: fit.seconds
+    )
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "dynpipe"])
@@ -85,7 +87,7 @@ def test_a_slow_device_gets_less():
     cluster = Cluster(tuple(Device(speed=s) for s in speeds))
     fit = fit_layers(model, make_schedule("1f1b"), Plan.even(4, 16), cluster)
     assert [span.rows for span in fit.plan.layers] == [12, 8, 12, 12]
-    even = evaluated(
+    even = evaluate_plan(
         model, fit.order, replace(fit.plan, layers=tuple(Span(11 * n, 11 * n + 11) for n in range(4))), cluster
     )
     assert even.seconds > 1.25 * fit.seconds
@@ -151,7 +153,7 @@ def test_light_partitions_by_brute_force():
             )
 
         best = min(map(heaviest, every_partition(n, stages)))
-        found = light_partitions([StageLoad(lambda i, j, load=load: load[i, j]) for load in loads], edges)
+        found = balanced_partitions([StageLoad(lambda i, j, load=load: load[i, j]) for load in loads], edges)
         assert heaviest(found[0]) == best
         assert all(heaviest(p) <= 1.4 * best for p in found)
         assert len(set(found)) == len(found)

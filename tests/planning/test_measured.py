@@ -19,7 +19,7 @@ def test_costs_of_a_run_predict_its_steps():
         samples, plan, costs = step(at=n * 10**10)
         averages.add(samples)
     found = averages.costs()
-    assert averages.knows(plan)
+    assert averages.has_measured(plan)
     assert found.seconds_at(Kind.F, 1, 1) == pytest.approx(0.020)
     assert found.seconds_at(Kind.SB, 2, 1) == pytest.approx(0.010)
     for k in (1, 2, 3):
@@ -73,7 +73,7 @@ def test_where_a_clock_has_jumped_the_other_direction_is_wrong_too():
 
     def step(*durations):
         given = zip((forward, back, other), durations, strict=True)
-        return [StepSample.of([(0, i, 100 * MS, (100 + ms) * MS)], plan, since=99 * MS) for i, ms in given]
+        return [StepSample.from_events([(0, i, 100 * MS, (100 + ms) * MS)], plan, since=99 * MS) for i, ms in given]
 
     averages = Averages(window=1)
     averages.add(step(10, 10, 10))
@@ -92,23 +92,23 @@ def test_sizes_that_were_not_seen_are_extrapolated():
         (0, Instruction(Kind.SF, 0, span=Span(0, 2)), 20 * MS, 34 * MS),
         (1, Instruction(Kind.SB, 1, span=Span(0, 2)), 20 * MS, 30 * MS),
     ]
-    averages.add([StepSample.of(events, plan)])
+    averages.add([StepSample.from_events(events, plan)])
     found = averages.costs()
     assert found.seconds_at(Kind.F, 0, 4) == pytest.approx(0.040)  # in proportion
     assert found.seconds_at(Kind.SF, 0, 4) == pytest.approx(0.024)  # 4 ms whatever the size
     assert found.seconds_at(Kind.SF, 0, 1) == pytest.approx(0.009)
     assert found.seconds_at(Kind.SB, 1, 4) == pytest.approx(0.020)
-    assert not averages.knows(plan)
-    averages.add([StepSample.of([(0, F(0, Span(0, 4)), 0, 30 * MS)], plan)])
+    assert not averages.has_measured(plan)
+    averages.add([StepSample.from_events([(0, F(0, Span(0, 4)), 0, 30 * MS)], plan)])
     assert averages.costs().seconds_at(Kind.F, 0, 3) == pytest.approx(0.025)  # between two that were seen
 
 
 def test_what_is_known():
     averages = Averages()
     averages.add(step()[0])
-    assert averages.knows(Plan.even(3, 6))
-    assert averages.knows(Plan.even(3, 12))
-    assert not averages.knows(Plan.even(3, 6, rows=12))
+    assert averages.has_measured(Plan.even(3, 6))
+    assert averages.has_measured(Plan.even(3, 12))
+    assert not averages.has_measured(Plan.even(3, 6, rows=12))
 
 
 def test_a_rate_that_falls_to_nearly_nothing():
@@ -137,13 +137,13 @@ def test_unsteady_links():
         (0, Instruction(Kind.SF, 0, span=s), 0, t * MS)
         for s, t in zip(plan.spans(Kind.F, 0), (5, 60, 5, 60), strict=True)
     ]
-    averages.add([StepSample.of(events, plan)])
+    averages.add([StepSample.from_events(events, plan)])
     assert averages.unsteadiness == pytest.approx(27.5 / 32.5)
 
 
 def test_nothing_recorded_is_nothing_known():
     averages = Averages()
-    averages.add([StepSample.of([], Plan.even(2, 2))])
+    averages.add([StepSample.from_events([], Plan.even(2, 2))])
     assert averages.costs().n_stages == 0
     assert averages.lag == 0
 
@@ -161,8 +161,8 @@ def test_policies_may_hold_back_forwards():
     plan = Plan.even(1, 2)
     a, b = plan.spans(Kind.F, 0)
     events = [(0, F(0, a), 0, 10), (0, B(0, a), 12, 20), (0, F(0, b), 100, 110), (0, B(0, b), 112, 120)]
-    assert StepSample.of(events[:3], plan, chosen=True).lag == 2
-    assert StepSample.of(events[:3], plan).lag == 41
+    assert StepSample.from_events(events[:3], plan, chosen=True).lag == 2
+    assert StepSample.from_events(events[:3], plan).lag == 41
 
 
 def both_ways(averages, **times):
@@ -183,7 +183,7 @@ def test_what_did_not_run_is_priced_by_what_did():
     costs = averages.costs()
     assert [costs.seconds_at(Kind.I, s, 1) for s in range(3)] == pytest.approx([0.0, 0.024, 0.020])
     assert [costs.seconds_at(Kind.W, s, 1) for s in range(3)] == pytest.approx([0.040, 0.020, 0.020])
-    assert not averages.knows(replace(Plan.even(3, 6), split_backward=True))
+    assert not averages.has_measured(replace(Plan.even(3, 6), split_backward=True))
     averages = Averages(window=2, parts=parts)
     for _ in range(3):
         averages.add(step(ZeroBubble(), b=44 * MS)[0])

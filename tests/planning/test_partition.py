@@ -9,9 +9,9 @@ import pytest
 from lightning_pipes.ir import Plan, PlanError, Span
 from lightning_pipes.planning.partition import (
     StageLoad,
+    balanced_partitions,
     even_partition,
-    light_partitions,
-    lightest,
+    min_max_load,
     partition_at,
     with_layer,
 )
@@ -95,7 +95,7 @@ def test_many_stages_take_memory_by_their_layers_not_by_all():
         for s in range(stages):
             for j in range(1, n + 1):
                 value[s + 1, j] = min(max(value[s, i], sums[j] - sums[i] + extra[s, i]) for i in range(j))
-        assert lightest(loads, n) == value[stages, n]
+        assert min_max_load(loads, n) == value[stages, n]
         assert max(asked) < n / 2 or stages < 6
 
 
@@ -103,6 +103,6 @@ def test_no_partition_has_no_heaviest_stage():
     def seconds(begin, stop):
         return np.where(stop - begin < 2, 1.0, np.inf)
 
-    assert lightest([StageLoad(seconds)] * 3, 5) == np.inf
-    assert light_partitions([StageLoad(seconds)] * 3, np.zeros(6)) == []
-    assert light_partitions([StageLoad(seconds)] * 5, np.zeros(6)) == [tuple(Span(i, i + 1) for i in range(5))]
+    assert min_max_load([StageLoad(seconds)] * 3, 5) == np.inf
+    assert balanced_partitions([StageLoad(seconds)] * 3, np.zeros(6)) == []
+    assert balanced_partitions([StageLoad(seconds)] * 5, np.zeros(6)) == [tuple(Span(i, i + 1) for i in range(5))]

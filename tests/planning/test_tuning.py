@@ -9,7 +9,7 @@ import pytest
 from lightning_pipes.ir import Kind, PlanError, Program, ProgramError, Schedule
 from lightning_pipes.planning.candidates import Candidate
 from lightning_pipes.planning.measured import Averages
-from lightning_pipes.planning.tuning import Chooser, Effect, Verdict, effect_of
+from lightning_pipes.planning.tuning import Chooser, Effect, TuningDecision, effect_of
 from lightning_pipes.sim import load_kernel, simulate
 from lightning_pipes.strategies.deep import Deep
 from lightning_pipes.strategies.kfkb import KFKB
@@ -96,11 +96,11 @@ def test_what_is_prepared_is_decided_alike():
 def test_a_free_link_stays_with_what_holds_least():
     _, costs, found = case(link=0)
     decision = Chooser().decide(found, found[0], given(costs))
-    assert not decision.switches
+    assert not decision.has_change
     assert decision.gain == 0
     assert decision.effect is Effect.FREE
     deep = next(c for c in found if c.schedule == KFKB(4))
-    assert not Chooser().decide(found, deep, given(costs)).switches  # nothing to gain
+    assert not Chooser().decide(found, deep, given(costs)).has_change  # nothing to gain
 
 
 def test_a_slow_link():
@@ -128,28 +128,28 @@ def test_hysteresis(gain, switches):
 
             return Known()
 
-    assert Rigged().decide([best, second], second, given(costs)).switches is switches
+    assert Rigged().decide([best, second], second, given(costs)).has_change is switches
 
 
 def test_extrapolated_gains_have_to_be_twice_as_large():
     _, costs, found = case(link=20 * MS)
     decision = Chooser(hysteresis=0.2).decide(found, found[0], given(costs))
-    assert decision.switches
+    assert decision.has_change
     averages = given(costs)
     averages._known = {(k, s, 2): t for (k, s, _), t in averages._known.items()}  # measured with other sizes
     unsure = Chooser(hysteresis=0.2).decide(found, found[0], averages)
     assert unsure.ranked[0].extrapolated
-    assert not unsure.switches
+    assert not unsure.has_change
 
 
 def test_unsteady_links_want_an_order_that_is_not_fixed():
     _, costs, found = case(link=20 * MS)
     two = next(c for c in found if c.schedule == KFKB(2))
-    assert not Chooser().decide(found, two, given(costs)).switches
+    assert not Chooser().decide(found, two, given(costs)).has_change
     decision = Chooser().decide(found, two, given(costs, unsteady=0.8))
     assert isinstance(decision.chosen.candidate.schedule, Ready)
-    assert not Chooser().decide(found, decision.chosen.candidate, given(costs, unsteady=0.8)).switches
-    assert not Chooser().decide(found, decision.chosen.candidate, given(costs)).switches  # no way back for nothing
+    assert not Chooser().decide(found, decision.chosen.candidate, given(costs, unsteady=0.8)).has_change
+    assert not Chooser().decide(found, decision.chosen.candidate, given(costs)).has_change  # no way back for nothing
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_what_does_not_fit_any_more_is_left_at_once():
     gone = Candidate(KFKB(24), plan, (0,) * 4)
     decision = Chooser().decide(found, gone, given(costs))
     assert decision.chosen.candidate == found[0]
-    assert decision.switches
+    assert decision.has_change
 
 
 def test_nothing_to_choose_from_and_no_hysteresis():
@@ -200,7 +200,7 @@ def test_nothing_to_choose_from_and_no_hysteresis():
 
 def test_equal_input_equal_decision():
     _, costs, found = case(link=33 * MS)
-    decisions: list[Verdict] = [Chooser().decide(found, found[2], given(costs, unsteady=0.1)) for _ in range(2)]
+    decisions: list[TuningDecision] = [Chooser().decide(found, found[2], given(costs, unsteady=0.1)) for _ in range(2)]
     assert decisions[0] == decisions[1]
 
 
@@ -268,7 +268,7 @@ def test_backwards_are_split_where_links_are_slow_and_it_is_known_what_that_take
     assert decision.chosen.seconds < 0.95 * whole
     again = KFKBPlanner().candidates(decision.chosen.candidate.plan, costs, 80)  # whatever runs now
     assert set(again) == set(found)
-    assert not Chooser().decide(again, decision.chosen.candidate, given(costs)).switches
+    assert not Chooser().decide(again, decision.chosen.candidate, given(costs)).has_change
 
 
 def test_backwards_stay_whole_where_their_parts_take_too_long():

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_pipes.cost import Regime
 from lightning_pipes.ir import Kind
-from lightning_pipes.planning.advice import Advice, advise
+from lightning_pipes.planning.advice import Advice, advise_run
 from lightning_pipes.sim import compare, simulate
 from lightning_pipes.sim.page import page
 from lightning_pipes.sim.shown.slowest import Slowest
@@ -55,7 +55,7 @@ def test_a_window_of_overlapping_batches_is_not_a_step():
 
 
 def test_it_needs_nothing_else():
-    elements = Elements(page(RECORD, advise(RECORD)))
+    elements = Elements(page(RECORD, advise_run(RECORD)))
     assert elements.open == []
     for tag, attributes in elements.found:
         for name in ("src", "href", "action", "data"):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_pipes.planning.advice import Advice, advise
+from lightning_pipes.planning.advice import Advice, advise_run
 from lightning_pipes.sim.page import page
 from lightning_pipes.testing.records import record_of
 from tests.sim.browser import Browser, chromium, needs_chromium
@@ -25,7 +25,7 @@ def small(tmp_path_factory):
     """Four ranks, of which the third is slow."""
     record = record_of([2] * 6 + [4] * 3 + [2] * 3, 4, 8)
     path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(page(record, advise(record)))
+    path.write_text(page(record, advise_run(record)))
     return path, record
 
 

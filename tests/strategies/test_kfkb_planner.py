@@ -89,7 +89,7 @@ def test_fractional_sizes_are_rounded_down():
     plan, costs = problem(stages=8, rows=192)
     found = memory_curve(plan, costs, 100 + 8 * 6 * 10, largest_k=6)
     assert points(found) == [(1, 6), (2, 3), (3, 2), (4, 1), (5, 1), (6, 1)]
-    assert [c.microbatches for c in found] == [32, 64, 96, 192, 192, 192]
+    assert [c.n_microbatches for c in found] == [32, 64, 96, 192, 192, 192]
     assert 192 % 5  # the last group is incomplete
     for c in found:
         simulate(c.schedule.program(c.plan), c.plan, costs)

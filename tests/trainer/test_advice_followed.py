@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine.compute.profiler import profile_layers
-from lightning_pipes.planning.advice import advise
+from lightning_pipes.planning.advice import advise_run
 from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import Lit
@@ -48,7 +48,7 @@ def test_the_advice_comes_true():
     before = run_ranks(run, 2, {"schedule": "1f1b", "microbatches": 4, "partition": [5]}, timeout=90)[0]
     layers = list(LitSleepers().double().model)
     profile = profile_layers(layers, {n: torch.zeros(n, 6, dtype=torch.float64) for n in (1, 2, 4)}, repeats=1)
-    advice = advise(replace(before, profile=profile))
+    advice = advise_run(replace(before, profile=profile))
     assert advice.sentence.startswith("Stage 0 takes ")
     assert advice.proposed is not None
     arguments = dict(advice.proposed.arguments)

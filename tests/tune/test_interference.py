@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_pipes.planning.replanning import Hosting
+from lightning_pipes.planning.replanning import HostedStage
 from lightning_pipes.strategies.dynpipe import DynPipe
 from lightning_pipes.strategies.dynpipe.interference import Predictor
 from lightning_pipes.strategies.dynpipe.interference.features import RUN, WAIT
@@ -20,7 +20,7 @@ from lightning_pipes.tune import interference
 from lightning_pipes.tune.cli import main
 from lightning_pipes.tune.interference import NONE, NeighbourWindow, Surroundings
 
-STAGE = Hosting(1, 8, 0.01, 0.02, 1e6, 1e6, 1e5, 1e4)
+STAGE = HostedStage(1, 8, 0.01, 0.02, 1e6, 1e6, 1e5, 1e4)
 
 
 def made_windows() -> list[NeighbourWindow]:

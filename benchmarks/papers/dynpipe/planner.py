@@ -24,7 +24,7 @@ from lightning_pipes.cost.zoo import named_profile
 from lightning_pipes.ir import InputError, Plan, Schedule, check_count, short_repr
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import planner_of
-from lightning_pipes.planning.replanning import KEPT_LOOKS, Seen
+from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, Observation
 from lightning_pipes.strategies.dynpipe import DynPlanner
 from lightning_pipes.strategies.dynpipe.choosing import choose_stages
 from lightning_pipes.strategies.dynpipe.meshes import Pricing
@@ -147,25 +147,25 @@ class Run:
     moves: int = 0
 
 
-Before = tuple[tuple[Plan, Seen], ...]
-Decide = Callable[[int, Plan, tuple[Seen, ...], Before], Plan | None]
+Before = tuple[tuple[Plan, Observation], ...]
+Decide = Callable[[int, Plan, tuple[Observation, ...], Before], Plan | None]
 
 
 def train(world: Neighbourhood, batches: int, every: int, decide: Decide, wait: Callable[[Plan, Plan], float]) -> Run:
     """Batch by batch, with a decision after every few."""
     plan, run = world.plan(), Run([])
-    seen: tuple[Seen, ...] = ()
+    seen: tuple[Observation, ...] = ()
     before: Before = ()
     for first in range(0, batches, every):
         run.seconds += world.steps(plan, first, every).tolist()
-        seen = (*seen, world.observe_window(plan, first, every))[-KEPT_LOOKS:]
+        seen = (*seen, world.observe_window(plan, first, every))[-MAX_OBSERVATIONS:]
         new = decide(first + every, plan, seen, before)
         if new is not None:
             takes = wait(plan, new)
             run.seconds[-1] += takes
             run.waits += takes
             run.moves += 1
-            before, seen, plan = (*before, *((plan, look) for look in seen))[-KEPT_LOOKS:], (), new
+            before, seen, plan = (*before, *((plan, look) for look in seen))[-MAX_OBSERVATIONS:], (), new
     return run
 
 
@@ -193,17 +193,17 @@ def trained(
         takes = move_seconds(world.profile, old, new.layers, world.deployment)
         return takes + (0.0 if world.schedule.flushes else float(world.steps(old, 0, 4).mean()))
 
-    def dynpipe(batch: int, plan: Plan, seen: tuple[Seen, ...], before: Before) -> Plan | None:
+    def dynpipe(batch: int, plan: Plan, seen: tuple[Observation, ...], before: Before) -> Plan | None:
         left = batches - batch
         return planner.replan(plan, replace(world.make_problem(plan.layers), seen=seen, before=before, remaining=left))
 
-    def restarts(batch: int, plan: Plan, seen: tuple[Seen, ...], before: Before) -> Plan | None:
+    def restarts(batch: int, plan: Plan, seen: tuple[Observation, ...], before: Before) -> Plan | None:
         if batch % epoch:
             return None
         found = best_plan(world, plan, batch - LOOK, LOOK)
         return None if found.layers == plan.layers else found
 
-    def knows(batch: int, plan: Plan, seen: tuple[Seen, ...], before: Before) -> Plan | None:
+    def knows(batch: int, plan: Plan, seen: tuple[Observation, ...], before: Before) -> Plan | None:
         key: tuple[float, ...] = ()
         if steady:
             key = tuple(float(world.slowdown(rank, batch, 1).mean()) for rank in range(world.ranks))

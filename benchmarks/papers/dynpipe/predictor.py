@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from benchmarks.harness.report import make_parser
-from lightning_pipes.planning.replanning import Hosting
+from lightning_pipes.planning.replanning import HostedStage
 from lightning_pipes.strategies.dynpipe.interference import Predictor
 from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset, Score, cross_validated
 from lightning_pipes.strategies.dynpipe.interference.features import NAMES, STAGE, Array
@@ -293,7 +293,7 @@ def replan_seconds(predictor: Predictor) -> float:
     """Seconds to ask for all partitions of 16 blocks on 8 devices at once."""
     devices = [{"host.compute_run_share": 0.5, "host.compute_wait_share": n / 16} for n in range(8)]
     rows = [
-        (devices[place], Hosting(b - a, 8, 0.01 * (b - a), 0.02 * (b - a), 1e6 * (b - a), 3e6, 1e6 * a, 1e4))
+        (devices[place], HostedStage(b - a, 8, 0.01 * (b - a), 0.02 * (b - a), 1e6 * (b - a), 3e6, 1e6 * a, 1e4))
         for cut in combinations(range(1, 16), 7)
         for place, (a, b) in enumerate(pairwise((0, *cut, 16)))
     ]

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Policy, Schedule
+from lightning_pipes.planning.formatting import schedule_label
 from lightning_pipes.planning.planner import even_plan
-from lightning_pipes.planning.wording import schedule_label
 from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.deep import Deep
 from lightning_pipes.strategies.gpipe import GPipe

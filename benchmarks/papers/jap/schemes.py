@@ -309,7 +309,7 @@ class Epoch:
         found = [0.0] * self.stages
         for each in switching(plan, self.blocks(mode), states, self.hardware.hosts, self.hardware.host):
             for s in each.stages:
-                found[s] = each.visible if hidden else each.transfer
+                found[s] = each.visible_seconds if hidden else each.transfer
         return found
 
     @property

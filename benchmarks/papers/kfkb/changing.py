@@ -96,7 +96,7 @@ def rank_main(rank: int, course: Course, begin: float) -> tuple[dict[str, tuple[
         since = time.monotonic_ns()
         engine.inject(Item(0, trial.microbatches))
         engine.drain()
-        return StepSample.of(engine.events, plan, since, chosen=not isinstance(schedule, Schedule))
+        return StepSample.from_events(engine.events, plan, since, chosen=not isinstance(schedule, Schedule))
 
     step(make_schedule("1f1b"))
     found: dict[str, tuple[int, int]] = {}
@@ -151,10 +151,10 @@ class Follower:
             self._averages.add(step)
         trial = self._course.trial
         base = CostModel(self._averages.costs().seconds, activation_bytes=(1,) * trial.stages)
-        candidates = self._source.candidates(trial.plan, self._averages.costs(base), self._course.limit)
+        candidates = self._source.list_candidates(trial.plan, self._averages.costs(base), self._course.limit)
         decision = self._chooser.decide([*candidates, self._running], self._running, self._averages, base)
         self._running = decision.chosen.candidate
-        if not decision.switches:
+        if not decision.has_change:
             return None
         self.adopted.append(f"{self._running.schedule}")
         return self._running.schedule

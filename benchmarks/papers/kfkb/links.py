@@ -25,7 +25,7 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import Candidate, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.partition import even_partition
-from lightning_pipes.planning.tuning import Chooser, Verdict
+from lightning_pipes.planning.tuning import Chooser, TuningDecision
 from lightning_pipes.sim import makespan
 from lightning_pipes.testing.emulated import EmulatedLayer, Emulation, sleeping_layer
 from lightning_pipes.testing.netlab import BURST, GOODPUT, NetLab
@@ -89,7 +89,7 @@ class Seen:
 
     spans: dict[str, list[tuple[int, int]]]
     samples: dict[str, list[StepSample]]
-    decision: Verdict | None
+    decision: TuningDecision | None
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Measured:
         return averages(steps[-WINDOW:]).costs()
 
     @property
-    def decision(self) -> Verdict:
+    def decision(self) -> TuningDecision:
         """What the tuner chose, on what it saw of the first schedule."""
         assert self.by_rank[0].decision is not None
         return self.by_rank[0].decision
@@ -211,7 +211,9 @@ def rank_main(rank: int, trial: Trial) -> Seen:
         engine.adopt(plan, order)
         since = time.monotonic_ns()
         timed(name, trained)
-        samples[name].append(StepSample.of(engine.events, plan, since, chosen=not isinstance(schedule, Schedule)))
+        samples[name].append(
+            StepSample.from_events(engine.events, plan, since, chosen=not isinstance(schedule, Schedule))
+        )
 
     gc.disable()
     gc.freeze()  # else each collection goes through all modules
@@ -235,7 +237,7 @@ def rank_main(rank: int, trial: Trial) -> Seen:
     return Seen(dict(spans), dict(samples), decision if rank == 0 else None)
 
 
-def agreed(rank: int, trial: Trial, mine: Sequence[StepSample]) -> tuple[Verdict, dict[str, Schedule | Policy]]:
+def agreed(rank: int, trial: Trial, mine: Sequence[StepSample]) -> tuple[TuningDecision, dict[str, Schedule | Policy]]:
     """What rank 0 chooses, and by name the best of each kind of schedule as predicted; an activation is a byte."""
     every: list[Any] = [None] * trial.stages
     dist.all_gather_object(every, mine)
@@ -244,7 +246,7 @@ def agreed(rank: int, trial: Trial, mine: Sequence[StepSample]) -> tuple[Verdict
         found, source = averages(zip(*every, strict=True)), tuning_planner(make_schedule("kfkb", k="auto"))
         base = CostModel(found.costs().seconds, activation_bytes=(1,) * trial.stages)
         costs = found.costs(base)
-        candidates = source.candidates(trial.plan, costs, trial.limit or 4 * trial.stages)
+        candidates = source.list_candidates(trial.plan, costs, trial.limit or 4 * trial.stages)
         current = Candidate(make_schedule("kfkb", k=1), trial.plan, ())
         times = [makespan(ordered(c.schedule, c.plan), c.plan, costs) for c in candidates] if trial.rivals else []
         fastest = sorted(zip(times, candidates, strict=False), key=lambda found: found[0])
@@ -252,7 +254,7 @@ def agreed(rank: int, trial: Trial, mine: Sequence[StepSample]) -> tuple[Verdict
         told = [(Chooser().decide(candidates, current, found, base), rivals)]
     dist.broadcast_object_list(told)
     decision, best = told[0]
-    assert isinstance(decision, Verdict)
+    assert isinstance(decision, TuningDecision)
     return decision, best
 
 

@@ -18,8 +18,8 @@ from lightning_pipes.engine import Item, Stage
 from lightning_pipes.ir import Kind, Plan, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import Candidate, tuning_planner
+from lightning_pipes.planning.formatting import schedule_label
 from lightning_pipes.planning.partition import even_partition
-from lightning_pipes.planning.wording import schedule_label
 from lightning_pipes.sim import makespan
 from lightning_pipes.testing.emulated import sleeping_layer
 from lightning_pipes.testing.netlab import NetLab
@@ -99,7 +99,7 @@ def rivals(plan: Plan, costs: CostModel, held: int) -> tuple[dict[str, Candidate
     split ones, whose stages hold so many samples at most; by name."""
     rows = plan.spans(Kind.F, 0)[0].rows
     costs = replace(costs, activation_bytes=(1,) * plan.n_stages)
-    found = tuning_planner(make_schedule("kfkb", k="auto")).candidates(plan, costs, held * rows)
+    found = tuning_planner(make_schedule("kfkb", k="auto")).list_candidates(plan, costs, held * rows)
     best: dict[tuple[bool, bool], tuple[int, Candidate]] = {}
     for c in found:
         kind = c.plan.split_backward, c.schedule.name == "ready"

@@ -27,7 +27,7 @@ from lightning_pipes import PipelineStrategy, ScheduleTuner
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import Candidate, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
-from lightning_pipes.planning.planner import Problem, planned
+from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.planning.tuning import Chooser
 from lightning_pipes.sim import load_kernel
 from lightning_pipes.sim.loops.kernel import KERNEL
@@ -79,7 +79,7 @@ class Changes(L.Callback):
             names = [("deep", {"slack": 3}), ("kfkb", {"k": 2}), ("deep", {"slack": 4}), ("kfkb", {"k": 3})]
             name, settings = names[number // EACH % len(names)]
             schedule = make_schedule(name, **settings)
-            change = Candidate(schedule, planned(Problem(schedule, STAGES, MICROBATCHES, MICROBATCHES)), ())
+            change = Candidate(schedule, solve_plan(Problem(schedule, STAGES, MICROBATCHES, MICROBATCHES)), ())
             since = time.perf_counter()
             adopt_told(trainer.strategy.running, change)  # type: ignore[attr-defined]
             self.took.append(time.perf_counter() - since)
@@ -131,14 +131,14 @@ def choosing(stages: int, microbatches: int) -> dict[str, float]:
         took.append(1e3 * (time.process_time() - began))
 
     def choose() -> None:
-        candidates = source.candidates(plan, averages.costs(base))
+        candidates = source.list_candidates(plan, averages.costs(base))
         chooser.decide(candidates, Candidate(first, plan, ()), averages, base)
 
-    timed(lambda: chooser.prepare(source.candidates(plan, base), base))
+    timed(lambda: chooser.prepare(source.list_candidates(plan, base), base))
     for n, x in enumerate(SPEEDS * 3):
         links = dict.fromkeys(directions(stages), Trace.steady(case.message(x) + n))
         replay = Replay(ordered(first, plan), plan, case.times, links)
-        averages.add(StepSample.of(events, plan) for events in replay.by_rank())
+        averages.add(StepSample.from_events(events, plan) for events in replay.by_rank())
         timed(choose)
     set_up, *each = took
     return {"set_up": set_up, "first": each[0], "median": statistics.median(each), "most": max(each)}

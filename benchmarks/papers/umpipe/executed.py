@@ -22,8 +22,8 @@ from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link
 from lightning_pipes.engine.compute.profiler import joining_seconds, profile_layers
 from lightning_pipes.ir import Kind, Policy, Schedule
 from lightning_pipes.planning.auto import installed_variants
-from lightning_pipes.planning.fit import Fit, evaluated, fit_layers, improved
-from lightning_pipes.planning.planner import Problem, even_plan, planned
+from lightning_pipes.planning.fit import Fit, evaluate_plan, fit_layers, improve_cuts
+from lightning_pipes.planning.planner import Problem, even_plan, solve_plan
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.umpipe import UM1F1B, UMPipe
 from lightning_pipes.testing.emulated import Emulation, StepRecord, run_steps, step_seconds
@@ -135,7 +135,7 @@ def equal_best(
             fit = fit_layers(profile, schedule, even_plan(schedule, RANKS, m, ROWS), place, trials=0)
             found.append(fit)
     close = sorted(found, key=lambda fit: fit.seconds)[:8]
-    return min((improved(profile, fit, place) for fit in close), key=lambda fit: fit.seconds)
+    return min((improve_cuts(profile, fit, place) for fit in close), key=lambda fit: fit.seconds)
 
 
 def unequal_best(profile: ModelProfile, place: Deployment, *schedules: UMPipe | UM1F1B) -> Fit:
@@ -143,9 +143,9 @@ def unequal_best(profile: ModelProfile, place: Deployment, *schedules: UMPipe | 
     fits = []
     for schedule in schedules:
         if len(schedule.place_stages(RANKS)) <= len(profile.layers):
-            plan = planned(Problem(schedule, RANKS, ROWS, profile=profile, deployment=place))
+            plan = solve_plan(Problem(schedule, RANKS, ROWS, profile=profile, deployment=place))
             order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
-            fits.append(evaluated(profile, order, plan, place))
+            fits.append(evaluate_plan(profile, order, plan, place))
     return min(fits, key=lambda fit: fit.seconds)
 
 
@@ -201,7 +201,7 @@ def learned(profiles: Sequence[ModelProfile], place: Deployment) -> list[ModelPr
         low, high = 0.0, MOST
         while high - low > 1e-6:
             middle = (low + high) / 2
-            seconds = evaluated(replace(profile, overhead=middle), fit.order, fit.plan, place).seconds
+            seconds = evaluate_plan(replace(profile, overhead=middle), fit.order, fit.plan, place).seconds
             low, high = (middle, high) if seconds < statistics.median(steps) else (low, middle)
         result.append(replace(profile, overhead=low))
     return result

@@ -31,7 +31,7 @@ class CompatibilityError(PlanError):
 
 def microbatches_among(request: RunRequest, sibling: Sibling[object], ranks: int) -> RunRequest:
     """The run that a sibling asks for, in as many micro-batches as its array says where it does not."""
-    if request.microbatches is not None or request.chooses or planner_of(request.schedule).by_hand:
+    if request.microbatches is not None or request.chooses or planner_of(request.schedule).user_chose_microbatches:
         return request
     stages = len(request.schedule.place_stages(ranks))
     return replace(request, microbatches=sibling.array.microbatches(stages))

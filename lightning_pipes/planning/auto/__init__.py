@@ -3,6 +3,6 @@
 from lightning_pipes.planning.auto.choice import Choice, Option
 from lightning_pipes.planning.auto.options import installed_variants
 from lightning_pipes.planning.auto.planner import AutoPlanner
-from lightning_pipes.planning.auto.search import choose
+from lightning_pipes.planning.auto.search import choose_option
 
-__all__ = ["AutoPlanner", "Choice", "Option", "choose", "installed_variants"]
+__all__ = ["AutoPlanner", "Choice", "Option", "choose_option", "installed_variants"]

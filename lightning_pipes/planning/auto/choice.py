@@ -32,7 +32,7 @@ class Option:
     too_large: bool = False
 
     @classmethod
-    def planned(
+    def from_plan(
         cls, schedule: Schedule | Policy, plan: Plan, bound: float, why_not: str = "", too_large: bool = False
     ) -> Option:
         """Return the option of a plan, before anything is simulated."""
@@ -40,7 +40,7 @@ class Option:
         return cls(schedule, microbatches, any(plan.recompute), plan, bound, why_not=why_not, too_large=too_large)
 
     @property
-    def forwards(self) -> int:
+    def n_forwards(self) -> int:
         """The forwards of a batch on all stages; 0 without a plan."""
         return 0 if self.plan is None else self.microbatches * self.plan.n_stages
 

@@ -10,7 +10,7 @@ from lightning_pipes.ir import MAX_FORWARDS, Kind, Plan, PlanError, Policy, Sche
 from lightning_pipes.ir.registry import installed_schedules
 from lightning_pipes.planning.auto.choice import Option
 from lightning_pipes.planning.bounds import step_bound
-from lightning_pipes.planning.planner import Problem, planned
+from lightning_pipes.planning.planner import Problem, solve_plan
 
 MOST_TRIED = 2**15
 """Forwards of a batch on all ranks, in what is tried: more take long to simulate, and gain next to nothing."""
@@ -38,7 +38,7 @@ def numbers_to_try(ranks: int, rows: int) -> list[int]:
     return [m for m in [*found[:-1], min(found[-1], most)] if m >= min(ranks, most) // 2]
 
 
-def options(
+def list_options(
     profile: ModelProfile,
     ranks: int,
     rows: int,
@@ -55,7 +55,7 @@ def options(
                 too_large = True  # where not even stages can be placed
                 try:
                     too_large = len(schedule.place_stages(ranks)) * m > MAX_FORWARDS
-                    plan = planned(Problem(schedule, ranks, rows, m, again, profile=profile, deployment=deployment))
+                    plan = solve_plan(Problem(schedule, ranks, rows, m, again, profile=profile, deployment=deployment))
                 except PlanError as error:
                     yield Option(schedule, m, again, None, math.inf, why_not=str(error), too_large=too_large)
                     continue
@@ -69,7 +69,7 @@ def options(
                 key = plan.ranks, plan.jobs, again, plan.split_backward, schedule.flushes
                 if not why_not and key not in bounds:  # which is of batches that don't overlap
                     bounds[key] = step_bound(profile, plan, deployment) if schedule.flushes else 0.0
-                yield Option.planned(schedule, plan, bounds.get(key, math.inf), why_not, too_large)
+                yield Option.from_plan(schedule, plan, bounds.get(key, math.inf), why_not, too_large)
 
 
 def _impossible(profile: ModelProfile, plan: Plan) -> str:

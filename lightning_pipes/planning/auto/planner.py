@@ -8,15 +8,15 @@ from typing import ClassVar
 
 from lightning_pipes.ir import Plan, Policy, Schedule
 from lightning_pipes.planning.auto.choice import Choice
-from lightning_pipes.planning.auto.search import choose
+from lightning_pipes.planning.auto.search import choose_option
+from lightning_pipes.planning.formatting import schedule_label
 from lightning_pipes.planning.planner import Planner, Problem, Solution, planner_of
-from lightning_pipes.planning.wording import schedule_label
 from lightning_pipes.sim.units import seconds_text
 
 
 @dataclass(frozen=True)
 class AutoPlanner(Planner):
-    """The fastest schedule that is installed, with its micro-batches, recomputation and layers, by `choose`.
+    """The fastest schedule that is installed, with its micro-batches, recomputation and layers, by `choose_option`.
 
     A plan does not carry its schedule, so what is chosen is in the problem of the solution; `plan` chooses all but the
     schedule. Micro-batches that a problem asks for are kept to, and so is recomputation. Without a profile there is
@@ -31,9 +31,9 @@ class AutoPlanner(Planner):
     def solve(self, problem: Problem) -> Solution:
         return self._solved(problem, None)
 
-    def measures(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
+    def profile_sizes(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
         if microbatches is not None:
-            return super().measures(rows, stages, microbatches)
+            return super().profile_sizes(rows, stages, microbatches)
         return tuple(sorted({max(1, n) for n in (1, rows // (4 * stages), -(-rows // stages))}))
 
     def most_rows(self, rows: int, stages: int, microbatches: int | None) -> int:
@@ -45,7 +45,7 @@ class AutoPlanner(Planner):
         profile, rows = problem.profile, problem.rows
         if profile is None:
             return planner_of(problem.schedule).solve(problem)
-        choice = choose(
+        choice = choose_option(
             profile,
             problem.ranks,
             rows,

@@ -12,9 +12,9 @@ from lightning_pipes.cost import Cluster, Deployment, Device, ModelProfile
 from lightning_pipes.cost.deployment import as_deployment
 from lightning_pipes.ir import MAX_FORWARDS, DeadlockError, PlanError, Policy, Program, ProgramError, Schedule
 from lightning_pipes.planning.auto.choice import Choice, Option
-from lightning_pipes.planning.auto.options import most_microbatches, numbers_to_try, options
+from lightning_pipes.planning.auto.options import list_options, most_microbatches, numbers_to_try
 from lightning_pipes.planning.candidates import TuningPlanner
-from lightning_pipes.planning.fit import Fit, evaluated, fit_layers, improved
+from lightning_pipes.planning.fit import Fit, evaluate_plan, fit_layers, improve_cuts
 from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.sim import makespan
 from lightning_pipes.sim.loops.kernel import PLENTY
@@ -39,7 +39,7 @@ Progress = Callable[[str, float], None]
 """Told what is tried, and how much of all is done, 0 to 1."""
 
 
-def choose(
+def choose_option(
     profile: ModelProfile,
     ranks: int,
     rows: int,
@@ -72,7 +72,7 @@ def choose(
     given = list(schedules) if schedules is not None else None
     with _without_garbage_collection():
         every = []
-        for option in options(profile, ranks, rows, deployment, given, numbers, recompute):
+        for option in list_options(profile, ranks, rows, deployment, given, numbers, recompute):
             progress(f"bound of {option.label}, {option.microbatches} micro-batches", 0.0)
             every.append(option)
         search = _Search(profile, deployment)
@@ -80,9 +80,9 @@ def choose(
         steps = len(in_turn) + REFINED
         for number, option in enumerate(in_turn):
             progress(f"{option.label}, {option.microbatches} micro-batches", number / steps)
-            search.look_at(option)
+            search.evaluate_option(option)
         if given is None:
-            search.retune()
+            search.add_retuned()
         found = sorted(search.found, key=_by_time)
         most = 0 if microbatches else most_microbatches(ranks, rows)
         left_out = tuple(_describe_not_searched(found, ranks, most, rows // least))
@@ -94,7 +94,7 @@ def choose(
         for number, option in enumerate(found[:REFINED]):
             progress(f"cuts of {option.label}", (len(in_turn) + number) / steps)
             if option.fit is not None and option.fit.seconds < close:
-                found[number] = replace(option, fit=improved(profile, option.fit, deployment))
+                found[number] = replace(option, fit=improve_cuts(profile, option.fit, deployment))
         found.sort(key=_by_time)
     return Choice(found[0], tuple(found), left_out)
 
@@ -144,13 +144,13 @@ class _Search:
         self._simulated = 0  # forwards
         self.found: list[Option] = []
 
-    def look_at(self, option: Option) -> None:
+    def evaluate_option(self, option: Option) -> None:
         """Options come in the order of their bounds."""
-        why_not = option.why_not or self._hopeless(option)
+        why_not = option.why_not or self._reason_to_skip(option)
         if why_not:
             self.found.append(replace(option, why_not=why_not))
             return
-        large = option.forwards if option.forwards > LARGE else 0
+        large = option.n_forwards if option.n_forwards > LARGE else 0
         if large and self._simulated and self._simulated + large > MOST_SIMULATED:
             why_not = f"too many: the search has simulated {self._simulated} forwards, and stops there"
             self.found.append(replace(option, why_not=why_not, too_large=True))
@@ -174,17 +174,17 @@ class _Search:
         ordered.sort(key=lambda n: _by_time(self.found[n]))
         for number in ordered[REFINED:]:
             option = self.found[number]
-            if option.fit is not None and option.forwards > LARGE:
+            if option.fit is not None and option.n_forwards > LARGE:
                 self.found[number] = replace(option, fit=option.fit.without_order(option.schedule))
 
-    def retune(self) -> None:
+    def add_retuned(self) -> None:
         """Adds the fastest of what planners offer that know the links, for the best numbers of micro-batches: extra
         where links are slow. Cuts stay those that were found."""
         fits = [o for o in sorted(self.found, key=_by_time) if o.fit and o.fit.plan.n_stages == o.fit.plan.n_ranks]
         best = {(o.microbatches, o.recompute): o for o in reversed(fits[:REFINED])}
         planners = dict.fromkeys(planner_of(o.schedule) for o in self.found)
         for option in reversed(best.values()):
-            if option.forwards > LARGE:
+            if option.n_forwards > LARGE:
                 continue
             for planner in planners:
                 if isinstance(planner, TuningPlanner) and option.fit is not None:
@@ -194,7 +194,7 @@ class _Search:
         devices = self._deployment.pipeline.devices[: fit.plan.n_ranks]
         limits = [PLENTY if device.memory is None else device.memory for device in devices]
         try:
-            offered = planner.candidates(replace(fit.plan, layers=()), fit.costs, limits)
+            offered = planner.list_candidates(replace(fit.plan, layers=()), fit.costs, limits)
         except PlanError:
             return
         orders = [c.schedule.program(c.plan) if isinstance(c.schedule, Schedule) else c.schedule for c in offered]
@@ -202,25 +202,25 @@ class _Search:
         number = min(range(len(steps)), key=steps.__getitem__)
         if steps[number] / 1e9 < self._best * WORTH_IT:
             chosen = offered[number]
-            made = evaluated(
+            made = evaluate_plan(
                 self._profile, orders[number], replace(chosen.plan, layers=fit.plan.layers), self._deployment
             )
             self._best = min(self._best, made.seconds)
-            option = Option.planned(chosen.schedule, chosen.plan, option.bound)
+            option = Option.from_plan(chosen.schedule, chosen.plan, option.bound)
             self.found.append(replace(option, fit=made))
 
     def _note(self, option: Option, seconds: float) -> None:
         m, again = option.microbatches, option.recompute
         self._seconds[option.label, m, again] = self._before[type(option.schedule), m, again] = seconds
 
-    def _hopeless(self, option: Option) -> str:
+    def _reason_to_skip(self, option: Option) -> str:
         """Why the option can't be the best or, in a large plan, hardly."""
         m, again = option.microbatches, option.recompute
         if option.bound >= self._best * WORTH_IT:
             return f"can't beat the best: at least {1e3 * option.bound:.1f} ms"
         if again and self._seconds.get((option.label, m, False), math.inf) < math.inf:
             return "fits without recomputation, which only takes time"
-        if option.forwards <= LARGE:
+        if option.n_forwards <= LARGE:
             return ""
         for others, seconds in (
             ("with twice the micro-batches", self._seconds.get((option.label, 2 * m, again), 0.0)),

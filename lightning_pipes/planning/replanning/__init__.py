@@ -1,7 +1,7 @@
 """Another plan while training goes on: what was seen of the one that runs, and what others would take."""
 
-from lightning_pipes.planning.replanning.interference import Hosting, Interference, Predicted
-from lightning_pipes.planning.replanning.probe import Probe
-from lightning_pipes.planning.replanning.seen import KEPT_LOOKS, Seen
+from lightning_pipes.planning.replanning.interference import HostedStage, Interference, Predicted
+from lightning_pipes.planning.replanning.probe import GradientSample
+from lightning_pipes.planning.replanning.seen import MAX_OBSERVATIONS, Observation
 
-__all__ = ["KEPT_LOOKS", "Hosting", "Interference", "Predicted", "Probe", "Seen"]
+__all__ = ["MAX_OBSERVATIONS", "HostedStage", "Interference", "Predicted", "GradientSample", "Observation"]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 
-class Hosting(NamedTuple):
+class HostedStage(NamedTuple):
     """A stage that a device hosts, or would host, in a few numbers; bytes are for one micro-batch where they depend on
     samples.
 
@@ -47,5 +47,5 @@ class Interference(Protocol):
     """Predicts by how much stages are slowed down by neighbours (DynPipe, S V-A). Planners use it as a ratio only: of
     the stage that runs there is a measurement, so a constant bias cancels."""
 
-    def predict(self, rows: Sequence[tuple[Mapping[str, float], Hosting]]) -> Predicted:
+    def predict(self, rows: Sequence[tuple[Mapping[str, float], HostedStage]]) -> Predicted:
         """All rows in one call: what was seen of a device, and the stage that it would host."""

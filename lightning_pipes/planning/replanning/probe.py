@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Probe(NamedTuple):
+class GradientSample(NamedTuple):
     """One iteration's part in an estimate; norms are over all parameters.
 
     Attributes:

@@ -41,7 +41,7 @@ class Replay:
         self._programs = [order.unroll(n) for n in rounds]
         self._columns = [_columns(priced(program, self._plan, apart=True), plan) for program in self._programs]
 
-    def seconds(self, durations: Durations, overhead: float = 0.0) -> Array:
+    def step_seconds(self, durations: Durations, overhead: float = 0.0) -> Array:
         """Of a step: axis 0 is cases, axis 1 batches, one by one; of a schedule that does not flush their mean only.
 
         Args:

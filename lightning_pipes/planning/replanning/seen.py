@@ -13,12 +13,12 @@ from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import COMPUTE, InputError, Kind, Plan, short_repr
 
 Array = npt.NDArray[np.float64]
-KEPT_LOOKS = 64
+MAX_OBSERVATIONS = 64
 """Windows of the plan that runs that planners get to see, and of earlier ones."""
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class Observation:
     """One window of batches under one plan, the same on all ranks.
 
     Attributes:
@@ -64,7 +64,7 @@ class Seen:
                 found[stage] = found.get(stage, 0.0) + (float(known.mean()) if known.size else 0.0)
         return tuple(found[stage] for stage in sorted(found))
 
-    def fits(self, plan: Plan) -> bool:
+    def matches_plan(self, plan: Plan) -> bool:
         """Whether operations are those of `plan`, all forwards and backwards."""
         kinds = (Kind.F, Kind.I, Kind.W) if plan.split_backward else (Kind.F, Kind.B)
         tables = [(self.operations.get((kind, s)), plan.spans(kind, s)) for s in range(plan.n_stages) for kind in kinds]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.planning.replanning import Probe
+from lightning_pipes.planning.replanning import GradientSample
 
 
 class GradientProbe(pl.Callback):
@@ -31,7 +31,7 @@ class GradientProbe(pl.Callback):
 
     def __init__(self) -> None:
         self.loss = float("nan")
-        self.probes: list[Probe] = []
+        self.probes: list[GradientSample] = []
         self._batch: Any = None
         self._before: tuple[list[Tensor], list[Tensor]] | None = None
         self._pending: tuple[float, float] | None = None
@@ -66,7 +66,7 @@ class GradientProbe(pl.Callback):
         if self._pending is None:
             return
         squared = sum(float(p.grad.double().square().sum()) for p in module.parameters() if p.grad is not None)
-        self.probes.append(Probe(*self._pending, squared))
+        self.probes.append(GradientSample(*self._pending, squared))
         self._pending = None
 
 

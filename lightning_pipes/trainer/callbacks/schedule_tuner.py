@@ -27,7 +27,7 @@ from lightning_pipes.ir import (
 )
 from lightning_pipes.planning.candidates import Candidate, TuningPlanner, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample, parts_of
-from lightning_pipes.planning.tuning import HYSTERESIS, Chooser, Verdict
+from lightning_pipes.planning.tuning import HYSTERESIS, Chooser, TuningDecision
 from lightning_pipes.sim import load_kernel
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.callbacks.pipeline_callback import PipelineCallback
@@ -89,7 +89,7 @@ class Tuned:
     """
 
     batch: int
-    decision: Verdict
+    decision: TuningDecision
     measured: float
     seconds: float
 
@@ -108,8 +108,8 @@ class ScheduleTuner(PipelineCallback):
 
     With `PipelineStrategy("kfkb", schedule_args={"k": "auto"})`, schedule=kfkb schedule.k=auto with Hydra, a trainer
     that has none gets one with defaults. What there is to change to is said by the schedule that the strategy begins
-    with (`candidates`). Orders that split their backward are among them where layers were measured when training began
-    (`partition="auto"`), for only that says what its parts take.
+    with (`list_candidates`). Orders that split their backward are among them where layers were measured when training
+    began (`partition="auto"`), for only that says what its parts take.
 
     Every logger gets `tuner/predicted_ms` (of a step after the decision), `tuner/gain` (the share that this is less,
     0 where nothing changes), `tuner/error` (of the prediction for what ran before), `tuner/unsteadiness` (of the worst
@@ -189,8 +189,8 @@ class ScheduleTuner(PipelineCallback):
     def _prepare(self, plan: Plan) -> None:
         """Sets up what can be said without measurements, in the first batch, which is slow anyway."""
         nothing_known = CostModel.uniform(plan.n_stages, forward=1.0, backward=2.0)
-        candidates = self._source.candidates(plan, nothing_known, None, self.sizes)
-        if sum(c.microbatches for c in candidates) * plan.n_stages > LARGE:
+        candidates = self._source.list_candidates(plan, nothing_known, None, self.sizes)
+        if sum(c.n_microbatches for c in candidates) * plan.n_stages > LARGE:
             load_kernel()
         self._chooser.prepare(candidates, nothing_known)
 
@@ -227,7 +227,7 @@ class ScheduleTuner(PipelineCallback):
             self._averages.add(_probed(s, links, stages, plan) for s in samples)
         limit = self._limit(reports, plan.n_ranks)
         base = with_bytes(CostModel(self._averages.costs().seconds), stages)
-        candidates = self._source.candidates(plan, self._averages.costs(base), limit, self.sizes)
+        candidates = self._source.list_candidates(plan, self._averages.costs(base), limit, self.sizes)
         current = self._running
         if current is None or current.schedule != schedule:
             current = Candidate(candidates[0].schedule if schedule.tunes_online else schedule, plan, ())
@@ -240,8 +240,8 @@ class ScheduleTuner(PipelineCallback):
             self._batches, decision, sum(took) / len(took) / 1e9 if took else 0.0, time.perf_counter() - began
         )
         self.decisions.append(tuned)
-        _log.log(logging.INFO if decision.switches else logging.DEBUG, "batch %d: %s", self._batches, decision)
-        change = decision.chosen.candidate if decision.switches else None
+        _log.log(logging.INFO if decision.has_change else logging.DEBUG, "batch %d: %s", self._batches, decision)
+        change = decision.chosen.candidate if decision.has_change else None
         wait = self.window if self._batches == FIRST else self._wait(step, tuned)
         jumped = self._averages.impossible > 0
         return _Order(change, wait, jumped, _metrics(tuned))

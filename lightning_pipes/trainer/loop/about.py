@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.allocator import read_peak_bytes
-from lightning_pipes.planning.wording import schedule_settings
+from lightning_pipes.planning.formatting import schedule_settings
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.moves.gathering import gather_layers

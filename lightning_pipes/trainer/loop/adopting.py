@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Schedule, Span, check_type
 from lightning_pipes.planning.candidates import Candidate
-from lightning_pipes.planning.wording import schedule_settings
+from lightning_pipes.planning.formatting import schedule_settings
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.module.checks import warn_about_pieces
 from lightning_pipes.trainer.plan.plans import Plans
@@ -54,7 +54,7 @@ def adopt_told(run: PipelineRun, chosen: Candidate) -> None:
         PlanError: see `adopt`.
     """
     plan = replace(chosen.plan, layers=())
-    _change(run, run.plans.other(chosen.schedule, chosen.microbatches, plan, verified=plan.jobs[0].rows))
+    _change(run, run.plans.other(chosen.schedule, chosen.n_microbatches, plan, verified=plan.jobs[0].rows))
 
 
 def adopt_cut(run: PipelineRun, layers: Sequence[Span], rows: int) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from lightning_pipes.ir import COMPUTE, Kind, Plan, Program
 from lightning_pipes.ir.instruction import NO_SPAN
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
-from lightning_pipes.planning.replanning import KEPT_LOOKS, Seen
+from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, Observation
 from lightning_pipes.sim.shown.monitored import Curves
 from lightning_pipes.trainer.ranks.holdings import positions
 from lightning_pipes.trainer.ranks.ranks import Ranks
@@ -46,7 +46,7 @@ class Sight(NamedTuple):
 
     Attributes:
         samples: of its last windows, but for the first.
-        operations: as in `Seen`, of its own stages.
+        operations: as in `Observation`, of its own stages.
     """
 
     samples: list[StepSample]
@@ -66,7 +66,7 @@ class Looks:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._windows: deque[Window] = deque(maxlen=LOOKED_AT)
-        self._seen: deque[Seen] = deque(maxlen=KEPT_LOOKS)
+        self._seen: deque[Observation] = deque(maxlen=MAX_OBSERVATIONS)
         self._plan: Plan | None = None
         self.monitor: DeviceMonitor | None = None
 
@@ -74,7 +74,7 @@ class Looks:
         """One more window of this rank."""
         self._windows.append(window)
 
-    def look(self, plan: Plan) -> tuple[Seen, ...]:
+    def look(self, plan: Plan) -> tuple[Observation, ...]:
         """All looks at `plan`, this one included where there were two windows of it since the last one; the oldest
         first. A plan that has not run, as for the short last batch of an epoch, leaves all for the next look."""
         own = [window for window in self._windows if window.plan is plan]
@@ -88,7 +88,7 @@ class Looks:
         device, free = ({}, None) if self.monitor is None else self.monitor.since_last()
         return Sight([sample_of(*pair) for pair in pairwise(own[-AVERAGED:])], operations_of(own), device, free)
 
-    def together(self, sights: Sequence[Sight], plan: Plan) -> tuple[Seen, ...]:
+    def together(self, sights: Sequence[Sight], plan: Plan) -> tuple[Observation, ...]:
         """All looks at `plan`, as `look`, with one that consists of the parts of all ranks."""
         if plan is not self._plan:
             self._plan = plan
@@ -99,7 +99,7 @@ class Looks:
         return tuple(self._seen)
 
 
-def seen_of(sights: Sequence[Sight], pipelines: Sequence[Sequence[int]], plan: Plan) -> Seen | None:
+def seen_of(sights: Sequence[Sight], pipelines: Sequence[Sequence[int]], plan: Plan) -> Observation | None:
     """All sights together; of replicas what was slowest, for they wait for each other at every step. None where
     there were not two windows. Where batches overlap ranks are at different ones: of each the last ones count, as many
     as all have seen.
@@ -123,11 +123,11 @@ def seen_of(sights: Sequence[Sight], pipelines: Sequence[Sequence[int]], plan: P
         for key in same[0].operations
     }
     free = tuple(min((s.free for s in same if s.free is not None), default=None) for same in alike)
-    return Seen(averages.costs(), operations, tuple(_mean([s.device for s in same]) for same in alike), free)
+    return Observation(averages.costs(), operations, tuple(_mean([s.device for s in same]) for same in alike), free)
 
 
 def operations_of(windows: Sequence[Window]) -> dict[tuple[Kind, int], Array]:
-    """Seconds of every computation in windows of one plan, as in `Seen`."""
+    """Seconds of every computation in windows of one plan, as in `Observation`."""
     batches = [max((e.instruction.batch for e in w.events), default=-1) + 1 for w in windows]
     found: dict[tuple[Kind, int], Array] = {}
     columns: dict[tuple[Kind, int], dict[object, int]] = {}
@@ -147,7 +147,7 @@ def operations_of(windows: Sequence[Window]) -> dict[tuple[Kind, int], Array]:
 def sample_of(before: Window, window: Window) -> StepSample:
     """The sample of this rank's `window`, which came after another one."""
     ended = max((e.end for e in before.events if e.instruction.kind in (Kind.B, Kind.I)), default=0)
-    return StepSample.of(window.events, window.plan, ended, chosen=not isinstance(window.order, Program))
+    return StepSample.from_events(window.events, window.plan, ended, chosen=not isinstance(window.order, Program))
 
 
 def _slowest(samples: Sequence[StepSample]) -> StepSample:

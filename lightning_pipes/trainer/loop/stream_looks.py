@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_pipes.ir import Kind, Plan
-from lightning_pipes.planning.replanning import Seen
+from lightning_pipes.planning.replanning import Observation
 from lightning_pipes.sim import Event
 from lightning_pipes.trainer.loop.seen import Looks, Sight
 from lightning_pipes.trainer.ranks.notices import Notices
@@ -72,7 +72,7 @@ class StreamLooks:
         self._notices.put(self._name(batch, self._rank), sight)
         self._begun = batch, plan, sight
 
-    def answer(self, batch: int, rows: int, flushed: bool) -> tuple[Seen, ...] | None:
+    def answer(self, batch: int, rows: int, flushed: bool) -> tuple[Observation, ...] | None:
         """The sights of all ranks of the plan for a batch of `rows` samples, before batch number `batch`; None where
         there is nothing new of it, or some may not have told yet.
 

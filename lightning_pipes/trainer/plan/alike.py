@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.planning.wording import schedule_settings
+from lightning_pipes.planning.formatting import schedule_settings
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.settings import Settings
 from lightning_pipes.trainer.ranks.control import Control

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from lightning_pipes.cost import Deployment, ModelProfile
 from lightning_pipes.ir import Policy, Schedule, Span
 from lightning_pipes.planning.balance import BalancedPlanner
-from lightning_pipes.planning.fit import evaluated
+from lightning_pipes.planning.fit import evaluate_plan
 from lightning_pipes.planning.planner import DRAIN, Planner, Problem, Solution, planner_of
 from lightning_pipes.trainer.plan.plans import Plans
 
@@ -101,9 +101,9 @@ class Decision:
         plan, order = made.plans().for_rows(self.rows)
         assert self.deployment is not None
         whole, computing = (
-            evaluated(p, order, plan, self.deployment).seconds for p in (profile, profile.without_steps())
+            evaluate_plan(p, order, plan, self.deployment).seconds for p in (profile, profile.without_steps())
         )
-        cut = planner_of(self.schedule).explained(made.problem(self.rows), plan)
+        cut = planner_of(self.schedule).explain_plan(made.problem(self.rows), plan)
         return replace(made, seconds=whole, computing=computing, cut=cut)
 
     def cut_anew(self, profile: ModelProfile) -> Decision:

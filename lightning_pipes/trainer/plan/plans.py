@@ -8,8 +8,8 @@ from dataclasses import replace
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Plan, PlanError, Policy, Program, Schedule, Span, adapt_plan, verify
 from lightning_pipes.planning.partition import even_partition, partition_at
-from lightning_pipes.planning.planner import MICROBATCHES_PER_STAGE, Planner, Problem, planned, planner_of
-from lightning_pipes.planning.replanning import KEPT_LOOKS, Seen
+from lightning_pipes.planning.planner import MICROBATCHES_PER_STAGE, Planner, Problem, planner_of, solve_plan
+from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, Observation
 from lightning_pipes.sim import simulate
 
 TRIED_PER_STAGE = 16
@@ -63,7 +63,7 @@ class Plans:
         if rows not in self._made:
             if len(self._made) >= _KEPT:
                 self._made.pop(next(iter(self._made)))
-            self._made[rows] = self._ordered(planned(self._problem_of(rows)))
+            self._made[rows] = self._ordered(solve_plan(self._problem_of(rows)))
         return self._made[rows]
 
     def other(
@@ -100,7 +100,9 @@ class Plans:
         made._verified = verified
         if given is not None:
             rows = given.jobs[0].rows
-            made._given[rows] = made._ordered(adapt_plan(self._kept(given, planned(made._problem_of(rows))), schedule))
+            made._given[rows] = made._ordered(
+                adapt_plan(self._kept(given, solve_plan(made._problem_of(rows))), schedule)
+            )
         largest = verified or max(self._made, default=made.trial_rows)  # the next batch is most likely of that size
         tried = [made.for_rows(largest), *made._given.values()]
         flushes = self.schedule.flushes
@@ -122,11 +124,11 @@ class Plans:
         """Whether who is asked again wants to look before training batch number `batch`."""
         return bool(self.every and batch) and batch % self.every == 0
 
-    def throttles(self, looks: tuple[Seen, ...]) -> bool:
+    def throttles(self, looks: tuple[Observation, ...]) -> bool:
         """Whether batches that could overlap are to run one by one for now."""
-        return self._asked.throttles(looks)
+        return self._asked.should_serialize(looks)
 
-    def revised(self, rows: int, looks: tuple[Seen, ...], remaining: int | None = None) -> Plans:
+    def revised(self, rows: int, looks: tuple[Observation, ...], remaining: int | None = None) -> Plans:
         """The answer of who is asked again before a batch of so many samples; mostly itself.
 
         Args:
@@ -144,7 +146,7 @@ class Plans:
             return self
         made = self.other(self.schedule, given=found)
         before = (*self._problem.before, *((plan, look) for look in looks))
-        made._problem = replace(made._problem, before=before[-KEPT_LOOKS:])
+        made._problem = replace(made._problem, before=before[-MAX_OBSERVATIONS:])
         return made
 
     def _problem_of(self, rows: int) -> Problem:

@@ -116,7 +116,7 @@ class RunRequest:
 
     def microbatch_rows(self, rows: int, ranks: int) -> tuple[int, ...]:
         """The numbers of samples to measure for batches of `rows`: ascending, none twice."""
-        return self.planner.measures(rows, len(self.schedule.place_stages(ranks)), self.microbatches)
+        return self.planner.profile_sizes(rows, len(self.schedule.place_stages(ranks)), self.microbatches)
 
     def sample_rows(self, rows: int, ranks: int) -> int:
         """How many samples of a batch of `rows` are needed to run micro-batches as large as may be decided."""

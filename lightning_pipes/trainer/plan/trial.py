@@ -18,7 +18,7 @@ from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.messages.transport import make_transport
 from lightning_pipes.ir import B, F, Kind, Plan, Policy, Program, Span, graph_spans
-from lightning_pipes.planning.fit import evaluated
+from lightning_pipes.planning.fit import evaluate_plan
 from lightning_pipes.sim import simulate
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.measuring import Measuring
@@ -194,7 +194,7 @@ def simulated(
     profile: ModelProfile, plan: Plan, order: Program | Policy, deployment: Deployment
 ) -> tuple[float, Share]:
     """Seconds of a step up to the optimizers' part, and what each stage computes in it, by a profile."""
-    fit = evaluated(profile.without_steps(), order, plan, deployment)
+    fit = evaluate_plan(profile.without_steps(), order, plan, deployment)
     return fit.seconds, Share.of(simulate(fit.order, replace(plan, layers=()), fit.costs).events)
 
 

@@ -167,11 +167,11 @@ class PipelineReport:
     def advice(self) -> Advice:
         """Advice on what is slow, and what to change, as found by simulating changes: seconds of work, with a progress
         bar, for hundreds of micro-batches."""
-        from lightning_pipes.planning.advice import advise
+        from lightning_pipes.planning.advice import advise_run
         from lightning_pipes.planning.progress import progress_bar
 
         with progress_bar("trying changes for the report") as told:
-            return advise(self.record, told)
+            return advise_run(self.record, told)
 
     def save(self, directory: str | Path) -> Saved:
         """Writes timeline.png, measured above predicted, timeline.json for Perfetto, the page report.html, and

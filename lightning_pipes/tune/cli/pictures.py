@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.planning.advice import Advice, advise
+from lightning_pipes.planning.advice import Advice, advise_run
 from lightning_pipes.planning.progress import Progress
 from lightning_pipes.sim import save_png
 from lightning_pipes.sim.page import page
@@ -16,7 +16,8 @@ from lightning_pipes.sim.shown.record import RunRecord
 def write_pictures(
     record: RunRecord, options: argparse.Namespace, progress: Progress, advice: Advice | None = None
 ) -> list[str]:
-    """Write the files of --png and --html; return a line on each. Without `advice` the page has the result of `advise`.
+    """Write the files of --png and --html; return a line on each. Without `advice` the page has the result of
+    `advise_run`.
 
     Raises:
         InputError: the folder of a file does not exist.
@@ -26,7 +27,7 @@ def write_pictures(
         save_png(record.predicted, check_writable(options.png))
         lines.append(f"picture: {options.png}")
     if options.html:
-        text = page(record, advice or advise(record, progress))
+        text = page(record, advice or advise_run(record, progress))
         check_writable(options.html).write_text(text, encoding="utf-8")
         lines.append(f"page: {options.html}")
     return lines

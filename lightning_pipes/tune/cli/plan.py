@@ -12,16 +12,16 @@ from omegaconf import DictConfig
 from lightning_pipes.cost import Cluster, Deployment, ModelProfile
 from lightning_pipes.ir import MAX_FORWARDS, InputError, check_count
 from lightning_pipes.planning.advice import Advice, Change
-from lightning_pipes.planning.auto import Choice, Option, choose
-from lightning_pipes.planning.fit import evaluated
-from lightning_pipes.planning.progress import progress_bar
-from lightning_pipes.planning.wording import (
-    overrides,
+from lightning_pipes.planning.auto import Choice, Option, choose_option
+from lightning_pipes.planning.fit import evaluate_plan
+from lightning_pipes.planning.formatting import (
+    hydra_overrides,
     schedule_label,
     schedule_settings,
     strategy_arguments,
     strategy_line,
 )
+from lightning_pipes.planning.progress import progress_bar
 from lightning_pipes.sim import Timeline, simulate
 from lightning_pipes.sim.shown.curve import most_held
 from lightning_pipes.sim.shown.record import RunRecord
@@ -46,7 +46,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     deployment = Deployment.from_cluster(cluster_from_settings(cfg, cfg.ranks * cfg.replicas), cfg.ranks, cfg.replicas)
     schedule = schedule_from_settings(cfg)
     with progress_bar("plan") as progress:
-        choice = choose(
+        choice = choose_option(
             profile,
             cfg.ranks,
             cfg.batch,
@@ -56,7 +56,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
             recompute=(False, True) if cfg.recompute is None else (cfg.recompute,),
             progress=progress,
         )
-    alone = evaluated(profile, choice.fit.order, choice.fit.plan, deployment.pipeline)
+    alone = evaluate_plan(profile, choice.fit.order, choice.fit.plan, deployment.pipeline)
     reduce = choice.fit.seconds - alone.seconds
     timeline = replace(simulate(alone.order, alone.plan, alone.costs), name="predicted")
     arguments = strategy_arguments(choice.best.schedule, choice.fit.plan)
@@ -74,7 +74,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     print(f"{timeline.gantt(drawing_width())}\n")
     print(f"{sentence}\n")
     print(f"    {strategy_line(arguments)}")
-    print(f"    {overrides(arguments)}")
+    print(f"    {hydra_overrides(arguments)}")
     for line in lines:
         print(line)
 
@@ -131,7 +131,7 @@ def _to_json(
         "regime": timeline.regime,
         "peak_bytes": list(fit.peak_bytes),
         "strategy": strategy_line(arguments),
-        "overrides": overrides(arguments),
+        "overrides": hydra_overrides(arguments),
         "options": choice.rows(len(choice.options)),
         "not_searched": list(choice.not_searched),
     }

@@ -11,7 +11,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.planning.advice import advise
+from lightning_pipes.planning.advice import advise_run
 from lightning_pipes.planning.progress import progress_bar
 from lightning_pipes.sim import compare
 from lightning_pipes.sim.page import page
@@ -29,7 +29,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
         record = _with_profile(record, options.profile)
     out = check_writable(options.out or str((where if where.is_dir() else where.parent) / "report.html"))
     with progress_bar("trying changes") as progress:
-        advice = advise(record, progress)
+        advice = advise_run(record, progress)
     out.write_text(page(record, advice), encoding="utf-8")
     if options.open:
         webbrowser.open(out.resolve().as_uri())

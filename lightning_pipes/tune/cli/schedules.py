@@ -13,8 +13,8 @@ from omegaconf import DictConfig
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Kind, PipelineError, Policy, Program, Schedule, verify
 from lightning_pipes.ir.registry import installed_schedules, make_schedule
-from lightning_pipes.planning.planner import Problem, planned
-from lightning_pipes.planning.wording import dataclass_fields
+from lightning_pipes.planning.formatting import dataclass_fields
+from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.sim import Timeline, simulate
 from lightning_pipes.tune.cli.command import Command, format_table, print_json
 
@@ -57,7 +57,7 @@ def _described(name: str, factory: Any) -> dict[str, Any]:
 
 
 def _example(schedule: Schedule | Policy) -> dict[str, Any]:
-    plan = planned(Problem(schedule, RANKS, MICROBATCHES, MICROBATCHES))
+    plan = solve_plan(Problem(schedule, RANKS, MICROBATCHES, MICROBATCHES))
     a_rank = plan.n_stages / RANKS  # stages, which share out a rank's time
     costs = CostModel.uniform(plan.n_stages, 1.0 / a_rank, 2.0 / a_rank)
     order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule

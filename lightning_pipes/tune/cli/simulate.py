@@ -11,11 +11,11 @@ from omegaconf import DictConfig
 from lightning_pipes.cost import Cluster, CostModel, ModelProfile, Table
 from lightning_pipes.cost.units import parse_bytes
 from lightning_pipes.ir import MAX_FORWARDS, InputError, Kind, Plan, Policy, Program, Schedule, verify
-from lightning_pipes.planning.fit import evaluated, fit_layers, ordered, step_bubble, step_seconds
+from lightning_pipes.planning.fit import evaluate_plan, fit_layers, order_and_held_rows, step_bubble, step_seconds
+from lightning_pipes.planning.formatting import schedule_label, schedule_settings
 from lightning_pipes.planning.partition import partition_at
-from lightning_pipes.planning.planner import Problem, planned
+from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.planning.progress import progress_bar
-from lightning_pipes.planning.wording import schedule_label, schedule_settings
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.sim.units import bytes_text, seconds_text
@@ -85,7 +85,7 @@ def _given(cfg: DictConfig, schedule: Schedule | Policy) -> tuple[Program | Poli
     """Return order, plan and costs for times from the command line. A time of a rank is divided evenly among its
     stages."""
     (m,) = parse_numbers(cfg.microbatches, "microbatches", MAX_FORWARDS // cfg.ranks) or [8]
-    plan = planned(Problem(schedule, cfg.ranks, m, m))
+    plan = solve_plan(Problem(schedule, cfg.ranks, m, m))
     times = {
         Kind.F: parse_durations(cfg.forward, "forward", cfg.ranks),
         Kind.B: parse_durations(cfg.backward, "backward", cfg.ranks),
@@ -116,13 +116,13 @@ def _profiled(
 ) -> tuple[Program | Policy, Plan, CostModel]:
     """Return order, plan and costs for a profile, cut by `partition`, or at the best boundaries."""
     (m,) = parse_numbers(cfg.microbatches, "microbatches", MAX_FORWARDS // cfg.ranks) or [8]
-    plan = planned(Problem(schedule, cfg.ranks, cfg.batch or m, m, cfg.recompute))
+    plan = solve_plan(Problem(schedule, cfg.ranks, cfg.batch or m, m, cfg.recompute))
     cluster = replace(cluster, devices=cluster.devices[: cfg.ranks])
     if cfg.partition is None:
         fit = fit_layers(profile, schedule, plan, cluster)
     else:
         layers = partition_at(list(cfg.partition), len(profile.layers), plan.n_stages)
-        fit = evaluated(profile, ordered(schedule, plan)[0], replace(plan, layers=layers), cluster)
+        fit = evaluate_plan(profile, order_and_held_rows(schedule, plan)[0], replace(plan, layers=layers), cluster)
     return fit.order, fit.plan, fit.costs
 
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from lightning_pipes.ir import InputError, check_count, short_repr
 from lightning_pipes.ir.registry import schedule_factory
-from lightning_pipes.planning.wording import overrides, strategy_line
+from lightning_pipes.planning.formatting import hydra_overrides, strategy_line
 from lightning_pipes.tune.cli.command import Command, print_json
 from lightning_pipes.tune.cli.sources import (
     cluster_from_settings,
@@ -48,7 +48,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
         return
     print(choice)
     if line:
-        print(f"\n    {line}\n    {overrides(arguments)}")
+        print(f"\n    {line}\n    {hydra_overrides(arguments)}")
 
 
 def _row(option: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pipes.ir import InputError, short_repr
-from lightning_pipes.planning.replanning import Hosting
+from lightning_pipes.planning.replanning import HostedStage
 from lightning_pipes.strategies.dynpipe.interference.features import NAMES, STAGE, Array, table
 from lightning_pipes.strategies.dynpipe.interference.forest import arrays_of
 from lightning_pipes.strategies.dynpipe.interference.models import Model
@@ -65,7 +65,7 @@ class Dataset:
             raise InputError("ratios of a dataset must be above 0 and finite")
 
     @classmethod
-    def from_windows(cls, windows: Iterable[tuple[Mapping[str, float], Hosting, float, str, str, int]]) -> Self:
+    def from_windows(cls, windows: Iterable[tuple[Mapping[str, float], HostedStage, float, str, str, int]]) -> Self:
         """Return windows as arrays.
 
         Args:

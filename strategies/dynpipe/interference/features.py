@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipes.planning.replanning import Hosting
+from lightning_pipes.planning.replanning import HostedStage
 
 Array = npt.NDArray[np.float64]
 
@@ -72,10 +72,10 @@ def formula(device: Mapping[str, float]) -> float:
     return min((run + wait) / run, _MOST) if run > 0 else float("nan")
 
 
-def table(rows: Sequence[tuple[Mapping[str, float], Hosting]]) -> Array:
+def table(rows: Sequence[tuple[Mapping[str, float], HostedStage]]) -> Array:
     """A row for each pair of a device and a stage, with the columns `NAMES`."""
     devices: dict[int, list[float]] = {}
-    stages: dict[Hosting, list[float]] = {}
+    stages: dict[HostedStage, list[float]] = {}
     found = np.empty((len(rows), len(NAMES)))
     for place, (device, hosting) in enumerate(rows):
         if id(device) not in devices:
@@ -86,7 +86,7 @@ def table(rows: Sequence[tuple[Mapping[str, float], Hosting]]) -> Array:
     return found
 
 
-def stage_row(stage: Hosting) -> list[float]:
+def stage_row(stage: HostedStage) -> list[float]:
     """The numbers `STAGE`."""
     seconds = stage.forward + stage.backward
     if seconds <= 0:

@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 
 from lightning_pipes.ir import InputError, check_number
-from lightning_pipes.planning.replanning import Hosting, Predicted
+from lightning_pipes.planning.replanning import HostedStage, Predicted
 from lightning_pipes.strategies.dynpipe.interference.features import NAMES, table
 from lightning_pipes.strategies.dynpipe.interference.forest import Forest
 from lightning_pipes.strategies.dynpipe.interference.models import formula_of
@@ -58,12 +58,12 @@ class Predictor:
         """
         return cls(Forest.load(path))
 
-    def predict(self, rows: Sequence[tuple[Mapping[str, float], Hosting]]) -> Predicted:
+    def predict(self, rows: Sequence[tuple[Mapping[str, float], HostedStage]]) -> Predicted:
         """All rows in one call, see `planning.replanning.Interference`. Equal rows count once, so a whole re-plan
         may be asked at a time."""
-        places: dict[tuple[int, Hosting], int] = {}
+        places: dict[tuple[int, HostedStage], int] = {}
         index = np.array([places.setdefault((id(device), stage), len(places)) for device, stage in rows], np.intp)
-        first: dict[int, tuple[Mapping[str, float], Hosting]] = {}
+        first: dict[int, tuple[Mapping[str, float], HostedStage]] = {}
         for place, row in zip(index.tolist(), rows, strict=True):
             first.setdefault(place, row)
         if not first:

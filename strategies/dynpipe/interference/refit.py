@@ -15,14 +15,14 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from lightning_pipes.ir import InputError, check_count
-from lightning_pipes.planning.replanning import Hosting, Interference, Predicted
+from lightning_pipes.planning.replanning import HostedStage, Interference, Predicted
 from lightning_pipes.strategies.dynpipe.interference.apart import Training
 from lightning_pipes.strategies.dynpipe.interference.features import Array, table
 from lightning_pipes.strategies.dynpipe.interference.forest import Forest
 from lightning_pipes.strategies.dynpipe.interference.models import formula_of
 from lightning_pipes.strategies.dynpipe.interference.predictor import Predictor
 
-Rows = Sequence[tuple[Mapping[str, float], Hosting]]
+Rows = Sequence[tuple[Mapping[str, float], HostedStage]]
 VALIDATED = 0.2
 """The share of rows, the newest ones, on which a new forest has to be better than the old one; it has not learned from
 them."""

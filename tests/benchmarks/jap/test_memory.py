@@ -40,11 +40,11 @@ def test_states_move_while_the_shortest_block_runs():
     plan = Plan((0, 1), (Cut.even(1, 1, 2), Cut.even(2, 1, 2)))
     states = [[10**9, 10**9], [2 * 10**9, 10**9]]
     (both,) = switching(plan, costs, states, [(0, 1)], 1e9)
-    assert (both.transfer, both.block, both.holds) == (3.0, 3.0, True)
+    assert (both.transfer, both.block, both.is_hidden) == (3.0, 3.0, True)
     (both,) = switching(plan, costs, states, [(0, 1)], 0.5e9)
-    assert (both.holds, both.visible) == (False, 3.0)
+    assert (both.is_hidden, both.visible_seconds) == (False, 3.0)
     assert "a switch costs up to 3 s. Use batches 2 times as large" in str(both)
     one, two = switching(plan, costs, states, [(0,), (1,)], 0.5e9)
-    assert (one.holds, one.visible, two.holds, two.block) == (False, 1.0, True, 4.0)
+    assert (one.is_hidden, one.visible_seconds, two.is_hidden, two.block) == (False, 1.0, True, 4.0)
     with pytest.raises(PlanError, match="2 jobs on 2 stages"):
         switching(plan, costs, states[:1], [(0,)], 1.0)

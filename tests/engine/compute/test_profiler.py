@@ -17,7 +17,7 @@ from lightning_pipes.engine.compute.footprint import measure_footprint
 from lightning_pipes.engine.compute.profiler import profile_layers
 from lightning_pipes.ir import Kind, Plan, PlanError, Span
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.fit import evaluated
+from lightning_pipes.planning.fit import evaluate_plan
 from lightning_pipes.testing.ranks import run_ranks
 from tests.engine.pipes import connect
 
@@ -189,7 +189,7 @@ def measured_peak(rank: int, model: str, schedule: str, recompute: bool) -> list
     plan = Plan.even(2, MICROBATCHES, ROWS, layers=cuts, recompute=again)
     profile = profile_layers(layers, {2: torch.randn(2, *shape)}, repeats=1)
     order = make_schedule(schedule).program(plan)
-    fit = evaluated(profile, order, plan, Cluster((Device(), Device())))
+    fit = evaluate_plan(profile, order, plan, Cluster((Device(), Device())))
 
     def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
         out = stage.run_layers(item, span, item.data[span.start : span.stop] if received is None else received)

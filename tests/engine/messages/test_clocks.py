@@ -141,7 +141,7 @@ def across(rank: int) -> list[StepSample]:
         since = time.monotonic_ns()
         engine.inject(Item(0, 4))
         engine.drain()
-        found.append(StepSample.of(engine.events, plan, since))
+        found.append(StepSample.from_events(engine.events, plan, since))
     engine.close()
     watch.close()
     return found

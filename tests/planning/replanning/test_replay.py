@@ -10,7 +10,7 @@ import pytest
 from lightning_pipes.cost import CostModel, Link
 from lightning_pipes.ir import Cut, Instruction, Kind, Plan, PlanError, Program, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.planner import Problem, planned
+from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.planning.replanning.replay import Replay, sends_of
 from lightning_pipes.sim import makespan
 
@@ -18,7 +18,7 @@ from lightning_pipes.sim import makespan
 def replay(name: str, stages: int, microbatches: int, batches: int, **settings: object) -> tuple[Replay, Plan]:
     schedule = make_schedule(name, **settings)
     assert isinstance(schedule, Schedule)
-    plan = planned(Problem(schedule, stages, microbatches * 2, microbatches))
+    plan = solve_plan(Problem(schedule, stages, microbatches * 2, microbatches))
     return Replay(schedule.program(plan), plan, batches), plan
 
 
@@ -56,7 +56,7 @@ def test_one_slow_operation_counts_where_it_is() -> None:
     forward, backward = (rng.integers(1, 50, (p, cases, batches, m)) / 100 for _ in range(2))
     durations = {(Kind.F, s): forward[s] for s in range(p)} | {(Kind.B, s): backward[s] for s in range(p)}
     durations |= dict.fromkeys(sends_of(plan), np.full((1, 1, 1), 1e-4))
-    found = made.seconds(durations)
+    found = made.step_seconds(durations)
     assert found.shape == (cases, batches)
     for case in range(cases):
         for batch in range(batches):
@@ -75,7 +75,7 @@ def test_equal_durations_are_those_of_the_simulator(name: str) -> None:
     durations = {(kind, s): t * ones for kind, t in kinds.items() for s in range(plan.n_stages)}
     durations |= dict.fromkeys(sends_of(plan), 0.01 * ones)  # 2 rows of 50 bytes
     expected = makespan(schedule.program(plan), plan, costs) / 1e9
-    assert made.seconds(durations).tolist() == [[pytest.approx(expected)] * 2]
+    assert made.step_seconds(durations).tolist() == [[pytest.approx(expected)] * 2]
 
 
 def test_a_stream_is_timed_when_it_is_full() -> None:
@@ -85,13 +85,13 @@ def test_a_stream_is_timed_when_it_is_full() -> None:
     durations = {
         (kind, s): np.full((1, 1, 1), t) for s in range(3) for kind, t in ((Kind.F, each[s]), (Kind.B, 2 * each[s]))
     }
-    assert made.seconds(durations).tolist() == [[pytest.approx(2.0)]]
+    assert made.step_seconds(durations).tolist() == [[pytest.approx(2.0)]]
     durations[Kind.STEP, 1] = np.full((1, 1, 1), 0.5)
-    assert made.seconds(durations).tolist() == [[pytest.approx(2.5)]]
+    assert made.step_seconds(durations).tolist() == [[pytest.approx(2.5)]]
     slow = np.ones((1, 5, 1)) / 3
     slow[0, 2, 0] += 6.0
     durations[Kind.F, 0] = slow  # once in five batches everything waits for it
-    assert made.seconds(durations)[0, 0] > 2.5 + 0.8
+    assert made.step_seconds(durations)[0, 0] > 2.5 + 0.8
 
 
 def test_cases_are_the_same_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,10 +100,10 @@ def test_cases_are_the_same_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         made, _ = replay(name, 2, 2, 3)
         durations = {(kind, s): rng.random((5, 3, 2)) for kind in (Kind.F, Kind.B) for s in range(2)}
         durations[Kind.STEP, 0] = np.full((1, 1, 1), 0.1)
-        whole = made.seconds(durations)
+        whole = made.step_seconds(durations)
         with monkeypatch.context() as patch:
             patch.setattr("lightning_pipes.planning.replanning.replay.MOST_AT_ONCE", 1)
-            assert made.seconds(durations).tolist() == whole.tolist()
+            assert made.step_seconds(durations).tolist() == whole.tolist()
 
 
 def test_stages_that_cut_a_batch_differently() -> None:
@@ -114,7 +114,7 @@ def test_stages_that_cut_a_batch_differently() -> None:
     program, rng = schedule.program(plan), np.random.default_rng(3)
     keys = [(kind, s) for kind in (Kind.F, Kind.B) for s in range(2)] + sends_of(plan)
     durations = {(kind, s): rng.integers(1, 90, (3, 2, len(plan.spans(kind, s)))) / 100 for kind, s in keys}
-    found = Replay(program, plan, 2).seconds(durations)
+    found = Replay(program, plan, 2).step_seconds(durations)
     for case in range(3):
         for batch in range(2):
             each = {

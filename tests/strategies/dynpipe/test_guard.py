@@ -8,14 +8,14 @@ import pytest
 
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import InputError
-from lightning_pipes.planning.replanning import Seen
+from lightning_pipes.planning.replanning import Observation
 from lightning_pipes.strategies.dynpipe import DynPipe
 from lightning_pipes.strategies.dynpipe.guard import MemoryGuard
 
 
 def states(guard: MemoryGuard, *free: Sequence[int | None]) -> list[bool]:
     """What it says after each look."""
-    looks = [Seen(CostModel({}), devices=({},) * len(each), free=tuple(each)) for each in free]
+    looks = [Observation(CostModel({}), devices=({},) * len(each), free=tuple(each)) for each in free]
     return [guard.throttles(looks[:n]) for n in range(1, len(looks) + 1)]
 
 

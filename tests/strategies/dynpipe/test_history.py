@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_pipes.ir import Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.replanning import Seen
+from lightning_pipes.planning.replanning import Observation
 from lightning_pipes.strategies.dynpipe.history import History
 from lightning_pipes.strategies.dynpipe.partitions import all_partitions
 from lightning_pipes.strategies.dynpipe.repartition import Windows
@@ -18,7 +18,7 @@ def history(*looks: tuple[tuple[Span, ...], float]) -> History:
     """Of looks at partitions of eight equal layers while the device of stage 1 takes so many times as long."""
     schedule = make_schedule("pipedream")
     assert isinstance(schedule, Schedule)
-    every: list[tuple[Plan, Seen]] = []
+    every: list[tuple[Plan, Observation]] = []
     for layers, factor in looks:
         world = Neighbourhood(layered_model([1e-3] * 8), schedule, 2, 8, 4, constant_slowdown((1.0, factor)))
         plan = world.plan(layers)

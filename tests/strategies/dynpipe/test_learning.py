@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.replanning import Hosting, Predicted
+from lightning_pipes.planning.replanning import HostedStage, Predicted
 from lightning_pipes.strategies.dynpipe import DynPipe, DynPlanner
 from lightning_pipes.testing.neighbourhood import Neighbourhood, constant_slowdown, layered_model
 
-Rows = Sequence[tuple[Mapping[str, float], Hosting]]
+Rows = Sequence[tuple[Mapping[str, float], HostedStage]]
 
 
 class Pupil:

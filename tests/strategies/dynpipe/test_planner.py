@@ -14,7 +14,7 @@ from lightning_pipes.cost import CostModel, Link, ModelProfile
 from lightning_pipes.ir import Kind, Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import Problem, planner_of
-from lightning_pipes.planning.replanning import KEPT_LOOKS, Hosting, Predicted, Seen
+from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, HostedStage, Observation, Predicted
 from lightning_pipes.planning.replanning.replay import replay_of
 from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.dynpipe import DynPipe, DynPlanner
@@ -58,7 +58,7 @@ def least_of_all(world: Neighbourhood, stages: int) -> float:
     tables = [world.operation_seconds(world.plan(layers), 1000, 2) for layers in every]
     together = {key: np.concatenate([each[key] for each in tables]) for key in tables[0]}
     plan = world.plan()
-    return float(replay_of(world.order(plan), plan, 2).seconds(together).mean(axis=1).min())
+    return float(replay_of(world.order(plan), plan, 2).step_seconds(together).mean(axis=1).min())
 
 
 def seconds(world: Neighbourhood, plan: Plan, first: int = 1000, batches: int = 20) -> float:
@@ -70,19 +70,19 @@ def lived(world: Neighbourhood, looks: int, believed: ModelProfile | None = None
     """The plan of every 20 batches, the seconds of all of them, and those without a move. A move takes what the planner
     expects, which goes by the profile that is `believed`, by default the true one."""
     plan = even = world.plan()
-    seen: tuple[Seen, ...] = ()
+    seen: tuple[Observation, ...] = ()
     plans, took, stays, before = [], 0.0, 0.0, ()
     for look in range(looks):
         plans.append(plan)
         took += 20 * seconds(world, plan, 20 * look)
         stays += 20 * seconds(world, even, 20 * look)
-        seen = (*seen, world.observe_window(plan, 20 * look, 20))[-KEPT_LOOKS:]
+        seen = (*seen, world.observe_window(plan, 20 * look, 20))[-MAX_OBSERVATIONS:]
         left = 20 * (looks - look - 1)
         problem = replace(world.make_problem(plan.layers), seen=seen, before=before, remaining=left)
         new = DynPlanner().replan(plan, replace(problem, profile=believed or world.profile))
         if new is not None:
             took += move_seconds(world.profile, plan, new.layers, world.deployment)
-            before, plan, seen = (*before, *((plan, each) for each in seen))[-KEPT_LOOKS:], new, ()
+            before, plan, seen = (*before, *((plan, each) for each in seen))[-MAX_OBSERVATIONS:], new, ()
     return plans, took, stays
 
 
@@ -261,7 +261,7 @@ class TestNothingMoves:
         for looks in (2, 4, 8):
             assert quick.replan(plan, asked(world, plan, looks=looks)) is not None
         assert quick.replan(plan, asked(world, plan, looks=5)) is None
-        assert quick.replan(plan, asked(world, plan, looks=KEPT_LOOKS)) is None  # there will never be more
+        assert quick.replan(plan, asked(world, plan, looks=MAX_OBSERVATIONS)) is None  # there will never be more
         assert quick.replan(plan, asked(world, plan, looks=5, remaining=20 * 9)) is None
         assert quick.replan(plan, asked(world, plan, looks=5, remaining=20 * 8)) is not None
         changes = place(constant_slowdown((1.0, 2.0, 1.0, 1.0), since=40))
@@ -362,7 +362,7 @@ class Worse:
     def __init__(self, known: bool = True, bias: float = 1.0) -> None:
         self.known, self.bias, self.asked = known, bias, 0
 
-    def predict(self, rows: Sequence[tuple[Mapping[str, float], Hosting]]) -> Predicted:
+    def predict(self, rows: Sequence[tuple[Mapping[str, float], HostedStage]]) -> Predicted:
         self.asked += 1
         ratios = [1.0 + device.get("busy", 0.0) * stage.layers for device, stage in rows]
         return Predicted(self.bias * np.array(ratios), np.full(len(rows), self.known))
@@ -413,7 +413,7 @@ def test_after_a_move_in_vain_the_next_one_has_to_promise_more() -> None:
         return replace(believed.make_problem(of.layers), seen=seen, before=before)
 
     moves: list[Plan] = [plan]
-    before: tuple[tuple[Plan, Seen], ...] = ()
+    before: tuple[tuple[Plan, Observation], ...] = ()
     for _ in range(12):
         now = problem(moves[-1], 8 if before else 2, before)
         new = planner.replan(moves[-1], now)

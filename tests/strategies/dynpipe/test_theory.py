@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.strategies.dynpipe.theory import Constants, Iterations, Probe
+from lightning_pipes.strategies.dynpipe.theory import Constants, GradientSample, Iterations
 
 
-def probes(seed: int, steps: int = 6) -> tuple[list[Probe], float]:
+def probes(seed: int, steps: int = 6) -> tuple[list[GradientSample], float]:
     """Of gradient descent on 0.5 w' A w with another noise for each mini-batch; and the largest eigenvalue of A."""
     rng = np.random.default_rng(seed)
     values = rng.uniform(0.5, 4.0, 5)
@@ -16,7 +16,7 @@ def probes(seed: int, steps: int = 6) -> tuple[list[Probe], float]:
         own = values * w + 0.1 * rng.normal(size=5)
         new = w - 0.05 * own
         changed = float(np.linalg.norm(values * new - values * w))  # on the same probe, without noise
-        found.append(Probe(float(np.linalg.norm(new - w)), changed, float(own @ own)))
+        found.append(GradientSample(float(np.linalg.norm(new - w)), changed, float(own @ own)))
         w = new
     return found, float(values.max())
 
@@ -27,7 +27,7 @@ def test_constants_of_a_quadratic() -> None:
     assert 0.5 <= mean.lipschitz <= most.lipschitz <= largest
     assert mean.noise == most.noise == pytest.approx(np.mean([probe.squared for probe in found]))
     with pytest.raises(InputError, match="weights move"):
-        Constants.estimated(1.0, [Probe(0.0, 1.0, 1.0)])
+        Constants.estimated(1.0, [GradientSample(0.0, 1.0, 1.0)])
 
 
 def test_the_formula() -> None:

@@ -12,7 +12,7 @@ import pytest
 from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.ir import Plan, Span
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.replanning import Seen
+from lightning_pipes.planning.replanning import Observation
 from lightning_pipes.strategies.dynpipe.work import estimate_work
 from lightning_pipes.testing.neighbourhood import Neighbourhood, Slowdown, constant_slowdown, layered_model
 
@@ -28,7 +28,7 @@ def spans(*sizes: int) -> tuple[Span, ...]:
 
 def looks(
     slowdown: Slowdown, layers: tuple[Span, ...], count: int = 2, true: ModelProfile = TRUE, name: str = "1f1b"
-) -> list[tuple[Plan, Seen]]:
+) -> list[tuple[Plan, Observation]]:
     world = Neighbourhood(true, make_schedule(name), 4, 8, 4, slowdown)
     plan = world.plan(layers)
     return [(plan, world.observe_window(plan, 10 * n, 10)) for n in range(count)]
@@ -60,7 +60,7 @@ def test_plans_tell_which_layers_it_is() -> None:
 def test_a_correction_that_went_too_far_is_taken_back() -> None:
     """Twelve cuts by chance: what explains one of them is not what explains all."""
     true, chance = layered_model([0.01] * 24), np.random.default_rng(0)
-    seen: list[tuple[Plan, Seen]] = []
+    seen: list[tuple[Plan, Observation]] = []
     for _ in range(12):
         ends = [0, *sorted(chance.choice(np.arange(1, 24), 3, replace=False).tolist()), 24]
         seen += looks(QUIET, tuple(Span(a, b) for a, b in pairwise(ends)), true=true)

@@ -7,9 +7,9 @@ import pytest
 
 from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link, ModelProfile
 from lightning_pipes.ir import B, Cut, F, InputError, Kind, Plan, PlanError, Schedule, Span, graph_spans
-from lightning_pipes.planning.auto import choose
-from lightning_pipes.planning.fit import evaluated
-from lightning_pipes.planning.planner import Planner, Problem, even_plan, planned
+from lightning_pipes.planning.auto import choose_option
+from lightning_pipes.planning.fit import evaluate_plan
+from lightning_pipes.planning.planner import Planner, Problem, even_plan, solve_plan
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.strategies.deep import Deep
@@ -55,7 +55,7 @@ def seconds(asked: Problem, plan: Plan) -> float:
     assert asked.deployment is not None
     schedule = asked.schedule
     order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
-    return evaluated(asked.profile, order, replace(plan, layers=asked.layers), asked.deployment).seconds
+    return evaluate_plan(asked.profile, order, replace(plan, layers=asked.layers), asked.deployment).seconds
 
 
 def best_equal(asked: Problem, *schedules: Schedule) -> float:
@@ -68,7 +68,7 @@ def best_equal(asked: Problem, *schedules: Schedule) -> float:
 
 def test_counts_as_given() -> None:
     asked = Problem(UMPipe((2, 4), (4, 9), (1,), (8,)), 2, 8)
-    assert planned(asked).jobs[0] == Cut(
+    assert solve_plan(asked).jobs[0] == Cut(
         8,
         (sized(8, 4), sized(8, 2)),
         (sized(8, 2), sized(8, 1)),
@@ -76,7 +76,7 @@ def test_counts_as_given() -> None:
         (sized(8, 2), sized(8, 1)),
     )
     assert [span.rows for span in spans_of(7, 3)] == [3, 3, 1]
-    assert planned(replace(asked, rows=3)).spans(Kind.F, 1) == sized(3, 1)  # a short last batch has fewer
+    assert solve_plan(replace(asked, rows=3)).spans(Kind.F, 1) == sized(3, 1)  # a short last batch has fewer
 
 
 def test_sizes_to_choose_from() -> None:
@@ -86,14 +86,14 @@ def test_sizes_to_choose_from() -> None:
 
 
 def test_without_a_profile_the_cut_is_even() -> None:
-    assert planned(Problem(UM1F1B(), 2, 8, 4)) == even_plan(UM1F1B(), 2, 4, 8)
+    assert solve_plan(Problem(UM1F1B(), 2, 8, 4)) == even_plan(UM1F1B(), 2, 4, 8)
 
 
 @pytest.mark.parametrize("schedule", [UMPipe(), UM1F1B()])
 def test_stages_of_two_kinds_get_their_own_sizes(schedule: Schedule | UM1F1B) -> None:
     """A stage whose time hardly depends on the samples takes larger chunks, and the step is as predicted."""
     asked = problem(schedule, LINEAR, LINEAR, LINEAR, FLAT)
-    plan = planned(asked)
+    plan = solve_plan(asked)
     counts = [len(plan.spans(Kind.F, s)) for s in range(4)]
     assert counts[3] < min(counts[:3])
     equal = best_equal(asked, GPipe()) if isinstance(schedule, UMPipe) else best_equal(asked, GPipe(), Deep(2), Deep(6))
@@ -107,28 +107,28 @@ def test_never_worse_than_the_best_equal_cut_among_its_numbers(
 ) -> None:
     asked = problem(schedule, *kinds)
     equal = [Plan((0, 1, 2), (Cut(ROWS, (sized(ROWS, size),) * 3),)) for size in sizes_of(ROWS, None, "few")]
-    assert seconds(asked, planned(asked)) <= min(seconds(asked, each) for each in equal) + 1e-12
+    assert seconds(asked, solve_plan(asked)) <= min(seconds(asked, each) for each in equal) + 1e-12
 
 
 @pytest.mark.parametrize("schedule", [UMPipe(), UM1F1B()])
 def test_where_nothing_is_gained_the_cut_is_equal(schedule: Schedule | UM1F1B) -> None:
     """Equal stages whose times are proportional to samples."""
-    cut = planned(problem(schedule, *[(0.0, 1e-3)] * 3)).jobs[0]
+    cut = solve_plan(problem(schedule, *[(0.0, 1e-3)] * 3)).jobs[0]
     assert len({*cut.forward, *cut.backward, *cut.forward_links, *cut.backward_links}) == 1
 
 
 def test_all_numbers_are_no_worse() -> None:
     few, every = (problem(UM1F1B(counts=counts), LINEAR, FLAT, LINEAR) for counts in ("few", "all"))
-    assert seconds(every, planned(every)) <= 1.01 * seconds(few, planned(few))
+    assert seconds(every, solve_plan(every)) <= 1.01 * seconds(few, solve_plan(few))
 
 
 def test_layers_and_cut_together() -> None:
     """Where layers are open, they are no worse than the best of all partitions with its own best cut, by 2 %."""
     kinds = [LINEAR, FLAT, LINEAR, LINEAR, FLAT]
     asked = problem(UM1F1B(), *kinds, layers=(), ranks=2)
-    made = planned(asked)
+    made = solve_plan(asked)
     every = [(Span(0, at), Span(at, 5)) for at in range(1, 5)]
-    best = min(seconds(replace(asked, layers=x), planned(replace(asked, layers=x))) for x in every)
+    best = min(seconds(replace(asked, layers=x), solve_plan(replace(asked, layers=x))) for x in every)
     assert seconds(replace(asked, layers=made.layers), made) <= 1.02 * best
 
 
@@ -152,29 +152,29 @@ def test_two_stages_a_rank_against_equal_ones(kinds: tuple[tuple[float, float], 
     asked = two_a_rank(UM1F1B(stages_per_rank=2), *kinds)
     other = replace(asked, schedule=Interleaved(2))
     equal = min(seconds(other, even_plan(other.schedule, asked.ranks, m, ROWS)) for m in SIZES)
-    assert seconds(asked, planned(asked)) <= share * equal + 1e-12
+    assert seconds(asked, solve_plan(asked)) <= share * equal + 1e-12
 
 
 def test_two_stages_a_rank_share_its_memory() -> None:
     kinds = (LINEAR, LINEAR, LINEAR, FLAT)
     schedule = UM1F1B(stages_per_rank=2, memory_limit="16MiB")
     asked = two_a_rank(schedule, *kinds)
-    plan = planned(asked)
+    plan = solve_plan(asked)
     assert asked.profile is not None
     timeline = simulate(schedule, replace(plan, layers=()), asked.profile.stage_costs(asked.layers))
     assert max(timeline.peak_bytes) <= 16 * 2**20
-    assert seconds(asked, plan) > seconds(asked, planned(two_a_rank(UM1F1B(stages_per_rank=2), *kinds)))
+    assert seconds(asked, plan) > seconds(asked, solve_plan(two_a_rank(UM1F1B(stages_per_rank=2), *kinds)))
 
 
 def explained(asked: Problem) -> str:
     planner = asked.schedule.make_planner()
     assert isinstance(planner, Planner)
-    return planner.explained(asked, planned(asked))
+    return planner.explain_plan(asked, solve_plan(asked))
 
 
 def test_people_are_told_which_cut_and_why() -> None:
     asked = problem(UM1F1B(), LINEAR, LINEAR, LINEAR, FLAT)
-    plan, said = planned(asked), explained(asked)
+    plan, said = solve_plan(asked), explained(asked)
     counts = ", ".join(str(len(plan.spans(Kind.F, s))) for s in range(4))
     cuts = [(sized(ROWS, size),) * 4 for size in sizes_of(ROWS, None, "few")]
     equal = min((seconds(asked, Plan(plan.ranks, (Cut(ROWS, cut),))), len(cut[0])) for cut in cuts)
@@ -195,7 +195,7 @@ def test_all_forwards_first_says_how_good_a_cut_can_be() -> None:
 @for_each("rows", [2, 7, 9, 31, 32])
 def test_no_micro_batch_has_fewer_samples_than_it_needs(schedule: Schedule | UM1F1B, rows: int) -> None:
     """As models need whose layers look at several samples."""
-    plan = planned(problem(schedule, (1e-9, 1e-3), (1e-9, 1e-3), rows=rows, least=2))
+    plan = solve_plan(problem(schedule, (1e-9, 1e-3), (1e-9, 1e-3), rows=rows, least=2))
     every = [span for kind in (Kind.F, Kind.B) for s in range(2) for span in plan.spans(kind, s)]
     every += [*plan.spans(Kind.SF, 0), *plan.spans(Kind.SB, 1)]
     every += [part for s in range(2) for span in plan.spans(Kind.F, s) for part in graph_spans(F(s, span), plan)]
@@ -216,12 +216,12 @@ def test_forward_and_backward_have_as_many_samples_in_common() -> None:
 def test_memory_limits_what_stages_hold() -> None:
     """A megabyte a sample: 12 MiB hold 12 of 32 samples, those of a chunk under way among them."""
     free, tight = problem(UM1F1B(), LINEAR, LINEAR, FLAT), problem(UM1F1B(memory_limit="12MiB"), LINEAR, LINEAR, FLAT)
-    plan = planned(tight)
+    plan = solve_plan(tight)
     assert max(plan.limits) <= 12
-    assert planned(free).limits == ()
+    assert solve_plan(free).limits == ()
     timeline = simulate(UM1F1B(), replace(plan, layers=()), tight.profile.stage_costs(tight.layers))  # type: ignore[union-attr]
     assert max(timeline.peak_bytes) <= 12 * 2**20
-    assert seconds(tight, plan) > seconds(free, planned(free))
+    assert seconds(tight, plan) > seconds(free, solve_plan(free))
 
 
 def test_mistakes() -> None:
@@ -232,13 +232,13 @@ def test_mistakes() -> None:
     with pytest.raises(InputError, match="forward is missing"):
         UM1F1B(backward=(2, 2))
     with pytest.raises(PlanError, match=r"forward \(2, 2\) has 2 numbers, and the pipeline 3 stages"):
-        planned(Problem(UMPipe((2, 2)), 3, 8))
+        solve_plan(Problem(UMPipe((2, 2)), 3, 8))
     with pytest.raises(PlanError, match=r"forward_links \(1, 1\) has 2 numbers, and the pipeline 1 links"):
-        planned(Problem(UMPipe((2, 2), forward_links=(1, 1)), 2, 8))
+        solve_plan(Problem(UMPipe((2, 2), forward_links=(1, 1)), 2, 8))
     with pytest.raises(PlanError, match="leave one of them out"):
-        planned(Problem(UMPipe((2, 2)), 2, 8, 4))
+        solve_plan(Problem(UMPipe((2, 2)), 2, 8, 4))
     with pytest.raises(PlanError, match="has no room for a chunk of 1 samples"):
-        planned(problem(UM1F1B(memory_limit=1000), LINEAR, FLAT))
+        solve_plan(problem(UM1F1B(memory_limit=1000), LINEAR, FLAT))
     with pytest.raises(InputError, match="is not a size"):
         UM1F1B(memory_limit="a lot")
 
@@ -259,7 +259,7 @@ def seen_costs(asked: Problem, plan: Plan, factors: tuple[float, ...]) -> object
 
 def test_cut_anew_when_a_stage_takes_other_times() -> None:
     asked = problem(UM1F1B(), LINEAR, LINEAR, LINEAR, (1e-4, 1e-5))
-    planner, plan = asked.schedule.make_planner(), planned(asked)
+    planner, plan = asked.schedule.make_planner(), solve_plan(asked)
     same = replace(asked, costs=seen_costs(asked, plan, (1.0, 1.05, 1.0, 1.0)))
     assert planner.replan(plan, asked) is None  # nothing seen
     assert planner.replan(plan, same) is None
@@ -274,7 +274,7 @@ def test_cut_anew_when_a_stage_takes_other_times() -> None:
 def test_auto_considers_it() -> None:
     asked = problem(UM1F1B(), LINEAR, LINEAR, LINEAR, FLAT)
     assert asked.profile is not None
-    choice = choose(asked.profile, 4, ROWS, asked.deployment)
+    choice = choose_option(asked.profile, 4, ROWS, asked.deployment)
     assert choice.best.schedule == UM1F1B()
 
 
@@ -282,7 +282,7 @@ def test_the_genetic_search_is_a_setting() -> None:
     """It finds a cut that saves as much as the exact one here, where one stage hardly depends on the samples."""
     layers = (LINEAR, LINEAR, LINEAR, FLAT)
     exact, genetic = (problem(UMPipe(search=search), *layers) for search in ("exact", "genetic"))
-    found, proven = seconds(genetic, planned(genetic)), seconds(exact, planned(exact))
+    found, proven = seconds(genetic, solve_plan(genetic)), seconds(exact, solve_plan(exact))
     assert proven <= found < best_equal(genetic, GPipe())
     with pytest.raises(InputError, match="search must be one of exact, genetic, got 'annealing'"):
         UMPipe(search="annealing")

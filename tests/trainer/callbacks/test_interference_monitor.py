@@ -19,7 +19,7 @@ from lightning_pipes.engine.monitor import sources
 from lightning_pipes.engine.monitor.source import Source
 from lightning_pipes.ir import B, F, Instruction, Kind, PipelineError, Plan, PlanError, Span
 from lightning_pipes.planning.planner import EvenPlanner, Problem
-from lightning_pipes.planning.replanning import Seen
+from lightning_pipes.planning.replanning import Observation
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
@@ -54,7 +54,7 @@ class Numbered(Source):
         return [float(self._number), math.nan]
 
 
-SEEN: list[tuple[Seen, ...]] = []
+SEEN: list[tuple[Observation, ...]] = []
 
 
 class Looking(EvenPlanner):

@@ -14,8 +14,8 @@ import pytest
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import InputError, Kind, Plan, Schedule
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.planner import Problem, planned
-from lightning_pipes.planning.replanning import Seen
+from lightning_pipes.planning.planner import Problem, solve_plan
+from lightning_pipes.planning.replanning import Observation
 from lightning_pipes.sim import simulate
 from lightning_pipes.trainer.loop.seen import Looks, Sight, batches_left, operations_of, sample_of, seen_of
 from lightning_pipes.trainer.reports.report import Window
@@ -40,7 +40,7 @@ def of_rank(rank: int, plan: Plan, slow: float = 1.0, shown: int = 3, name: str 
 
 
 def plan_of(name: str = "1f1b") -> Plan:
-    return planned(Problem(make_schedule(name), STAGES, ROWS, 4))
+    return solve_plan(Problem(make_schedule(name), STAGES, ROWS, 4))
 
 
 def test_operations_are_tables_of_batches_by_spans() -> None:
@@ -74,7 +74,7 @@ def test_of_replicas_the_slowest_counts() -> None:
     both = seen_of(sights(plan, (1.0, 3.0)), [[0, 1], [2, 3]], plan)
     assert alone is not None
     assert both is not None
-    assert alone.fits(plan)
+    assert alone.matches_plan(plan)
     assert both.operations[Kind.F, 1].tolist() == alone.operations[Kind.F, 1].tolist()
     assert both.operations[Kind.F, 1][1].tolist() == [3.0] * 4
     assert both.costs.seconds_at(Kind.F, 1, 2) == alone.costs.seconds_at(Kind.F, 1, 2)
@@ -92,7 +92,7 @@ def test_ranks_of_a_stream_are_at_different_batches() -> None:
     fewer = first._replace(samples=first.samples[1:], operations={k: t[1:] for k, t in first.operations.items()})
     found = seen_of([last, fewer], [[0, 1]], plan)
     assert found is not None
-    assert found.fits(plan)
+    assert found.matches_plan(plan)
     assert found.operations[Kind.F, 1].tolist() == [[3.0] * 4, [1.0] * 4]
     assert seen_of([last, first._replace(samples=[])], [[0, 1]], plan) is None
 
@@ -107,7 +107,7 @@ def looks(answers: list[Any]) -> Looks:
 
 
 def test_looks_are_those_of_the_plan_that_runs() -> None:
-    plan = planned(Problem(make_schedule("1f1b"), 1, ROWS, 2))
+    plan = solve_plan(Problem(make_schedule("1f1b"), 1, ROWS, 2))
     other = replace(plan)
     seen = looks([({"wait": float(n)}, n) for n in range(5)])
 
@@ -139,10 +139,10 @@ def test_looks_are_those_of_the_plan_that_runs() -> None:
 def test_a_window_that_contradicts_itself_is_refused() -> None:
     costs = CostModel.uniform(1, 1.0, 2.0)
     with pytest.raises(InputError, match="batches by spans"):
-        Seen(costs, {(Kind.SF, 0): np.zeros((1, 1))})
+        Observation(costs, {(Kind.SF, 0): np.zeros((1, 1))})
     with pytest.raises(InputError, match="2 devices were seen"):
-        Seen(costs, devices=({}, {}), free=(1,))
-    assert not Seen(costs).fits(plan_of())
+        Observation(costs, devices=({}, {}), free=(1,))
+    assert not Observation(costs).matches_plan(plan_of())
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from lightning_pipes.ir import DeadlockError, Instruction, Kind, Plan, Policy, P
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.partition import with_layer
 from lightning_pipes.planning.planner import EvenPlanner, Problem
-from lightning_pipes.planning.replanning import Seen
+from lightning_pipes.planning.replanning import Observation
 from lightning_pipes.trainer.plan.plans import Plans
 
 LAYERS = (Span(0, 4), Span(4, 6))
@@ -48,7 +48,7 @@ def test_who_replans_instead_of_the_schedules_planner() -> None:
 
 def test_a_revised_plan_remembers_the_looks_at_those_before() -> None:
     first = plans()
-    look, later = (Seen(CostModel.uniform(2, t, 2 * t)) for t in (1.0, 2.0))
+    look, later = (Observation(CostModel.uniform(2, t, 2 * t)) for t in (1.0, 2.0))
     once = first.revised(8, (look,), remaining=9)
     assert once.for_rows(8)[0].layers == (Span(0, 3), Span(3, 6))
     assert once.for_rows(3)[0].layers == once.for_rows(8)[0].layers

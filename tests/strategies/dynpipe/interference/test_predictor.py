@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.papers.dynpipe.predictor import MODELS, Constant, Linear, Trees
 from lightning_pipes.ir import InputError
-from lightning_pipes.planning.replanning import Hosting, Interference
+from lightning_pipes.planning.replanning import HostedStage, Interference
 from lightning_pipes.strategies.dynpipe.interference import Forest, Predictor
 from lightning_pipes.strategies.dynpipe.interference.features import NAMES, RUN, WAIT, formula, table
 from lightning_pipes.strategies.dynpipe.interference.forest import train
@@ -21,8 +21,8 @@ from lightning_pipes.testing.timeouts import scale_timeout
 BUSY = "host.machine_busy_share"
 
 
-def hosting(forward: float = 0.002, weights: float = 1e6) -> Hosting:
-    return Hosting(1, 8, forward, 2 * forward, weights, 2 * weights, 1e5, 1e4)
+def hosting(forward: float = 0.002, weights: float = 1e6) -> HostedStage:
+    return HostedStage(1, 8, forward, 2 * forward, weights, 2 * weights, 1e5, 1e4)
 
 
 def device(run: float = 0.5, wait: float = 0.5, busy: float = 0.5) -> dict[str, float]:
@@ -80,7 +80,7 @@ def test_it_does_not_know(predictor):
         ({RUN: 0.5, WAIT: 0.5}, hosting()),  # a source that was always there is silent
         ({**device(), "gpu.sm_active_share": 0.5}, hosting()),  # one that never was says nothing to it
         (device(), hosting(weights=1e12)),  # a stage unlike all others
-        ({}, Hosting(*(8 * [0.0]))),
+        ({}, HostedStage(*(8 * [0.0]))),
     ]
     assert predictor.predict(rows).known.tolist() == [True, False, False, True, False, False]
     unsure = [(device(wait=wait / 100), hosting()) for wait in range(100)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.planning.replanning import Hosting, Interference
+from lightning_pipes.planning.replanning import HostedStage, Interference
 from lightning_pipes.strategies.dynpipe.interference import Predictor, Refitted, refit
 from lightning_pipes.strategies.dynpipe.interference.features import NAMES, RUN, WAIT, table
 from lightning_pipes.strategies.dynpipe.interference.forest import train
@@ -26,7 +26,7 @@ def rows(count: int, seed: int = 0, factor: float = 1.0):
     for _ in range(count):
         run, wait, busy = random.uniform(0.2, 1), random.uniform(0, 1), random.uniform(0, 1)
         weights = random.uniform(1e5, 1e7)
-        pairs.append(({RUN: run, WAIT: wait, BUSY: busy}, Hosting(1, 8, 0.002, 0.004, weights, 2e6, 1e5, 1e4)))
+        pairs.append(({RUN: run, WAIT: wait, BUSY: busy}, HostedStage(1, 8, 0.002, 0.004, weights, 2e6, 1e5, 1e4)))
         ratios.append((run + wait) / run * (1 + busy) * factor)
     return pairs, ratios
 

@@ -10,17 +10,17 @@ import pytest
 
 from lightning_pipes.ir import Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.planner import even_plan
-from lightning_pipes.planning.wording import (
+from lightning_pipes.planning.formatting import (
+    describe_moves,
+    hydra_overrides,
+    join_words,
     layers_text,
-    listed,
-    moves,
-    overrides,
     schedule_label,
     schedule_settings,
     strategy_arguments,
     strategy_line,
 )
+from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.testing.records import record_of
 
 
@@ -56,7 +56,7 @@ def test_settings_are_numbers_and_what_is_not_by_default():
     assert schedule_settings(Mine()) == {"k": 1}
     assert schedule_label(Mine(2, (3, 4), True)) == "mine k=2 limits=(3, 4) eager=True"
     given = strategy_arguments(Mine(2, (3, 4), True), even_plan(Mine(), 2, 4, 8))
-    assert overrides(given) == (
+    assert hydra_overrides(given) == (
         "schedule=mine schedule.k=2 schedule.limits=[3,4] schedule.eager=true pipeline.microbatches=4"
     )
 
@@ -66,7 +66,7 @@ def test_overrides_compose():
 
     given = {"schedule": "kfkb", "schedule_args": {"k": 3}, "microbatches": 6, "partition": [2, 4], "recompute": True}
     with initialize_config_module("lightning_pipes.conf", version_base="1.3"):
-        cfg = compose("train", overrides=overrides(given).split())
+        cfg = compose("train", overrides=hydra_overrides(given).split())
     assert (cfg.schedule.k, cfg.pipeline.microbatches, list(cfg.pipeline.partition)) == (3, 6, [2, 4])
     assert cfg.pipeline.recompute is True
 
@@ -84,9 +84,9 @@ def test_moves(before, after, said):
         edges = [0, *cuts, 9]
         return [Span(a, b) for a, b in pairwise(edges)]
 
-    assert moves(spans(before), spans(after)) == said
+    assert describe_moves(spans(before), spans(after)) == said
 
 
 def test_lists():
-    assert [listed(words) for words in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a and b", "a, b and c"]
+    assert [join_words(words) for words in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a and b", "a, b and c"]
     assert [layers_text(Span(2, n)) for n in (2, 3, 5)] == ["no layer", "layer 2", "layers 2-4"]

@@ -47,7 +47,7 @@ def strategy_line(arguments: Mapping[str, Any]) -> str:
     return f"PipelineStrategy({', '.join([_literal(arguments['schedule']), *rest])})"
 
 
-def overrides(arguments: Mapping[str, Any]) -> str:
+def hydra_overrides(arguments: Mapping[str, Any]) -> str:
     """The same for a Hydra app with the groups of lightning_pipes: `schedule=kfkb schedule.k=2 ...`."""
     named = {f"schedule.{name}": value for name, value in arguments.get("schedule_args", {}).items()}
     others = {name: value for name, value in arguments.items() if name not in ("schedule", "schedule_args")}
@@ -69,7 +69,7 @@ def _literal(value: Any) -> str:
     return repr(value)
 
 
-def moves(before: Sequence[Span], after: Sequence[Span]) -> list[str]:
+def describe_moves(before: Sequence[Span], after: Sequence[Span]) -> list[str]:
     """Which layers go from one stage to the next, such as "layers 11-12 from stage 2 to stage 1"."""
     found = []
     for stage, (a, b) in enumerate(zip(before[1:], after[1:], strict=True)):
@@ -87,6 +87,6 @@ def layers_text(span: Span) -> str:
     return f"layer {span.start}" if span.rows == 1 else f"layers {span.start}-{span.stop - 1}"
 
 
-def listed(words: Sequence[str]) -> str:
+def join_words(words: Sequence[str]) -> str:
     """ "a", "a and b", "a, b and c"."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
