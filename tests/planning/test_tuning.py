@@ -36,7 +36,7 @@ def case(link, stages=4, m=24, f=20 * MS, b=40 * MS, split=False, **more):
     if not split:
         whole = {key: table for key, table in costs.seconds.items() if key[0] not in (Kind.I, Kind.W)}
         costs = replace(costs, seconds=whole)
-    return plan, costs, KFKBPlanner().candidates(plan, costs, **more)
+    return plan, costs, KFKBPlanner().list_candidates(plan, costs, **more)
 
 
 def seconds(c, costs):
@@ -70,7 +70,9 @@ def test_the_choice_is_that_of_simulating_everything(seed, unsteady):
         (kind, s): ((1, t * (1 + spread * rng.uniform(-1, 1)) * 1e-3),) for kind, t in ms.items() for s in range(6)
     }
     costs = replace(costs, seconds={k: t for k, t in times.items() if k[1] < plan.n_stages})
-    found = KFKBPlanner().candidates(plan, costs, rng.choice([None, 10 * 2 * plan.n_stages, 10 * 3 * plan.n_stages]))
+    found = KFKBPlanner().list_candidates(
+        plan, costs, rng.choice([None, 10 * 2 * plan.n_stages, 10 * 3 * plan.n_stages])
+    )
     current = rng.choice(found)
     decision = Chooser().decide(found, current, given(costs, unsteady=unsteady))
     free = decision.effect is Effect.FREE
@@ -87,7 +89,7 @@ def test_few_are_simulated():
 def test_what_is_prepared_is_decided_alike():
     plan, costs, found = case(link=20 * MS)
     prepared = Chooser()
-    prepared.prepare(KFKBPlanner().candidates(plan, uniform(4, 24, f=1, b=2)[1]), uniform(4, 24, f=1, b=2)[1])
+    prepared.prepare(KFKBPlanner().list_candidates(plan, uniform(4, 24, f=1, b=2)[1]), uniform(4, 24, f=1, b=2)[1])
     fixed = {(c.schedule, c.plan) for c in found if not isinstance(c.schedule, PerLink)}  # which costs ask for
     assert fixed <= prepared._known.keys() == prepared._verified
     assert prepared.decide(found, found[0], given(costs)) == Chooser().decide(found, found[0], given(costs))
@@ -212,7 +214,7 @@ def test_a_closed_loop_follows_the_links():
     for link in (0, 0, 0, 30, 30, 30, 0, 0, 0):
         samples, _, _ = step(current, m=12, link=max(1, link * MS))
         averages.add(samples)
-        found = KFKBPlanner().candidates(plan, replace(averages.costs(), activation_bytes=(1,) * 3))
+        found = KFKBPlanner().list_candidates(plan, replace(averages.costs(), activation_bytes=(1,) * 3))
         found = [c for c in found if isinstance(c.schedule, Schedule)]
         now = next(c for c in found if c.schedule == current)
         current = chooser.decide(found, now, averages).chosen.candidate.schedule
@@ -234,7 +236,7 @@ def test_planning_takes_milliseconds():
         for n in range(9):
             averages._known[Kind.SF, 0, 1] += n
             started = time.process_time()
-            found = KFKBPlanner().candidates(plan, averages.costs(costs))
+            found = KFKBPlanner().list_candidates(plan, averages.costs(costs))
             chooser.decide(found, found[0], averages)
             took.append(time.process_time() - started)
         assert min(took) < 0.1  # 10 ms at rest
@@ -266,7 +268,7 @@ def test_backwards_are_split_where_links_are_slow_and_it_is_known_what_that_take
     whole = min(seconds(c, costs) for c in found if not c.plan.split_backward)
     assert decision.chosen.seconds == pytest.approx(min(seconds(c, costs) for c in found), rel=0.005)
     assert decision.chosen.seconds < 0.95 * whole
-    again = KFKBPlanner().candidates(decision.chosen.candidate.plan, costs, 80)  # whatever runs now
+    again = KFKBPlanner().list_candidates(decision.chosen.candidate.plan, costs, 80)  # whatever runs now
     assert set(again) == set(found)
     assert not Chooser().decide(again, decision.chosen.candidate, given(costs)).has_change
 
@@ -275,6 +277,6 @@ def test_backwards_stay_whole_where_their_parts_take_too_long():
     plan, costs, _ = case(0, split=True)
     dear = {(kind, s): ((1, 35e-3),) for kind in (Kind.I, Kind.W) for s in range(4)}
     costs = replace(costs, seconds={**costs.seconds, **dear})
-    found = KFKBPlanner().candidates(plan, costs)
+    found = KFKBPlanner().list_candidates(plan, costs)
     assert any(c.plan.split_backward for c in found)
     assert not Chooser().decide(found, found[0], given(costs)).chosen.candidate.plan.split_backward

@@ -70,7 +70,7 @@ def test_never_more_than_the_limit_and_as_predicted(limit, more):
     if "forward_bytes" in more:
         plan = replace(plan, recompute=(True, True, True, False))
     try:
-        found = KFKBPlanner().candidates(plan, costs, limit, sizes=(1, 2, 3, 4, 6, 12))
+        found = KFKBPlanner().list_candidates(plan, costs, limit, sizes=(1, 2, 3, 4, 6, 12))
     except PlanError:
         assert limit == 130
         return
@@ -132,7 +132,7 @@ def test_other_ways_for_the_same_memory():
     plan, costs = uniform(4, 24, f=20, b=40, link=60, activation_bytes=10)
     whole = {key: table for key, table in costs.seconds.items() if key[0] not in (Kind.I, Kind.W)}
     costs = replace(costs, seconds=whole)
-    found = KFKBPlanner().candidates(plan, costs, 90)
+    found = KFKBPlanner().list_candidates(plan, costs, 90)
     assert tuning_planner(KFKB("auto")) == KFKBPlanner()
     assert {type(c.schedule) for c in found} == {KFKB, Deep, PerLink, Ready} - {PerLink}
     assert [c.schedule for c in found if isinstance(c.schedule, KFKB)] == [KFKB(1), KFKB(2)]
@@ -149,14 +149,14 @@ def test_other_ways_for_the_same_memory():
 def test_extra_where_one_link_is_slow():
     plan, costs = uniform(4, 24, f=20, b=40, activation_bytes=10)
     slow = {(Kind.SF, 1): ((1, 60e-9),), (Kind.SB, 2): ((1, 60e-9),)}
-    found = KFKBPlanner().candidates(plan, replace(costs, seconds={**costs.seconds, **slow}), 60)
+    found = KFKBPlanner().list_candidates(plan, replace(costs, seconds={**costs.seconds, **slow}), 60)
     assert [c.schedule.extra for c in found if isinstance(c.schedule, PerLink)] == [(0, 2, 0)]
 
 
 def test_split_backwards_with_a_warm_up_for_the_links_and_the_memory():
     plan, costs = uniform(4, 24, f=20, b=40, activation_bytes=10)
     slow = {(Kind.SF, 1): ((1, 60e-9),), (Kind.SB, 2): ((1, 60e-9),)}
-    found = KFKBPlanner().candidates(plan, replace(costs, seconds={**costs.seconds, **slow}), 60)
+    found = KFKBPlanner().list_candidates(plan, replace(costs, seconds={**costs.seconds, **slow}), 60)
     split = [c for c in found if isinstance(c.schedule, ZeroBubble)]
     assert all(c.plan.split_backward and max(c.peak_bytes) <= 60 for c in split)
     assert {c.schedule for c in split if not c.schedule.limits} == {ZeroBubble((0, n, 0)) for n in (0, 1, 2)}
@@ -168,7 +168,7 @@ def test_split_backwards_with_a_warm_up_for_the_links_and_the_memory():
 
 def test_one_stage_has_nothing_to_choose():
     plan, costs = uniform(1, 8, f=1, b=2)
-    assert {type(c.schedule) for c in KFKBPlanner().candidates(plan, costs)} == {KFKB}
+    assert {type(c.schedule) for c in KFKBPlanner().list_candidates(plan, costs)} == {KFKB}
 
 
 @pytest.mark.parametrize("k", ["Auto", "", "2", 1.5])

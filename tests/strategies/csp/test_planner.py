@@ -17,5 +17,5 @@ def test_as_many_on_any_number_of_stages() -> None:
 
 def test_keeps_to_what_was_asked_for() -> None:
     assert len(solve_plan(Problem(CSP(), 4, 32, microbatches=3)).spans(Kind.F, 0)) == 3
-    assert CSP().make_planner().measures(32, 4, None) == (2, 4)
-    assert CSP().make_planner().measures(32, 4, 2) == (8, 16)
+    assert CSP().make_planner().profile_sizes(32, 4, None) == (2, 4)
+    assert CSP().make_planner().profile_sizes(32, 4, 2) == (8, 16)

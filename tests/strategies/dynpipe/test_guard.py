@@ -16,7 +16,7 @@ from lightning_pipes.strategies.dynpipe.guard import MemoryGuard
 def states(guard: MemoryGuard, *free: Sequence[int | None]) -> list[bool]:
     """What it says after each look."""
     looks = [Observation(CostModel({}), devices=({},) * len(each), free=tuple(each)) for each in free]
-    return [guard.throttles(looks[:n]) for n in range(1, len(looks) + 1)]
+    return [guard.should_serialize(looks[:n]) for n in range(1, len(looks) + 1)]
 
 
 def test_it_lasts_until_all_devices_are_above_the_high_mark() -> None:
