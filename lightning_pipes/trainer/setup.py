@@ -50,7 +50,7 @@ from lightning_pipes.trainer.plan.settings import Settings
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.reports.summary import show_module
 from lightning_pipes.trainer.running import Running
-from lightning_pipes.trainer.state.left_values import layers_by_number
+from lightning_pipes.trainer.state.left_values import LeftValues, layers_by_number
 from lightning_pipes.trainer.state.module_state import ModuleState
 from lightning_pipes.trainer.step.clipping import GradientAgreement
 from lightning_pipes.trainer.step.logs import limit_metric_sync
@@ -216,8 +216,7 @@ class PipelineSetup:
             seed,
             device,
             state,
-            by_number,
-            lambda: holdings.local,
+            LeftValues(self._module, by_number, lambda: holdings.local, state, self._cut.scope),
         )
         bound = links.turns is not None
         run = PipelineRun(

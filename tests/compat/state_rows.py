@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from tests.compat import layer_values as values
 from tests.compat import state_modules as s
 from tests.compat.registry import row
 
@@ -52,6 +53,19 @@ state(
     reason="stages have copies; return `x.clone()`, or change nothing in place",
 )
 state("layers that count their calls", THREE, module=s.WarmingUp)
+state("numbers, words and tensors that layers keep, read in hooks", module=values.ReadByHooks)
+state(
+    "numbers, words and tensors that layers keep, read in hooks of a callback",
+    lambda folder: {"callbacks": [values.ReadByCallback()], "max_epochs": 3},
+    module=values.Kept,
+)
+state("lists that layers fill, read in hooks", THREE, module=values.ReadLists)
+for what in ("saved", "unsaved", "plain", "dict", "object"):
+    for reads in (False, True):
+        state(
+            f"layers that count their calls in place: {what}{', read in hooks' * reads}",
+            module=partial(values.CountsInPlace, what, reads),
+        )
 state(
     "attributes and buffers that steps set where batches overlap",
     THREE,

@@ -248,3 +248,60 @@ class NormOfGroups(LitSupernet):
         total = sum(float(p.grad.pow(2).sum()) for p in every) ** 0.5
         for p in every:
             p.grad.div_(1 + total)
+
+
+class AnnealsInHooks(LitSupernet):
+    """Hooks set before each batch what its step and its optimizer hook read."""
+
+    shift: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.table, self.limit = 1.0, {"scale": 1.0}, [1.0]
+        self.register_buffer("shift", torch.zeros((), dtype=torch.float64))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.scale = 1.0 + batch_idx / 4
+        self.table["scale"] = 1.0 + batch_idx / 8
+        self.shift.add_(0.1)
+        self.limit.append(0.001 * (batch_idx + 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (x, y), subnet = batch
+        return F.cross_entropy(self.net((x * self.scale + self.shift, subnet)), y) * self.table["scale"] * self.scale
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.net.parameters():
+            if p.grad is not None:
+                p.grad.clamp_(-self.limit[-1], self.limit[-1])
+
+
+class SetsBeforeSteps(LitSupernet):
+    """A hook before the step sets what the next batch reads."""
+
+    scale = 1.0
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.scale = self.scale * 0.9
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * self.scale
+
+
+class LayersCount(LitSupernet):
+    """Candidates count their calls, and scale by that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (ChoiceBlock([Counting() for _ in range(CANDIDATES)]) for _ in range(BLOCKS))
+        self.net = Supernet(*blocks, nn.Linear(WIDTH, 3), shared="per_choice")
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        return self.linear(x).tanh() * min(1.0, self.calls / 4)

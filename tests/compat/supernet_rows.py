@@ -39,6 +39,7 @@ for name, kind, more in (
     supernet(f"{name}; balanced", more, module=kind, strategy=BALANCED)
 for name, kind in (
     ("optimizer_step that sets learning rates, optimizer_zero_grad", nets.SetsRates),
+    ("attributes, dicts, lists and buffers set in on_train_batch_start", nets.AnnealsInHooks),
     ("weights clamped in on_train_epoch_start", nets.ClampsAtEpochs),
     ("requires_grad_ in on_train_epoch_start", nets.FreezesAtEpochs),
 ):
@@ -103,4 +104,18 @@ supernet(
     warned="has no layers_of_batch to say which",
     reason="equal, but one batch after another",
     check=equal_weights,
+)
+supernet(
+    "an attribute set in on_before_optimizer_step",
+    module=nets.SetsBeforeSteps,
+    strategy=CSP,
+    warned="that runs before the optimizer's step",
+    reason="set it in on_train_batch_start",
+)
+supernet(
+    "candidates that count their calls",
+    module=nets.LayersCount,
+    strategy=CSP,
+    warned="which it keeps from one micro-batch to the next",
+    reason="it is counted for each micro-batch",
 )

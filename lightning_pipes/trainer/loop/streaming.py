@@ -43,7 +43,7 @@ from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.notices import Notices
 from lightning_pipes.trainer.reports.report import Window
-from lightning_pipes.trainer.step.between_steps import BetweenSteps
+from lightning_pipes.trainer.step.between_steps import BATCH_HOOKS, BetweenSteps
 from lightning_pipes.trainer.step.cuts import Cuts
 from lightning_pipes.trainer.step.hook_view import has_hooks
 from lightning_pipes.trainer.step.own_steps import OwnSteps
@@ -118,12 +118,14 @@ class Streaming(Training):
             partial(has_hooks, run.cut.module, private.callbacks(run.trainer)),
             memory is None,
         )
-        self._names_layers = isinstance(run.cut.module, SaysLayers)
         self._foreign = len(run.global_ranks) > 1
+        self._hooked = self._foreign and has_hooks(run.cut.module, private.callbacks(run.trainer), BATCH_HOOKS)
+        self._names_layers = isinstance(run.cut.module, SaysLayers)
         self._own_step: set[int] | None = None  # ids of the parameters that a batch steps now
         self._orders_uses = isinstance(schedule, Policy)  # results are those of one batch after another
         several = len(run.global_ranks) > 1
         run.state.expect_overlap(schedule.name, alone=not several)
+        run.steps.left.expect_overlap(schedule.name)
         self._mirroring = Mirroring(run) if several and Cuts.wanted(run.cut.module, schedule) else None
         if self._mirroring is not None:
             run.moving.check_layers_stay("batches have cuts of their own")
@@ -174,6 +176,7 @@ class Streaming(Training):
             complete=complete,
             number=number,
             settings=settings,
+            began_with=run.state.capture() if self._hooked else None,
         )
         run.begin_loss_check(data)
         if not self._hooks_seen and len(engine.plan.spans(Kind.F, 0)) > 1:
@@ -299,10 +302,12 @@ class Streaming(Training):
         for p, gradient in others:
             p.grad = gradient
 
-    def _hooks(self, item: Item, mine: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """The user's hooks that run in the block may change what `item` steps on this stage."""
+    @contextmanager
+    def _hooks(self, item: Item, mine: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Let the user's hooks in the block change what `item` steps here; they see the module's state as of `item`."""
         others = [each.use for each in self._recent.values() if each is not item] if self._orders_uses else ()
-        return self._between.step_hooks(others, mine)
+        with self._between.step_hooks(others, mine), item.data.state, self._run.state.watched_hooks():
+            yield
 
     def _step(self, stage: Stage, item: Item, mine: Sequence[nn.Parameter]) -> None:
         run, data = self._run, item.data

@@ -10,25 +10,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
+from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import PipelineError, Span
-from lightning_pipes.trainer.module.hidden_state import OWN
+from lightning_pipes.trainer.module.elsewhere import Elsewhere, HookScope
+from lightning_pipes.trainer.module.hidden_state import OWN, can_change
 from lightning_pipes.trainer.state.merging import Merging, Path
-from lightning_pipes.trainer.state.module_entries import follow_path
+from lightning_pipes.trainer.state.module_entries import follow_path, read_entries, tensor_version, write_entries
 from lightning_pipes.trainer.state.module_state import ModuleState
 
 _LOOKS = 16
 """Runs of a stage in which all its modules are looked at."""
 _PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None))
+_SMALL = 1 << 16
+"""Bytes of a tensor that is sent for hooks; in place of larger ones they get a stand-in, which refuses to be read."""
+_COPIED = 1 << 26
+"""Bytes of a tensor that is copied before a layer runs for the first time, in case it changes the tensor in place."""
 _ABSENT = object()
 """Stands for the value of an attribute that a layer does not have yet."""
 
@@ -47,6 +54,27 @@ class Grown(NamedTuple):
     """The entries appended to a list."""
 
     tail: list[Any]
+
+
+class Tail(NamedTuple):
+    """The entries of a list from `start` on."""
+
+    start: int
+    entries: list[Any]
+
+
+class Content(NamedTuple):
+    """The entries of an object that a layer changes in place."""
+
+    entries: Any
+
+
+@dataclass(frozen=True)
+class Unsent:
+    """Stands for a tensor that is too large to be sent to ranks which may never look at it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -69,6 +97,7 @@ class LeftValues:
         full: all layers; those of other ranks have no values.
         local: numbers of the layers that are on this rank, which changes where layers move.
         state: of the module around the layers.
+        scope: of the user's hooks, for stand-ins.
     """
 
     def __init__(
@@ -77,54 +106,83 @@ class LeftValues:
         full: Mapping[int, nn.Module],
         local: Callable[[], Collection[int]],
         state: ModuleState,
+        scope: HookScope,
     ) -> None:
         self._module = module
         self._full = full
         self._local = local
         self._state = state
-        self._lent: list[tuple[Place, Any, Any]] = []
+        self._scope = scope
+        self._lent: list[tuple[Place, Any, Any, int]] = []
         self._places: dict[int, list[Place]] = {}
+        self._in_place: set[Place] = set()
         self._runs: dict[int, int] = {}
         self._outside = False
         self._active = False
         self._before: dict[Place, Any] = {}
         self._noted: dict[Place, dict[Span, Any]] = {}
         self._set_later: set[Place] = set()
-        self._changes: dict[Place, Any] = {}
+        self._unsent: dict[Place, Unsent] = {}
+        self._changes: dict[Place, tuple[bool, Any]] = {}
         self._merging = Merging(type(module).__name__)
+        self._overlapping = ""
+
+    def expect_overlap(self, schedule: str) -> None:
+        """Have a warning say which layers count micro-batches: batches overlap, and values are not merged."""
+        self._overlapping = schedule
+
+    def warn_of_overlap(self, left: Mapping[Place, Any]) -> None:
+        """Warn of a value that layers have left for one of several micro-batches, if it may be a count or an average.
+
+        Args:
+            left: by all stages; called on the last one.
+        """
+        places = [place for place, value in left.items() if isinstance(place[0], int) and _may_count(value)]
+        if not (self._overlapping and places):
+            return
+        number, name, key = places[0]
+        rank_zero_warn(
+            f"layer {number}{name and f', {name}'}, sets .{key}, which it keeps from one micro-batch to the next. With "
+            f"schedule {self._overlapping!r} batches overlap, so it is set for each micro-batch, and other ranks do "
+            "not have it. Set PipelineStrategy(microbatches=1), or use a schedule that flushes between batches, such "
+            "as '1f1b'"
+        )
+        self._overlapping = ""
 
     def begin_batch(self) -> None:
         """Take what layers have for that with which each micro-batch begins."""
         places = [place for n in (self._local() if self._places else ()) for place in self._places.get(n, ())]
-        self._before = {p: value for p in places if not isinstance(value := self._value(p, _ABSENT), list)}
+        self._before = {place: self._content(place) for place in places}
         self._noted = {}
         self._set_later.clear()
         self._active = True
 
     def end_batch(self) -> None:
         """Leave in the layers of this rank what one process would have after the batch."""
-        merged = {}
-        for place, values in self._noted.items():
-            spans = sorted(values)
-            rows = [span.rows for span in spans]
-            found = [values[span] for span in spans]
-            before = self._before.get(place)
+        self._changes = {place: (False, unsent) for place, unsent in self._unsent.items()}
+        for place, noted in self._noted.items():
+            spans = sorted(noted)
+            before, *values = map(_entries_of, (self._before.get(place), *(noted[span] for span in spans)))
             before = None if before is _ABSENT else before
-            merged[place] = self._merging.merge(_path(place), before, found, rows, None)
-            self._set(place, merged[place])
-        self._changes = {place: merged[place] for place in self._set_later if place in merged}
+            merged = self._merging.merge(_path(place), before, values, [span.rows for span in spans], None)
+            content = Content(merged) if isinstance(noted[spans[0]], Content) else merged
+            self._set(place, content)
+            self._changes[place] = place in self._set_later, _tail(before, content)
         self._noted, self._active = {}, False
 
-    def changes(self) -> dict[Place, Any]:
-        """Return the values that code after the layers has set in layers of other ranks, in the latest batch."""
-        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, self._changes)  # type: ignore[no-any-return]
+    def changes(self) -> dict[Place, tuple[bool, Any]]:
+        """Return what layers keep after the latest batch, and whether code after the layers has set it."""
+        return pytree.tree_map_only(torch.Tensor, _sendable, self._changes)  # type: ignore[no-any-return]
 
-    def settle(self, changes: Mapping[Place, Any], device: torch.device) -> None:
-        """Take over the values that code after the layers has set in layers of this rank."""
+    def settle(self, changes: Mapping[Place, tuple[bool, Any]], device: torch.device) -> None:
+        """Take over what layers of other ranks keep, and what code after the layers has set in those of this rank."""
         local = self._local() if changes else ()
-        for place, value in changes.items():
-            if place[0] in local:
-                self._set(place, move_data_to_device(value, device))
+        for place, (set_later, value) in changes.items():
+            if place[0] not in local:
+                value = pytree.tree_map_only(Unsent, partial(self._stand_in, place), value)
+            elif not (set_later or isinstance(value, Tail)):
+                continue
+            self._set(place, move_data_to_device(value, device))
 
     def begin(self, layers: Iterable[int], again: bool) -> _Watch | None:
         """Look at what layers may change, before they run; None where none has ever left anything."""
@@ -138,12 +196,13 @@ class LeftValues:
         for place in places if self._active else ():
             if place in self._before:
                 self._set(place, self._before[place])
-        watch = _Watch({place: _length(self._value(place)) for place in places})
+        watch = _Watch({place: self._value(place) for place in places})
         if new:
+            watch.around = self._state.objects()
             for number in new:
                 for name, part in self._full[number].named_modules():
                     if not isinstance(part, Metric):
-                        watch.modules.append((number, name, part, _own(part), _lengths(part)))
+                        watch.modules.append((number, name, part, *_look(part, watch.around)))
         if new or self._outside:
             watch.outside = self._state.entries()
         return watch
@@ -152,27 +211,37 @@ class LeftValues:
         """The values that the layers have left since `begin`."""
         if watch is None:
             return {}
-        outside = self._state.objects() if watch.modules else set()
-        for number, name, part, before, lengths in watch.modules:
+        for number, name, part, own, marks in watch.modules:
             for key, value in _own(part).items():
                 place = (number, name, key)
-                grown = isinstance(value, list) and value is before.get(key) and _length(value) != lengths[key]
-                changed = value is not before.get(key) and not _equal(value, before.get(key))
-                new = place not in watch.lengths and id(value) not in outside and not _is_computed(part, key)
-                if (changed or grown) and new and _can_travel(value):
-                    self._places.setdefault(number, []).append(place)
-                    if self._active and not isinstance(value, list):
-                        self._before[place] = before[key] if key in before else getattr(type(part), key, _ABSENT)
-                    watch.lengths[place] = lengths.get(key)
-        found = {}
-        for place, length in watch.lengths.items():
-            value = self._value(place)
-            if length is not None and isinstance(value, list) and len(value) >= length:
+                if place in watch.before or id(value) in watch.around or _is_computed(part, key):
+                    continue
+                mark = marks.get(key)
+                same = value is own.get(key) or _equal(value, own.get(key))
+                written = same and mark is not None and mark.is_changed(value)
+                if (same and not written) or not _can_travel(_read_entries(value) if written else value):
+                    continue
+                self._places.setdefault(number, []).append(place)
+                if written and not isinstance(value, list):
+                    self._in_place.add(place)
+                if self._active:
+                    kept = own[key] if key in own else getattr(type(part), key, _ABSENT)
+                    self._before[place] = mark.before if written and mark is not None else kept
+                watch.before[place] = own.get(key)
+                if mark is not None and isinstance(mark.before, list):
+                    watch.lengths[place] = len(mark.before)
+        found: dict[Place, Any] = {}
+        for place, before in watch.before.items():
+            value, length = self._value(place), watch.lengths.get(place)
+            if length is not None and value is before and len(value) >= length:
                 found[place] = Grown(list(value[length:]))
             else:
-                found[place] = value
+                content = self._content(place)
+                found[place] = (
+                    _sendable(value) if place in self._in_place and isinstance(value, torch.Tensor) else content
+                )
                 if self._active:
-                    self._noted.setdefault(place, {})[span] = value
+                    self._noted.setdefault(place, {})[span] = content
         if watch.outside is not None:
             more = _changes(watch.outside, self._state.entries())
             self._outside = self._outside or bool(more)
@@ -189,14 +258,12 @@ class LeftValues:
         """Put the values that layers have left into the objects on this rank, until `take_back`."""
         for place, value in left.items():
             *where, key = place
-            of_layer = len(where) == 2
-            if of_layer and not isinstance(value, Grown):
-                self._lent.append((place, value, self._value(place, _ABSENT)))
-            owner: Any = (
-                self._full[where[0]].get_submodule(where[1]) if of_layer else follow_path(self._module, where[0])
-            )
+            if len(where) == 2:
+                self._put_into_layer(place, value)
+                continue
+            owner: Any = follow_path(self._module, where[0])
             if isinstance(value, Grown):
-                (vars(owner)[key] if of_layer else owner).extend(value.tail)
+                owner.extend(value.tail)
             elif isinstance(owner, nn.Module):
                 (owner._buffers if key in owner._buffers else owner.__dict__)[key] = value
             elif isinstance(owner, dict):
@@ -204,12 +271,27 @@ class LeftValues:
             else:
                 setattr(owner, key, value)
 
+    def _put_into_layer(self, place: Place, value: Any) -> None:
+        own = self._value(place, _ABSENT)
+        if isinstance(value, Grown) and self._active:
+            own[:] = [*self._before.setdefault(place, list(own)), *value.tail]
+        elif isinstance(value, Grown):
+            own.extend(value.tail)
+        elif isinstance(value, Unsent):
+            self._unsent[place] = value
+            if place[0] not in self._local():
+                self._assign(place, self._stand_in(place, value))
+        else:
+            kept = Content(_read_entries(own)) if isinstance(value, Content) else own
+            self._lent.append((place, value, kept, tensor_version(value) if isinstance(value, torch.Tensor) else 0))
+            self._assign(place, value)
+
     def take_back(self) -> None:
         """Layers of this rank have their own values again: they may be further than those that were put there."""
         local = self._local() if self._lent else ()
-        for place, put, own in reversed(self._lent):
-            if place[0] in local and self._value(place) is put:
-                self._set(place, own)
+        for place, put, own, before in reversed(self._lent):
+            if place[0] in local and self._has(place, put, before):
+                self._assign(place, own)
         self._lent.clear()
 
     def end_step(self, span: Span, whole: bool = False) -> None:
@@ -219,18 +301,20 @@ class LeftValues:
             whole: whether that code has run for the whole batch.
         """
         if self._active:
-            for place, put, _ in self._lent:
-                value = self._value(place)
-                if value is not put:
+            for place, put, _, before in self._lent:
+                if not self._has(place, put, before):
                     self._set_later.add(place)
                 if whole:
                     self._noted[place] = {}
-                self._noted.setdefault(place, {})[span] = value
+                self._noted.setdefault(place, {})[span] = self._content(place)
+            for place, kept in self._before.items():
+                if isinstance(kept, list):
+                    self._noted.setdefault(place, {})
             for place, values in self._noted.items():
-                if span in values:
-                    values[span] = self._value(place)
-                elif whole:
-                    self._noted[place] = {span: self._value(place)}
+                if whole:
+                    values.clear()
+                if whole or span in values or isinstance(self._before.get(place), list):
+                    values[span] = self._content(place)
         self.take_back()
 
     def merged(self, left: Mapping[Span, Mapping[Place, Any]]) -> dict[Place, Any]:
@@ -246,13 +330,44 @@ class LeftValues:
             if all(place in left[span] for span in spans)
         }
 
-    def _set(self, place: Place, value: Any) -> None:
+    def _content(self, place: Place) -> Any:
+        """Return what is there, as it is now: what is changed in place is copied."""
+        value = self._value(place, _ABSENT)
+        if isinstance(value, list):
+            return list(value)
+        if place not in self._in_place:
+            return value
+        return value.detach().clone() if isinstance(value, torch.Tensor) else Content(_read_entries(value))
+
+    def _set(self, place: Place, content: Any) -> None:
+        """Give a place this content; an object that is changed in place stays the same."""
+        value = self._value(place, _ABSENT)
+        if isinstance(content, list) and isinstance(value, list):
+            value[:] = content
+        elif isinstance(content, torch.Tensor) and place in self._in_place and _fits(content, value):
+            with torch.no_grad():
+                value.copy_(content)
+        else:
+            self._assign(place, content)
+
+    def _assign(self, place: Place, content: Any) -> None:
         number, name, key = place
         part = self._full[number].get_submodule(name)
-        if value is _ABSENT:
+        if content is _ABSENT:
             vars(part).pop(key, None)
+        elif isinstance(content, Tail):
+            self._value(place)[content.start :] = content.entries
+        elif isinstance(content, Content):
+            write_entries(self._value(place), _copy_entries(content.entries))
         else:
-            (part._buffers if key in part._buffers else part.__dict__)[key] = value
+            (part._buffers if key in part._buffers else part.__dict__)[key] = content
+
+    def _has(self, place: Place, put: Any, before: int) -> bool:
+        """Whether a place has what was put there, unchanged."""
+        value = self._value(place)
+        if isinstance(put, Content):
+            return bool(_read_entries(value) == put.entries)
+        return value is put and (not isinstance(put, torch.Tensor) or tensor_version(put) == before)
 
     def _value(self, place: Place, absent: Any = None) -> Any:
         """Return the value there; where the layer has none, that of its class, else `absent`."""
@@ -262,12 +377,107 @@ class LeftValues:
             return part._buffers[key]
         return vars(part)[key] if key in vars(part) else getattr(type(part), key, absent)
 
+    def _stand_in(self, place: Place, unsent: Unsent) -> torch.Tensor:
+        number, name, key = place
+        like = torch.empty(unsent.shape, dtype=unsent.dtype, device="meta")
+        return Elsewhere.of(like, f"{key!r} of layer {number}{name and f', {name}'}", self._scope)
+
+
+class _Mark:
+    """A value of a layer before it runs, by which a change in place is seen.
+
+    Attributes:
+        before: a copy of its content, as `LeftValues` keeps it.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._version = tensor_version(value) if isinstance(value, torch.Tensor) else 0
+        self.before: Any = list(value) if isinstance(value, list) else Content(_read_entries(value))
+        if isinstance(value, torch.Tensor):
+            self.before = value.detach().clone() if value.nbytes <= _COPIED else value
+
+    def is_changed(self, value: Any) -> bool:
+        """Whether the value is another one than before."""
+        if isinstance(value, torch.Tensor):
+            return tensor_version(value) != self._version
+        if isinstance(value, list):
+            return len(value) != len(self.before)
+        after = pytree.tree_flatten(_read_entries(value))
+        leaves, spec = pytree.tree_flatten(self.before.entries)
+        return after[1] != spec or not all(map(is_, after[0], leaves))
+
 
 class _Watch:
-    def __init__(self, lengths: dict[Place, int | None]) -> None:
-        self.lengths = lengths
-        self.modules: list[tuple[int, str, nn.Module, dict[str, Any], dict[str, int]]] = []
+    """What layers have before they run.
+
+    Attributes:
+        before: the values in known places.
+        lengths: of the lists among them.
+        around: ids of the objects of the module around the layers.
+    """
+
+    def __init__(self, before: dict[Place, Any]) -> None:
+        self.before = before
+        self.lengths = {place: len(value) for place, value in before.items() if isinstance(value, list)}
+        self.modules: list[tuple[int, str, nn.Module, dict[str, Any], dict[str, _Mark]]] = []
+        self.around: Collection[int] = ()
         self.outside: dict[Any, Any] | None = None
+
+
+def _look(part: nn.Module, around: Collection[int]) -> tuple[dict[str, Any], dict[str, _Mark]]:
+    """Return the entries of a module, and marks of those that it may change in place."""
+    own = _own(part)
+    marks = {}
+    for key, value in own.items():
+        if isinstance(value, torch.Tensor):
+            if value.is_meta or isinstance(value, nn.Parameter) or isinstance(part, BatchNorm):
+                continue
+        elif isinstance(value, (nn.Module, tuple, frozenset)) or not can_change(value) or id(value) in around:
+            continue
+        marks[key] = _Mark(value)
+    return own, marks
+
+
+def _read_entries(value: Any) -> Any:
+    """Return a copy of the entries of an object; a tensor is its own."""
+    return value if isinstance(value, torch.Tensor) else _copy_entries(read_entries(value))
+
+
+def _copy_entries(entries: Any) -> Any:
+    """Copy entries, and the dicts and lists among them."""
+    return set(entries) if isinstance(entries, set) else pytree.tree_map(lambda leaf: leaf, entries)
+
+
+def _entries_of(content: Any) -> Any:
+    return content.entries if isinstance(content, Content) else content
+
+
+def _tail(before: Any, content: Any) -> Any:
+    """Return what a list has got since `before`, to be sent; other contents as they are."""
+    if not isinstance(content, list):
+        return content
+    kept = isinstance(before, list) and len(content) >= len(before) and all(map(is_, content, before))
+    start = len(before) if kept else 0
+    return Tail(start, content[start:])
+
+
+def _sendable(tensor: torch.Tensor) -> torch.Tensor | Unsent:
+    small = tensor.nbytes <= _SMALL or tensor.requires_grad
+    return tensor.detach() if small else Unsent(tuple(tensor.shape), tensor.dtype)
+
+
+def _may_count(value: Any) -> bool:
+    """Whether a value is a number, or something that is changed in place."""
+    if isinstance(value, torch.Tensor):
+        return not (value.ndim or value.requires_grad)
+    return isinstance(value, (int, float, Content, Unsent))
+
+
+def _fits(content: torch.Tensor, value: Any) -> bool:
+    """Whether a tensor that is changed in place can take over this content."""
+    if not isinstance(value, torch.Tensor) or value.is_meta or value.requires_grad:
+        return False
+    return value.shape == content.shape and value.dtype == content.dtype
 
 
 def together(left: Mapping[Place, Any], more: Mapping[Place, Any]) -> dict[Place, Any]:
@@ -355,17 +565,9 @@ def _own(part: nn.Module) -> dict[str, Any]:
     return {**{name: value for name, value in vars(part).items() if name not in OWN}, **part._buffers}
 
 
-def _lengths(part: nn.Module) -> dict[str, int]:
-    return {name: len(value) for name, value in _own(part).items() if isinstance(value, list)}
-
-
 def _is_computed(part: nn.Module, key: str) -> bool:
     """Whether a weight is computed from others in each forward, as by torch.nn.utils.weight_norm."""
     return f"{key}_g" in part._parameters or f"{key}_orig" in part._parameters
-
-
-def _length(value: Any) -> int | None:
-    return len(value) if isinstance(value, list) else None
 
 
 def _equal(a: Any, b: Any) -> bool:

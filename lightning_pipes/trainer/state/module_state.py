@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import pickle
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import is_
@@ -131,6 +131,53 @@ class _Changed:
     own: Collection[Any] | None = ()
 
 
+class BatchState:
+    """The state that a batch began with, for its steps: those of later batches may have begun meanwhile.
+
+    Args:
+        contents: objects with their entries.
+        copies: tensors with versions and values, by their ids.
+    """
+
+    def __init__(
+        self, contents: Sequence[tuple[Any, Content]], copies: Mapping[int, tuple[torch.Tensor, int, torch.Tensor]]
+    ) -> None:
+        self._contents = contents
+        self._copies = copies
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """In the block the objects have these entries; afterwards the later ones, with what the block has changed."""
+        old = {key: copy.clone() for key, (t, version, copy) in self._copies.items() if tensor_version(t) != version}
+        swapped = []
+        for thing, kept in self._contents:
+            changed = bool(old) and any(id(value) in old for value in entry_values(kept))
+            if changed or not have_same_entries(read_entries(thing), kept):
+                given: Any = kept
+                if changed and not isinstance(kept, set):
+                    given = map_entries(kept, lambda _, value: old.get(id(value), value))
+                swapped.append((thing, given, read_entries(thing)))
+                write_entries(thing, given)
+        try:
+            yield
+        finally:
+            for thing, given, later in swapped:
+                write_entries(thing, _with_changes(later, given, read_entries(thing)))
+
+
+def _with_changes(later: Content, given: Content, after: Content) -> Content:
+    """Return the entries `later` with what has changed from `given` to `after`."""
+    if isinstance(after, dict) and isinstance(later, dict):
+        changed = {key: value for key, value in after.items() if entry_at(given, key) is not value}
+        return {**later, **changed}
+    if have_same_entries(after, given):
+        return later
+    grown = isinstance(after, list) and isinstance(later, list) and len(after) >= len(given)
+    if grown and all(map(is_, given, after)):
+        return [*later, *list(after)[len(given) :]]
+    return after
+
+
 class ModuleState:
     """The state of a module around its layers on this rank.
 
@@ -160,9 +207,11 @@ class ModuleState:
         self._active = False
         self._clean = True
         self._in_hook = False
-        self._overlapping, self._alone, self._watched = "", True, 0
+        self._overlapping, self._alone, self._watched, self._watched_hooks = "", True, 0, 0
         self._statistics: list[tuple[int, list[int]]] = []
         """Of batch norms ids of their counters, and of what torch changes in place without a new version."""
+        self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        """Of small tensors, with their versions, for `capture`."""
         self._results: dict[Span, dict[int, Content]] = {}
         self._whole: dict[int, Content] | None = None
         self._refused: set[Path] = set()
@@ -290,6 +339,7 @@ class ModuleState:
             alone: whether no other rank is in this pipeline.
         """
         self._overlapping, self._alone, self._watched = schedule, alone, _WATCHED
+        self._watched_hooks = _WATCHED
 
     @contextmanager
     def watched(self, cut: bool) -> Iterator[None]:
@@ -302,23 +352,66 @@ class ModuleState:
             yield
             return
         self._watched -= 1
+        with self._watched_for(cut) as found:
+            yield
+        if found:
+            self._watched = 0
+            rank_zero_warn(
+                f"{type(self._module).__name__}.training_step sets {found[0]}. Batches overlap with schedule "
+                f"{self._overlapping!r}, so it is set for one micro-batch after another, and other ranks have it "
+                "only after a flush, as before validation and at the end of an epoch. Set it in a hook, by what "
+                "the hook has got, or use a schedule that flushes between batches, such as '1f1b'"
+            )
+
+    @contextmanager
+    def watched_hooks(self) -> Iterator[None]:
+        """Warn of what hooks in the block set in the state, which run before the step of one of several batches."""
+        if not self._watched_hooks or self._alone:
+            yield
+            return
+        self._watched_hooks -= 1
+        with self._watched_for(cut=True) as found:
+            yield
+        if found:
+            self._watched_hooks = 0
+            rank_zero_warn(
+                f"a hook of {type(self._module).__name__} or of a callback that runs before the optimizer's step, as "
+                f"on_before_optimizer_step, sets {found[0]}. Batches overlap with schedule {self._overlapping!r}, so "
+                "each rank sets it when it steps, and steps of later batches may have begun before. Set it in "
+                "on_train_batch_start, or use a schedule that flushes between batches, such as '1f1b'"
+            )
+
+    @contextmanager
+    def _watched_for(self, cut: bool) -> Iterator[list[str]]:
+        """In the block the state is watched; afterwards the list has the name of an entry that was set, if any was."""
         before = self.entries()
-        versions = [
-            (t, tensor_version(t)) for content in before.values() for t in entry_values(content) if _is_tensor(t)
-        ]
-        yield
+        tensors = [t for content in before.values() for t in entry_values(content) if _is_tensor(t)]
+        versions = [(t, tensor_version(t)) for t in tensors]
+        found: list[str] = []
+        yield found
         written = {id(t) for t, version in versions if tensor_version(t) != version}
-        for path, content in self.entries().items():
-            name = _set_entry(path, before.get(path), content, written, cut)
-            if name:
-                self._watched = 0
-                rank_zero_warn(
-                    f"{type(self._module).__name__}.training_step sets {name}. Batches overlap with schedule "
-                    f"{self._overlapping!r}, so it is set for one micro-batch after another, and other ranks have it "
-                    "only after a flush, as before validation and at the end of an epoch. Set it in a hook, by what "
-                    "the hook has got, or use a schedule that flushes between batches, such as '1f1b'"
-                )
-                return
+        names = (_set_entry(path, before.get(path), after, written, cut) for path, after in self.entries().items())
+        found += [name for name in names if name][:1]
+
+    def capture(self) -> BatchState:
+        """Return the present state, as hooks have left it for the steps of one of several batches that overlap."""
+        found = []
+        for holder in self._holders:
+            if holder.merged:
+                if not holder.same():
+                    holder.remember()
+                found.append((holder.thing, holder.kept))
+        tensors = {id(t): t for holder in self._holders if holder.merged for t in holder.tensors}
+        self._copies = {
+            key: self._copies[key] if self._is_copied(t) else (t, tensor_version(t), t.detach().clone())
+            for key, t in tensors.items()
+            if t.nbytes <= _SMALL
+        }
+        return BatchState(found, dict(self._copies))
+
+    def _is_copied(self, tensor: torch.Tensor) -> bool:
+        known = self._copies.get(id(tensor))
+        return known is not None and known[0] is tensor and known[1] == tensor_version(tensor)
 
     def entries(self) -> dict[Path, Content]:
         """The entries of all objects now, by where these are."""

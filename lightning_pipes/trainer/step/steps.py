@@ -15,7 +15,6 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins import Precision
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.footprint import tensors_in
@@ -33,7 +32,7 @@ from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.module.batches import Path, copied, cutter, join, take, tensors_of
 from lightning_pipes.trainer.module.capture import Interceptor, NoCallError, named_step
 from lightning_pipes.trainer.state.left_values import LeftValues, check_unchanged, pack, together, unpack
-from lightning_pipes.trainer.state.module_state import ModuleState
+from lightning_pipes.trainer.state.module_state import BatchState, ModuleState
 from lightning_pipes.trainer.step.logs import LogCall, LogKey, merge, merge_returned, numbered, recorded, returned_calls
 from lightning_pipes.trainer.step.loss_weights import BatchWeights, columns
 
@@ -133,6 +132,7 @@ class TrainingBatch:
         weights: how much its micro-batches count, on the last stage; None if by their samples.
         look: has candidates for the weights told apart, once one micro-batch has run.
         complete: whether an optimizer step may follow; not so in the middle of an accumulation.
+        began_with: the state of the module when it came, where hooks may change that before its steps.
         entered: by stage what entered its layers, by micro-batch, on the host; None where nothing looks at it.
         loaded: the batch as it was loaded, where something looks at what entered.
     """
@@ -145,11 +145,17 @@ class TrainingBatch:
     kept: Kept | None = None
     samples: frozenset[Path] = frozenset()
     complete: bool = True
+    began_with: BatchState | None = None
     entered: dict[int, dict[Span, Any]] | None = None
     loaded: Any = None
     weights: BatchWeights | None = None
     look: Callable[[Stage, Item], None] | None = None
     _parts: dict[Span, Any] = field(default_factory=dict)  # each is handed out once, for a step may change it
+
+    @property
+    def state(self) -> AbstractContextManager[None]:
+        """The context in which its steps find the state that it began with."""
+        return _NOTHING if self.began_with is None else self.began_with.restored()
 
     def cut(self, spans: Iterable[Span]) -> None:
         """Cuts out parts that will be asked for, one after another."""
@@ -224,8 +230,7 @@ class Steps:
         plan: says which stages `rank` of the pipeline holds, and whether they recompute.
         seed: what the random numbers of the steps start from.
         state: that of the module around its layers.
-        layers: all of them, by number.
-        local: numbers of those on this rank.
+        left: what layers leave for the code after them.
     """
 
     def __init__(
@@ -238,12 +243,11 @@ class Steps:
         seed: int,
         device: torch.device,
         state: ModuleState,
-        layers: Mapping[int, nn.Module],
-        local: Callable[[], Collection[int]],
+        left: LeftValues,
     ) -> None:
         self._module = module
         self.state = state
-        self.left = LeftValues(module, layers, local, state)
+        self.left = left
         self._precision = precision
         self._interceptor = interceptor
         self._stages = plan.n_stages
@@ -429,7 +433,7 @@ class Steps:
                 return self._sent(stage, item, span, _samples(data, span, item.rows))
         last_run = stage.recomputing if stage.recompute else not self._both_ends
         self.state.restore()
-        with self.context():
+        with self.context(), data.state:
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part = data.part(span)
             step = named_step(self._module, "training_step")
@@ -478,6 +482,8 @@ class Steps:
                 data.keep_entering(stage.number, span, unpack(entering)[0])
             failed_inside = True
             y, left = self._run_layers(stage, item, span, entering)
+            if left and span.rows < item.rows:
+                self.left.warn_of_overlap(left)
             failed_inside = False
             if data.kept is not None:
                 data.kept.keep(span, unpack(entering)[0], y)
@@ -486,7 +492,7 @@ class Steps:
             return y
 
         self.state.restore()
-        with self.context():
+        with self.context(), data.state:
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part = data.part(span)
             if self._recomputes_first:
