@@ -26,6 +26,7 @@ from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 from tests.compat.runs import Keeper, rows_of_csv
 from tests.fuzz.modules import Made, moving_module, padded_module, random_module, source
 from tests.fuzz.moving import MovesLayers
+from tests.fuzz.supernets import supernet_module
 from tests.trainer.lit import differences, plain_values, quiet
 
 EQUAL, REFUSED, WARNED, ALIKE, WRONG = "equal", "refused", "warned", "fails alike", "WRONG"
@@ -183,7 +184,7 @@ def verdict(made: Made, ranks: Sequence[Found], plain: Found) -> Verdict:
         if any(re.search(pattern, each) for pattern in allowed for each in errors):
             return Verdict(REFUSED, errors[0])
         return Verdict(WRONG, f"refused, and nothing in it should be: {errors}")
-    found = [f"rank {rank}, {each}" for rank, one in enumerate(ranks) for each in compare(one, plain)]
+    found = [f"rank {rank}, {each}" for rank, one in enumerate(ranks) for each in compare(made, one, plain)]
     if not found:
         return Verdict(EQUAL)
     warned = [text for one in ranks for text in one["warned"]]
@@ -194,10 +195,10 @@ def verdict(made: Made, ranks: Sequence[Found], plain: Found) -> Verdict:
     return Verdict(WRONG, "silent difference: " + "; ".join(found[:12]) + f"; warned of: {warned}")
 
 
-def compare(found: Found, plain: Found) -> list[str]:
+def compare(made: Made, found: Found, plain: Found) -> list[str]:
     """Where a rank's findings are not those of the plain run."""
     wrong = []
-    for what in sorted(plain.keys() - {"warned"}):
+    for what in sorted(plain.keys() - {"warned"} - made.uncompared):
         if what == "rows" and what not in found:
             continue
         wrong += differences(found.get(what), plain[what], TOLERANCE, what)
@@ -278,7 +279,7 @@ def main(arguments: Sequence[str]) -> None:
     counts: dict[str, int] = {}
     for start in range(0, len(seeds), 25):
         most = 1 if "--alone" in options else 6
-        kinds = {"--moving": moving_module, "--padded": padded_module}
+        kinds = {"--moving": moving_module, "--padded": padded_module, "--supernet": supernet_module}
         make = next((kinds[each] for each in options if each in kinds), random_module)
         cases = [make(seed, pieces_at_most=most) for seed in seeds[start : start + 25]]
         if len(seeds) == 1 and "--quiet" not in options:

@@ -24,6 +24,11 @@ class Made:
     pieces: tuple[Piece, ...]
 
     @property
+    def uncompared(self) -> frozenset[str]:
+        """Findings that are not compared: with csp hooks get the latest result that is known, and logs come late."""
+        return frozenset({"outputs", "rows", "logged"} if self.base.place == "supernet" else ())
+
+    @property
     def causes(self) -> tuple[str, ...]:
         return tuple(piece.cause for piece in self.pieces)
 

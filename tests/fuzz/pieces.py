@@ -14,6 +14,8 @@ from typing import Any
 
 WIDTH = 6
 BLOCKS = 6
+CANDIDATES = 3
+"""Of each block of a supernet."""
 
 OFF: dict[str, str] = {
     r"^others:.*:one sample": "a branch may depend on one sample of a later batch only",
@@ -87,6 +89,7 @@ class Base:
         siblings: how many trainings with other learning rates share the ranks, in a job array; 0 is none.
         moves: how layers move while it trains; empty where they stay.
         padded: whether sequences have labels of -100 at their ends.
+        shared: how subnets of a supernet share its last layer.
     """
 
     place: str = "sequential"
@@ -105,6 +108,7 @@ class Base:
     siblings: int = 0
     moves: str = ""
     padded: bool = False
+    shared: str = "per_choice"
 
 
 def path(base: Base) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tests.fuzz.pieces import BLOCKS, HOOKS, WIDTH, Base, Piece
+from tests.fuzz.pieces import BLOCKS, CANDIDATES, HOOKS, WIDTH, Base, Piece
 
 OPTIMIZERS = {
     "sgd": "torch.optim.SGD({groups}, lr={lr})",
@@ -36,6 +36,7 @@ def script(seed: int, base: Base, pieces: Sequence[Piece]) -> str:
     text = [
         f'"""Module {seed}: {", ".join(each.cause for each in pieces) or "nothing odd"}."""',
         IMPORTS,
+        *([SUPERNETS] if base.place == "supernet" else []),
         f"WIDTH = {WIDTH}",
         "",
     ]
@@ -59,6 +60,16 @@ from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
 """
+
+SUPERNETS = "from lightning_pipes.supernets import ChoiceBlock, SearchSpace, SubnetStream, Supernet, Uniform\n"
+
+
+STREAM = (
+    f"    space = SearchSpace.from_sizes([{CANDIDATES}] * {BLOCKS})",
+    "    train = SubnetStream(Uniform(space, seed=1)).pair_with(train)",
+    "    validation = SubnetStream(Uniform(space, seed=2)).pair_with(validation)",
+)
+"""Lines that give batches their subnets."""
 
 
 class Places:
@@ -94,6 +105,7 @@ def batches_source(base: Base) -> list[str]:
         rows = (
             "[(torch.randint(0, 11, (5,), generator=g), torch.randn(5, 3, generator=g).double()) for _ in range(rows)]"
         )
+    part = "[0]" if base.place == "supernet" else ""  # its stream gives each batch a subnet
     x, y, collated = {
         "pairs": ("batch[0]", "batch[1]", "x, y"),
         "tokens": ("batch[0]", "batch[1]", "x, y"),
@@ -111,10 +123,10 @@ def batches_source(base: Base) -> list[str]:
     return [
         *(pair if base.batches == "named" else []),
         "def inputs(batch):",
-        f"    return {x}",
+        f"    return {x.replace('batch', 'batch' + part)}",
         "",
         "def targets(batch):",
-        f"    return {y}",
+        f"    return {y.replace('batch', 'batch' + part)}",
         "",
         "def collated(samples):",
         "    x, y = map(torch.stack, zip(*samples))",
@@ -172,6 +184,11 @@ def module_source(base: Base, code: Places) -> list[str]:
             f"self.layers = nn.ModuleList({made})",
             ["h = x", "for n, layer in enumerate(self.layers):", "    h = layer(h)"],
         ),
+        "supernet": (
+            f"self.layers = Supernet(*(ChoiceBlock([Block(n) for _ in range({CANDIDATES})]) for n in range({BLOCKS})), "
+            f"nn.Linear(WIDTH, 3), shared={base.shared!r})",
+            ["h = self.layers((x, subnet))"],
+        ),
         "masked": (
             f"self.layers = nn.ModuleList({made})",
             ["h, mask = x, (x > -1).to(x.dtype)", "for layer in self.layers:", "    h = layer(h, mask, scale=0.9)"],
@@ -219,6 +236,9 @@ def module_source(base: Base, code: Places) -> list[str]:
             hooks += [f"    def {signature}:", "        module = self", *lines, ""]
     optimizer = OPTIMIZERS[base.optimizer].format(groups=code.one("groups", "parameters"), lr="self.lr")
     step = code.lines.get("step_begin", []) + code.lines.get("step_end", [])
+    supernet = base.place == "supernet"
+    out = f"self(inputs(batch){', batch[-1]' * supernet})"
+    says = ["    def layers_of_batch(self, batch):", "        return self.layers.layers_of(batch[-1])", ""]
     uses = ["        module = self"] if any("module" in line for line in step) else []
     val_uses = ["        module = self"] if any("module" in line for line in code.lines.get("val_end", [])) else []
     return [
@@ -231,20 +251,21 @@ def module_source(base: Base, code: Places) -> list[str]:
         f"        {layers}",
         *(small if base.place == "several" else []),
         *(embeds if tokens else []),
-        "        self.head = nn.Linear(WIDTH, 3)",
+        *([] if supernet else ["        self.head = nn.Linear(WIDTH, 3)"]),
         *code.at("init_end", 8),
         "",
-        "    def forward(self, x):",
+        *(says if supernet else []),
+        f"    def forward(self, x{', subnet' * supernet}):",
         *(["        x = self.embed(x) + self.place(torch.arange(x.size(1)))"] if tokens else []),
         *code.at("before", 8),
         *[f"        {line}" for line in call],
         *code.at("after", 8),
-        "        return self.head(h)",
+        "        return h" if supernet else "        return self.head(h)",
         "",
         "    def training_step(self, batch, batch_idx):",
         *uses,
         *code.at("step_begin", 8),
-        "        out, y = self(inputs(batch)), targets(batch)",
+        f"        out, y = {out}, targets(batch)",
         f"        loss = {loss}",
         *code.at("loss", 8),
         "        self.log('loss', loss, on_step=True, on_epoch=True)",
@@ -253,7 +274,7 @@ def module_source(base: Base, code: Places) -> list[str]:
         "",
         "    def validation_step(self, batch, batch_idx):",
         *val_uses,
-        "        out, y = self(inputs(batch)), targets(batch)",
+        f"        out, y = {out}, targets(batch)",
         f"        loss = {loss}",
         "        self.log('val_loss', loss)",
         *code.at("val_end", 8),
@@ -312,7 +333,9 @@ def fit_source(base: Base, pieces: Iterable[Piece], settings: Mapping[str, Any])
         "    return trainer, Module(lr).double()",
         "",
         "def data():",
-        f"    return {{'train_dataloaders': loader({base.rows}, {base.size}, 1), 'val_dataloaders': loader(9, 5, 2)}}",
+        f"    train, validation = loader({base.rows}, {base.size}, 1), loader(9, 5, 2)",
+        *(STREAM if base.place == "supernet" else []),
+        "    return {'train_dataloaders': train, 'val_dataloaders': validation}",
         "",
         "if __name__ == '__main__':",
         "    plain = '--plain' in sys.argv",

@@ -12,19 +12,20 @@ import pytest
 from tests.fuzz.module_runs import ALIKE, EQUAL, WARNED, WRONG, Verdict, alone, verdict, verdicts
 from tests.fuzz.modules import Made, moving_module, padded_module, random_module, source
 from tests.fuzz.pieces import MAKERS, OFF, Base, Piece, is_off
+from tests.fuzz.supernets import supernet_module
 
 FEW, MANY, TOGETHER = 100, 400, 50
 
 
-def look(seeds: range, make: Callable[[int], Made] = random_module) -> None:
-    """Asserts that none of these modules comes out wrong, and that few of them are refused or warned of."""
+def look(seeds: range, make: Callable[[int], Made] = random_module, least: float = 0.7) -> None:
+    """Asserts that none of these modules comes out wrong, and that at least such a share is equal."""
     cases = [make(seed) for seed in seeds]
     found = verdicts(cases)
     wrong = [told(made, came) for made, came in zip(cases, found, strict=True) if came.kind == WRONG]
     assert not wrong, "\n\n".join(wrong)
     counts = Counter(came.kind for came in found)
     assert counts[ALIKE] <= len(cases) // 20, counts
-    assert counts[EQUAL] >= len(cases) * 0.7, counts
+    assert counts[EQUAL] >= len(cases) * least, counts
 
 
 def told(made: Made, came: Verdict) -> str:
@@ -47,6 +48,11 @@ def test_modules_whose_layers_move(first):
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (6, 26))])
 def test_modules_with_padded_labels(first):
     look(range(first, first + (20 if first else 6)), padded_module)
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 106, 25))])
+def test_supernets(first):
+    look(range(first, first + (25 if first else 6)), supernet_module, 0.5)
 
 
 @pytest.mark.slow

@@ -1,0 +1,77 @@
+"""Random supernets, of which each batch trains a path; schedule csp has batches overlap."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+
+from tests.fuzz.modules import UNIQUE, Made
+from tests.fuzz.pieces import MAKERS, Base, Piece, is_off
+
+KINDS = (
+    *("value", "value", "value", "collected", "around", "logs", "gradients", "step overridden", "zero grad", "groups"),
+    *("schedules rate", "weights", "average", "options", "metric"),
+)
+"""Makers of pieces that say nothing of layers by their numbers."""
+
+LEFT_OUT = {
+    r"around:(inlet|outlet|scale)": "parameters outside of the layers are refused",
+    r"groups:layers$": "a supernet has no head",
+    r"weights:.*:(one layer|init|zeros|head|fill|copy|random|reset)": "a choice block has no weights of its own",
+    r"value:layer number": "a choice block reads no numbers",
+    r"value:.*:(outputs|metric|val metric):": "hooks get the latest result that is known",
+    r"value:.*:on_before_backward:loss": "hooks get the latest result that is known",
+    r"collected:.*on_train_batch_end": "steps fill the list late",
+    r"rate:plateau": "logs of steps come late",
+    r"steps:|val interval:": "they end a window in the middle of an epoch, as tests/strategies/csp has it",
+}
+"""Causes that no supernet has, by regular expression, and why."""
+
+MAY_REFUSE = r"^(gradients|optimizer_step|zero_grad|weights|clips|accumulates|average)"
+"""Causes with which csp may end by name: what they need is that of all stages, or of batches under way."""
+MAY_WARN = (
+    (r"^value:.*:(step_begin|step_end):|^collected:step_end", "Batches overlap"),
+    (r"^value:.*:(on_after_backward|on_before_optimizer_step):", "before the optimizer's step"),
+)
+"""Causes with which csp may train other weights, and the warning of each."""
+
+
+def supernet_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
+    """The supernet of a seed."""
+    rng = random.Random(f"supernet {seed}")
+    base = Base(
+        place="supernet",
+        block=rng.choice(("tanh", "residual", "layer norm")),
+        loss=rng.choice(("cross entropy", "square", "smooth")),
+        optimizer=rng.choice(("sgd", "momentum", "adam", "adamw", "rmsprop", "adagrad")),
+        rows=rng.choice((46, 48, 33)),
+        size=rng.choice((8, 6)),
+        schedule="csp",
+        schedule_args=rng.choice(({}, {}, {"balanced": True})),
+        microbatches=rng.choice((1, 2, 4)),
+        ranks=ranks,
+        epochs=rng.choice((1, 2)),
+        shared=rng.choice(("per_choice", "per_choice", "frozen", "sequential")),
+    )
+    wanted = min(pieces_at_most, rng.choice((1, 2, 2, 3, 3, 4)))
+    pieces: list[Piece] = []
+    for attempt in range(60):
+        if len(pieces) == wanted:
+            break
+        new = MAKERS[rng.choice(KINDS)][0](rng, base, attempt)
+        taken = {key for p in pieces for key in (*p.trainer, *p.only, *(UNIQUE & p.code.keys()))}
+        clash = bool(taken & {*new.trainer, *new.only, *(UNIQUE & new.code.keys())})
+        clash |= any(new.kind in p.excludes or p.kind in new.excludes for p in pieces)
+        new = _as_with_csp(new)
+        odd = any(p.refused or p.warned for p in pieces) and bool(new.refused or new.warned)
+        if not (clash or odd or is_off(new.cause) or any(re.search(each, new.cause) for each in LEFT_OUT)):
+            pieces.append(new)
+    return Made(seed, base, tuple(pieces))
+
+
+def _as_with_csp(piece: Piece) -> Piece:
+    """Return the piece with what csp may say of it."""
+    refused = "." if re.search(MAY_REFUSE, piece.cause) else piece.refused
+    warned = next((text for cause, text in MAY_WARN if re.search(cause, piece.cause)), piece.warned)
+    return replace(piece, refused=refused, warned=warned)
