@@ -237,6 +237,7 @@ class LeftValues:
                 found[place] = Grown(list(value[length:]))
             else:
                 content = self._content(place)
+                content = None if content is _ABSENT else content
                 found[place] = (
                     _sendable(value) if place in self._in_place and isinstance(value, torch.Tensor) else content
                 )
