@@ -411,7 +411,7 @@ class PipelineRun:
                         out = self.steps.run_without_layers(step, item, batch, arguments)
                 logs = self.trainer.state.fn != TrainerFn.PREDICTING
                 if end is not None or not with_layers:
-                    self.state.note(Span(0, rows))
+                    self.state.note_microbatch(Span(0, rows))
                 message = (out, self.steps.changes(), self.replay.pack(merge([calls], [rows])) if logs else [], mark)
         out, changes, logged, last_mark = self.control.broadcast(message, self.last_rank)
         self.steps.settle(None if self.last else changes)

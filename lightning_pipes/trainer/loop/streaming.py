@@ -158,7 +158,7 @@ class Streaming(Training):
                 run.turn_to(*plans.for_rows(rows))
             self._between.forget_layers()
             self._steps = None
-            run.state.take()
+            run.state.remember_state()
         if self._optimizers is not optimizers:
             self._optimizers, self._steps = optimizers, None
             if self._mirroring is not None:
@@ -176,7 +176,7 @@ class Streaming(Training):
             complete=complete,
             number=number,
             settings=settings,
-            began_with=run.state.capture() if self._hooked else None,
+            began_with=run.state.capture_state() if self._hooked else None,
         )
         run.begin_loss_check(data)
         if not self._hooks_seen and len(engine.plan.spans(Kind.F, 0)) > 1:
@@ -253,7 +253,7 @@ class Streaming(Training):
                 if self._orders_uses:
                     self._between.check_gradients(self._last_number, self._with_gradients(), thorough=True)
             self._tell()
-        run.state.synchronise(run.control, run.last_rank, run.last)
+        run.state.synchronise_ranks(run.control, run.last_rank, run.last)
         if self._memory is not None:
             self._memory.flush()
         window = self._window.ended(engine, self._ordering)
@@ -306,7 +306,7 @@ class Streaming(Training):
     def _hooks(self, item: Item, mine: Sequence[nn.Parameter]) -> Iterator[None]:
         """Let the user's hooks in the block change what `item` steps here; they see the module's state as of `item`."""
         others = [each.use for each in self._recent.values() if each is not item] if self._orders_uses else ()
-        with self._between.step_hooks(others, mine), item.data.state, self._run.state.watched_hooks():
+        with self._between.step_hooks(others, mine), item.data.state, self._run.state.watch_step_hooks():
             yield
 
     def _step(self, stage: Stage, item: Item, mine: Sequence[nn.Parameter]) -> None:

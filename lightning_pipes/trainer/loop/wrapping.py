@@ -38,7 +38,7 @@ def wrap_hooks(
     track_hooks(module, callbacks, scope, patches)
     OptimizersView(run.part.layouts, scope, patches, run.why_no_state)
     track_optimizer_steps(run.part.optimizers, scope, patches)
-    synchronise = partial(run.state.synchronise, pipeline, run.last_rank, run.last)
+    synchronise = partial(run.state.synchronise_ranks, pipeline, run.last_rank, run.last)
     followed = partial(run.state.follow_hook, synchronise=synchronise)
     wrap_module_hooks(module, patches, followed, run.last, run.streams, agree, start_epoch)
     if run.streams:  # where stages step apart, each logs for itself

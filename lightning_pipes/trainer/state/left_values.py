@@ -44,7 +44,7 @@ Place = tuple[Any, ...]
 
 
 class Sent(NamedTuple):
-    """The message of a stage whose layers have left values, or return one tensor twice."""
+    """The message of a stage with values of its layers, or with one tensor twice."""
 
     out: Any
     left: dict[Place, Any]
@@ -91,7 +91,7 @@ class Sharing(NamedTuple):
 
 
 class LeftValues:
-    """Takes the values that layers of this rank leave, and puts in those of other ranks.
+    """Values that layers leave: collected on each rank, sent along, and put into the layers of the last stage.
 
     Args:
         full: all layers; those of other ranks have no values.
@@ -150,7 +150,7 @@ class LeftValues:
         self._overlapping = ""
 
     def begin_batch(self) -> None:
-        """Take what layers have for that with which each micro-batch begins."""
+        """Begin a batch: each micro-batch begins with the present values of the layers."""
         places = [place for n in (self._local() if self._places else ()) for place in self._places.get(n, ())]
         self._before = {place: self._content(place) for place in places}
         self._noted = {}
@@ -170,12 +170,12 @@ class LeftValues:
             self._changes[place] = place in self._set_later, _tail(before, content)
         self._noted, self._active = {}, False
 
-    def changes(self) -> dict[Place, tuple[bool, Any]]:
-        """Return what layers keep after the latest batch, and whether code after the layers has set it."""
+    def collect_changes(self) -> dict[Place, tuple[bool, Any]]:
+        """Return the values of layers after the latest batch, and whether code after the layers has set them."""
         return pytree.tree_map_only(torch.Tensor, _sendable, self._changes)  # type: ignore[no-any-return]
 
-    def settle(self, changes: Mapping[Place, tuple[bool, Any]], device: torch.device) -> None:
-        """Take over what layers of other ranks keep, and what code after the layers has set in those of this rank."""
+    def apply_changes(self, changes: Mapping[Place, tuple[bool, Any]], device: torch.device) -> None:
+        """Apply the changes of layers of other ranks, and changes by code after the layers in layers of this rank."""
         local = self._local() if changes else ()
         for place, (set_later, value) in changes.items():
             if place[0] not in local:
@@ -184,8 +184,8 @@ class LeftValues:
                 continue
             self._set(place, move_data_to_device(value, device))
 
-    def begin(self, layers: Iterable[int], again: bool) -> _Watch | None:
-        """Look at what layers may change, before they run; None where none has ever left anything."""
+    def watch_layers(self, layers: Iterable[int], again: bool) -> _Watch | None:
+        """Look at the values of layers before they run; return None where none has ever left anything."""
         new: list[int] = []
         if not again:
             new = [number for number in layers if self._runs.get(number, 0) < _LOOKS]
@@ -198,17 +198,17 @@ class LeftValues:
                 self._set(place, self._before[place])
         watch = _Watch({place: self._value(place) for place in places})
         if new:
-            watch.around = self._state.objects()
+            watch.around = self._state.object_ids()
             for number in new:
                 for name, part in self._full[number].named_modules():
                     if not isinstance(part, Metric):
                         watch.modules.append((number, name, part, *_look(part, watch.around)))
         if new or self._outside:
-            watch.outside = self._state.entries()
+            watch.outside = self._state.read_objects()
         return watch
 
-    def end(self, watch: _Watch | None, span: Span) -> dict[Place, Any]:
-        """The values that the layers have left since `begin`."""
+    def collect_values(self, watch: _Watch | None, span: Span) -> dict[Place, Any]:
+        """Return the values that the layers have left since `watch_layers`."""
         if watch is None:
             return {}
         for number, name, part, own, marks in watch.modules:
@@ -244,18 +244,18 @@ class LeftValues:
                 if self._active:
                     self._noted.setdefault(place, {})[span] = content
         if watch.outside is not None:
-            more = _changes(watch.outside, self._state.entries())
+            more = _changes(watch.outside, self._state.read_objects())
             self._outside = self._outside or bool(more)
             found.update(more)
         return found
 
     def forget_lists(self, left: Mapping[Place, Any]) -> None:
-        """Take what has grown from lists of layers, once it is sent: the last stage has it."""
+        """Remove the new entries of lists once they are sent: the last stage has them."""
         for place, value in left.items():
             if isinstance(value, Grown) and isinstance(place[0], int) and value.tail:
                 del self._value(place)[-len(value.tail) :]
 
-    def put(self, left: Mapping[Place, Any]) -> None:
+    def put_values(self, left: Mapping[Place, Any]) -> None:
         """Put the values that layers have left into the objects on this rank, until `take_back`."""
         for place, value in left.items():
             *where, key = place
@@ -318,7 +318,7 @@ class LeftValues:
                     values[span] = self._content(place)
         self.take_back()
 
-    def merged(self, left: Mapping[Span, Mapping[Place, Any]]) -> dict[Place, Any]:
+    def merge_values(self, left: Mapping[Span, Mapping[Place, Any]]) -> dict[Place, Any]:
         """Merge the values that micro-batches have left, as the whole batch leaves them."""
         spans = sorted(left)
         if len(spans) == 1:
@@ -332,7 +332,7 @@ class LeftValues:
         }
 
     def _content(self, place: Place) -> Any:
-        """Return what is there, as it is now: what is changed in place is copied."""
+        """Return the present content of a place, which later changes in place do not reach."""
         value = self._value(place, _ABSENT)
         if isinstance(value, list):
             return list(value)
@@ -364,7 +364,7 @@ class LeftValues:
             (part._buffers if key in part._buffers else part.__dict__)[key] = content
 
     def _has(self, place: Place, put: Any, before: int) -> bool:
-        """Whether a place has what was put there, unchanged."""
+        """Return whether a place has the value that was put there, unchanged."""
         value = self._value(place)
         if isinstance(put, Content):
             return bool(_read_entries(value) == put.entries)
@@ -409,7 +409,7 @@ class _Mark:
 
 
 class _Watch:
-    """What layers have before they run.
+    """The values of layers before they run.
 
     Attributes:
         before: the values in known places.
@@ -426,7 +426,7 @@ class _Watch:
 
 
 def _look(part: nn.Module, around: Collection[int]) -> tuple[dict[str, Any], dict[str, _Mark]]:
-    """Return the entries of a module, and marks of those that it may change in place."""
+    """Return the entries of a module, and marks of entries that may change in place."""
     own = _own(part)
     marks = {}
     for key, value in own.items():
@@ -454,7 +454,7 @@ def _entries_of(content: Any) -> Any:
 
 
 def _tail(before: Any, content: Any) -> Any:
-    """Return what a list has got since `before`, to be sent; other contents as they are."""
+    """Return the new entries of a list since `before`; other contents as they are."""
     if not isinstance(content, list):
         return content
     kept = isinstance(before, list) and len(content) >= len(before) and all(map(is_, content, before))
@@ -481,8 +481,8 @@ def _fits(content: torch.Tensor, value: Any) -> bool:
     return value.shape == content.shape and value.dtype == content.dtype
 
 
-def together(left: Mapping[Place, Any], more: Mapping[Place, Any]) -> dict[Place, Any]:
-    """Join the values that earlier stages have left with those of this one."""
+def join_values(left: Mapping[Place, Any], more: Mapping[Place, Any]) -> dict[Place, Any]:
+    """Join the values of earlier stages with the values of this one."""
     joined = dict(left)
     for place, value in more.items():
         before = joined.get(place)
@@ -491,7 +491,7 @@ def together(left: Mapping[Place, Any], more: Mapping[Place, Any]) -> dict[Place
     return joined
 
 
-def pack(out: Any, left: dict[Place, Any]) -> Any:
+def pack_message(out: Any, left: dict[Place, Any]) -> Any:
     """Make the message: a tensor that is there twice is sent once, and the receiver has it twice as one object."""
     if isinstance(out, torch.Tensor) and not left:
         return out
@@ -514,7 +514,7 @@ def pack(out: Any, left: dict[Place, Any]) -> Any:
     return pytree.tree_unflatten(leaves, spec) if changed else out
 
 
-def unpack(received: Any) -> tuple[Any, dict[Place, Any], list[torch.Tensor]]:
+def unpack_message(received: Any) -> tuple[Any, dict[Place, Any], list[torch.Tensor]]:
     """Return the input of the layers, values left by earlier ones, and the tensors that shared memory with
     others on the rank that sent them."""
     if not isinstance(received, Sent):

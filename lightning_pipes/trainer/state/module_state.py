@@ -65,7 +65,7 @@ Hook = Callable[..., Any]
 
 @dataclass
 class _Holder:
-    """An object whose entries are followed.
+    """An object with entries that are watched.
 
     Attributes:
         path: leads to it from the module: keys, and whether each is an attribute.
@@ -84,8 +84,8 @@ class _Holder:
     values: list[Any] = field(default_factory=list)
     size: int = 0
 
-    def remember(self) -> None:
-        """Take the present entries for those before the batch."""
+    def remember_entries(self) -> None:
+        """Keep the present entries as those before the batch."""
         self.kept = read_entries(self.thing)
         if isinstance(self.thing, nn.Module):
             own = vars(self.thing)
@@ -96,7 +96,7 @@ class _Holder:
         if isinstance(self.kept, dict) or len(self.kept) <= _MANY:
             self.tensors = [t for t in entry_values(self.kept) if _is_tensor(t)]
 
-    def same(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether the entries are the objects that they were before the batch."""
         thing, kept = self.thing, self.kept
         if isinstance(thing, nn.Module):
@@ -146,8 +146,8 @@ class BatchState:
         self._copies = copies
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """In the block the objects have these entries; afterwards the later ones, with what the block has changed."""
+    def restore_entries(self) -> Iterator[None]:
+        """Give the objects these entries in the block; afterwards they have the later ones, with the changes of the block."""
         old = {key: copy.clone() for key, (t, version, copy) in self._copies.items() if tensor_version(t) != version}
         swapped = []
         for thing, kept in self._contents:
@@ -166,7 +166,7 @@ class BatchState:
 
 
 def _with_changes(later: Content, given: Content, after: Content) -> Content:
-    """Return the entries `later` with what has changed from `given` to `after`."""
+    """Return the entries `later` with the changes from `given` to `after`."""
     if isinstance(after, dict) and isinstance(later, dict):
         changed = {key: value for key, value in after.items() if entry_at(given, key) is not value}
         return {**later, **changed}
@@ -211,7 +211,7 @@ class ModuleState:
         self._statistics: list[tuple[int, list[int]]] = []
         """Of batch norms ids of their counters, and of what torch changes in place without a new version."""
         self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
-        """Of small tensors, with their versions, for `capture`."""
+        """Of small tensors, with their versions, for `capture_state`."""
         self._results: dict[Span, dict[int, Content]] = {}
         self._whole: dict[int, Content] | None = None
         self._refused: set[Path] = set()
@@ -220,27 +220,27 @@ class ModuleState:
 
     # ---- a batch
 
-    def begin(self) -> None:
-        """Take the present state for that with which the batch begins."""
-        self.take()
+    def begin_batch(self) -> None:
+        """Begin a batch with the present state."""
+        self.remember_state()
         self._begun += 1
         self._active = True
 
-    def take(self) -> None:
-        """Take the present state for that with which changes are compared."""
-        changed = [holder for holder in self._holders if not holder.same()]
-        if any(map(self._leads_elsewhere, changed)):
+    def remember_state(self) -> None:
+        """Compare later changes with the present state."""
+        changed = [holder for holder in self._holders if not holder.is_unchanged()]
+        if any(map(self._leads_to_others, changed)):
             self._walk()
         else:
             for holder in changed:
-                holder.remember()
+                holder.remember_entries()
         written = self._written()
         if changed or written or self._begun <= _FIRST:
             self._remember(written)
         self._clean = True
 
-    def restore(self, everything: bool = False) -> None:
-        """Put back the state with which the batch began, before the step runs for a micro-batch.
+    def restore_state(self, everything: bool = False) -> None:
+        """Put back the state of the batch's begin, before the step runs for a micro-batch.
 
         Args:
             everything: also what is never merged, as metrics.
@@ -257,21 +257,21 @@ class ModuleState:
                 continue
             if fresh and not holder.shared and any(id(t) in fresh for t in holder.tensors):
                 write_entries(holder.thing, map_entries(holder.kept, lambda _, value: fresh.get(id(value), value)))
-            elif not holder.same():
+            elif not holder.is_unchanged():
                 write_entries(holder.thing, holder.kept)
 
-    def note(self, span: Span) -> None:
-        """Note what the step for a micro-batch has changed; called on the last stage."""
+    def note_microbatch(self, span: Span) -> None:
+        """Note the changes of the step for a micro-batch, on the last stage."""
         if self._active:
             self._results[span] = found = self._differences(merged=True)
             self._clean = not found
 
-    def note_whole(self) -> None:
-        """Note what the step would change for the whole batch, with which merged results are compared."""
+    def note_whole_batch(self) -> None:
+        """Note the changes of a step for the whole batch, for comparison with merged ones."""
         self._whole = self._differences(merged=True)
 
-    def merge(self) -> list[_Changed]:
-        """Leave what one process would have after the batch; on the last stage. Returns what others need for that."""
+    def merge_microbatches(self) -> list[_Changed]:
+        """Leave the state of one process after the batch, on the last stage; return the changes for other ranks."""
         spans = sorted(self._results)
         rows = [span.rows for span in spans]
         results, self._results = [self._results[span] for span in spans], {}
@@ -286,10 +286,10 @@ class ModuleState:
             if len(contents) > 1:
                 content = self._merging.merge(holder.path, holder.kept, contents, rows, expected)
             write_entries(holder.thing, self._originals(holder, content, written))
-        return self.changes()
+        return self.collect_changes()
 
-    def changes(self) -> list[_Changed]:
-        """Return the changes since the batch began, or since the last `settle`, for other ranks."""
+    def collect_changes(self) -> list[_Changed]:
+        """Return the changes since the batch began, or since the last `apply_changes`, for other ranks."""
         found, written = [], self._written()
         for index, content in self._differences(merged=None).items():
             holder = self._holders[index]
@@ -300,28 +300,27 @@ class ModuleState:
                 found.append(changed)
         return found
 
-    def settle(self, changes: Sequence[_Changed] | None = None) -> None:
-        """Take over the state of the last stage; None where this rank has it."""
+    def apply_changes(self, changes: Sequence[_Changed] | None = None) -> None:
+        """Apply the changes of the last stage; None where this rank has them."""
         if changes is not None:
             own = [self._own(changed) for changed in changes]
-            self.restore(everything=True)
+            self.restore_state(everything=True)
             for changed, kept in zip(changes, own, strict=True):
                 self._apply(changed, kept)
         self._active = False
 
-    def synchronise(self, control: Control, last_rank: int, last: bool) -> None:
+    def synchronise_ranks(self, control: Control, last_rank: int, last: bool) -> None:
         """Give all ranks the state that the last stage has; a collective call."""
         if control.size > 1:
-            changes = control.broadcast(self.changes() if last else None, last_rank)
-            self.settle(None if last else changes)
+            changes = control.broadcast(self.collect_changes() if last else None, last_rank)
+            self.apply_changes(None if last else changes)
 
     def follow_hook(self, hook: Hook, synchronise: Callable[[], None]) -> Hook:
-        """The hook, after which all ranks have what it has set on the last stage. It runs on all of them, so each keeps
-        its own objects."""
+        """Return a hook after which all ranks have the state of the last stage. Each rank keeps its own objects."""
 
         @functools.wraps(hook)
         def run(*args: Any, **kwargs: Any) -> Any:
-            self.take()
+            self.remember_state()
             self._in_hook = True
             try:
                 result = hook(*args, **kwargs)
@@ -342,8 +341,8 @@ class ModuleState:
         self._watched_hooks = _WATCHED
 
     @contextmanager
-    def watched(self, cut: bool) -> Iterator[None]:
-        """Warn of what the block sets in the state, if it is a step for one of several batches that overlap.
+    def watch_step(self, cut: bool) -> Iterator[None]:
+        """Warn of entries that a step in the block sets, if batches overlap.
 
         Args:
             cut: whether the step is that of a part of its batch.
@@ -352,7 +351,7 @@ class ModuleState:
             yield
             return
         self._watched -= 1
-        with self._watched_for(cut) as found:
+        with self._watch_entries(cut) as found:
             yield
         if found:
             self._watched = 0
@@ -364,13 +363,13 @@ class ModuleState:
             )
 
     @contextmanager
-    def watched_hooks(self) -> Iterator[None]:
-        """Warn of what hooks in the block set in the state, which run before the step of one of several batches."""
+    def watch_step_hooks(self) -> Iterator[None]:
+        """Warn of entries that hooks in the block set, before the optimizer's step of one of several batches."""
         if not self._watched_hooks or self._alone:
             yield
             return
         self._watched_hooks -= 1
-        with self._watched_for(cut=True) as found:
+        with self._watch_entries(cut=True) as found:
             yield
         if found:
             self._watched_hooks = 0
@@ -382,24 +381,24 @@ class ModuleState:
             )
 
     @contextmanager
-    def _watched_for(self, cut: bool) -> Iterator[list[str]]:
-        """In the block the state is watched; afterwards the list has the name of an entry that was set, if any was."""
-        before = self.entries()
+    def _watch_entries(self, cut: bool) -> Iterator[list[str]]:
+        """Watch the state in the block; afterwards the list has the name of an entry that was set, if any was."""
+        before = self.read_objects()
         tensors = [t for content in before.values() for t in entry_values(content) if _is_tensor(t)]
         versions = [(t, tensor_version(t)) for t in tensors]
         found: list[str] = []
         yield found
         written = {id(t) for t, version in versions if tensor_version(t) != version}
-        names = (_set_entry(path, before.get(path), after, written, cut) for path, after in self.entries().items())
+        names = (_set_entry(path, before.get(path), after, written, cut) for path, after in self.read_objects().items())
         found += [name for name in names if name][:1]
 
-    def capture(self) -> BatchState:
+    def capture_state(self) -> BatchState:
         """Return the present state, as hooks have left it for the steps of one of several batches that overlap."""
         found = []
         for holder in self._holders:
             if holder.merged:
-                if not holder.same():
-                    holder.remember()
+                if not holder.is_unchanged():
+                    holder.remember_entries()
                 found.append((holder.thing, holder.kept))
         tensors = {id(t): t for holder in self._holders if holder.merged for t in holder.tensors}
         self._copies = {
@@ -413,12 +412,12 @@ class ModuleState:
         known = self._copies.get(id(tensor))
         return known is not None and known[0] is tensor and known[1] == tensor_version(tensor)
 
-    def entries(self) -> dict[Path, Content]:
-        """The entries of all objects now, by where these are."""
+    def read_objects(self) -> dict[Path, Content]:
+        """Return the entries of all objects, by their paths."""
         return {holder.path: read_entries(holder.thing) for holder in self._holders if holder.merged}
 
-    def objects(self) -> set[int]:
-        """Ids of all objects."""
+    def object_ids(self) -> set[int]:
+        """Return the ids of all objects."""
         return {id(holder.thing) for holder in self._holders}
 
     # ---- objects and their entries
@@ -435,14 +434,14 @@ class ModuleState:
             merged = merged and not isinstance(thing, Metric)
             if not isinstance(thing, (tuple, frozenset)):
                 found.append(_Holder(path, thing, [], merged, id(thing) in self._shared))
-                found[-1].remember()
+                found[-1].remember_entries()
             for kind, key, value in iterate_entries(thing):
                 if isinstance(thing, Metric) and str(key).startswith("_"):
                     continue  # its own tables of states
                 queue.append(((*path, (kind, key)), value, depth + 1, merged))
         self._holders = found
 
-    def _leads_elsewhere(self, holder: _Holder) -> bool:
+    def _leads_to_others(self, holder: _Holder) -> bool:
         """Whether a holder has got or lost an object with entries of its own."""
         before = {id(value) for value in entry_values(holder.kept)}
         content = entry_values(read_entries(holder.thing))
@@ -451,7 +450,7 @@ class ModuleState:
         return any(map(can_change, [*lost, *(value for value in content if id(value) not in before)]))
 
     def _remember(self, written: Collection[int] = ()) -> None:
-        """Keep the versions of tensors, and copies of those that may be changed in place."""
+        """Keep the versions of tensors, and copies of tensors that may be changed in place."""
         before, self._known = self._known, {}
         norms = [holder.thing for holder in self._holders if isinstance(holder.thing, BatchNorm)]
         self._statistics = [(id(norm.num_batches_tracked), [*map(id, norm.buffers(recurse=False))]) for norm in norms]
@@ -478,7 +477,7 @@ class ModuleState:
             index: read_entries(holder.thing)
             for index, holder in enumerate(self._holders)
             if (merged is None or holder.merged == merged)
-            and (not holder.same() or (written and any(id(t) in written for t in holder.tensors)))
+            and (not holder.is_unchanged() or (written and any(id(t) in written for t in holder.tensors)))
         }
 
     def _is_there(self, holder: _Holder) -> bool:
@@ -501,7 +500,7 @@ class ModuleState:
         if isinstance(content, set):
             return content
 
-        def original(key: Any, value: Any) -> Any:
+        def find_original(key: Any, value: Any) -> Any:
             before = entry_at(holder.kept, key)
             known = self._known.get(id(before))
             if known is None or known[2] is None or not isinstance(value, torch.Tensor):
@@ -513,7 +512,7 @@ class ModuleState:
                     before.copy_(value)
             return before
 
-        return map_entries(content, original)
+        return map_entries(content, find_original)
 
     def _changed(self, holder: _Holder, content: Content, written: Collection[int]) -> _Changed | None:
         kept = holder.kept

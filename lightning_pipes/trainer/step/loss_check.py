@@ -259,7 +259,7 @@ class LossCheck:
                 else:
                     batch = take(kept.batch, span, kept.rows, samples=item.data.samples)
                     given, rows = entering[span], span.rows
-                left = self._steps.left.merged(kept.left) if span is None else kept.left.get(span, {})
+                left = self._steps.left.merge_values(kept.left) if span is None else kept.left.get(span, {})
                 of_part = replace(item, rows=rows, training=False)
                 with recorded(self._module) as logged[span]:
                     value, extras, drew_too = self._loss(
@@ -278,7 +278,7 @@ class LossCheck:
             if not kept.inside:
                 whole = loss(None)
                 if parts and not drew:
-                    self._steps.state.note_whole()
+                    self._steps.state.note_whole_batch()
                 found = {span: loss_of_part(span) for span in sorted(entering)}
                 if not drew:
                     return _Losses(whole.item(), found, whole.dtype, self._types(whole, x), logged)
@@ -310,7 +310,7 @@ class LossCheck:
 
         def layers() -> Any:
             if left:
-                self._steps.left.put(left)
+                self._steps.left.put_values(left)
             return stage.run_layers(item, Span(0, item.rows), x) if inside else x
 
         own = generators(self._module, skip=None if inside else self._cut.proxy)

@@ -31,7 +31,13 @@ from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.module.batches import Path, copied, cutter, join, take, tensors_of
 from lightning_pipes.trainer.module.capture import Interceptor, NoCallError, named_step
-from lightning_pipes.trainer.state.left_values import LeftValues, check_unchanged, pack, together, unpack
+from lightning_pipes.trainer.state.left_values import (
+    LeftValues,
+    check_unchanged,
+    join_values,
+    pack_message,
+    unpack_message,
+)
 from lightning_pipes.trainer.state.module_state import BatchState, ModuleState
 from lightning_pipes.trainer.step.logs import LogCall, LogKey, merge, merge_returned, numbered, recorded, returned_calls
 from lightning_pipes.trainer.step.loss_weights import BatchWeights, columns
@@ -155,7 +161,7 @@ class TrainingBatch:
     @property
     def state(self) -> AbstractContextManager[None]:
         """The context in which its steps find the state that it began with."""
-        return _NOTHING if self.began_with is None else self.began_with.restored()
+        return _NOTHING if self.began_with is None else self.began_with.restore_entries()
 
     def cut(self, spans: Iterable[Span]) -> None:
         """Cuts out parts that will be asked for, one after another."""
@@ -269,41 +275,41 @@ class Steps:
 
     def begin_batch(self) -> None:
         """Take the state that the module and its layers have now for that with which each micro-batch begins."""
-        self.state.begin()
+        self.state.begin_batch()
         self.left.begin_batch()
 
     def changes(self) -> tuple[Any, Any]:
         """Merge what the last stage has found in the batch, and return what other ranks need of it for `settle`."""
         self.left.end_batch()
-        return self.state.merge(), self.left.changes()
+        return self.state.merge_microbatches(), self.left.collect_changes()
 
     def settle(self, changes: tuple[Any, Any] | None) -> None:
         """End the batch with the changes of the last stage; None where this rank has it."""
         if changes is None:
-            self.state.settle()
+            self.state.apply_changes()
             return
         of_state, of_layers = changes
         self.left.end_batch()
-        self.state.settle(of_state)
-        self.left.settle(of_layers, self._device)
+        self.state.apply_changes(of_state)
+        self.left.apply_changes(of_layers, self._device)
 
     def _run_layers(self, stage: Stage, item: Item, span: Span, entering: Any) -> tuple[Any, dict[Any, Any]]:
         """Return the result of the layers of a stage, and the values that they and earlier ones have left."""
-        x, earlier, sharing = unpack(entering)
+        x, earlier, sharing = unpack_message(entering)
         if earlier:
-            self.left.put(earlier)
+            self.left.put_values(earlier)
         versions = [tensor._version for tensor in sharing]
-        watch = self.left.begin(stage.layers, stage.recomputing)
+        watch = self.left.watch_layers(stage.layers, stage.recomputing)
         out = stage.run_layers(item, span, x)
-        left = self.left.end(watch, span)
+        left = self.left.collect_values(watch, span)
         if sharing:
             check_unchanged(stage.number, sharing, versions)
-        return out, together(earlier, left) if earlier else left
+        return out, join_values(earlier, left) if earlier else left
 
     def _sent(self, stage: Stage, item: Item, span: Span, entering: Any) -> Any:
         """The message of a stage sends on that is not the last."""
         out, left = self._run_layers(stage, item, span, entering)
-        sent = pack(out, left)
+        sent = pack_message(out, left)
         self.left.forget_lists(left)
         self.left.take_back()
         return sent
@@ -345,7 +351,7 @@ class Steps:
         data.elsewhere = any(found.elsewhere for found in self._shapes[key])
 
     def _captured(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
-        self.state.restore()
+        self.state.restore_state()
         with forked_rng(self._device), recorded(self._module) as calls:  # the last stage logs
             self._seed_user_code(item, BEFORE_LAYERS)
             try:
@@ -356,7 +362,7 @@ class Steps:
 
     def run_without_layers(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
         """Return the result of a `step` that does not call the pipelined module."""
-        self.state.restore()
+        self.state.restore_state()
         with forked_rng(self._device):
             self._seed_user_code(item, BEFORE_LAYERS)
             return self._interceptor.run_without(step, batch, *arguments)
@@ -365,7 +371,7 @@ class Steps:
         self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...], draws: RngUse
     ) -> Any:
         """The same; `draws` sees whether random numbers are drawn for it."""
-        self.state.restore()
+        self.state.restore_state()
         with forked_rng(self._device), recorded(self._module):
             self._seed_user_code(item, BEFORE_LAYERS)
             draws.start()
@@ -386,12 +392,12 @@ class Steps:
         y = join([output for _, output in outputs], spans, "the output of the pipelined module")
 
         def layers() -> Any:
-            self.left.put(self.left.merged(item.data.left))
+            self.left.put_values(self.left.merge_values(item.data.left))
             return y
 
         out = self.around(step, item, batch, arguments, layers)
         self.left.end_step(Span(0, item.rows), whole=True)
-        self.state.note(Span(0, item.rows))
+        self.state.note_microbatch(Span(0, item.rows))
         return out
 
     def around(
@@ -418,7 +424,7 @@ class Steps:
             seed(AFTER_LAYERS)
             return y
 
-        self.state.restore()
+        self.state.restore_state()
         with forked_rng(self._device):
             seed(BEFORE_LAYERS)
             out = self._interceptor.supply(step, answer, batch, *arguments, apart=True)
@@ -432,7 +438,7 @@ class Steps:
             with data.context():
                 return self._sent(stage, item, span, _samples(data, span, item.rows))
         last_run = stage.recomputing if stage.recompute else not self._both_ends
-        self.state.restore()
+        self.state.restore_state()
         with self.context(), data.state:
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part = data.part(span)
@@ -452,8 +458,8 @@ class Steps:
         data = item.data
         context = data.context if isinstance(data, EvaluationBatch) else self.context
         if isinstance(data, TrainingBatch) and data.entered is not None:
-            data.keep_entering(stage.number, span, unpack(received)[0])
-        self.state.restore()
+            data.keep_entering(stage.number, span, unpack_message(received)[0])
+        self.state.restore_state()
         with context():
             return self._sent(stage, item, span, received)
 
@@ -461,7 +467,7 @@ class Steps:
         data = item.data
         if isinstance(data, EvaluationBatch):
             x = _samples(data, span, item.rows) if stage.number == 0 else received
-            self.state.restore()
+            self.state.restore_state()
             with data.context():
                 out, data.left[span] = self._run_layers(stage, item, span, x)
                 self.left.forget_lists(data.left[span])
@@ -479,25 +485,25 @@ class Steps:
             nonlocal y, failed_inside
             entering = x if stage.number == 0 else received
             if data.entered is not None:
-                data.keep_entering(stage.number, span, unpack(entering)[0])
+                data.keep_entering(stage.number, span, unpack_message(entering)[0])
             failed_inside = True
             y, left = self._run_layers(stage, item, span, entering)
             if left and span.rows < item.rows:
                 self.left.warn_of_overlap(left)
             failed_inside = False
             if data.kept is not None:
-                data.kept.keep(span, unpack(entering)[0], y)
+                data.kept.keep(span, unpack_message(entering)[0], y)
                 data.kept.left[span] = left
             stage.seed_user_code(item, span, AFTER_LAYERS)
             return y
 
-        self.state.restore()
+        self.state.restore_state()
         with self.context(), data.state:
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part = data.part(span)
             if self._recomputes_first:
                 part = copied(part)
-            with recorded(self._module) as logged, self.state.watched(cut=span.rows < item.rows):
+            with recorded(self._module) as logged, self.state.watch_step(cut=span.rows < item.rows):
                 step, apart = named_step(self._module, "training_step"), stage.number > 0
                 try:
                     out = self._interceptor.supply(step, answer, part, *data.arguments, apart=apart)
@@ -506,7 +512,7 @@ class Steps:
                         self._refuse_if_cut(error, item, span, partial(self._run_again, step, item, span, y))
                     raise
         self.left.end_step(span)
-        self.state.note(span)
+        self.state.note_microbatch(span)
         loss, extras = loss_of(out)
         data.results[span] = StepResult(loss.detach(), extras, logged)
         factor = span.rows / item.rows

@@ -169,7 +169,7 @@ def fault(name: str, finds: str, *, base: type[pl.LightningModule] = Net, **sett
 
 def keeps_state(rank: int) -> Any:
     """State of the module stays on the rank where it was set."""
-    return patched(ModuleState, "changes", lambda self: [])
+    return patched(ModuleState, "collect_changes", lambda self: [])
 
 
 @fault("attribute set in on_train_epoch_end, read before the layers", "goes into layer 0", broken=keeps_state)
