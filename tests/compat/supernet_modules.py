@@ -305,3 +305,21 @@ class Counting(nn.Module):
     def forward(self, x: Any) -> Any:
         self.calls += 1
         return self.linear(x).tanh() * min(1.0, self.calls / 4)
+
+
+class AveragesWeights(LitSupernet):
+    """Keeps an average of the weights over batches, and takes it in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.averages: dict[str, torch.Tensor] = {}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for name, p in self.named_parameters():
+            before = self.averages.get(name)
+            self.averages[name] = p.detach().clone() if before is None else 0.5 * before + 0.5 * p.detach()
+
+    def on_train_end(self) -> None:
+        with torch.no_grad():
+            for name, p in self.named_parameters():
+                p.copy_(self.averages[name])

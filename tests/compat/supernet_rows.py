@@ -119,3 +119,10 @@ supernet(
     warned="which it keeps from one micro-batch to the next",
     reason="it is counted for each micro-batch",
 )
+supernet(
+    "an average of weights in on_train_batch_end",
+    module=nets.AveragesWeights,
+    strategy=CSP,
+    warned="looks at layers while batches are under way",
+    reason="average them in on_train_epoch_end",
+)

@@ -29,9 +29,10 @@ LEFT_OUT = {
 }
 """Causes that no supernet has, by regular expression, and why."""
 
-MAY_REFUSE = r"^(gradients|optimizer_step|zero_grad|weights|clips|accumulates|average)"
+MAY_REFUSE = r"^(gradients|optimizer_step|zero_grad|weights|clips|accumulates)"
 """Causes with which csp may end by name: what they need is that of all stages, or of batches under way."""
 MAY_WARN = (
+    (r"^average", "looks at layers while batches are under way"),
     (r"^value:.*:(step_begin|step_end):|^collected:step_end", "Batches overlap"),
     (r"^value:.*:(on_after_backward|on_before_optimizer_step):", "before the optimizer's step"),
 )

@@ -119,6 +119,8 @@ class Streaming(Training):
             memory is None,
         )
         self._foreign = len(run.global_ranks) > 1
+        if self._foreign and isinstance(schedule, Policy):
+            run.cut.scope.on_layers = self._warn_of_old_weights
         self._hooked = self._foreign and has_hooks(run.cut.module, private.callbacks(run.trainer), BATCH_HOOKS)
         self._names_layers = isinstance(run.cut.module, SaysLayers)
         self._own_step: set[int] | None = None  # ids of the parameters that a batch steps now
@@ -368,6 +370,20 @@ class Streaming(Training):
             return True
         uses = [item.use for item in self._unstepped.values()]
         return parameter is not None and not self._between.is_used(parameter, uses)
+
+    def _warn_of_old_weights(self) -> None:
+        """Warn of a hook that looks at layers between two batches."""
+        scope = self._run.cut.scope
+        if self._own_step is not None or not self._run.engine.open:
+            return
+        scope.on_layers = lambda: None
+        rank_zero_warn(
+            f"{scope.hook} looks at layers while batches are under way. With schedule "
+            f"{self._run.plans.schedule.name!r} each stage steps when the gradients of a batch are there, so weights "
+            "may be those of an earlier batch, and averages or logs of them differ from one process. Look at them in "
+            "on_train_epoch_end, and at those that a batch steps in a hook that optimizer.register_step_post_hook "
+            "gets; or use a schedule that flushes between batches, such as '1f1b'"
+        )
 
     def use(self, batch: Any) -> LayerUse | None:
         run = self._run

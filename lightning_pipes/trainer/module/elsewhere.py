@@ -64,6 +64,8 @@ class HookScope:
         self.gradients: Callable[[], bool] = lambda: False
         self.view: Callable[[bool], AbstractContextManager[None]] = no_view
         """Has optimizers show the parameters of all ranks in its block, or of this rank."""
+        self.on_layers: Callable[[], None] = lambda: None
+        """Called when the hook reaches layers."""
         self._thread = 0
 
     @property

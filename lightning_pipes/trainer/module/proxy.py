@@ -63,9 +63,11 @@ class StageProxy(nn.Module):
         return len(self.__dict__["_full"])
 
     def __iter__(self) -> Iterator[Any]:
+        self._reach_layers()
         return iter(self.__dict__["_loop"].stand_ins or self.__dict__["_full"])
 
     def __getitem__(self, index: int | slice) -> Any:
+        self._reach_layers()
         return (self.__dict__["_loop"].stand_ins or self.__dict__["_full"])[index]
 
     def named_modules(
@@ -74,7 +76,7 @@ class StageProxy(nn.Module):
         """As of any module, in a hook with the layers of all ranks; PipelineError for a step that wants all of them, as
         a penalty on all weights does."""
         call = self.__dict__["_call"]
-        if self._in_hook:
+        if self._reach_layers():
             memo = set() if memo is None else memo
             if self not in memo:
                 if remove_duplicate:
@@ -94,12 +96,14 @@ class StageProxy(nn.Module):
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """As of any module, in a hook with the layers of all ranks."""
-        yield from self.__dict__["_full"].named_children() if self._in_hook else super().named_children()
+        yield from self.__dict__["_full"].named_children() if self._reach_layers() else super().named_children()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module, in a hook with the layers of all ranks."""
         return (
-            self.__dict__["_full"].state_dict(*args, **kwargs) if self._in_hook else super().state_dict(*args, **kwargs)
+            self.__dict__["_full"].state_dict(*args, **kwargs)
+            if self._reach_layers()
+            else super().state_dict(*args, **kwargs)
         )
 
     def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
@@ -108,6 +112,13 @@ class StageProxy(nn.Module):
         for key in [key for key in state if key.startswith(elsewhere)] if self._in_hook else ():
             del state[key]
         super()._load_from_state_dict(state, prefix, *args)
+
+    def _reach_layers(self) -> bool:
+        """Return whether a hook runs, and tell its scope that it reaches layers."""
+        in_hook = self._in_hook
+        if in_hook:
+            self.__dict__["_scope"].on_layers()
+        return in_hook
 
     @property
     def _in_hook(self) -> bool:

@@ -147,7 +147,7 @@ class BatchState:
 
     @contextmanager
     def restore_entries(self) -> Iterator[None]:
-        """Give the objects these entries in the block; afterwards they have the later ones, with the changes of the block."""
+        """Give the objects these entries in the block; afterwards they have the later ones, with its changes."""
         old = {key: copy.clone() for key, (t, version, copy) in self._copies.items() if tensor_version(t) != version}
         swapped = []
         for thing, kept in self._contents:
