@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from lightning_pipes.trainer.callbacks.gradient_probe import GradientProbe
     from lightning_pipes.trainer.callbacks.interference_monitor import InterferenceMonitor
     from lightning_pipes.trainer.callbacks.reproducibility_log import ReproducibilityLog
+    from lightning_pipes.trainer.checkpoint.export import export_weights
     from lightning_pipes.trainer.checkpoint.sharded import consolidate
+    from lightning_pipes.trainer.module.pretrained import load_pretrained
     from lightning_pipes.tune.studies.pruning import OptunaPruning
     from lightning_pipes.tune.studies.study import optimize_array
 
@@ -31,6 +33,8 @@ _WHERE = {
     "ScheduleTuner": "lightning_pipes.trainer",
     "TimelineLogger": "lightning_pipes.trainer",
     "consolidate": "lightning_pipes.trainer.checkpoint.sharded",
+    "export_weights": "lightning_pipes.trainer.checkpoint.export",
+    "load_pretrained": "lightning_pipes.trainer.module.pretrained",
     "optimize_array": "lightning_pipes.tune.studies.study",
 }
 
@@ -45,6 +49,8 @@ __all__ = [
     "ScheduleTuner",
     "TimelineLogger",
     "consolidate",
+    "export_weights",
+    "load_pretrained",
     "optimize_array",
 ]
 __version__ = "0.1.0"

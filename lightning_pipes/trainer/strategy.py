@@ -52,6 +52,7 @@ from lightning_pipes.trainer.module.elsewhere import HookScope
 from lightning_pipes.trainer.module.equal_starts import broadcast_random_state, equal_weights
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout, parameter_names, refuse_unsuitable
 from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.module.pretrained import reads_later
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.plan.alike import check_alike, said
 from lightning_pipes.trainer.plan.decision import Decision
@@ -447,6 +448,12 @@ class PipelineStrategy(PipelineHost):
         step = super().optimizer_step
         with self._standing.telling():
             return self._running.step(self, optimizer, closure, lambda c: step(optimizer, c, *args, **kwargs))
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Around `configure_model`: `load_pretrained` leaves the reading to each rank, which knows its layers later."""
+        with super().tensor_init_context(empty_init), reads_later():
+            yield
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -1,13 +1,14 @@
 """Weights made on `meta`, as by `with torch.device("meta"):` in configure_model: no rank ever holds all of them.
 
-A rank makes those of its own layers and of what is outside of the pipelined module. They start as `reset_parameters`
-has them, torch's convention for such modules, with random numbers that depend on the seed and the layer alone.
+A rank makes those of its own layers and of what is outside of the pipelined module. They are read from the files that
+`load_pretrained` was given, or start as `reset_parameters` has them, torch's convention for such modules, or as models
+of transformers initialize their parts. Random numbers depend on the seed and the layer alone.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
@@ -18,6 +19,14 @@ from torch.optim import Optimizer
 from lightning_pipes.engine.compute.rng import BEFORE_LAYERS, forked_rng, seed_all, stream_seed
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer.module.pipelined import SPREAD
+from lightning_pipes.trainer.module.pretrained import (
+    explain_unknown_values,
+    find_initializers,
+    give_memory,
+    own_meta_tensors,
+    own_tensors,
+    take_attached,
+)
 from lightning_pipes.trainer.ranks.control import Control
 
 NOT_SAMPLES = Span(0, 0)
@@ -51,15 +60,18 @@ class DeferredWeights:
     def __init__(self, module: pl.LightningModule, path: str) -> None:
         self._units: dict[int, list[nn.Module]] = {}
         self._tied: list[_Tied] = []
+        self._initializers: dict[int, Callable[[], object]] = {}
+        self._pretrained = take_attached(module)
         if SPREAD in vars(module) or not has_meta(module):  # an earlier run has made what belongs here
             return
+        self._initializers = find_initializers(module)
         layers = module.get_submodule(path)
         inside = {id(m) for m in layers.modules()}
         outside = [m for m in module.modules() if id(m) not in inside]
-        self._units[BEFORE_LAYERS] = [m for m in outside if _own_meta(m)]
+        self._units[BEFORE_LAYERS] = [m for m in outside if own_meta_tensors(m)]
         for number, layer in enumerate(layers._modules.values()):
             assert layer is not None
-            self._units[number] = [m for m in layer.modules() if _own_meta(m)]
+            self._units[number] = [m for m in layer.modules() if own_meta_tensors(m)]
         self._check(module)
         self._tied = list(self._find_tied())
 
@@ -79,13 +91,16 @@ class DeferredWeights:
         started = pipe.broadcast(torch.initial_seed(), pipe.ranks[0])
         with forked_rng(device):
             for number in (BEFORE_LAYERS, *sorted(local)):
-                for module in self._units[number]:
-                    for tensor in _own_meta(module):
-                        _give_memory(tensor, device)
+                unit = self._units[number]
+                for module in unit:
+                    for tensor in own_meta_tensors(module):
+                        give_memory(tensor, device)
                 seed_all(stream_seed(seed, 0, number, started, NOT_SAMPLES), device, everything=True)
-                for module in self._units[number]:
-                    if _can_reset(module):
-                        module.reset_parameters()  # type: ignore[operator]
+                for module in unit:
+                    if id(module) in self._initializers and not all(map(self._is_in_files, own_tensors(module))):
+                        self._initializers[id(module)]()
+                for weights in self._pretrained:
+                    weights.fill([tensor for module in unit for tensor in own_tensors(module)])
         for tied in self._tied:
             value = torch.empty_like(tied.tensor, device="cpu")
             if not tied.tensor.is_meta:
@@ -94,26 +109,25 @@ class DeferredWeights:
             if not tied.tensor.is_meta:
                 tied.tensor.detach().copy_(value)
 
+    def _is_in_files(self, tensor: torch.Tensor) -> bool:
+        return any(tensor in weights for weights in self._pretrained)
+
     def _check(self, module: pl.LightningModule) -> None:
         owners = [m for unit in self._units.values() for m in unit]
-        known = {id(t) for m in owners if _can_reset(m) for t in _own_meta(m)}
+        known = {id(t) for m in owners if id(m) in self._initializers for t in own_meta_tensors(m)}
         for name, part in module.named_modules():
-            if any(id(t) not in known for t in _own_meta(part)):
+            if any(id(t) not in known and not self._is_in_files(t) for t in own_meta_tensors(part)):
                 where = f"{type(module).__name__}{f'.{name}' if name else ''}"
-                raise PipelineError(
-                    f"{where} is a {type(part).__name__} with weights on meta and has no reset_parameters(), so nobody "
-                    "knows their values; add that method, which fills them in, or make this part outside of "
-                    "torch.device('meta')"
-                )
+                raise PipelineError(explain_unknown_values(where, part))
 
     def _find_tied(self) -> Iterator[_Tied]:
         having: dict[int, set[int]] = defaultdict(set)
         resetting: dict[int, tuple[torch.Tensor, int]] = {}
         for number, unit in self._units.items():
             for module in unit:
-                for tensor in _own_meta(module):
+                for tensor in own_meta_tensors(module):
                     having[id(tensor)].add(number)
-                    if _can_reset(module):
+                    if id(module) in self._initializers and not self._is_in_files(tensor):
                         resetting[id(tensor)] = (tensor, number)
         for key, (tensor, last) in resetting.items():
             if len(having[key]) > 1 and last != BEFORE_LAYERS:  # what is outside starts equal on all ranks
@@ -142,19 +156,3 @@ def check_same_cut(module: pl.LightningModule, path: str, local: Sequence[int], 
             f"run has cut them, and this run cuts them otherwise{where}. Keep devices, schedule and partition, or "
             "make a new module and load a checkpoint: ckpt_path=..."
         )
-
-
-def _own_meta(module: nn.Module) -> list[torch.Tensor]:
-    """The tensors on `meta` that a module holds itself."""
-    own = (*module._parameters.values(), *module._buffers.values())
-    return [t for t in own if t is not None and t.is_meta]
-
-
-def _can_reset(module: nn.Module) -> bool:
-    return callable(getattr(module, "reset_parameters", None))
-
-
-def _give_memory(tensor: torch.Tensor, device: torch.device) -> None:
-    empty = torch.empty_like(tensor, device=device)
-    made = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]

@@ -25,6 +25,7 @@ COMMANDS = {
     "interference": "measure what neighbours cost a stage, and train the predictor of dynpipe",
     "report": "one HTML page about a run, with advice",
     "verify": "train the first batches of a script in one plain process, too, and compare",
+    "consolidate": "one checkpoint, or safetensors files, of a checkpoint that ranks have written",
     "compare": "the first batch and layer in which two trainings differ, to the bit",
 }
 

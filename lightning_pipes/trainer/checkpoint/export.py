@@ -1,0 +1,114 @@
+"""Weights of checkpoints as folders of safetensors files, which other libraries load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipes.ir import InputError, PipelineError, check_count, check_type
+from lightning_pipes.trainer import private_transformers as private
+from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO, existing, replacing
+from lightning_pipes.trainer.checkpoint.mapped import load_mapped
+from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint
+
+FILE = "model.safetensors"
+_SHOWN = 5
+
+
+def export_weights(
+    checkpoint: str | Path,
+    folder: str | Path,
+    *,
+    prefix: str = "",
+    model: nn.Module | None = None,
+    max_file_bytes: int = 5 * 10**9,
+) -> None:
+    """Write the weights of a checkpoint as safetensors files, as `save_pretrained` does.
+
+    It needs no processes, and reads tensors from the checkpoint one by one.
+
+    Args:
+        checkpoint: a file of Lightning, or a folder that `checkpoint="sharded"` has written.
+        folder: what is written: one file, or several and an index. What had the name is replaced.
+        prefix: the attribute of the LightningModule that holds the model, such as "net". Other weights are left out.
+        model: a model of transformers, also on `meta`. Then names and forms are those that its `from_pretrained` reads,
+            and its configuration is written, too.
+        max_file_bytes: where a new file begins.
+
+    Raises:
+        InputError: an argument has another type, or no weight has the prefix.
+        PipelineError: the checkpoint is damaged, or there is none.
+    """
+    for name, value, kind in (
+        ("checkpoint", checkpoint, str | Path),
+        ("folder", folder, str | Path),
+        ("prefix", prefix, str),
+        ("model", model, nn.Module | None),
+    ):
+        check_type(f"export_weights: {name}", value, kind)
+    check_count("export_weights: max_file_bytes", max_file_bytes)
+    try:
+        from safetensors.torch import save_file
+    except ModuleNotFoundError as error:
+        raise InputError("export_weights needs the package safetensors: pip install safetensors") from error
+    found = _select(_read_state_dict(Path(checkpoint)), prefix)
+    if model is not None:
+        found = private.revert_weights(model, found)
+    files = list(_divide(found, max_file_bytes))
+    with replacing(Path(folder)) as temporary:
+        temporary.mkdir()
+        table: dict[str, str] = {}
+        for number, names in enumerate(files, 1):
+            file = FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            save_file({name: _copy(found[name]) for name in names}, temporary / file, metadata={"format": "pt"})
+            table.update(dict.fromkeys(names, file))
+        if len(files) > 1:
+            size = sum(tensor.nbytes for tensor in found.values())
+            index = {"metadata": {"total_size": size}, "weight_map": table}
+            (temporary / f"{FILE}.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+        if model is not None:
+            private.save_configuration(model, temporary)
+
+
+def _read_state_dict(path: Path) -> Mapping[str, Any]:
+    path = existing(path)
+    if ShardedCheckpoint.is_at(path):
+        on_meta = torch.empty(0, device="meta")  # then each tensor is read when it is asked for
+        whole: Mapping[str, Any] | None = ShardedCheckpoint(path, weights_only=True).checkpoint({"": on_meta})
+    else:
+        whole = load_mapped(AtomicCheckpointIO(), path, weights_only=True)
+    if whole is None:
+        raise PipelineError(f"{path} is no checkpoint; name a .ckpt file, or a folder that checkpoint='sharded' wrote")
+    return whole["state_dict"]  # type: ignore[no-any-return]
+
+
+def _select(state: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors below a prefix, by their names there; tied ones once."""
+    start = f"{prefix.rstrip('.')}." if prefix else ""
+    keys = [key for key in state if key.startswith(start)]
+    if not keys:
+        parts = ", ".join(list(dict.fromkeys(key.split(".")[0] for key in state))[:_SHOWN]) or "nothing"
+        raise InputError(f"no weight of the checkpoint begins with {start!r}; there are those of {parts}")
+    return {key.removeprefix(start): value for key in keys if isinstance(value := state[key], Tensor)}
+
+
+def _divide(tensors: Mapping[str, Tensor], limit: int) -> Iterator[list[str]]:
+    names: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if names and size + tensor.nbytes > limit:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += tensor.nbytes
+    yield names
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a tensor with memory of its own: safetensors takes no two that share it."""
+    return tensor.detach().clone().contiguous()

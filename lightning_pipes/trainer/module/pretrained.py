@@ -1,0 +1,293 @@
+"""Weights of modules on `meta` from safetensors files: each rank reads the tensors that it holds, and no others."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipes.ir import InputError
+from lightning_pipes.trainer import private_transformers as private
+
+_ATTACHED = "_lightning_pipes_pretrained"
+"""The attribute of a module that holds its `PretrainedWeights` until ranks read them."""
+_INDEX = ".index.json"
+_SHOWN = 5
+
+_reads_later: ContextVar[bool] = ContextVar("reads_later", default=False)
+
+
+def load_pretrained(module: nn.Module, path: str | Path, *, strict: bool = True) -> None:
+    """Fill the weights of a module on `meta` from safetensors files.
+
+    Call it in `configure_model`, after the module was made under `torch.device("meta")`. Under `PipelineStrategy` each
+    rank reads the tensors of its own layers, when the module is cut. With any other strategy all are read at once.
+    Names in the files are those of `module.state_dict()`. For models of transformers, the library's own table of
+    renames and conversions is applied. Values take the dtype of the module.
+
+    Args:
+        module: the module, or a part of it, whose tensors are all on `meta`.
+        path: a `.safetensors` file, or a folder as `save_pretrained` writes it: one file, or several with an index.
+        strict: raises InputError for tensors without a value in the files and for keys without a tensor. Otherwise such
+            tensors are initialized, and such keys are left out.
+
+    Raises:
+        InputError: there is no such file, a name or a shape differs, or a tensor is not on `meta`.
+    """
+    real = [name for name, tensor in _named_tensors(module) if not tensor.is_meta]
+    if real:
+        raise InputError(
+            f"load_pretrained fills modules on meta, and {_list_names(real)} of {type(module).__name__} is not there; "
+            "make the module under torch.device('meta'), or use load_state_dict"
+        )
+    weights = PretrainedWeights(module, Path(path))
+    if strict:
+        weights.check_names()
+    if _reads_later.get():
+        module.__dict__[_ATTACHED] = weights
+        return
+    device = torch.empty(0).device
+    initialize = find_initializers(module)
+    incomplete = [(name, m) for name, m in module.named_modules() if not all(t in weights for t in own_tensors(m))]
+    for name, part in incomplete:
+        if id(part) not in initialize:
+            raise InputError(explain_unknown_values(f"{type(module).__name__}{name and f'.{name}'}", part))
+    for part in module.modules():
+        for tensor in own_meta_tensors(part):
+            give_memory(tensor, torch.device("cpu") if device.type == "meta" else device)
+    for _, part in reversed(incomplete):
+        initialize[id(part)]()
+    weights.fill(list(chain.from_iterable(own_tensors(part) for part in module.modules())))
+
+
+@contextmanager
+def reads_later() -> Iterator[None]:
+    """Let `load_pretrained` leave the reading to the ranks of a pipeline."""
+    token = _reads_later.set(True)
+    try:
+        yield
+    finally:
+        _reads_later.reset(token)
+
+
+def take_attached(module: nn.Module) -> list[PretrainedWeights]:
+    """Return the weights that `load_pretrained` has left for later, and detach them from the module."""
+    parts = [part for part in module.modules() if _ATTACHED in part.__dict__]
+    return [part.__dict__.pop(_ATTACHED) for part in parts]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The keys of the files that make one tensor, or several at once.
+
+    Attributes:
+        keys: in the files.
+        converted: whether transformers converts their values, for instance merges experts.
+    """
+
+    keys: tuple[str, ...]
+    converted: bool
+
+
+class PretrainedWeights:
+    """The values of a module's tensors in safetensors files.
+
+    Args:
+        module: whose tensors are filled; on `meta`.
+        path: a file or a folder.
+
+    Raises:
+        InputError: there is no such file.
+    """
+
+    def __init__(self, module: nn.Module, path: Path) -> None:
+        self._path = path
+        self._files = _find_keys(path)
+        self._where = type(module).__name__
+        self._names: dict[int, list[str]] = defaultdict(list)
+        """The names of a tensor, by its id: tied ones have several."""
+        self._tensors: dict[int, Tensor] = {}
+        for name, tensor in _named_tensors(module):
+            self._names[id(tensor)].append(name)
+            self._tensors[id(tensor)] = tensor
+        self._ignored: tuple[str, ...] = private.ignored_keys(module)
+        self._skeleton: nn.Module | None = None
+        self._sources = self._find_sources(module)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return any(name in self._sources for name in self._names.get(id(tensor), ()))
+
+    def check_names(self) -> None:
+        """Raise InputError for persistent tensors without a value, and for keys without a tensor."""
+        missing = [names[0] for key, names in self._names.items() if self._tensors[key] not in self]
+        missing = [name for name in missing if name in self._persistent]
+        used = {key for source in self._sources.values() for key in source.keys}
+        other = [key for key in self._files if key not in used and not any(re.search(p, key) for p in self._ignored)]
+        problems = [f"has no value for {_list_names(missing)}"] if missing else []
+        problems += [f"has {_list_names(other)}, which {self._where} does not have"] if other else []
+        if problems:
+            raise InputError(
+                f"{self._path} {', and '.join(problems)}; name the files of this model, call load_pretrained on the "
+                "part whose names these are, or pass strict=False"
+            )
+
+    def fill(self, tensors: Collection[Tensor]) -> None:
+        """Copy values into those of the tensors that have a source; they have memory already.
+
+        One source is in memory at a time besides.
+
+        Raises:
+            InputError: a shape differs.
+        """
+        wanted = {id(tensor): tensor for tensor in tensors if not tensor.is_meta and tensor in self}
+        converted: dict[_Source, None] = {}
+        with torch.no_grad():
+            for key, tensor in wanted.items():
+                source = next(self._sources[name] for name in self._names[key] if name in self._sources)
+                if source.converted:
+                    converted[source] = None
+                else:
+                    self._copy(self._read(source.keys[0]), tensor, key)
+            for source in converted:
+                assert self._skeleton is not None
+                values = {key: self._read(key) for key in source.keys}
+                for name, value in private.convert_weights(self._skeleton, values):
+                    for key, tensor in wanted.items():
+                        if name in self._names[key]:
+                            self._copy(value, tensor, key)
+
+    def _copy(self, value: Tensor, tensor: Tensor, key: int) -> None:
+        if value.shape != tensor.shape:
+            raise InputError(
+                f"{self._path} has {self._names[key][0]} of shape {tuple(value.shape)}, and {self._where} needs "
+                f"{tuple(tensor.shape)}; make the module by the configuration of this file"
+            )
+        tensor.copy_(value)
+
+    def _read(self, key: str) -> Tensor:
+        safe_open = _import_safetensors()
+        with safe_open(self._files[key], framework="pt") as file:
+            return cast(Tensor, file.get_tensor(key))
+
+    def _find_sources(self, module: nn.Module) -> dict[str, _Source]:
+        self._persistent = set(module.state_dict(keep_vars=True))
+        names = {name for names in self._names.values() for name in names}
+        groups: dict[str, list[str]] = defaultdict(list)
+        renamed = private.rename_keys(module, list(self._files))
+        for key, (name, is_converted) in renamed.items():
+            groups[name].append(key)
+            if is_converted and self._skeleton is None:
+                self._skeleton = private.copy_on_meta(module)
+        found = {}
+        for name, keys in groups.items():
+            is_converted = renamed[keys[0]][1]
+            source = _Source(tuple(keys), is_converted)
+            targets = private.name_targets(module, name, keys) if is_converted else [name]
+            found.update({target: source for target in targets if target in names})
+        return found
+
+
+def find_initializers(module: nn.Module) -> dict[int, Callable[[], object]]:
+    """Return the function that gives each part of a module its initial values, by the part's id.
+
+    It is `reset_parameters`, torch's convention, or else the `_init_weights` of the transformers model around the part.
+    """
+    found: dict[int, Callable[[], object]] = {}
+
+    def visit(part: nn.Module, model: nn.Module | None) -> None:
+        model = part if private.is_pretrained_model(part) else model
+        if model is not None:
+            found[id(part)] = partial(private.initialize, model, part)
+        elif callable(reset := getattr(part, "reset_parameters", None)):
+            found[id(part)] = reset
+        for child in part.children():
+            visit(child, model)
+
+    visit(module, None)
+    return found
+
+
+def explain_unknown_values(where: str, part: nn.Module) -> str:
+    """Return the text of an error: a part on `meta` has tensors whose values are not known."""
+    return (
+        f"{where} is a {type(part).__name__} with weights on meta and has no reset_parameters(), so their values are "
+        "unknown; add that method, which fills them in, call load_pretrained with files that have them, or make this "
+        "part outside of torch.device('meta')"
+    )
+
+
+def own_tensors(module: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers that a module holds itself."""
+    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+
+
+def own_meta_tensors(module: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers on `meta` that a module holds itself."""
+    return [t for t in own_tensors(module) if t.is_meta]
+
+
+def give_memory(tensor: Tensor, device: torch.device) -> None:
+    """Give a tensor on `meta` memory without values; it stays the same object."""
+    empty = torch.empty_like(tensor, device=device)
+    made = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _find_keys(path: Path) -> Mapping[str, str]:
+    """Return the file of each key."""
+    if path.is_dir():
+        index = sorted(path.glob(f"*.safetensors{_INDEX}"))
+        if index:
+            table = json.loads(index[0].read_text(encoding="utf-8")).get("weight_map", {})
+            _check_inside(path, table.values())
+            return {key: str(path / name) for key, name in table.items()}
+        files = sorted(path.glob("*.safetensors"))
+    else:
+        files = [path] if path.suffix == ".safetensors" and path.is_file() else []
+    if len(files) != 1:
+        found = f"{len(files)} of them and no index" if files else "none"
+        raise InputError(
+            f"load_pretrained needs a .safetensors file, or a folder of them with an index, and {path} has {found}"
+            "; name the folder that save_pretrained has written"
+        )
+    safe_open = _import_safetensors()
+    with safe_open(str(files[0]), framework="pt") as file:
+        return dict.fromkeys(file.keys(), str(files[0]))
+
+
+def _check_inside(folder: Path, names: Collection[str]) -> None:
+    """Raise InputError for names in an index that lead out of its folder, or to files that are not there."""
+    for name in dict.fromkeys(names):
+        if Path(name).name != name:
+            raise InputError(f"the index in {folder} names the file {name!r}, which is outside of that folder")
+        if not (folder / name).is_file():
+            raise InputError(f"the index in {folder} names the file {name!r}, which is not there; copy all its files")
+
+
+def _import_safetensors() -> Any:
+    try:
+        from safetensors import safe_open
+    except ModuleNotFoundError as error:
+        raise InputError("load_pretrained needs the package safetensors: pip install safetensors") from error
+    return safe_open
+
+
+def _list_names(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,67 @@
+"""`lightning-pipes consolidate`"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lightning_pipes.ir import InputError
+from lightning_pipes.tune.cli.command import Command, print_json
+
+FORMATS = ("lightning", "safetensors")
+
+
+def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
+    from lightning_pipes.trainer.checkpoint.export import export_weights
+    from lightning_pipes.trainer.checkpoint.sharded import consolidate
+
+    checkpoint, out = words
+    form = options.format or FORMATS[0]
+    if form not in FORMATS:
+        raise InputError(f"--format is one of {' and '.join(FORMATS)}, not {form!r}")
+    if form == "lightning":
+        if options.prefix or options.model:
+            raise InputError("--prefix and --model belong to --format safetensors; a Lightning checkpoint is whole")
+        consolidate(checkpoint, out)
+    else:
+        export_weights(checkpoint, out, prefix=options.prefix or "", model=_make_model(options.model))
+    print_json({"written": out, "format": form}) if options.json else print(out)
+
+
+def _make_model(folder: str | None) -> Any:
+    """Return the model of transformers that a folder configures, on `meta`."""
+    if not folder:
+        return None
+    try:
+        import torch
+        import transformers
+    except ModuleNotFoundError as error:
+        raise InputError("--model needs the package transformers: pip install transformers") from error
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    names = getattr(config, "architectures", None) or []
+    kind = getattr(transformers, names[0], None) if names else None
+    if kind is None:
+        raise InputError(f"the config.json in {folder} has no architectures that transformers has; it names {names}")
+    with torch.device("meta"):
+        return kind(config)
+
+
+COMMAND = Command(
+    "consolidate",
+    "Makes one Lightning checkpoint of a folder that checkpoint='sharded' has written, or safetensors files of any\n"
+    "checkpoint, which save_pretrained's readers load. Needs no processes.",
+    [
+        "lightning-pipes consolidate checkpoints/last whole.ckpt",
+        "lightning-pipes consolidate last.ckpt out --format safetensors --prefix net --model base",
+    ],
+    run,
+    positionals=("CHECKPOINT", "OUT"),
+    flags={
+        "--format": ("NAME", "lightning, the default, or safetensors"),
+        "--prefix": ("NAME", "the attribute of the LightningModule that holds the model"),
+        "--model": ("FOLDER", "with the config.json of a model of transformers: its own names, and its configuration"),
+    },
+)
