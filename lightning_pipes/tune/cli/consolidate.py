@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -35,6 +36,8 @@ def _make_model(folder: str | None) -> Any:
     """Return the model of transformers that a folder configures, on `meta`."""
     if not folder:
         return None
+    if not (Path(folder) / "config.json").is_file():
+        raise InputError(f"--model needs the folder of a model of transformers, and {folder} has no config.json")
     try:
         import torch
         import transformers
