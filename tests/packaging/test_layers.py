@@ -40,6 +40,7 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
     ],
     "trainer": [
         "private_lightning",
+        "private_transformers",
         "versions",
         "ignoring",
         "patches",
