@@ -19,10 +19,11 @@ from lightning_pipes.engine import (
     Transport,
     make_transport,
 )
-from lightning_pipes.ir import Plan, Span
+from lightning_pipes.ir import Instruction, Kind, Plan, Span
 
 ROWS = 8
 WIDTH = 6
+RECEIVE = Instruction(Kind.RF, 1, 0, 0, Span(0, 2))
 
 
 def layers(depth: int = 4, seed: int = 0, dropout: float = 0.0) -> list[nn.Module]:

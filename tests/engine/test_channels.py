@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pipes.engine import Engine, Item, Mailbox
-from lightning_pipes.engine.messages.message import Decoder, Encoder, Message, ReceiveBuffer, Wire
+from lightning_pipes.engine import Engine, Item
 from lightning_pipes.ir import (
     DeadlockError,
     Instruction,
@@ -30,8 +29,6 @@ from lightning_pipes.testing.loopback import Loopback
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.testing.timeouts import scale_timeout
 from tests.engine.pipes import ROWS, TRANSPORTS, WIDTH, batch, connect, layers, make_stages
-
-RECEIVE = Instruction(Kind.RF, 1, 0, 0, Span(0, 2))
 
 
 def program_of(plan: Plan, name: str = "1f1b") -> Any:
@@ -89,64 +86,6 @@ def poll(rank: int, transport_name: str) -> bool:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_progress_without_waiting(transport: str) -> None:
     assert run_ranks(poll, 2, transport) == [True, True]
-
-
-def test_wires_are_used_again_and_dropped() -> None:
-    made: list[int] = []
-    dropped: list[Wire] = []
-
-    def allocate(size: int) -> torch.Tensor:
-        made.append(size)
-        return torch.empty(size, dtype=torch.uint8)
-
-    encoder, decoder = Encoder(allocate, dropped.append), Decoder()
-    for turn in range(
-        3
-    ):  # a steady stream: one wire for the first message, which tells the structure, one for all others
-        for _ in range(5):
-            x = torch.randn(2, 3)
-            wire, tensors = encoder.encode((turn, RECEIVE), x, (True,), 0)
-            wire.copy_tensors(tensors)
-            message = decoder.decode(wire.buffer, 0, 0)
-            assert torch.equal(message.tree, x)
-            assert message.flags == (True,)
-            assert message.key == (turn, RECEIVE)
-            encoder.release(wire)
-    assert len(made) == 2
-    for size in range(4, 104):  # shapes that never come back
-        wire, _ = encoder.encode((9, RECEIVE), torch.randn(2, size), (True,), 0)
-        encoder.release(wire)
-    assert len(made) - len(dropped) <= 8
-
-
-def test_what_was_copied_from_a_slot_stays_when_the_slot_is_filled_again() -> None:
-    encoder, decoder = Encoder(), Decoder()
-    first, _ = encoder.encode((0, RECEIVE), torch.zeros(2), (True,), 0)
-    decoder.decode(first.buffer, 0, 0)  # tells the structure
-    wire, _ = encoder.encode((1, RECEIVE), torch.zeros(2), (True,), 5)
-    slot, came = ReceiveBuffer(wire.buffer), []
-    for turn in range(1, 4):
-        encoder.release(wire)
-        again, tensors = encoder.encode((turn, RECEIVE), torch.full((2,), float(turn)), (True,), 5)
-        assert again is wire
-        wire.copy_tensors(tensors)
-        came.append(decoder.decode_copy(slot, 7))
-    assert [m.tree.tolist() for m in came] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
-    assert [(m.key, m.flags, m.sent, m.arrived) for m in came] == [((t, RECEIVE), (True,), 5, 7) for t in (1, 2, 3)]
-
-
-def test_a_mailbox_whose_owner_never_waits_stays_small() -> None:
-    box = Mailbox()
-    for turn in range(1000):
-        box.put(Message((turn, RECEIVE), None, ()))
-        assert box.take_message((turn, RECEIVE)) is not None
-    assert box._changes.qsize() == 0
-    assert box.take_new(1) == []
-    box.put(Message((1, RECEIVE), None, ()))
-    box.put(Message((2, RECEIVE), None, ()))
-    box.take_message((1, RECEIVE))
-    assert box.wait_new(2) == [RECEIVE]  # the ring that `take` swallowed is not missed
-    assert box.has_message((2, RECEIVE))
 
 
 @dataclass(frozen=True)

@@ -312,7 +312,7 @@ def test_where_a_run_is():
 
 
 def test_restart_stages():
-    """What the loops decide by, and when; tests/trainer/test_resume.py shows that it has the wanted effect."""
+    """What the loops decide by, and when; checkpoint/test_resumable.py shows that it has the wanted effect."""
     assert training_epoch_loop.RestartStage.RESTARTED_ON_LAST == "restarted_on_last"
     assert evaluation_loop.RestartStage.RESTARTED_MID_EVALUATION == "restarted_mid_evaluation"
     fit, epoch = trainer().fit_loop, trainer().fit_loop.epoch_loop

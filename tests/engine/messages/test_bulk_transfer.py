@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
-import sys
 import time
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -18,23 +15,10 @@ import torch.distributed as dist
 
 from lightning_pipes.engine import Engine, FailureWatch, Item, PeerFailure
 from lightning_pipes.engine.messages.bulk_transfer import GATE_SECONDS, BulkTransfer, TransferHandle
-from lightning_pipes.engine.messages.chunks import (
-    MAX_CHUNK,
-    MIN_CHUNK,
-    SECONDS,
-    ByteLayout,
-    ChunkSizer,
-    SendQueue,
-)
-from lightning_pipes.engine.messages.socket_queues import (
-    SocketQueues,
-    _connections,
-    _waiting,
-)
-from lightning_pipes.engine.messages.tree_format import fill_skeleton, pack_tree, parse_description
 from lightning_pipes.ir import PipelineError, Plan, PlanError, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from tests.engine.messages.parcels import content, same
 from tests.engine.pipes import ROWS, batch, connect, layers, make_stages, sgd_step, weights
 
 
@@ -42,37 +26,6 @@ def office(rank: int, n: int, **options: Any) -> tuple[FailureWatch, BulkTransfe
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     watch = FailureWatch(dist.distributed_c10d._get_default_store(), rank, n, **options)
     return watch, BulkTransfer(rank, range(n), watch)
-
-
-def content(source: int, target: int) -> dict[str, Any]:
-    """Tensors of all sorts, larger than a chunk in all."""
-    generator = torch.Generator().manual_seed(10 * source + target)
-    wide = torch.randn(300, 701, generator=generator)
-    return {
-        "weight": wide,
-        "transposed": wide.t()[5:],
-        "every other": wide[:, ::2],
-        "empty": torch.empty(0, 3),
-        "scalar": torch.tensor(source + 0.5, dtype=torch.float64),
-        "half": wide[:7].bfloat16(),
-        "steps": torch.arange(100000, dtype=torch.int64) * source,
-        "mask": wide > 0,
-        "complex": torch.complex(wide[0], wide[1]).conj(),
-        "parameter": torch.nn.Parameter(wide[:3].clone()),
-        "groups": [{"lr": 0.1, "betas": (0.9, 0.95), "foreach": None, "maximize": False}, "text \N{SNOWMAN}"],
-        "nothing": (),
-        7: {"layer": target},
-    }
-
-
-def same(got: Any, wanted: Any) -> bool:
-    if isinstance(wanted, torch.Tensor):
-        return got.dtype == wanted.dtype and torch.equal(got, wanted.detach()) and not got.requires_grad
-    if isinstance(wanted, dict):
-        return list(got) == list(wanted) and all(same(got[k], v) for k, v in wanted.items())
-    if isinstance(wanted, list | tuple):
-        return type(got) is type(wanted) and len(got) == len(wanted) and all(map(same, got, wanted))
-    return type(got) is type(wanted) and bool(got == wanted)
 
 
 def all_pairs(rank: int, n: int, rounds: int) -> list[int]:
@@ -288,105 +241,6 @@ def test_training_beside_parcels_is_the_same() -> None:
     assert some > steps * 1_200_000
     assert all(torch.equal(beside[name], weight) for name, weight in alone.items())
     assert after < 10 * before + 20, "chunks wait for training, not training for chunks"
-
-
-# What needs no ranks -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("most", [1, 7, 64])
-def test_a_line_sends_every_byte_once_and_least_left_first(most: int) -> None:
-    line = SendQueue()
-    sizes = {0: 100, 1: 1, 2: 30, 3: 64}
-    for number, size in sizes.items():
-        line.add(number, size)
-    left, seen = dict(sizes), []
-    while line:
-        number, start, stop = line.next_chunk(most)
-        assert left[number] == min(size for size in left.values() if size)
-        assert start == sizes[number] - left[number]
-        assert 0 < stop - start <= most
-        left[number] -= stop - start
-        seen.append(number)
-    assert not any(left.values())
-    assert seen[0] == 1
-
-
-@pytest.mark.parametrize("bandwidth", [1e6, 6e6, 1e8, 1e10])
-def test_a_chunk_takes_about_as_long_as_it_may(bandwidth: float) -> None:
-    pace = ChunkSizer()
-    for _ in range(30):
-        pace.record_chunk(pace.size, pace.size / bandwidth)
-    assert pace.size == pytest.approx(max(MIN_CHUNK, min(MAX_CHUNK, bandwidth * SECONDS)), rel=0.01)
-    pace.record_chunk(1, 5.0)  # the end of a parcel says nothing
-    assert pace.size >= MIN_CHUNK
-    pace.record_chunk(pace.size, 0.0)
-    pace.record_chunk(pace.size, 1.0)
-    assert pace.size == MIN_CHUNK
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_layout_names_every_byte(seed: int) -> None:
-    rng = random.Random(seed)
-    sizes = [rng.choice([0, 0, 1, 2, 9]) for _ in range(12)]
-    whole = [(part, at) for part, size in enumerate(sizes) for at in range(size)]
-    layout = ByteLayout(sizes)
-    start = 0
-    while start < len(whole):
-        stop = min(len(whole), start + rng.randint(1, 7))
-        pieces = list(layout.locate_bytes(start, stop))
-        assert [(part, at) for part, first, last in pieces for at in range(first, last)] == whole[start:stop]
-        start = stop
-
-
-def test_what_a_parcel_carries() -> None:
-    given = content(1, 2)
-    description, tensors = pack_tree(given)
-    skeleton, found = parse_description(description)
-    assert [(tuple(t.shape), t.dtype) for t in tensors] == found
-    assert same(fill_skeleton(skeleton, iter(t.detach() for t in tensors)), given)
-
-
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ({"a": [1, object()]}, r"\['a'\]\[1\]: a object"),
-        ([b"bytes"], r"\[0\]: a bytes"),
-        ({"a": torch.ones(2, device="meta")}, r"\['a'\]: a tensor of layout"),
-        (torch.eye(2).to_sparse(), "this: a tensor of layout"),
-    ],
-)
-def test_what_a_parcel_does_not_carry(given: Any, why: str) -> None:
-    with pytest.raises(PlanError, match=why):
-        pack_tree(given)
-
-
-@pytest.mark.parametrize("text", [b"\x80\x04", b'["tensor",[1],"torch.nothing"]', b'["call",1]', b'["tensor",1,2,3]'])
-def test_what_is_no_parcel_is_not_run(text: bytes) -> None:
-    with pytest.raises(PipelineError, match="received data that is no bulk transfer"):
-        parse_description(text)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="nothing is seen elsewhere")
-def test_bytes_that_wait_for_the_network_are_seen() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as source:
-        target, _ = server.accept()
-        with target:
-            source.setblocking(False)
-            sent, descriptor = 0, source.fileno()
-            with suppress(BlockingIOError):
-                while True:
-                    sent += source.send(bytes(2**16))
-            assert descriptor in _connections().values()
-            assert _waiting(descriptor)
-            assert SocketQueues().has_unsent_bytes()
-            while sent:
-                sent -= len(target.recv(2**20))
-            until = time.monotonic() + 20
-            while _waiting(descriptor) and time.monotonic() < until:
-                time.sleep(0.01)
-            assert not _waiting(descriptor)
-    assert descriptor not in _connections().values()
-    assert not _waiting(descriptor)  # closed
 
 
 def test_ranks_and_keys_that_do_not_exist() -> None:

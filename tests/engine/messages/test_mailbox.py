@@ -12,6 +12,7 @@ from lightning_pipes.engine.messages.local import LocalMailbox
 from lightning_pipes.engine.messages.mailbox import Mailbox
 from lightning_pipes.engine.messages.message import Message
 from lightning_pipes.ir import Instruction, Kind
+from tests.engine.pipes import RECEIVE
 
 
 @pytest.mark.parametrize("make", [Mailbox, LocalMailbox])
@@ -43,3 +44,17 @@ def test_what_is_fresh_in_another_window_stays_for_who_asks_for_it(make: Callabl
     assert mailbox.take_new(2) == []
     if isinstance(mailbox, LocalMailbox):
         mailbox.close()
+
+
+def test_a_mailbox_whose_owner_never_waits_stays_small() -> None:
+    box = Mailbox()
+    for turn in range(1000):
+        box.put(Message((turn, RECEIVE), None, ()))
+        assert box.take_message((turn, RECEIVE)) is not None
+    assert box._changes.qsize() == 0
+    assert box.take_new(1) == []
+    box.put(Message((1, RECEIVE), None, ()))
+    box.put(Message((2, RECEIVE), None, ()))
+    box.take_message((1, RECEIVE))
+    assert box.wait_new(2) == [RECEIVE]  # the ring that `take` swallowed is not missed
+    assert box.has_message((2, RECEIVE))

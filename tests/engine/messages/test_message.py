@@ -1,0 +1,52 @@
+"""Wires and receive buffers."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_pipes.engine.messages.message import Decoder, Encoder, ReceiveBuffer, Wire
+from tests.engine.pipes import RECEIVE
+
+
+def test_wires_are_used_again_and_dropped() -> None:
+    made: list[int] = []
+    dropped: list[Wire] = []
+
+    def allocate(size: int) -> torch.Tensor:
+        made.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    encoder, decoder = Encoder(allocate, dropped.append), Decoder()
+    for turn in range(
+        3
+    ):  # a steady stream: one wire for the first message, which tells the structure, one for all others
+        for _ in range(5):
+            x = torch.randn(2, 3)
+            wire, tensors = encoder.encode((turn, RECEIVE), x, (True,), 0)
+            wire.copy_tensors(tensors)
+            message = decoder.decode(wire.buffer, 0, 0)
+            assert torch.equal(message.tree, x)
+            assert message.flags == (True,)
+            assert message.key == (turn, RECEIVE)
+            encoder.release(wire)
+    assert len(made) == 2
+    for size in range(4, 104):  # shapes that never come back
+        wire, _ = encoder.encode((9, RECEIVE), torch.randn(2, size), (True,), 0)
+        encoder.release(wire)
+    assert len(made) - len(dropped) <= 8
+
+
+def test_what_was_copied_from_a_slot_stays_when_the_slot_is_filled_again() -> None:
+    encoder, decoder = Encoder(), Decoder()
+    first, _ = encoder.encode((0, RECEIVE), torch.zeros(2), (True,), 0)
+    decoder.decode(first.buffer, 0, 0)  # tells the structure
+    wire, _ = encoder.encode((1, RECEIVE), torch.zeros(2), (True,), 5)
+    slot, came = ReceiveBuffer(wire.buffer), []
+    for turn in range(1, 4):
+        encoder.release(wire)
+        again, tensors = encoder.encode((turn, RECEIVE), torch.full((2,), float(turn)), (True,), 5)
+        assert again is wire
+        wire.copy_tensors(tensors)
+        came.append(decoder.decode_copy(slot, 7))
+    assert [m.tree.tolist() for m in came] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
+    assert [(m.key, m.flags, m.sent, m.arrived) for m in came] == [((t, RECEIVE), (True,), 5, 7) for t in (1, 2, 3)]
