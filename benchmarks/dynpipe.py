@@ -36,7 +36,7 @@ from lightning_pipes.ir import Kind, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.sim import simulate
-from lightning_pipes.strategies.dynpipe.partitions import all_partitions, neighbours
+from lightning_pipes.strategies.dynpipe.partitions import all_partitions, list_neighbours
 from lightning_pipes.testing.ranks import run_ranks
 
 EVERY = 10
@@ -100,7 +100,7 @@ def optimum(case: Case, layer: Sequence[float]) -> float:
     """The least simulated step of all partitions that are near the one in proportion to the speeds of stages."""
     speeds = np.array([1 / seconds for seconds in layer])
     ends = np.rint(case.layers * np.cumsum(speeds) / speeds.sum()).astype(int)
-    cuts = neighbours(ends[:-1].tolist(), range(1, case.layers), case.layers)
+    cuts = list_neighbours(ends[:-1].tolist(), range(1, case.layers), case.layers)
     if case.ranks == 2:
         cuts = all_partitions(range(1, case.layers), 2, case.layers)
     counts = np.diff(cuts, axis=1)

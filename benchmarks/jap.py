@@ -30,7 +30,7 @@ from lightning_pipes.sim import load_kernel
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.hanayo import Hanayo
 from lightning_pipes.strategies.interleaved import Interleaved
-from lightning_pipes.strategies.jap import ArrayProblem, Effort, Solution, solved
+from lightning_pipes.strategies.jap import ArrayProblem, Effort, Solution, solve_array
 from lightning_pipes.strategies.jap.solvers.kernel import SOLVERS
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 
@@ -71,21 +71,21 @@ def solver_rows(
 
 def methods(problem: ArrayProblem, seconds: float, genetic: bool) -> dict[str, Solution]:
     """Every way to order one array, within so much of this process's time."""
-    limit = partial(Effort.within, clock=time.process_time)
+    limit = partial(Effort.from_seconds, clock=time.process_time)
     return {
-        "algorithm 1": solved(problem, "algorithm 1"),
-        **({f"genetic {1.5 * seconds:g} s": solved(problem, "genetic", limit(1.5 * seconds))} if genetic else {}),
-        "longest first": solved(problem, "longest first"),
-        "pyramid": solved(problem, "pyramid"),
-        f"search {0.1 * seconds:g} s": solved(problem, "search", limit(0.1 * seconds)),
-        f"search {seconds:g} s": solved(problem, "search", limit(seconds)),
+        "algorithm 1": solve_array(problem, "algorithm 1"),
+        **({f"genetic {1.5 * seconds:g} s": solve_array(problem, "genetic", limit(1.5 * seconds))} if genetic else {}),
+        "longest first": solve_array(problem, "longest first"),
+        "pyramid": solve_array(problem, "pyramid"),
+        f"search {0.1 * seconds:g} s": solve_array(problem, "search", limit(0.1 * seconds)),
+        f"search {seconds:g} s": solve_array(problem, "search", limit(seconds)),
     }
 
 
 def warm_up() -> None:
     """Compiles what will be measured."""
-    solved(random_array(30, STAGES), "search", Effort(60_000))
-    solved(random_array(30, STAGES), "algorithm 1")
+    solve_array(random_array(30, STAGES), "search", Effort(60_000))
+    solve_array(random_array(30, STAGES), "algorithm 1")
 
 
 def generated(imbalance: float = 0.0, overhead: float | None = None) -> Costs:

@@ -257,3 +257,34 @@ def partition_at(cuts: Sequence[int], layers: int, stages: int) -> tuple[Span, .
     if any(a > b for a, b in itertools.pairwise(edges)) or edges[0] < 0:
         raise PlanError(f"cut points must ascend from 0 to {layers}, the number of layers; got {list(cuts)}")
     return tuple(Span(a, b) for a, b in itertools.pairwise(edges))
+
+
+def balanced_cuts(loads: npt.ArrayLike, stages: int, allowed: npt.NDArray[np.bool_] | None = None) -> Indices:
+    """Return where each stage begins, and the last one ends, so that the heaviest stage is as light as can be.
+
+    No stage is empty. Of equally good cuts every one, from the last to the first, is as early as can be.
+
+    Args:
+        loads: of each layer, in any unit; axis 0 is models, axis 1 layers.
+        allowed: whether a stage may have a layer; axis 0 is stages, axis 1 layers. All may by default.
+
+    Returns:
+        Layers in shape (models, stages + 1); 0 everywhere where no cut is allowed.
+    """
+    layers = np.asarray(loads, np.float64)
+    n, count = layers.shape
+    ends = np.concatenate([np.zeros((n, 1)), np.cumsum(layers, axis=1)], axis=1)
+    place = np.arange(count + 1)
+    sums = np.where(place[:, None] < place, ends[:, None, :] - ends[:, :, None], np.inf)  # by begin and end
+    heaviest = np.where(place == 0, np.zeros((n, 1)), np.inf)  # of the best cut of the first layers
+    begins = []
+    for stage in range(stages):
+        wrong = place * 0 if allowed is None else np.concatenate([[0], np.cumsum(~allowed[stage])])
+        cases = np.maximum(heaviest[:, :, None], np.where(wrong[:, None] == wrong, sums, np.inf))
+        begins.append(cases.argmin(axis=1))
+        heaviest = cases.min(axis=1)
+    cuts = np.zeros((n, stages + 1), np.intp)
+    cuts[:, -1] = np.where(np.isfinite(heaviest[:, -1]), count, 0)
+    for stage in reversed(range(stages)):
+        cuts[:, stage] = begins[stage][np.arange(n), cuts[:, stage + 1]]
+    return cuts

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
+import numpy as np
+
 from lightning_pipes.ir import Instruction, Kind, LayerUse, Plan, Policy, RankView, Span, check_count, check_fields
-from lightning_pipes.strategies.csp.cutting import balanced_cut
+from lightning_pipes.planning.partition import balanced_cuts
 from lightning_pipes.strategies.csp.planner import SubnetPlanner
 
 
@@ -55,14 +58,16 @@ class CSP(Policy):
         return self.balanced
 
     def cut(self, use: LayerUse, cost: Callable[[str], float], plan: Plan) -> tuple[Span, ...] | None:
-        costs, pinned, late = [0.0] * plan.layers[-1].stop, {}, {name for name, _ in use.delays}
+        costs, late = [0.0] * plan.layers[-1].stop, {name for name, _ in use.delays}
+        allowed = np.ones((plan.n_stages, len(costs)), np.bool_)
         for stage, names in enumerate(use.layers):
             for name in sorted(names):
                 number, _, part = name.partition(".")
                 costs[int(number)] += cost(name)
                 if not part or name in late:
-                    pinned[int(number)] = stage
-        return balanced_cut(costs, plan.n_stages, pinned)
+                    allowed[:, int(number)] = np.arange(plan.n_stages) == stage
+        cuts = balanced_cuts([costs], plan.n_stages, allowed)[0].tolist()
+        return tuple(Span(a, b) for a, b in pairwise(cuts)) if cuts[-1] else None
 
     def make_planner(self) -> SubnetPlanner:
         return SubnetPlanner()
@@ -88,8 +93,8 @@ class CSP(Policy):
 
 
 def _awaited(ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
-    """The first weight gradients of the earliest batch that has nothing else to do on their stage until its step, which
-    a later batch under way waits for; None if there are none."""
+    """Return the first weight gradients of the earliest batch that has nothing else to do on their stage until its
+    step, which a later batch under way waits for; None if there are none."""
     first: dict[tuple[int, int], Instruction] = {}
     for i in ready:
         if i.kind is not Kind.W:

@@ -1,5 +1,5 @@
 """1F1B with a longer warm-up that tapers."""
 
-from lightning_pipes.strategies.deep.schedule import Deep, tapered
+from lightning_pipes.strategies.deep.schedule import Deep, taper_slack
 
-__all__ = ["Deep", "tapered"]
+__all__ = ["Deep", "taper_slack"]

@@ -11,7 +11,7 @@ from lightning_pipes.strategies.per_link import warmed_up
 
 @dataclass(frozen=True)
 class Deep(Schedule):
-    """1F1B whose first stage holds `slack` micro-batches more, and every later one fewer of them, down to none.
+    """Order 1F1B with `slack` extra micro-batches on the first stage, and fewer on every later one, down to none.
 
     Stage s of p holds p - s micro-batches and slack (p - 1 - s) / (p - 1) more, rounded up. More of them hide slower
     links, as a larger k of kFkB does, which buys them p at a time and keeps as many more on the last stage, where they
@@ -43,11 +43,11 @@ class Deep(Schedule):
     # rank 2 |........0-0===1-1===2-2===3-3===............| bubble 45.5%
     #         - forward  = backward  . idle
     def program(self, plan: Plan) -> Program:
-        return warmed_up(plan, self.name, tapered(plan.n_stages, self.slack))
+        return warmed_up(plan, self.name, taper_slack(plan.n_stages, self.slack))
 
 
-def tapered(stages: int, slack: int) -> tuple[int, ...]:
-    """The micro-batches that each stage may hold: 1F1B's, and `slack` more on the first one, none on the last one, in
-    even steps between, rounded up."""
+def taper_slack(stages: int, slack: int) -> tuple[int, ...]:
+    """Return the micro-batches that each stage may hold: 1F1B's, and `slack` more on the first one, none on the last
+    one, in even steps between, rounded up."""
     later = [stages - 1 - s for s in range(stages)]
     return tuple(n + 1 + -(-slack * n // max(1, stages - 1)) for n in later)

@@ -14,8 +14,8 @@ import numpy as np
 from lightning_pipes.ir import Span, check_count, short_repr
 from lightning_pipes.ir.errors import InputError
 from lightning_pipes.sim.units import seconds_text
-from lightning_pipes.strategies.dynpipe.meshes import Mesh, Pricing, meshes
-from lightning_pipes.strategies.dynpipe.paper import Pipeline, joined, paper_seconds, true_seconds
+from lightning_pipes.strategies.dynpipe.meshes import Mesh, Pricing, list_meshes
+from lightning_pipes.strategies.dynpipe.paper import Pipeline, extend_pipeline, paper_seconds, true_seconds
 
 SIMULATED = 40
 """The best by their bound that are simulated, for each number of stages."""
@@ -41,7 +41,7 @@ class Assignment:
     iteration: float
 
     @property
-    def runs(self) -> bool:
+    def is_executable(self) -> bool:
         """Whether it is one that can run: as many replicas of each stage, so that `data_parallel` has them, and no
         shards. Others are planned only."""
         return {mesh.tensor for mesh in self.meshes} == {1} and len({mesh.data for mesh in self.meshes}) == 1
@@ -53,7 +53,7 @@ class Assignment:
 
 
 @dataclass(frozen=True)
-class Option:
+class StageOption:
     """One number of stages.
 
     Attributes:
@@ -77,10 +77,10 @@ class Option:
 class StageChoice:
     """The number of stages with the shortest run, and all that were tried."""
 
-    options: tuple[Option, ...]
+    options: tuple[StageOption, ...]
 
     @property
-    def best(self) -> Option:
+    def best(self) -> StageOption:
         """The one to take.
 
         Raises:
@@ -104,7 +104,9 @@ class StageChoice:
             best = option.best
             each = " ".join(f"{span.rows}@{mesh}" for span, mesh in zip(best.layers, best.meshes, strict=True))
             times = [seconds_text(1e9 * t) for t in (best.iteration, option.seconds)]
-            notes = ["the best"] * (option is least) + ["planned only: unequal replicas, or shards"] * (not best.runs)
+            notes = ["the best"] * (option is least) + ["planned only: unequal replicas, or shards"] * (
+                not best.is_executable
+            )
             note = f"  ({'; '.join(notes)})" if notes else ""
             lines.append(f"{start} {times[0]:>10} {times[1]:>10}  {each}{note}")
         return "\n".join([*lines, "n@DxT: n layers on D replicas of T shards each"])
@@ -118,7 +120,8 @@ def choose_stages(
     scan_all: bool = False,
     executable: bool = False,
 ) -> StageChoice:
-    """The number of stages with the least T(S) W(S), each with its best layers and devices (DynPipe, Algorithm 1).
+    """Return the number of stages with the least T(S) W(S), each with its best layers and devices (DynPipe, Algorithm
+    1).
 
     For every S from 1 on layers and devices are shared out in all ways that fit: a stage has consecutive layers and
     consecutive devices of one machine. It stops when the whole has risen twice in a row.
@@ -137,7 +140,7 @@ def choose_stages(
     if mode not in ("simulated", "paper"):
         raise InputError(f"mode must be 'simulated' or 'paper', got {short_repr(mode)}")
     most = min(len(pricing.cluster.devices), len(pricing.profile.layers))
-    options: list[Option] = []
+    options: list[StageOption] = []
     for n in stages or range(1, most + 1):
         check_count("stages", n)
         options.append(_option(pricing, n, iterations(n), mode, executable))
@@ -149,19 +152,21 @@ def choose_stages(
     return StageChoice(tuple(options))
 
 
-def _option(pricing: Pricing, n: int, iterations: float, mode: str, executable: bool) -> Option:
+def _option(pricing: Pricing, n: int, iterations: float, mode: str, executable: bool) -> StageOption:
     if not math.isfinite(iterations):
-        return Option(n, iterations, None, "gradients so stale never reach the target: target <= 2 lr^2 S^3 L^2 xi^2")
+        return StageOption(
+            n, iterations, None, "gradients so stale never reach the target: target <= 2 lr^2 S^3 L^2 xi^2"
+        )
     devices, layers = len(pricing.cluster.devices), len(pricing.profile.layers)
     if n > min(devices, layers):
-        return Option(n, iterations, None, f"{layers} layers on {devices} devices can't make so many stages")
+        return StageOption(n, iterations, None, f"{layers} layers on {devices} devices can't make so many stages")
     every: list[Assignment] = []
     for only in _groups(devices, n) if executable else [None]:
         search = _Search(pricing, n, only)
         every += search.by_paper() if mode == "paper" else search.by_simulator()
     if not every:
-        return Option(n, iterations, None, "no way to share out layers and devices fits into memory and machines")
-    return Option(n, iterations, min(every, key=lambda each: each.iteration))
+        return StageOption(n, iterations, None, "no way to share out layers and devices fits into memory and machines")
+    return StageOption(n, iterations, min(every, key=lambda each: each.iteration))
 
 
 def _groups(devices: int, n: int) -> list[Mesh | None]:
@@ -185,20 +190,20 @@ class _Search:
     def __init__(self, pricing: Pricing, n: int, only: Mesh | None) -> None:
         self._pricing, self._n = pricing, n
         self._devices, self._layers = len(pricing.cluster.devices), len(pricing.profile.layers)
-        machine = pricing.machine
+        machine = pricing.machine_of_device
         largest = max(machine.count(m) for m in {*machine})
-        shapes = [only] if only else [m for size in range(1, largest + 1) for m in meshes(size)]
+        shapes = [only] if only else [m for size in range(1, largest + 1) for m in list_meshes(size)]
         shapes = [m for m in shapes if m.data <= max(1, pricing.rows // pricing.microbatches)]
-        self._seconds = {mesh: pricing.seconds(mesh) for mesh in shapes}
+        self._seconds = {mesh: pricing.stage_seconds(mesh) for mesh in shapes}
         self._fits = {
-            (mesh, stage): pricing.memory is None or pricing.bytes(mesh, n - stage) <= pricing.memory
+            (mesh, stage): pricing.memory_limit is None or pricing.bytes(mesh, n - stage) <= pricing.memory_limit
             for mesh in shapes
             for stage in range(n)
         }
 
     def _allowed(self, mesh: Mesh, stage: int, start: int, stop: int, device: int) -> bool:
-        """Whether a stage fits its devices, the first of which is `device`, and these are of one machine."""
-        machine, fits = self._pricing.machine, self._fits[mesh, stage]
+        """Return whether a stage fits its devices, the first of which is `device`, and these are of one machine."""
+        machine, fits = self._pricing.machine_of_device, self._fits[mesh, stage]
         last = device + mesh.size - 1
         if last >= self._devices or machine[device] != machine[last]:
             return False
@@ -206,11 +211,12 @@ class _Search:
 
     def _transfer(self, cut: int, before: Mesh, after: Mesh, device: int) -> float:
         """Between the stage that ends before `device` and the one that begins there."""
-        machine = self._pricing.machine
-        return self._pricing.transfer(cut, before, after, machine[device - 1] != machine[device])
+        machine = self._pricing.machine_of_device
+        return self._pricing.transfer_seconds(cut, before, after, machine[device - 1] != machine[device])
 
     def by_simulator(self) -> list[Assignment]:
-        """The best by their bounds, simulated: stage by stage from the last one, whatever no other is better than."""
+        """Return the best by their bounds, simulated: stage by stage from the last one, whatever no other is better
+        than."""
         fronts: dict[tuple[int, int, Mesh], list[_Way]] = {}
         for stage in reversed(range(self._n)):
             now: dict[tuple[int, int, Mesh], list[_Way]] = defaultdict(list)
@@ -238,7 +244,7 @@ class _Search:
         return self._assigned([way.stages for way in best], true_seconds)
 
     def by_paper(self) -> list[Assignment]:
-        """The best by E4 and E5, stage by stage from the first one."""
+        """Return the best by E4 and E5, stage by stage from the first one."""
         best: dict[tuple[int, int, Mesh], tuple[float, tuple[tuple[int, Mesh], ...]]] = {}
         for stage in range(self._n):
             now: dict[tuple[int, int, Mesh], tuple[float, tuple[tuple[int, Mesh], ...]]] = {}
@@ -255,7 +261,7 @@ class _Search:
                             continue
                         takes = float(seconds[start, stop])
                         between = self._transfer(start, last, mesh, device) if stage else 0.0
-                        total = joined(so_far, takes, between) if stage else takes
+                        total = extend_pipeline(so_far, takes, between) if stage else takes
                         key = stop, end, mesh
                         if key not in now or total < now[key][0]:
                             now[key] = total, (*made, (start, mesh))
@@ -286,7 +292,7 @@ class _Search:
 
 
 def _front(ways: list[_Way]) -> list[_Way]:
-    """Those that no other is better than in both, and then others, the best by their bounds first: FRONT of them."""
+    """Return the Pareto front of bound and sum, then the others by their bounds: at most FRONT ways."""
     kept: list[_Way] = []
     rest: list[_Way] = []
     for way in sorted(ways, key=lambda way: way[:2]):

@@ -30,8 +30,8 @@ class Mesh(NamedTuple):
         return f"{self.data}x{self.tensor}"
 
 
-def meshes(size: int, replicas_only: bool = False) -> tuple[Mesh, ...]:
-    """All shapes of a group of so many devices, as (1, 8), (2, 4), (4, 2) and (8, 1) (DynPipe, S IV-C)."""
+def list_meshes(size: int, replicas_only: bool = False) -> tuple[Mesh, ...]:
+    """Return all shapes of a group of so many devices, as (1, 8), (2, 4), (4, 2) and (8, 1) (DynPipe, S IV-C)."""
     return tuple(
         Mesh(data, size // data)
         for data in range(1, size + 1)
@@ -41,7 +41,7 @@ def meshes(size: int, replicas_only: bool = False) -> tuple[Mesh, ...]:
 
 @dataclass(frozen=True)
 class Pricing:
-    """Seconds and bytes of layers on meshes of equal devices, those of one machine in a row.
+    """Seconds and bytes of layers on meshes of equal devices; devices of one machine are consecutive.
 
     A stage's work is shared out evenly (E6). Shards put their outputs together after each layer, forward and backward,
     which takes longer the more there are, and not less as printed; replicas average their gradients, if there are
@@ -62,8 +62,8 @@ class Pricing:
     shared: bool = False
     cached: bool = False
 
-    def seconds(self, mesh: Mesh) -> Array:
-        """Seconds of a batch on a mesh of one machine, of the layers i to j in row i, column j."""
+    def stage_seconds(self, mesh: Mesh) -> Array:
+        """Return seconds of a batch on a mesh of one machine, of the layers i to j in row i, column j."""
         rows = self.rows / self.microbatches / mesh.data
         work = self._between(self._work(rows)) * self.microbatches / mesh.tensor
         inside = self.cluster.inside
@@ -76,8 +76,8 @@ class Pricing:
             work = work + 2 * (mesh.data - 1) * (size / mesh.data / inside.bandwidth + inside.latency)
         return np.where(self._count > 0, work, np.inf)
 
-    def transfer(self, cut: int, before: Mesh, after: Mesh, across: bool) -> float:
-        """Seconds of the messages of a batch, both directions, where a stage begins at layer `cut`.
+    def transfer_seconds(self, cut: int, before: Mesh, after: Mesh, across: bool) -> float:
+        """Return seconds of the messages of a batch, both directions, where a stage begins at layer `cut`.
 
         Args:
             across: whether the stages are on different machines.
@@ -89,7 +89,8 @@ class Pricing:
         return size / (lanes * link.bandwidth) + 2 * self.microbatches * link.latency
 
     def bytes(self, mesh: Mesh, under_way: int) -> Array:
-        """Bytes that each device of a stage needs which has so many micro-batches under way, with their weights."""
+        """Return bytes that each device of a stage needs which has so many micro-batches under way, with their
+        weights."""
         columns = self.profile.layer_arrays
         versions = 1 - (1 - under_way) // self.microbatches
         versions = min(versions, 2) if self.cached else versions
@@ -102,12 +103,12 @@ class Pricing:
         return self._between(fixed + saved) / mesh.tensor
 
     @cached_property
-    def memory(self) -> int | None:
+    def memory_limit(self) -> int | None:
         """Bytes of the device that has least."""
         return min((d.memory for d in self.cluster.devices if d.memory is not None), default=None)
 
     @cached_property
-    def machine(self) -> tuple[int, ...]:
+    def machine_of_device(self) -> tuple[int, ...]:
         """The number of the machine of each device.
 
         Raises:
@@ -127,8 +128,8 @@ class Pricing:
         return np.asarray((1 - share) * ends[0] + share * ends[1])
 
     def _between(self, values: Array) -> Array:
-        """The sum of the values i to j (exclusive) in row i, column j; what runs before the layers, and after, is with
-        the first and the last."""
+        """Return the sum of the values i to j (exclusive) in row i, column j; what runs before the layers, and after,
+        is with the first and the last."""
         n = len(self.profile.layers)
         inner = values
         if len(values) == n + 2:

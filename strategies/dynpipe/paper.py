@@ -15,9 +15,9 @@ Pipeline = tuple[Sequence[float], Sequence[float]]
 """Seconds of a batch on each stage, and of its messages between them, both directions together."""
 
 
-def joined(before: float, seconds: float, transfer: float, printed: bool = False) -> float:
-    """Seconds of an iteration of all stages up to one that takes `seconds`, where those before take `before` and the
-    messages between both directions together `transfer` (DynPipe, E4).
+def extend_pipeline(before: float, seconds: float, transfer: float, printed: bool = False) -> float:
+    """Return seconds of an iteration of all stages up to one that takes `seconds`, where those before take `before` and
+    the messages between both directions together `transfer` (DynPipe, E4).
 
     Right for two stages: max(p1, p2, (p1 + p2 + c) / 2), for two batches are under way. As `printed` the first stage
     can't be the slowest: where p1 > p2 + c it gives less than p1.
@@ -29,17 +29,17 @@ def joined(before: float, seconds: float, transfer: float, printed: bool = False
 
 
 def paper_seconds(stages: Sequence[float], transfers: Sequence[float], printed: bool = False) -> float:
-    """Seconds of an iteration by E5: all stages but the last count as one. That holds for two stages; on more, more
-    batches are under way than two."""
+    """Return seconds of an iteration by E5: all stages but the last count as one. That holds for two stages; on more,
+    more batches are under way than two."""
     found = stages[0]
     for seconds, transfer in zip(stages[1:], transfers, strict=True):
-        found = joined(found, seconds, transfer, printed)
+        found = extend_pipeline(found, seconds, transfer, printed)
     return found
 
 
 def least_seconds(stages: Sequence[float], transfers: Sequence[float]) -> float:
-    """Seconds that an iteration takes at least: of stages s to S, S - s + 1 batches are under way at most, and each
-    takes the way to the last stage and back."""
+    """Return seconds that an iteration takes at least: of stages s to S, S - s + 1 batches are under way at most, and
+    each takes the way to the last stage and back."""
     way, least, n = 0.0, max(stages), len(stages)
     for s in reversed(range(n)):
         way += stages[s] + (transfers[s] if s < n - 1 else 0.0)
@@ -48,8 +48,8 @@ def least_seconds(stages: Sequence[float], transfers: Sequence[float]) -> float:
 
 
 def true_seconds(pipelines: Sequence[Pipeline], share: float = 1 / 3, batches: int = 24) -> list[float]:
-    """Seconds of an iteration of each of several pipelines with as many stages, in the simulator: 1F1B that never
-    flushes, one micro-batch a batch, links that work beside the stages in both directions.
+    """Return seconds of an iteration of each of several pipelines with as many stages, in the simulator: 1F1B that
+    never flushes, one micro-batch a batch, links that work beside the stages in both directions.
 
     Args:
         share: of a stage's seconds that its forward takes.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations, pairwise, product
+from math import comb
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipes.ir import Span
+from lightning_pipes.ir import PlanError, Span
 
 Cuts = npt.NDArray[np.int64]
 """A partition a row: where stages 0, 1, ... begin and the last one ends, so 0 first and the number of layers last."""
@@ -17,12 +18,12 @@ MOST_STAGES = 9
 
 
 def all_partitions(may: Sequence[int], stages: int, layers: int) -> Cuts:
-    """Every choice of places to cut among `may`."""
+    """Return every choice of places to cut among `may`."""
     found = [*combinations(sorted(may), stages - 1)]
     return _closed(np.array(found, np.int64).reshape(len(found), stages - 1), layers)
 
 
-def neighbours(at: Sequence[int], may: Sequence[int], layers: int) -> Cuts:
+def list_neighbours(at: Sequence[int], may: Sequence[int], layers: int) -> Cuts:
     """Partitions in which every cut of `at` is where it was, or one place on or back among `may`; it itself first."""
     places = sorted({*may, *at})
     number = {place: n for n, place in enumerate(places)}
@@ -41,11 +42,11 @@ def cuts_of(layers: Sequence[Span]) -> list[int]:
 
 
 def spans_of(cuts: Sequence[int]) -> tuple[Span, ...]:
-    """The layers of each stage, of one row."""
+    """Return the layers of each stage, of one row."""
     return tuple(Span(int(a), int(b)) for a, b in pairwise(cuts))
 
 
-def untorn(cuts: Cuts, now: Sequence[Span], tied: Sequence[Sequence[int]]) -> npt.NDArray[np.bool_]:
+def keeps_tied_layers(cuts: Cuts, now: Sequence[Span], tied: Sequence[Sequence[int]]) -> npt.NDArray[np.bool_]:
     """Which of the partitions may be had from `now`: layers that share a parameter stay where they are, or go from one
     stage to one other together."""
     keep = np.ones(len(cuts), bool)
@@ -63,3 +64,60 @@ def untorn(cuts: Cuts, now: Sequence[Span], tied: Sequence[Sequence[int]]) -> np
 def _closed(inner: Cuts, layers: int) -> Cuts:
     rows = len(inner)
     return np.hstack([np.zeros((rows, 1), np.int64), inner, np.full((rows, 1), layers, np.int64)])
+
+
+Array = npt.NDArray[np.float64]
+ALIKE = 0.05
+"""Layers whose weights differ by less than this share count as equally heavy: no measurement is more exact."""
+MOST_PARTITIONS = 20_000
+"""Partitions that are gone through at a time."""
+
+
+def condense_layers(weights: Sequence[float], k: int) -> tuple[int, ...]:
+    """Return the k - 1 layers at which blocks 1, 2, ... begin (DynPipe, S V-B1, Algorithm 2, Condense).
+
+    The k heaviest layers end a block each: it begins after the one before, and the last one takes all that follow too,
+    of which the paper says nothing. Seconds, parameters and memory of a block are sums from the last kept layer to this
+    one, not of its last two layers as printed, and what it hands on is the value at its end. Of layers that are equally
+    heavy, within `ALIKE`, those are kept that are evenly apart.
+
+    Args:
+        weights: of each layer the seconds of its forward and backward and of its output's way there and back.
+
+    Raises:
+        PlanError: k is below 1.
+    """
+    if k < 1:
+        raise PlanError(f"a model has at least one block, got top_k={k}")
+    n = len(weights)
+    if k >= n:
+        return tuple(range(1, n))
+    kept: list[int] = []
+    left = sorted(range(n), key=lambda layer: -weights[layer])
+    while len(kept) < k:
+        least = weights[left[0]] * (1 - ALIKE)
+        same = sorted(layer for layer in left if weights[layer] >= least)
+        left = [layer for layer in left if weights[layer] < least]
+        free = min(k - len(kept), len(same))
+        kept += [same[(2 * n + 1) * len(same) // (2 * free)] for n in range(free)]
+    return tuple(layer + 1 for layer in sorted(kept)[:-1])
+
+
+def affordable_blocks(stages: int, layers: int) -> int:
+    """Return the largest number of blocks with at most `MOST_PARTITIONS` partitions; at least one block a stage."""
+    k = stages
+    while k < layers and comb(k, stages - 1) <= MOST_PARTITIONS:
+        k += 1
+    return k
+
+
+def layer_weights(seconds: Array, output: Array, bandwidth: float) -> list[float]:
+    """Return the weights that `condense_layers` ranks layers by: p_f + p_b + 2 a / b.
+
+    Args:
+        seconds: of a forward and a backward of each layer.
+        output: bytes of its output, which come back as gradients.
+        bandwidth: of the slowest link.
+    """
+    found: list[float] = (seconds + 2 * output / bandwidth).tolist()
+    return found

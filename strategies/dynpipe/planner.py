@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import log2
 from statistics import fmean
 from typing import ClassVar
@@ -14,12 +15,50 @@ from lightning_pipes.cost import Deployment, ModelProfile
 from lightning_pipes.ir import Plan, Program, Schedule, Span
 from lightning_pipes.planning.planner import DRAIN, EvenPlanner, Problem
 from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, Interference, Observation
-from lightning_pipes.strategies.dynpipe.guard import MemoryGuard
 from lightning_pipes.strategies.dynpipe.history import History
 from lightning_pipes.strategies.dynpipe.interference.refit import Learning
-from lightning_pipes.strategies.dynpipe.repartition import WHOLE, Change, Search, Windows, partitions_of, repartition
+from lightning_pipes.strategies.dynpipe.repartition import WHOLE, Change, Search, Windows, find_partition, partitions_of
 from lightning_pipes.strategies.dynpipe.situation import Situation
 from lightning_pipes.strategies.dynpipe.work import estimate_work
+
+RELIEF = 1.5
+"""Batches overlap again when all devices have this many times the low mark free."""
+
+
+@dataclass(frozen=True)
+class MemoryGuard:
+    """When batches stop overlapping (DynPipe, S V-B2): each then runs alone, so that one is held and no older weights
+    are. What is free is seen by a monitor; where nobody knows, nothing is guarded.
+
+    Attributes:
+        low: bytes of which more has to be free on each device; None for no such mark.
+        drop: the share of what is free that may go from one look to the next; None for any.
+    """
+
+    low: int | None = None
+    drop: float | None = None
+
+    def should_serialize(self, looks: Sequence[Observation]) -> bool:
+        """Return whether they do now, by all looks at the plan that runs, the oldest first. What has begun ends when
+        all are above RELIEF times the low mark; without one, at the first look at which nothing has fallen."""
+        tight = False
+        free = [look.free for look in looks]
+        for before, now in pairwise([(), *free]):
+            if self._short(now) or self._falls(before, now):
+                tight = True
+            elif all(each is None or each >= RELIEF * (self.low or 0) for each in now):
+                tight = False
+        return tight
+
+    def _short(self, now: Sequence[int | None]) -> bool:
+        return self.low is not None and any(each is not None and each < self.low for each in now)
+
+    def _falls(self, before: Sequence[int | None], now: Sequence[int | None]) -> bool:
+        if self.drop is None:
+            return False
+        known = [(a, b) for a, b in zip(before, now, strict=False) if a is not None and b is not None]
+        return any(b < (1 - self.drop) * a for a, b in known)
+
 
 PATIENT = 8
 """Looks for which a re-plan that was wrong is remembered."""
@@ -40,7 +79,7 @@ class DynPlanner(EvenPlanner):
     It plans on every operation's own duration, as medians are too low by 12-13 % where one stage is slow now and then.
     Layers move only if that saves more than the share `gain` of a step, and more until the run ends, or for `horizon`
     batches, than moving takes; and if this was so in each of the last `windows` looks, or on the average of more of
-    them where that would have served better so far, as `hindsight` finds: where neighbours come and go layers soon
+    them where that would have served better so far (`select_history_length`): where neighbours come and go layers soon
     stay. Nor does what slows all stages alike move any. After a move that did not bring what it promised the next one
     must promise DOUBT times the difference, for a while, or lead back: layers may not take what their profile says.
 
@@ -81,7 +120,7 @@ class DynPlanner(EvenPlanner):
         seen = replace(seen, profile=estimate_work(seen.profile, every, self.windows))
         assert seen.profile is not None
         if isinstance(self.predictor, Learning):
-            self.predictor.observe(*Situation(seen.profile, plan, looks[-1], seen.deployment).shown())
+            self.predictor.observe(*Situation(seen.profile, plan, looks[-1], seen.deployment).feature_rows())
         if not self._changed(looks, seen):
             return None
         order = schedule.program(plan)
@@ -90,22 +129,22 @@ class DynPlanner(EvenPlanner):
         if not len(cuts):
             return None
         history = History(windows, cuts, every)
-        counted, stay = history.counted(self.windows, self.gain)
+        counted, stay = history.count_windows(self.windows, self.gain)
         before = self._before(plan, every[: -len(looks)], len(looks), seen, order)
         least = self.gain if before is None else max(self.gain, before.doubt)
         if counted > self.windows and stay != plan.layers:
             windows = self._windows(every[-counted:], seen, order)
         if stay is not None:
-            there = stay == plan.layers or not self._pays(windows.change(stay), plan, seen, order, least)
+            there = stay == plan.layers or not self._pays(windows.predict_change(stay), plan, seen, order, least)
             return None if there else replace(plan, layers=stay)
-        if history.wants(counted, least):
-            change = repartition(windows, cuts, least)
+        if history.select_length(counted, least):
+            change = find_partition(windows, cuts, least)
             if change is not None and before is not None:
-                change = before.corrected(change)
+                change = before.correct_change(change)
             if change is not None and self._pays(change, plan, seen, order, least):
                 return replace(plan, layers=change.layers)
         if before is not None and before.risen:  # what was faster, and would be again, may have what was doubted
-            change = before.corrected(windows.change(before.plan.layers))
+            change = before.correct_change(windows.predict_change(before.plan.layers))
             if self._pays(change, plan, seen, order, self.gain):
                 return replace(plan, layers=change.layers)
         return None
@@ -116,8 +155,8 @@ class DynPlanner(EvenPlanner):
         return Windows(each, order)
 
     def _changed(self, looks: Sequence[Observation], seen: Problem) -> bool:
-        """Whether some stage takes another time than in a look before, by a share that could matter, or there are twice
-        as many looks as when the answer was another time; else the answer is that of the last look."""
+        """Return whether some stage takes another time than in a look before, by a share that could matter, or there
+        are twice as many looks as when the answer was another time; else the answer is that of the last look."""
         if seen.remaining is not None and seen.remaining // self.every % ANYWAY == 0:
             return True
         if len(looks) < MAX_OBSERVATIONS and log2(len(looks) / self.windows).is_integer():
@@ -126,7 +165,8 @@ class DynPlanner(EvenPlanner):
         return bool((times.max(axis=0) > (1 + self.gain) * times.min(axis=0)).any())
 
     def _pays(self, change: Change, plan: Plan, seen: Problem, order: Program, least: float) -> bool:
-        """Whether it does in each of the last windows; where more than the usual number count, on their average."""
+        """Return whether it does in each of the last windows; where more than the usual number count, on their
+        average."""
         left = self.horizon if seen.remaining is None else min(seen.remaining, self.horizon)
         assert seen.profile is not None
         waits = travels = move_seconds(seen.profile, plan, change.layers, seen.deployment)
@@ -137,23 +177,23 @@ class DynPlanner(EvenPlanner):
         if order.is_endless:  # it has to run dry, and to fill again
             waits += plan.n_stages * max(change.old) / len(plan.jobs[0].forward[0])
 
-        def pays(old: float, new: float) -> bool:
+        def is_worthwhile(old: float, new: float) -> bool:
             return old - new > least * old and (old - new) * (left - travels / old) > waits
 
         if len(change.old) > self.windows:
-            return pays(fmean(change.old), fmean(change.new))
-        return all(map(pays, change.old, change.new))
+            return is_worthwhile(fmean(change.old), fmean(change.new))
+        return all(map(is_worthwhile, change.old, change.new))
 
     def _before(
         self, plan: Plan, earlier: Sequence[tuple[Plan, Observation]], looks: int, seen: Problem, order: Program
     ) -> _Before | None:
-        """The last move, where it was one, by the last window of the plan before it."""
+        """Return the last move, where it was one, by the last window of the plan before it."""
         if not earlier or earlier[-1][0].layers == plan.layers:
             return None
         windows, then = (self._windows([last], seen, order) for last in ((plan, seen.seen[-1]), earlier[-1]))
         was = then.now.plan
-        (promised,) = then.change(plan.layers).new
-        stages = zip(windows.now.slowdowns(), then.now.slowdowns(), plan.layers, was.layers, strict=True)
+        (promised,) = then.predict_change(plan.layers).new
+        stages = zip(windows.now.stage_slowdowns(), then.now.stage_slowdowns(), plan.layers, was.layers, strict=True)
         got = [now > RISEN * old for now, old, has, had in stages if has.start < had.start or has.stop > had.stop]
         doubt = 0.0
         if any(got) and looks <= PATIENT:
@@ -176,8 +216,8 @@ class _Before:
     doubt: float
     risen: bool
 
-    def corrected(self, change: Change) -> Change:
-        """The same with what this plan took, where it is to come back, if layers may be slower than is known."""
+    def correct_change(self, change: Change) -> Change:
+        """Return the same with what this plan took, where it is to come back, if layers may be slower than is known."""
         if not self.risen or change.layers != self.plan.layers:
             return change
         return replace(change, new=tuple(max(each, self.seconds) for each in change.new))
@@ -190,8 +230,8 @@ def move_seconds(
     deployment: Deployment | None = None,
     what: Sequence[str] = ("weights", "optimizer"),
 ) -> float:
-    """Seconds until the layers that have to are elsewhere: the bytes of `what` they have, by default their weights and
-    what optimizers remember of them, on the links that they take, which work side by side."""
+    """Return seconds until the layers that have to are elsewhere: the bytes of `what` they have, by default their
+    weights and what optimizers remember of them, on the links that they take, which work side by side."""
     size = np.sum([profile.layer_arrays.layer_values(name) for name in what], axis=0)
     before, after = ([s for s, span in enumerate(each) for _ in range(span.rows)] for each in (plan.layers, layers))
     taken: dict[tuple[int, int], float] = {}

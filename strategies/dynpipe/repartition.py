@@ -1,4 +1,4 @@
-"""Which layers each stage should have, by what is seen of the devices now."""
+"""Choose the layers of each stage from recent measurements of the devices."""
 
 from __future__ import annotations
 
@@ -12,8 +12,17 @@ from lightning_pipes.cost import Deployment
 from lightning_pipes.ir import Kind, Plan, Program, Span
 from lightning_pipes.planning.memory import held_rows, stage_bytes
 from lightning_pipes.planning.replanning.replay import Durations, replay_of
-from lightning_pipes.strategies.dynpipe.condense import affordable_blocks, condensed, layer_weights
-from lightning_pipes.strategies.dynpipe.partitions import Cuts, all_partitions, cuts_of, neighbours, spans_of, untorn
+from lightning_pipes.strategies.dynpipe.partitions import (
+    Cuts,
+    affordable_blocks,
+    all_partitions,
+    condense_layers,
+    cuts_of,
+    keeps_tied_layers,
+    layer_weights,
+    list_neighbours,
+    spans_of,
+)
 from lightning_pipes.strategies.dynpipe.situation import Situation
 
 Array = npt.NDArray[np.float64]
@@ -39,7 +48,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Search:
-    """How far it is looked for other partitions.
+    """Limits of the search for other partitions.
 
     Attributes:
         top_k: blocks of the condensed model; None for as many as can be gone through, see `affordable_blocks`.
@@ -54,7 +63,7 @@ WHOLE = Search()
 
 
 class Windows:
-    """The steps that partitions take, by what was seen in windows of one plan.
+    """Predicted steps of partitions, from measured windows of one plan.
 
     Args:
         situations: one of each window, the oldest first.
@@ -67,32 +76,32 @@ class Windows:
         self._overhead = self.now.seen.costs.overhead
         self.old = self._each(self.now.now)
 
-    def change(self, layers: Sequence[Span]) -> Change:
-        """The change that these layers on the stages would be."""
+    def predict_change(self, layers: Sequence[Span]) -> Change:
+        """Return the change that these layers on the stages would be."""
         cuts = np.array([[0, *(span.stop for span in layers)]], np.int64)
         return Change(tuple(layers), self.old, self._each(cuts))
 
-    def mean(self, cuts: Cuts) -> Array:
-        """Seconds of a step of each partition, the mean of all windows."""
-        each = [self._seconds(s.seen.batches, s.durations(cuts)) for s in self._situations]
+    def mean_step(self, cuts: Cuts) -> Array:
+        """Return seconds of a step of each partition, the mean of all windows."""
+        each = [self._seconds(s.seen.batches, s.stage_durations(cuts)) for s in self._situations]
         return np.asarray(np.mean(each, axis=0))
 
-    def means(self, cuts: Cuts) -> Durations:
-        """Durations of a batch, as of `Situation.means`, the mean of all windows."""
-        each = [situation.means(cuts) for situation in self._situations]
+    def mean_durations(self, cuts: Cuts) -> Durations:
+        """Durations of a batch, as of `Situation.mean_durations`, the mean of all windows."""
+        each = [situation.mean_durations(cuts) for situation in self._situations]
         return {key: np.mean([means[key] for means in each], axis=0) for key in each[0]}
 
-    def rough(self, means: Durations) -> Array:
-        """Seconds of a step with the durations of a batch, as of `Situation.means`."""
+    def estimate_steps(self, means: Durations) -> Array:
+        """Seconds of a step with the durations of a batch, as of `Situation.mean_durations`."""
         batches = self.now.plan.n_stages + 2 if self.order.is_endless else 1
         return self._seconds(batches, means)
 
     def _each(self, cuts: Cuts) -> tuple[float, ...]:
-        """Seconds of a step of one partition in every window; windows of as many batches are timed together."""
+        """Return seconds of a step of one partition in every window; windows of as many batches are timed together."""
         found: dict[int, float] = {}
         for batches in {each.seen.batches for each in self._situations}:
             same = [n for n, each in enumerate(self._situations) if each.seen.batches == batches]
-            tables = [self._situations[n].durations(cuts) for n in same]
+            tables = [self._situations[n].stage_durations(cuts) for n in same]
             together = {key: np.concatenate([each[key] for each in tables]) for key in tables[0]}
             found |= dict(zip(same, self._seconds(batches, together).tolist(), strict=True))
         return tuple(found[n] for n in range(len(found)))
@@ -102,8 +111,8 @@ class Windows:
         return np.asarray(replay.step_seconds(durations, self._overhead).mean(axis=1))
 
 
-def repartition(windows: Windows, cuts: Cuts, least: float = 0.0) -> Change | None:
-    """The partition with the shortest steps in these windows, on the average (DynPipe, S V-B1, Algorithm 2,
+def find_partition(windows: Windows, cuts: Cuts, least: float = 0.0) -> Change | None:
+    """Return the partition with the shortest steps in these windows, on the average (DynPipe, S V-B1, Algorithm 2,
     Repartition); None where there is none, or none can save more than the share `least` of a step.
 
     All of them are priced; those with the lowest bounds are simulated with mean durations, and the best of these with
@@ -114,34 +123,34 @@ def repartition(windows: Windows, cuts: Cuts, least: float = 0.0) -> Change | No
     """
     if not len(cuts):
         return None
-    means = windows.means(cuts)
+    means = windows.mean_durations(cuts)
     bounds = step_bounds(means, windows.now.plan, windows.order.is_endless)
     first = np.argsort(bounds, kind="stable")[:SIMULATED]
     if bounds[first[0]] > (1 - least) * np.mean(windows.old):
         return None
-    seconds = windows.rough({key: table[first] if len(table) > 1 else table for key, table in means.items()})
+    seconds = windows.estimate_steps({key: table[first] if len(table) > 1 else table for key, table in means.items()})
     chosen = cuts[first[np.argsort(seconds, kind="stable")[:REPLAYED]]]
-    return windows.change(spans_of(chosen[int(windows.mean(chosen).argmin())]))
+    return windows.predict_change(spans_of(chosen[int(windows.mean_step(chosen).argmin())]))
 
 
 def partitions_of(
     windows: Windows, deployment: Deployment | None = None, tied: Sequence[Sequence[int]] = (), search: Search = WHOLE
 ) -> Cuts:
-    """Those with all cuts at blocks of the condensed model that fit into memory, but for the one that runs.
+    """Return the partitions at blocks of the condensed model that fit into memory, without the current one.
 
     Args:
         tied: numbers of layers that share a parameter.
     """
     now = windows.now
     every = _partitions(now, deployment, search)
-    every = every[untorn(every, now.plan.layers, tied)]
+    every = every[keeps_tied_layers(every, now.plan.layers, tied)]
     every = every[_fitting(every, now, windows.order, deployment)]
     others: Cuts = every[(every != now.now).any(axis=1)]
     return others
 
 
 def step_bounds(means: Durations, plan: Plan, endless: bool) -> Array:
-    """Seconds of a step that partitions take at least, with these durations of a batch, as of `Situation.means`.
+    """Return the least seconds of a step of each partition, with the durations of `Situation.mean_durations`.
 
     A rank works through all its stages. With one stage a rank, what flushes passes the stages and links before a stage
     forward and back besides; what does not has S - s + 1 micro-batches on stages s to S at most, and each of them takes
@@ -166,7 +175,7 @@ def step_bounds(means: Durations, plan: Plan, endless: bool) -> Array:
 
 
 def _by_stage(means: Durations, plan: Plan, kinds: Sequence[Kind]) -> Array:
-    """Seconds of all operations of these kinds together, by partition and stage."""
+    """Return seconds of all operations of these kinds together, by partition and stage."""
     cases = max(len(table) for table in means.values())
     found = np.zeros((cases, plan.n_stages))
     for (kind, stage), table in means.items():
@@ -183,8 +192,8 @@ def _partitions(now: Situation, deployment: Deployment | None, search: Search) -
     columns = profile.layer_arrays
     seconds = sum((columns.seconds_at(kind, rows)[1:-1] for kind in now.kinds), np.zeros(n))
     output = np.array([profile.edge_bytes(layer + 1) * rows for layer in range(n)])
-    may = condensed(layer_weights(seconds, output, _slowest(plan, deployment)), max(k, plan.n_stages))
-    near = neighbours(at, may, n)
+    may = condense_layers(layer_weights(seconds, output, _slowest(plan, deployment)), max(k, plan.n_stages))
+    near = list_neighbours(at, may, n)
     if search.incremental:
         return near
     return np.unique(np.vstack([near, all_partitions(may, plan.n_stages, n)]), axis=0)

@@ -14,12 +14,10 @@ from lightning_pipes.cost.units import parse_bytes, parse_setting
 from lightning_pipes.ir import InputError, check_count, check_fields, check_number, check_type
 from lightning_pipes.planning.replanning import HostedStage, Interference
 from lightning_pipes.strategies.dynpipe.choosing import StageChoice, choose_stages
-from lightning_pipes.strategies.dynpipe.guard import MemoryGuard
 from lightning_pipes.strategies.dynpipe.interference.dataset import Dataset, cross_validated
-from lightning_pipes.strategies.dynpipe.interference.models import Corrected, Formula
-from lightning_pipes.strategies.dynpipe.interference.predictor import Predictor
+from lightning_pipes.strategies.dynpipe.interference.predictor import Corrected, Formula, Predictor
 from lightning_pipes.strategies.dynpipe.meshes import Pricing
-from lightning_pipes.strategies.dynpipe.planner import DynPlanner
+from lightning_pipes.strategies.dynpipe.planner import DynPlanner, MemoryGuard
 from lightning_pipes.strategies.dynpipe.repartition import Search
 from lightning_pipes.strategies.dynpipe.theory import Constants, Iterations
 from lightning_pipes.strategies.pipedream import PipeDream
@@ -110,7 +108,7 @@ class DynPipe(PipeDream):
             raise InputError("batches that were measured and theory both say T(S); give one of them")
         pricing = Pricing(profile, cluster, rows, microbatches, shared=True, cached=True)
         if batches:
-            return choose_stages(pricing, Iterations.fitted(batches), executable=executable)
+            return choose_stages(pricing, Iterations.from_measured(batches), executable=executable)
         if theory:
             constants = Constants(theory["loss"], theory["lipschitz"], theory["noise"])
             iterations = Iterations.of_theory(constants, theory["lr"], theory["target"])
@@ -146,7 +144,7 @@ class DynPipe(PipeDream):
         for name, model in (("formula", Formula), ("forest", Corrected)):
             score, _ = cross_validated(model, dataset.without_each(dataset.neighbours))
             found |= {f"{name}_r2": score.r2, f"{name}_mae": score.mae}
-        learned = dataset.crossed().sampled()
+        learned = dataset.cross_pairs().sample_rows()
         Corrected().fit(learned.rows, learned.ratios).forest.save(forest)
         return found
 

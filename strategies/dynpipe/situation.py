@@ -19,11 +19,11 @@ Array = npt.NDArray[np.float64]
 
 
 class Situation:
-    """Of each device the factors by which the operations of its stage took longer than the profile has it: now, which
-    includes neighbours, and one by one, which includes what is rare. Other layers on the device take their own seconds
-    times the same factors (the last measured ones, "w/o RF"). A predictor of interference scales them for stages that
-    suffer more or less than the one that is there now: its answer for the new stage over its answer for this one, so
-    that a constant bias cancels (DynPipe, S V-A).
+    """Factors by which operations took longer than in the profile, by device: now, which includes neighbours, and one
+    by one, which includes what is rare. Other layers on the device take their own seconds times the same factors (the
+    last measured ones, "w/o RF"). A predictor of interference scales them for stages that suffer more or less than the
+    one that is there now: its answer for the new stage over its answer for this one, so that a constant bias cancels
+    (DynPipe, S V-A).
 
     Args:
         seen: a window of `plan`, which it fits.
@@ -47,8 +47,8 @@ class Situation:
         self._operations = _whole(seen.operations)
         self.factors = {key: _factors(self._operations[key], alone) for key, alone in solo.items()}
 
-    def durations(self, cuts: Cuts) -> dict[tuple[Kind, int], Array]:
-        """Seconds of all operations for each partition, as `Replay` takes them."""
+    def stage_durations(self, cuts: Cuts) -> dict[tuple[Kind, int], Array]:
+        """Return seconds of all operations for each partition, as `Replay` takes them."""
         scale = self._scale(cuts)
         found = {
             (kind, stage): solo * self.factors[kind, stage] * scale[:, stage, None, None]
@@ -56,8 +56,8 @@ class Situation:
         }
         return found | self._messages(cuts) | self._steps(cuts)
 
-    def means(self, cuts: Cuts) -> dict[tuple[Kind, int], Array]:
-        """The same for one batch, with the mean factor of each operation."""
+    def mean_durations(self, cuts: Cuts) -> dict[tuple[Kind, int], Array]:
+        """Return the same for one batch, with the mean factor of each operation."""
         scale = self._scale(cuts)
         found = {
             (kind, stage): solo * self.factors[kind, stage].mean() * scale[:, stage, None, None]
@@ -67,16 +67,16 @@ class Situation:
             found | self._messages(cuts) | {key: s.mean(axis=1, keepdims=True) for key, s in self._steps(cuts).items()}
         )
 
-    def shown(self) -> tuple[list[tuple[Mapping[str, float], HostedStage]], list[float]]:
-        """The devices, each with the stage that it hosts now, and by how much it takes longer than the profile has it:
-        of this a predictor learns. Nothing without a monitor."""
+    def feature_rows(self) -> tuple[list[tuple[Mapping[str, float], HostedStage]], list[float]]:
+        """Return the devices, each with the stage that it hosts now, and by how much it takes longer than the profile
+        has it: of this a predictor learns. Nothing without a monitor."""
         if not self.seen.devices:
             return [], []
         spans = enumerate(pairwise(self.now[0].tolist()))
-        return [(self._device(s), self._hosting(s, a, b)) for s, (a, b) in spans], self.slowdowns()
+        return [(self._device(s), self._device_features(s, a, b)) for s, (a, b) in spans], self.stage_slowdowns()
 
-    def slowdowns(self) -> list[float]:
-        """By how much each stage takes longer now than the profile has it."""
+    def stage_slowdowns(self) -> list[float]:
+        """Return the current slow-down of each stage over the profile."""
         solo = self._solo(self.now)
         found = []
         for stage in range(self.plan.n_stages):
@@ -85,13 +85,15 @@ class Situation:
             found.append(took / alone if alone else 1.0)
         return found
 
-    def alone(self, cuts: Cuts) -> Array:
-        """Seconds of a micro-batch's forward and backward by the profile: axis 0 is partitions, axis 1 stages."""
+    def undisturbed_durations(self, cuts: Cuts) -> Array:
+        """Return seconds of a micro-batch's forward and backward by the profile: axis 0 is partitions, axis 1
+        stages."""
         solo, stages = self._solo(cuts), range(self.plan.n_stages)
         return np.stack([sum(solo[kind, s].mean(axis=(1, 2)) for kind in self.kinds) for s in stages], axis=1)
 
     def _solo(self, cuts: Cuts) -> dict[tuple[Kind, int], Array]:
-        """Seconds of all operations by the profile: axis 0 is partitions, axis 1 has length 1, axis 2 micro-batches."""
+        """Return seconds of all operations by the profile: axis 0 is partitions, axis 1 has length 1, axis 2
+        micro-batches."""
         found = {}
         again = self.plan.recompute or (False,) * self.plan.n_stages
         sizes, which = np.unique(self._rows, return_inverse=True)
@@ -116,7 +118,7 @@ class Situation:
         return np.asarray(seconds + ends)
 
     def _messages(self, cuts: Cuts) -> dict[tuple[Kind, int], Array]:
-        """Seconds of messages as measured, in proportion to the bytes that cross."""
+        """Return seconds of messages as measured, in proportion to the bytes that cross."""
         found = {}
         known = self.seen.costs.seconds
         for kind, stage in sends_of(self.plan):
@@ -128,7 +130,7 @@ class Situation:
         return found
 
     def _steps(self, cuts: Cuts) -> dict[tuple[Kind, int], Array]:
-        """Seconds of STEP as measured, in proportion to the bytes of weights."""
+        """Return seconds of STEP as measured, in proportion to the bytes of weights."""
         sums = np.concatenate([[0.0], np.cumsum(self.profile.layer_arrays.layer_values("weights"))])
         found = {}
         for stage in range(self.plan.n_stages):
@@ -144,8 +146,8 @@ class Situation:
         return np.array([self.profile.edge_bytes(cut) for cut in range(len(self.profile.layers) + 1)])
 
     def _scale(self, cuts: Cuts) -> Array:
-        """By how much more the predictor has each stage suffer in each partition than the stage that is there now; 1
-        where it has not seen the like of either."""
+        """Return the predicted slow-down of each stage in each partition, over that of the current stage; 1 where it
+        has not seen the like of either."""
         stages = self.plan.n_stages
         if self._predictor is None or not self.seen.devices:
             return np.ones((len(cuts), stages))
@@ -156,7 +158,7 @@ class Situation:
             pairs, which = np.unique(every[:, stage : stage + 2], axis=0, return_inverse=True)
             numbers = [number.setdefault((stage, int(a), int(b)), len(number)) for a, b in pairs]
             index[:, stage] = np.array(numbers)[which]
-        rows = [(self._device(stage), self._hosting(stage, a, b)) for stage, a, b in number]
+        rows = [(self._device(stage), self._device_features(stage, a, b)) for stage, a, b in number]
         ratios, known = self._predictor.predict(rows)
         now = index[0]
         usable = known[index[1:]] & known[now] & (ratios[now] > 0)
@@ -165,7 +167,7 @@ class Situation:
     def _device(self, stage: int) -> Mapping[str, float]:
         return self.seen.devices[self.plan.ranks[stage]]
 
-    def _hosting(self, stage: int, start: int, stop: int) -> HostedStage:
+    def _device_features(self, stage: int, start: int, stop: int) -> HostedStage:
         columns, rows = self.profile.layer_arrays, max(self._rows)
         cuts = np.zeros((1, self.plan.n_stages + 1), np.int64)
         cuts[0, stage], cuts[0, stage + 1] = start, stop
@@ -188,7 +190,7 @@ class Situation:
 
 
 def _factors(operations: Array, solo: Array) -> Array:
-    """Seconds of operations over those of the profile; 1 where it has none."""
+    """Return measured seconds of operations over profiled seconds; 1 where it has none."""
     alone = solo[0]
     return np.where(alone > 0, operations / np.where(alone > 0, alone, 1.0), 1.0)
 

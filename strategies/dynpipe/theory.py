@@ -35,8 +35,8 @@ class Constants:
             check_number(name, value, "finite, not negative", lambda x: 0 <= x < math.inf)
 
     @classmethod
-    def estimated(cls, loss: float, probes: Sequence[GradientSample], largest: bool = False) -> Constants:
-        """The constants by a few iterations.
+    def from_probes(cls, loss: float, probes: Sequence[GradientSample], largest: bool = False) -> Constants:
+        """Return the constants by a few iterations.
 
         Args:
             largest: take the largest ratio of gradients to weights for L, as its definition has it, and not their mean.
@@ -59,7 +59,7 @@ class Iterations:
         T(S) = 2 f(w0) / (lr (target - 2 lr^2 S^3 L^2 xi^2)) = base / (1 - penalty S^3)
 
     It has a meaning only while the bracket is positive: no number of batches is enough on more stages. As S is cubed
-    it is very sensitive to both constants; `fitted` takes them from runs that were measured.
+    it is very sensitive to both constants; `from_measured` takes them from runs that were measured.
 
     Attributes:
         base: batches without staleness.
@@ -76,7 +76,7 @@ class Iterations:
 
     @classmethod
     def of_theory(cls, constants: Constants, lr: float, target: float) -> Iterations:
-        """By the constants of a model, a learning rate, and the squared gradient norm to reach.
+        """Compute T(S) from the constants of a model, a learning rate, and the target of the squared gradient norm.
 
         Raises:
             InputError: a rate or a target that is not above 0.
@@ -87,9 +87,10 @@ class Iterations:
         return cls(2 * constants.loss / (lr * target), penalty)
 
     @classmethod
-    def fitted(cls, measured: Mapping[int, float]) -> Iterations:
-        """By batches that runs took on some numbers of stages: 1 / T is a line over S^3, the one with least squares,
-        weighted so that the same relative error counts the same. `errors` says how well it fits.
+    def from_measured(cls, measured: Mapping[int, float]) -> Iterations:
+        """Fit the curve to measured numbers of batches on some numbers of stages: 1 / T is a line over S^3, the one
+        with least squares, weighted so that the same relative error counts the same. `relative_errors` says how well it
+        fits.
 
         Raises:
             InputError: fewer than two numbers of stages, or a number of batches that is not above 0.
@@ -116,6 +117,6 @@ class Iterations:
         """The number of stages that must not be reached; infinite without a penalty."""
         return self.penalty ** (-1 / 3) if self.penalty else math.inf
 
-    def errors(self, measured: Mapping[int, float]) -> dict[int, float]:
-        """By number of stages how far T is from what was measured, as a share of that."""
+    def relative_errors(self, measured: Mapping[int, float]) -> dict[int, float]:
+        """Return the relative error of T by number of stages."""
         return {stages: self(stages) / took - 1 for stages, took in measured.items()}

@@ -46,7 +46,7 @@ def estimate_work(profile: ModelProfile, looks: Sequence[tuple[Plan, Observation
     stages, seconds = _fastest(looks, lasting)
     if not len(stages):
         return profile
-    factors = _Explanation(alone, stages, seconds).find()
+    factors = _Explanation(alone, stages, seconds).find_factors()
     if (factors == 1).all():
         return profile
     return profile.scaled(factors[1:-1].tolist(), float(factors[0]), float(factors[-1]))
@@ -72,7 +72,7 @@ class _Explanation:
         segments = segment.reshape(-1) == np.arange(segment.max() + 1)[:, None]
         return np.unique(np.vstack([np.eye(len(self._alone), dtype=bool), segments, self._stages]), axis=0)
 
-    def find(self) -> Array:
+    def find_factors(self) -> Array:
         """Return a factor for each part, 1 or less."""
         factors = np.ones(len(self._alone))
         cost = float(self._costs(factors[None])[0])
@@ -88,7 +88,8 @@ class _Explanation:
         return factors
 
     def _options(self, factors: Array) -> Array:
-        """Return factors with which one stage takes what it took: a row for each group that may have more or less."""
+        """Return factors that explain the measured seconds of one stage: a row for each group that may have more or
+        less."""
         work = factors * self._alone
         whole = self._stages @ work
         less = self._seconds < BELOW * whole

@@ -68,16 +68,16 @@ class Hanayo(Schedule):
         p, stages, last = plan.n_ranks, plan.stages[rank], plan.n_stages - 1
         slots = self._slots(len(spans), p)
 
-        def slot(way: tuple[int, int]) -> int:
-            """When micro-batch n is at the stage that comes as `number` on its way."""
+        def time_slot(way: tuple[int, int]) -> int:
+            """Return when micro-batch n is at the stage that comes as `number` on its way."""
             number, n = way
             wave, within = divmod(number, 2 * p)
             start, length = slots[n]
             return start + wave * length + within
 
-        ways = sorted([(number, n) for number in stages for n in range(len(spans))], key=slot)
+        ways = sorted([(number, n) for number in stages for n in range(len(spans))], key=time_slot)
         forwards = [F(number, spans[n]) for number, n in ways]
-        ways = sorted([(last - s, n) for s in stages for n in range(len(spans))], key=slot)
+        ways = sorted([(last - s, n) for s in stages for n in range(len(spans))], key=time_slot)
         backwards = [B(last - number, spans[n]) for number, n in ways]
 
         # Before the first F-B pair: what fills the waves but the last, and in that one as many as keep all ranks busy.

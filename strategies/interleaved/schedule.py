@@ -79,8 +79,8 @@ class Interleaved(Schedule):
 
     @staticmethod
     def _rounds(spans: tuple[Span, ...], p: int) -> list[tuple[Span, ...]]:
-        """Micro-batches that pass one stage of a rank before its next stage begins: p, or a few more where p does not
-        divide m, because a last round of fewer than p can wait for itself."""
+        """Return micro-batches that pass one stage of a rank before its next stage begins: p, or a few more where p
+        does not divide m, because a last round of fewer than p can wait for itself."""
         sizes = sorted((c.rows for c in even_spans(len(spans), max(1, len(spans) // p))), reverse=True)
         ends = list(accumulate(sizes))
         return [spans[end - size : end] for size, end in zip(sizes, ends, strict=True)]

@@ -84,12 +84,12 @@ class ArrayProblem:
         return 2 * self.jobs * self.stages
 
     @cached_property
-    def occupied(self) -> tuple[Array, Array]:
+    def occupied_times(self) -> tuple[Array, Array]:
         """Nanoseconds for which each F and each B takes its stage, in shape (jobs, stages)."""
         return self.forward + self.switch, self.recompute + self.backward + self.update + self.switch
 
     @cached_property
-    def lags(self) -> tuple[Array, Array]:
+    def stage_lags(self) -> tuple[Array, Array]:
         """Nanoseconds from the start of each F and each B to the earliest start of the job's next block.
 
         The B of stage 0 has no next block; its entry is what it takes.
@@ -97,56 +97,59 @@ class ArrayProblem:
         there, back = self.forward + self.transfer, self.recompute + self.backward + self.transfer_back
         if self.early_recompute:
             back[:, 1:] = np.maximum(back[:, 1:] - self.recompute[:, :-1], 0)
-        there[:, -1] = self.occupied[0][:, -1]
-        back[:, 0] = self.occupied[1][:, 0]
+        there[:, -1] = self.occupied_times[0][:, -1]
+        back[:, 0] = self.occupied_times[1][:, 0]
         return there, back
 
     @cached_property
-    def busy(self) -> Array:
-        """`occupied` by block number."""
-        return self.by_block(*self.occupied)
+    def busy_times(self) -> Array:
+        """`occupied_times` by block number."""
+        return self.by_block(*self.occupied_times)
 
     @cached_property
-    def lag(self) -> Array:
-        """`lags` by block number."""
-        return self.by_block(*self.lags)
+    def block_lags(self) -> Array:
+        """`stage_lags` by block number."""
+        return self.by_block(*self.stage_lags)
 
     @cached_property
-    def heads(self) -> Array:
-        """By block number: how long after the beginning it can start at the earliest, its job being alone."""
-        there, back = self.lags
+    def earliest_starts(self) -> Array:
+        """Earliest start of each block by number, with its job alone."""
+        there, back = self.stage_lags
         head = np.cumsum(there, 1) - there
         return self.by_block(head, there.sum(1)[:, None] + back.sum(1)[:, None] - np.cumsum(back, 1))
 
     @cached_property
-    def tails(self) -> Array:
-        """By block number: how long it takes at least from its start to the end of its job."""
-        there, back = self.lags
+    def least_rests(self) -> Array:
+        """Least time from the start of each block to the end of its job, by number."""
+        there, back = self.stage_lags
         tail = back.sum(1)[:, None] + there[:, ::-1].cumsum(1)[:, ::-1]
         return self.by_block(tail, np.cumsum(back, 1))
 
     @cached_property
-    def same(self) -> Array:
-        """By job, the first one with equal times: such jobs may be exchanged."""
+    def equal_jobs(self) -> Array:
+        """First job with equal times, by job: such jobs may be exchanged."""
         _, first, which = np.unique(
-            np.concatenate([*self.occupied, *self.lags], axis=1), axis=0, return_index=True, return_inverse=True
+            np.concatenate([*self.occupied_times, *self.stage_lags], axis=1),
+            axis=0,
+            return_index=True,
+            return_inverse=True,
         )
         return np.asarray(first[which.reshape(-1)], np.int64)
 
     def read(self, kernel: Kernel) -> Blocks:
-        """The blocks as the kernel takes them; it does not write to them."""
-        return Blocks(self.jobs, self.blocks, *map(kernel.copy, (self.busy, self.lag, self.tails)))
+        """Return the blocks as the kernel takes them; it does not write to them."""
+        return Blocks(self.jobs, self.blocks, *map(kernel.copy, (self.busy_times, self.block_lags, self.least_rests)))
 
     def by_block(self, forward: Array, backward: Array) -> Array:
-        """Two arrays of shape (jobs, stages) in one, by block number."""
+        """Return two arrays of shape (jobs, stages) in one, by block number."""
         return np.ascontiguousarray(np.stack([forward.T, backward.T], axis=1).reshape(-1), np.int64)
 
-    def chosen(self, jobs: Array | list[int]) -> ArrayProblem:
-        """The same for some of the jobs only."""
+    def select_jobs(self, jobs: Array | list[int]) -> ArrayProblem:
+        """Return the same for some of the jobs only."""
         return replace(self, **{name: getattr(self, name)[jobs] for name in _TIMES})
 
-    def starts(self, order: Array) -> Array:
-        """When each block starts, by its number, if every stage runs its blocks in `order` as early as it can.
+    def block_starts(self, order: Array) -> Array:
+        """Return when each block starts, by its number, if every stage runs its blocks in `order` as early as it can.
 
         Args:
             order: block numbers of shape (stages, 2 jobs), as `order_of` gives them.
@@ -158,41 +161,41 @@ class ArrayProblem:
         numbers = np.arange(self.blocks).reshape(self.stages, -1)
         if np.shape(order) != numbers.shape or (np.sort(order, axis=1) != numbers).any():
             raise InputError(f"an order needs each of the blocks {numbers.tolist()} once on its stage; got {order}")
-        found = longest(self, np.asarray(order), SOLVERS.python)
+        found = time_order(self, np.asarray(order), SOLVERS.python)
         if found is None:
             raise DeadlockError("the stages wait for each other: some job's block stands before what it needs")
         return found
 
     def makespan(self, starts: Array) -> int:
-        """Nanoseconds until the last block of stage 0 has ended."""
-        return int((starts + self.busy).reshape(self.stages, 2, self.jobs)[0, 1].max())
+        """Return nanoseconds until the last block of stage 0 has ended."""
+        return int((starts + self.busy_times).reshape(self.stages, 2, self.jobs)[0, 1].max())
 
     def order_of(self, starts: Array) -> Array:
-        """The order in which each stage runs its blocks, of shape (stages, 2 jobs)."""
+        """Return the order in which each stage runs its blocks, of shape (stages, 2 jobs)."""
         table = np.asarray(starts).reshape(self.stages, -1)
         return np.argsort(table, axis=1, kind="stable") + np.arange(self.stages)[:, None] * 2 * self.jobs
 
     def check(self, starts: Array) -> None:
-        """Refuses starts that break a constraint of the paper.
+        """Refuse starts that break a constraint of the paper.
 
         Raises:
             InputError: names the block and what it collides with.
         """
         forward, backward = starts.reshape(self.stages, 2, self.jobs).transpose(1, 2, 0)
-        there, back = self.lags
+        there, back = self.stage_lags
         chain = np.concatenate([forward, backward[:, ::-1]], axis=1)
         lags = np.concatenate([there, back[:, ::-1]], axis=1)
         early = np.argwhere(chain[:, 1:] < (chain + lags)[:, :-1])
         if early.size or starts.min() < 0:
             raise InputError(f"(job, step) {early.tolist()} start before the step before has arrived")
-        ends = (starts + self.busy).reshape(self.stages, -1)
+        ends = (starts + self.busy_times).reshape(self.stages, -1)
         table = starts.reshape(self.stages, -1)
         for stage, row in enumerate(np.argsort(table, axis=1, kind="stable")):
             if (table[stage, row][1:] < ends[stage, row][:-1]).any():
                 raise InputError(f"stage {stage} runs two blocks at once")
 
 
-def problem_of(plan: Plan, costs: Costs, switch: float = 0.0) -> ArrayProblem:
+def problem_from_plan(plan: Plan, costs: Costs, switch: float = 0.0) -> ArrayProblem:
     """One mini-batch of each job of `plan`, whole, one stage a rank, as `costs` has it.
 
     A stage that recomputes does so in its backward. Messages do not wait for each other.
@@ -203,26 +206,56 @@ def problem_of(plan: Plan, costs: Costs, switch: float = 0.0) -> ArrayProblem:
     jobs, stages = range(len(plan.jobs)), range(plan.n_stages)
     whole = [Span(0, cut.rows) for cut in plan.jobs]
 
-    def table(time: Callable[[int, int], int]) -> Array:
+    def stage_table(time: Callable[[int, int], int]) -> Array:
         return np.array([[time(j, s) for s in stages] for j in jobs], np.int64)
 
-    def transfer(kind: Kind, j: int, s: int) -> int:
+    def transfer_time(kind: Kind, j: int, s: int) -> int:
         return sum(costs.transfer_ns(Instruction(kind, s, j, 0, whole[j]), plan))
 
     return ArrayProblem(
-        table(lambda j, s: costs.duration_ns(F(s, whole[j], j), plan)),
-        table(lambda j, s: costs.duration_ns(B(s, whole[j], j), plan)),
-        update=table(lambda j, s: costs.duration_ns(STEP(s, j), plan)),
+        stage_table(lambda j, s: costs.duration_ns(F(s, whole[j], j), plan)),
+        stage_table(lambda j, s: costs.duration_ns(B(s, whole[j], j), plan)),
+        update=stage_table(lambda j, s: costs.duration_ns(STEP(s, j), plan)),
         switch=np.full((len(jobs), len(stages)), round(switch * 1e9), np.int64),
-        transfer=table(lambda j, s: transfer(Kind.SF, j, s) if s + 1 < len(stages) else 0),
-        transfer_back=table(lambda j, s: transfer(Kind.SB, j, s) if s else 0),
+        transfer=stage_table(lambda j, s: transfer_time(Kind.SF, j, s) if s + 1 < len(stages) else 0),
+        transfer_back=stage_table(lambda j, s: transfer_time(Kind.SB, j, s) if s else 0),
     )
 
 
-def longest(problem: ArrayProblem, order: Array, kernel: Kernel) -> Array | None:
-    """`ArrayProblem.starts` without its checks; None where stages wait for each other."""
+def time_order(problem: ArrayProblem, order: Array, kernel: Kernel) -> Array | None:
+    """`ArrayProblem.block_starts` without its checks; None where stages wait for each other."""
     n = problem.blocks
     sequence = Sequence(kernel.copy(order.reshape(-1)), kernel.copy(np.argsort(order.reshape(-1))))
     path = Path(kernel.fill(n), kernel.fill(n))
-    span = kernel.run.timed(problem.read(kernel), sequence, path, Sweep(kernel.fill(n), kernel.fill(n)))
+    span = kernel.run.time_sequence(problem.read(kernel), sequence, path, Sweep(kernel.fill(n), kernel.fill(n)))
     return None if span < 0 else np.array(path.starts, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """An order of an array's blocks.
+
+    Attributes:
+        starts: nanoseconds by block number.
+        makespan: nanoseconds of the iteration.
+        bound: nanoseconds that no order can beat.
+        method: what found it.
+        tried: how many orders were timed, or nodes expanded.
+    """
+
+    problem: ArrayProblem
+    starts: Array
+    makespan: int
+    bound: int
+    method: str
+    tried: int = 1
+
+    @property
+    def gap(self) -> float:
+        """How much longer it may be than the best: 0.02 is 2 %, and 0 means that nothing is better."""
+        return self.makespan / self.bound - 1
+
+    @property
+    def order(self) -> Array:
+        """Block numbers in the order in which each stage runs them, of shape (stages, 2 jobs)."""
+        return self.problem.order_of(self.starts)

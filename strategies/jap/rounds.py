@@ -8,12 +8,11 @@ from functools import lru_cache
 from lightning_pipes.cost import CostModel
 from lightning_pipes.cost.lookup import lookup_name
 from lightning_pipes.ir import STEP, B, Cut, F, Instruction, Kind, Plan, Program, check_count, check_fields
-from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, problem_of
-from lightning_pipes.strategies.jap.solvers.proof import proven, require_ortools
+from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, Solution, problem_from_plan
+from lightning_pipes.strategies.jap.solvers.proof import prove_order, require_ortools
 from lightning_pipes.strategies.jap.solvers.rules import RULES
 from lightning_pipes.strategies.jap.solvers.search import Effort
-from lightning_pipes.strategies.jap.solvers.solution import Solution
-from lightning_pipes.strategies.jap.solvers.solve import METHODS, solved
+from lightning_pipes.strategies.jap.solvers.solve import METHODS, solve_array
 
 EFFORT = 40_000
 """Blocks that are placed in all orders that are tried: what Python does in 50 ms, whenever siblings change."""
@@ -66,18 +65,18 @@ class RoundOrder:
         """Return the order of one iteration, with a bound on how good it is."""
         effort = Effort(max(1, self.effort // problem.blocks))
         if self.method != EXACT:
-            return solved(problem, self.method, effort)
-        return proven(problem, PROOF_SECONDS, solved(problem, effort=effort), deterministic=True)
+            return solve_array(problem, self.method, effort)
+        return prove_order(problem, PROOF_SECONDS, solve_array(problem, effort=effort), deterministic=True)
 
 
 @lru_cache(maxsize=256)
 def _order(order: RoundOrder, rows: tuple[int, ...], stages: int) -> Program:
     plan = Plan(tuple(range(stages)), tuple(Cut.even(each, 1, stages) for each in rows))
-    problem = problem_of(plan, CostModel.uniform(stages, 1e-3, 2e-3, rows=1))
-    return program_of(order.solve(problem).order, plan)
+    problem = problem_from_plan(plan, CostModel.uniform(stages, 1e-3, 2e-3, rows=1))
+    return program_from_order(order.solve(problem).order, plan)
 
 
-def program_of(order: Array, plan: Plan) -> Program:
+def program_from_order(order: Array, plan: Plan) -> Program:
     """One batch of each job of `plan`, in one micro-batch each, in an order of block numbers as `Solution.order` is; a
     STEP follows each backward."""
     jobs = len(plan.jobs)

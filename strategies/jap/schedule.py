@@ -7,15 +7,15 @@ from typing import ClassVar
 
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Plan, PlanError, Program, Schedule, check_one_stage_a_rank
-from lightning_pipes.strategies.jap.stream import Job, streamed
+from lightning_pipes.strategies.jap.stream import Job, stream_jobs
 
 
 @dataclass(frozen=True)
 class JAP(Schedule):
     """Jobs that share a pipeline without rounds (ArrayPipe, without its barrier): the plan's batches of all its jobs,
-    those of a job one after another, in the order of `streamed` where all jobs are resident.
+    those of a job one after another, in the order of `stream_jobs` where all jobs are resident.
 
-    Blocks are taken to last as long as they have rows, backwards twice as long: who knows more calls `streamed`. For
+    Blocks are taken to last as long as they have rows, backwards twice as long: who knows more calls `stream_jobs`. For
     one job with equal micro-batches this is 1F1B without a limit on what a stage holds.
 
     Raises:
@@ -34,5 +34,5 @@ class JAP(Schedule):
         if plan.split_backward:
             raise PlanError(f"{self.name} orders full backwards (B); the plan has split_backward=True")
         costs = CostModel.uniform(plan.n_stages, 1e-3, 2e-3, rows=1)
-        rows = streamed([Job(cut, plan.batches) for cut in plan.jobs], costs).program.head
+        rows = stream_jobs([Job(cut, plan.batches) for cut in plan.jobs], costs).program.head
         return Program(tuple(rows[stage] for (stage,) in plan.stages))

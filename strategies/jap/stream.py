@@ -62,8 +62,8 @@ class Streamed(NamedTuple):
 # rank 1 |..a0b0......a0==b0==..a1....c0a1==..c0==....| bubble 45.5%
 # rank 2 |....a0b0a0==b0==........a1a1==c0c0==........| bubble 45.5%
 #         - forward  = backward  . idle
-def streamed(jobs: Sequence[Job], costs: Costs, resident: int | None = None) -> Streamed:
-    """All jobs from begin to end, one stage a rank.
+def stream_jobs(jobs: Sequence[Job], costs: Costs, resident: int | None = None) -> Streamed:
+    """Return all jobs from begin to end, one stage a rank.
 
     Args:
         jobs: in the order in which they begin.
@@ -81,7 +81,7 @@ def streamed(jobs: Sequence[Job], costs: Costs, resident: int | None = None) -> 
     for number in range(resident, len(jobs)):
         array.waiting.append(number)
     for number in range(min(resident, len(jobs))):
-        array.begin(number)
+        array.begin_batch(number)
     array.run()
     return Streamed(Program(tuple(map(tuple, array.rows))), plan, array.now)
 
@@ -95,13 +95,13 @@ class _Running:
         self.batch = -1
         self.spans = job.cut.forward[0]
 
-        def time(i: Instruction) -> int:
+        def block_time(i: Instruction) -> int:
             return costs.duration_ns(i, plan) + extra
 
         self.blocks = [
-            [[time(kind(s, span, number)) for span in self.spans] for s in stages] for kind in (F, B)
+            [[block_time(kind(s, span, number)) for span in self.spans] for s in stages] for kind in (F, B)
         ]  # forwards, backwards
-        self.update = [time(STEP(s, number)) for s in stages]
+        self.update = [block_time(STEP(s, number)) for s in stages]
         self.messages = [
             [
                 [costs.transfer_ns(Instruction(kind, s, number, 0, span), plan) for span in self.spans]
@@ -114,7 +114,7 @@ class _Running:
 
 
 class _Array:
-    """Who runs what next."""
+    """Event loop of an array."""
 
     def __init__(self, jobs: Sequence[Job], plan: Plan, costs: Costs) -> None:
         self.now = 0
@@ -130,7 +130,7 @@ class _Array:
         self._idle = [True] * stages
         self._wires = [[0] * stages for _ in range(2)]  # until when each stage's link is used, each direction
 
-    def begin(self, number: int) -> None:
+    def begin_batch(self, number: int) -> None:
         """The job's next batch arrives at stage 0."""
         job = self._jobs[number]
         job.left -= 1
@@ -138,7 +138,7 @@ class _Array:
         self._arrive(FORWARD, 0, number, 0)
 
     def run(self) -> None:
-        """To the end of all jobs."""
+        """Run all jobs to their ends."""
         while True:
             for stage in self._touched:
                 if self._idle[stage] and self._ready[stage]:
@@ -156,7 +156,7 @@ class _Array:
 
     @staticmethod
     def _first(ready: dict[int, tuple[deque[tuple[int, int]], ...]]) -> tuple[int, int, int]:
-        """Takes the direction, the job and the span of what a stage computes next."""
+        """Pop the direction, the job and the span of a stage's next computation."""
         number = min(ready, key=lambda job: min(each[0] for each in ready[job] if each))
         forwards, backwards = ready[number]
         way, chosen = (BACKWARD, backwards) if backwards else (FORWARD, forwards)
@@ -176,9 +176,9 @@ class _Array:
             elif what != OVER:
                 self._arrive(what, stage, number, span)
             elif self._jobs[number].left:
-                self.begin(number)
+                self.begin_batch(number)
             elif self.waiting:
-                self.begin(self.waiting.popleft())
+                self.begin_batch(self.waiting.popleft())
 
     def _compute(self, stage: int, way: int, number: int, span: int) -> None:
         job = self._jobs[number]

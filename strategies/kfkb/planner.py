@@ -5,15 +5,53 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lightning_pipes.cost import Costs
-from lightning_pipes.ir import InputError, Kind, Plan, adapt_plan
+from lightning_pipes.cost import CostModel, Costs
+from lightning_pipes.ir import InputError, Kind, Plan, PlanError, adapt_plan
 from lightning_pipes.planning.candidates import Candidate, TuningPlanner, cut_into, make_candidate, nothing_fits
 from lightning_pipes.sim.loops.memory import Limit
-from lightning_pipes.strategies.deep import Deep, tapered
-from lightning_pipes.strategies.kfkb.in_two import split_candidates
+from lightning_pipes.strategies.deep import Deep, taper_slack
 from lightning_pipes.strategies.kfkb.schedule import KFKB
-from lightning_pipes.strategies.per_link import PerLink, extra_for
-from lightning_pipes.strategies.ready import Ready, limits_for
+from lightning_pipes.strategies.per_link import PerLink, extra_for, forwards_ahead
+from lightning_pipes.strategies.ready import Ready, largest_rows, limits_for
+from lightning_pipes.strategies.zero_bubble import ZeroBubble
+
+TIMES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
+"""Multiples of the extra that hides steady links: less of it leaves more room for W to stay behind."""
+SLACKS = (1, 4)
+"""Micro-batches more for each link."""
+
+
+def split_candidates(plan: Plan, costs: Costs, memory_limit: Limit) -> Iterator[Candidate | None]:
+    """`zero_bubble` with several extras, by what these costs ask for, and `ready` that splits; None for what does not
+    fit. Each holds as much as its first stage has ahead, or fills the memory."""
+    p = plan.n_stages
+    if p == 1 or not prices_split(costs, p):
+        return
+    plan = adapt_plan(plan, ZeroBubble())
+    rows, m = largest_rows(plan), len(plan.spans(Kind.F, 0))
+    try:
+        fits = limits_for(plan, costs, memory_limit)
+    except PlanError:
+        return
+    may = [limit // size for limit, size in zip(fits, rows, strict=True)]
+    limited = min(may) < m
+    for times in TIMES:
+        extra = extra_for(plan, costs, times)
+        ahead = forwards_ahead(plan, "extra", extra)[0]
+        yield make_candidate(ZeroBubble(extra), plan, costs, memory_limit, (ahead,) * p)
+        if limited:
+            yield make_candidate(ZeroBubble(extra, fits), plan, costs, memory_limit, may)
+    for slack in SLACKS:
+        held = [min(taper_slack(p, slack * (p - 1))[0], most) for most in may]
+        limits = tuple(most * size for most, size in zip(held, rows, strict=True))
+        yield make_candidate(Ready(limits=limits, split=True), plan, costs, memory_limit, held)
+
+
+def prices_split(costs: Costs, stages: int) -> bool:
+    """Return whether it is known what I and W take on all stages."""
+    parts = [(kind, s) for kind in (Kind.I, Kind.W) for s in range(stages)]
+    return isinstance(costs, CostModel) and all(part in costs.seconds for part in parts)
+
 
 PRUNE = ("per_k", "pareto")
 LARGEST_K = 8
@@ -93,7 +131,7 @@ class KFKBPlanner(TuningPlanner):
 def _largest(
     k: int, plan: Plan, costs: Costs, memory_limit: Limit, sizes: Sequence[int]
 ) -> tuple[int, Candidate] | None:
-    """The largest of the ascending `sizes` with which k fits: bytes grow with it."""
+    """Return the largest of the ascending `sizes` with which k fits: bytes grow with it."""
     held, best = _held(k, plan.n_stages), None
     low, high = 0, len(sizes)
     while low < high:
@@ -119,7 +157,7 @@ def _others(plan: Plan, costs: Costs, memory_limit: Limit) -> Iterator[Candidate
         return
     slacks = [n * (p - 1) // 2 for n in range(1, 2 * DEEPEST + 1) if p + n * (p - 1) // 2 <= m]
     for slack in dict.fromkeys(slacks):
-        yield make_candidate(Deep(slack), plan, costs, memory_limit, tapered(p, slack))
+        yield make_candidate(Deep(slack), plan, costs, memory_limit, taper_slack(p, slack))
     for times in (1.0, 1.5, 2.0):
         extra = extra_for(plan, costs, times)
         if max(extra) > min(extra):
@@ -127,7 +165,7 @@ def _others(plan: Plan, costs: Costs, memory_limit: Limit) -> Iterator[Candidate
             yield make_candidate(PerLink(extra), plan, costs, memory_limit, held)
     may = [most // rows for most in limits_for(plan, costs, memory_limit)]
     for slack in (p - 1, DEEPEST * (p - 1)):
-        held = [min(most, a) for most, a in zip(tapered(p, slack), may, strict=True)]
+        held = [min(most, a) for most, a in zip(taper_slack(p, slack), may, strict=True)]
         if all(h >= min(p - s, m) for s, h in enumerate(held)):
             yield make_candidate(Ready(limits=tuple(h * rows for h in held)), plan, costs, memory_limit, held)
     yield from split_candidates(plan, costs, memory_limit)

@@ -10,7 +10,7 @@ from lightning_pipes.ir import B, F, I, Instruction, Kind, Plan
 
 
 def extra_for(plan: Plan, costs: Costs, times: float = 1.0) -> tuple[int, ...]:
-    """The extra of `PerLink` that hides steady links: micro-batches that a round trip over each of them costs.
+    """Return the extra of `PerLink` that hides steady links: micro-batches that a round trip over each of them costs.
 
     While messages are away over a link and back, the pipeline needs one more micro-batch for each pace: the time that
     its busiest stage or link works for one. What links need is added up from the last one on before it is rounded, so
@@ -33,14 +33,14 @@ def extra_for(plan: Plan, costs: Costs, times: float = 1.0) -> tuple[int, ...]:
 
 
 def _transfer(plan: Plan, costs: Costs, kind: Kind, stage: int) -> tuple[int, int]:
-    """Nanoseconds that a message occupies its link, and of latency."""
+    """Return nanoseconds that a message occupies its link, and of latency."""
     edge = stage if kind is Kind.SF else stage - 1
     span = plan.spans(kind, stage)[0]
     return costs.transfer_ns(Instruction(kind, stage, span=span), plan) if plan.is_remote_edge(edge) else (0, 0)
 
 
 def _works(plan: Plan, costs: Costs, stage: int) -> int:
-    """Nanoseconds that a stage works for a micro-batch until its gradient can be sent on."""
+    """Return nanoseconds that a stage works for a micro-batch until its gradient can be sent on."""
     span = plan.spans(Kind.F, stage)[0]
     back = I(stage, span) if plan.split_backward else B(stage, span)
     return costs.duration_ns(F(stage, span), plan) + costs.duration_ns(back, plan) + 2 * costs.overhead_ns

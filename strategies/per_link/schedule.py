@@ -55,7 +55,7 @@ class PerLink(Schedule):
 
 
 def forwards_ahead(plan: Plan, name: str, extra: Sequence[int]) -> tuple[int, ...]:
-    """The forwards of each stage before its first backward: 1F1B's, and the `extra` of all links after it.
+    """Return the forwards of each stage before its first backward: 1F1B's, and the `extra` of all links after it.
 
     Raises:
         PlanError: extra is not one number for each link; says so of the schedule of that name.

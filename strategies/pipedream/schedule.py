@@ -66,9 +66,9 @@ def endless_1f1b(plan: Plan, name: str, late_steps: bool = False) -> Program:
     rows = [_Row(plan, stage, late_steps) for (stage,) in plan.stages]
     begun = max(1, -(-(plan.n_stages - 1) // len(spans))) * len(spans)  # whole batches that fill the pipeline
     return Program(
-        tuple(row.part(-row.ahead, begun - row.ahead) for row in rows),
-        tuple(row.part(begun - row.ahead, begun - row.ahead + len(spans)) for row in rows),
-        tuple(row.part(begun - row.ahead, begun, forward=False) for row in rows),
+        tuple(row.add_part(-row.ahead, begun - row.ahead) for row in rows),
+        tuple(row.add_part(begun - row.ahead, begun - row.ahead + len(spans)) for row in rows),
+        tuple(row.add_part(begun - row.ahead, begun, forward=False) for row in rows),
     )
 
 
@@ -87,8 +87,8 @@ class _Row:
     # rank 1 |..0-1-....0===2-1===3-2===4-3===..4===....| bubble 28.6%
     # rank 2 |....0-0===1-1===2-2===3-3===4-4===........| bubble 28.6%
     #         - forward  = backward  . idle
-    def part(self, start: int, stop: int, forward: bool = True) -> Row:
-        """The turns `start` to `stop`; without `forward` their backwards only, to the very end."""
+    def add_part(self, start: int, stop: int, forward: bool = True) -> Row:
+        """Return the turns `start` to `stop`; without `forward` their backwards only, to the very end."""
         row: list[Instruction] = []
         m, s = len(self._spans), self._stage
         for n in range(start, stop):

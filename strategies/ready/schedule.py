@@ -1,4 +1,4 @@
-"""A policy that runs what is ready, under a limit of samples held by each stage."""
+"""Run ready instructions under a limit of samples held by each stage."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import ClassVar
 
 from lightning_pipes.ir import InputError, Plan, PlanError, Rule, RulePolicy, check_fields
-from lightning_pipes.strategies.deep import tapered
+from lightning_pipes.strategies.deep import taper_slack
 from lightning_pipes.strategies.ready.limits import check_limits, largest_rows
 
 
@@ -65,7 +65,7 @@ class Ready(RulePolicy):
     # rank 2 |........0-0===1-1===2-2===3-3===............| bubble 45.5%
     #         - forward  = backward  . idle
     def rule(self, plan: Plan) -> Rule:
-        """The limits in samples for this plan, and what goes first.
+        """Return the limits in samples for this plan, and what goes first.
 
         Raises:
             PlanError: limits that are not for it, or a backward that is split where it should not be.
@@ -80,6 +80,6 @@ def _limits(plan: Plan, slack: int, given: tuple[int, ...], split: bool) -> tupl
     if given:
         check_limits(plan, Ready.name, given)
         return given
-    most = tapered(plan.n_stages, slack)
+    most = taper_slack(plan.n_stages, slack)
     rows = largest_rows(plan)
     return tuple(n * (most[0] if split else own) for n, own in zip(rows, most, strict=True))

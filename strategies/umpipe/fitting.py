@@ -10,11 +10,11 @@ from random import Random
 from typing import NamedTuple
 
 from lightning_pipes.ir import Cut, Kind, Plan, Span
-from lightning_pipes.strategies.umpipe.network import aligned, sized
+from lightning_pipes.strategies.umpipe.network import align_spans, spans_of_size
 from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER, OVERLAPPED
 from lightning_pipes.strategies.umpipe.overlapped.run import Merge
 from lightning_pipes.strategies.umpipe.overlapped.tables import FREE, Chunks, Memory, make_log, make_memory, make_room
-from lightning_pipes.strategies.umpipe.pricing import Option
+from lightning_pipes.strategies.umpipe.pricing import CutOption
 
 DESCENTS = 6
 """Starts from which a search descends."""
@@ -46,13 +46,13 @@ class Choices:
     """
 
     rows: int
-    stages: tuple[tuple[Option, ...], ...]
-    links: tuple[tuple[tuple[Option, ...], tuple[Option, ...]], ...]
+    stages: tuple[tuple[CutOption, ...], ...]
+    links: tuple[tuple[tuple[CutOption, ...], tuple[CutOption, ...]], ...]
     least: int = 1
 
     @cached_property
-    def places(self) -> list[list[tuple[_Part, ...]]]:
-        """Of each thing that is chosen, its options as the kernel takes them: stages, then links forward and back."""
+    def kernel_options(self) -> list[list[tuple[_Part, ...]]]:
+        """Options of each decision as the kernel takes them: stages, then links forward and back."""
         last = 4 * len(self.stages) - 3
         found: list[list[tuple[_Part, ...]]] = [
             [(_Part(2 * s, o.forward, o.forward_time), _Part(last - 2 * s, o.backward, o.backward_time)) for o in every]
@@ -63,32 +63,32 @@ class Choices:
             found.append([(_Part(last - 1 - 2 * s, o.forward, o.forward_time),) for o in back])
         return found
 
-    def equal(self, size: int) -> tuple[int, ...] | None:
+    def equal_choice(self, size: int) -> tuple[int, ...] | None:
         """Chunks of `size` everywhere; None where some process has no such option."""
         chosen = []
-        for options in self.places:
+        for options in self.kernel_options:
             same = [n for n, parts in enumerate(options) if all(part.size == size for part in parts)]
             if not same:
                 return None
             chosen.append(same[0])
         return tuple(chosen)
 
-    def graded(self, coarse: int, fine: int) -> list[tuple[int, ...]]:
+    def list_graded(self, coarse: int, fine: int) -> list[tuple[int, ...]]:
         """Choices between two sizes: a few stages, half of them, and so on take the coarser one, those first that save
         most of their work by it; what a stage sends has its size."""
 
-        def saved(stage: int) -> float:
-            both = [self.together[stage].get(size) for size in (coarse, fine)]
+        def saved_work(stage: int) -> float:
+            both = [self.stage_moves[stage].get(size) for size in (coarse, fine)]
             coarser, finer = (None if move is None else self._work(stage, move[stage]) for move in both)
             return 0.0 if coarser is None or finer is None else finer / max(1, coarser)
 
         n = len(self.stages)
-        order = sorted(range(n), key=saved, reverse=True)
+        order = sorted(range(n), key=saved_work, reverse=True)
         found = []
         for most in sorted({1, n - 1, *(n * part // GRADES for part in range(1, GRADES))} - {0, n}):
-            chosen = [0] * len(self.places)
+            chosen = [0] * len(self.kernel_options)
             for rank, stage in enumerate(order):
-                offered = self.together[stage]
+                offered = self.stage_moves[stage]
                 size = coarse if rank < most else fine
                 move = (
                     offered.get(size) or offered[max((each for each in offered if each < size), default=min(offered))]
@@ -99,14 +99,14 @@ class Choices:
         return found
 
     def _work(self, stage: int, number: int) -> int:
-        return sum(-(-self.rows // part.size) * part.time for part in self.places[stage][number])
+        return sum(-(-self.rows // part.size) * part.time for part in self.kernel_options[stage][number])
 
-    def kicked(self, chosen: Sequence[int], sizes: Sequence[int], rng: Random) -> tuple[int, ...]:
+    def perturb_choice(self, chosen: Sequence[int], sizes: Sequence[int], rng: Random) -> tuple[int, ...]:
         """`chosen` with one size in a few neighbouring stages, and on the links between them and after them."""
         n = len(self.stages)
         first = rng.randrange(n)
         stages = range(first, min(n, first + rng.randint(1, max(1, n // 2))))
-        other = self.equal(rng.choice(sizes))
+        other = self.equal_choice(rng.choice(sizes))
         if other is None:
             return tuple(chosen)
         links = {n + 2 * s + back for s in stages if s < n - 1 for back in (0, 1)}
@@ -115,8 +115,8 @@ class Choices:
         )
 
     @cached_property
-    def together(self) -> list[dict[int, dict[int, int]]]:
-        """Of each stage, by a size that it can have in both directions, the option of its place and what it sends."""
+    def stage_moves(self) -> list[dict[int, dict[int, int]]]:
+        """Joint moves of each stage by size: the option of its place and of its messages."""
         n = len(self.stages)
         found: list[dict[int, dict[int, int]]] = []
         for s, options in enumerate(self.stages):
@@ -125,14 +125,15 @@ class Choices:
             for number, option in enumerate(options):
                 if option.forward == (size := option.backward):
                     same = {
-                        at: next(i for i, (part,) in enumerate(self.places[at]) if part.size == size) for at in sends
+                        at: next(i for i, (part,) in enumerate(self.kernel_options[at]) if part.size == size)
+                        for at in sends
                     }
                     moves[size] = {s: number, **same}
             found.append(moves)
         return found
 
-    def of(self, plan: Plan) -> tuple[int, ...] | None:
-        """The choice whose sizes and whole forwards `plan` has; None where there is none."""
+    def choice_of_plan(self, plan: Plan) -> tuple[int, ...] | None:
+        """Return the choice with the sizes and whole forwards of `plan`; None where there is none."""
 
         def size(kind: Kind, stage: int) -> int:
             return plan.spans(kind, stage)[0].rows
@@ -155,10 +156,12 @@ class Choices:
         back = [every[choice].forward for (_, every), choice in zip(self.links, chosen[n + 1 :: 2], strict=True)]
 
         def cut_into(size: int) -> tuple[Span, ...]:
-            return sized(self.rows, size, self.least)
+            return spans_of_size(self.rows, size, self.least)
 
         forward = tuple(cut_into(o.forward) for o in options)
-        backward = tuple(aligned(cut_into(o.backward), f, self.least) for o, f in zip(options, forward, strict=True))
+        backward = tuple(
+            align_spans(cut_into(o.backward), f, self.least) for o, f in zip(options, forward, strict=True)
+        )
         cut = Cut(
             self.rows,
             forward,
@@ -177,7 +180,7 @@ class Choices:
         )
 
 
-def fitted(
+def fit_choices(
     choices: Choices,
     merge: Merge,
     caps: Sequence[int] = (),
@@ -198,27 +201,27 @@ def fitted(
         ranks: of each stage; by default one of its own.
     """
     search = _Search(choices, merge, caps, ranks)
-    sizes = sorted({part.size for options in choices.places for parts in options for part in parts})
-    every = [*map(tuple, starts), *(same for size in sizes if (same := choices.equal(size)) is not None)]
-    every += [choice for a, b in combinations(sizes, 2) for choice in choices.graded(b, a)]
-    ranked = sorted((search.value(start), start) for start in dict.fromkeys(every))
+    sizes = sorted({part.size for options in choices.kernel_options for parts in options for part in parts})
+    every = [*map(tuple, starts), *(same for size in sizes if (same := choices.equal_choice(size)) is not None)]
+    every += [choice for a, b in combinations(sizes, 2) for choice in choices.list_graded(b, a)]
+    ranked = sorted((search.evaluate_choice(start), start) for start in dict.fromkeys(every))
     found = dict.fromkeys(ranked)
     rng = Random(0)
-    for improved, enough in ((search.stepped, EFFORT // 2), (search.descended, 0)):
+    for improved, enough in ((search.descend_by_stage, EFFORT // 2), (search.descend_by_process, 0)):
         for value, start in sorted(found)[:DESCENTS]:
             if value < NEVER:
                 found[improved(value, start)] = None
         for _ in range(KICKS):
             value, best = min(found)
             if value < NEVER and search.left > enough:
-                start = choices.kicked(best, sizes, rng)
-                found[improved(search.value(start), start)] = None
+                start = choices.perturb_choice(best, sizes, rng)
+                found[improved(search.evaluate_choice(start), start)] = None
     return sorted(each for each in found if each[0] < NEVER)
 
 
-def valued(choices: Choices, merge: Merge, chosen: Sequence[int]) -> int:
-    """Nanoseconds of one choice, each stage on a rank of its own."""
-    return _Search(choices, merge, (), ()).value(chosen)
+def value_choice(choices: Choices, merge: Merge, chosen: Sequence[int]) -> int:
+    """Return nanoseconds of one choice, each stage on a rank of its own."""
+    return _Search(choices, merge, (), ()).evaluate_choice(chosen)
 
 
 class _Search:
@@ -240,9 +243,9 @@ class _Search:
         self._chunks = Chunks(choices.rows, machine.fill(processes), machine.fill(processes, choices.rows))
         self.left = EFFORT
 
-    def value(self, chosen: Sequence[int], limit: int = NEVER) -> int:
-        """Nanoseconds of a choice; NEVER where that is not below `limit`, or stages may not hold so much."""
-        for options, choice in zip(self._choices.places, chosen, strict=True):
+    def evaluate_choice(self, chosen: Sequence[int], limit: int = NEVER) -> int:
+        """Return nanoseconds of a choice; NEVER where that is not below `limit`, or stages may not hold so much."""
+        for options, choice in zip(self._choices.kernel_options, chosen, strict=True):
             self._put(options[choice])
         return self._run(limit)
 
@@ -254,25 +257,25 @@ class _Search:
         if any(self._chunks.size[2 * s] > cap for s, cap in enumerate(self._caps)):
             return NEVER
         self.left -= sum(-(-self._choices.rows // int(size)) for size in self._chunks.size)
-        return int(self._machine.run.dispatched(self._chunks, self._merge, limit, self._memory, self._room, self._log))
+        return int(self._machine.run.run_chunks(self._chunks, self._merge, limit, self._memory, self._room, self._log))
 
-    def stepped(self, value: int, start: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """Where a descent ends that gives stages other sizes, one at a time, with what they send."""
+    def descend_by_stage(self, value: int, start: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        """Return the end of a descent over one stage at a time, with its messages."""
         chosen, before = tuple(start), NEVER + 1
         while value < before and self.left > 0:
             before = value
-            for moves in self._choices.together:
+            for moves in self._choices.stage_moves:
                 for move in moves.values():
                     other = tuple(move.get(at, n) for at, n in enumerate(chosen))
-                    if other != chosen and (took := self.value(other, value)) < value:
+                    if other != chosen and (took := self.evaluate_choice(other, value)) < value:
                         value, chosen = took, other
         return value, chosen
 
-    def descended(self, value: int, start: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """Where a descent ends."""
+    def descend_by_process(self, value: int, start: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        """Return the end of a descent over one process at a time."""
         chosen = list(start)
-        self.value(chosen)
-        places = self._choices.places
+        self.evaluate_choice(chosen)
+        places = self._choices.kernel_options
         at = unchanged = 0
         while unchanged < len(places) and self.left > 0:
             before = chosen[at]

@@ -17,9 +17,9 @@ import numpy as np
 
 from lightning_pipes.strategies.umpipe.fitting import Choices
 from lightning_pipes.strategies.umpipe.network import Network, Scheme, Times
-from lightning_pipes.strategies.umpipe.pricing import Option
-from lightning_pipes.strategies.umpipe.search.exact import BEAMS, optimal
-from lightning_pipes.strategies.umpipe.search.genetic import evolved
+from lightning_pipes.strategies.umpipe.pricing import CutOption
+from lightning_pipes.strategies.umpipe.search.exact import BEAMS, search_optimum
+from lightning_pipes.strategies.umpipe.search.genetic import evolve_schemes
 
 NODES = 24
 """Parts of all choices that are looked at."""
@@ -46,8 +46,8 @@ class Bounded(NamedTuple):
     nodes: int
 
 
-def bounded(choices: Choices, nodes: int = NODES) -> Bounded:
-    """The bound after so many parts at most; equal input, equal answer, for there is no clock."""
+def bound_choices(choices: Choices, nodes: int = NODES) -> Bounded:
+    """Return the bound after so many parts at most; equal input, equal answer, for there is no clock."""
     sizes = _sizes(choices)
     every: Allowed = tuple(tuple(range(len(options))) for options in choices.stages)
     number = count()
@@ -76,7 +76,7 @@ def bounded(choices: Choices, nodes: int = NODES) -> Bounded:
             heappush(parts, (low, next(number), part))
 
 
-def _every(choices: Choices) -> list[Sequence[Option]]:
+def _every(choices: Choices) -> list[Sequence[CutOption]]:
     return [*choices.stages, *(side for both in choices.links for side in both)]
 
 
@@ -84,7 +84,7 @@ def _backward_sizes(choices: Choices) -> set[int]:
     return {o.backward for options in choices.stages for o in options}
 
 
-def _prices(option: Option) -> tuple[int, int, int, int]:
+def _prices(option: CutOption) -> tuple[int, int, int, int]:
     return option.forward, option.backward, option.forward_time, option.backward_time
 
 
@@ -101,7 +101,7 @@ def evolve_choices(choices: Choices) -> list[tuple[int, ...]]:
     priced = Network(
         network.rows, network.sizes, *(np.minimum(each, dearest) for each in (network.forward, network.backward))
     )
-    end = evolved(priced, "TiDGAP")
+    end = evolve_schemes(priced, "TiDGAP")
     found = []
     for solved in (end.best, end.recombined):
         taken, links = _taken(choices, network, solved.scheme)
@@ -116,14 +116,16 @@ def _sizes(choices: Choices) -> list[int]:
 def _relaxed(
     choices: Choices, allowed: Allowed, sizes: Sequence[int]
 ) -> tuple[int, tuple[tuple[int, int, int, int], ...], tuple[int, ...]]:
-    """A bound for all choices that take allowed options, what it takes from each stage, and the options of links."""
+    """Return a bound for all choices of allowed options, the prices that it takes from each stage, and the options of
+    links."""
     network = _network(choices, allowed, sizes)
-    found = optimal(network, beams=FEW_BEAMS)
+    found = search_optimum(network, beams=FEW_BEAMS)
     return found.lower_bound, *_taken(choices, network, found.scheme)
 
 
 def _network(choices: Choices, allowed: Allowed, sizes: Sequence[int]) -> Network:
-    """The paper's problem, in which each direction of a stage takes the best price that any allowed choice has."""
+    """Return the paper's problem, in which each direction of a stage takes the best price that any allowed choice
+    has."""
     n, column = len(choices.stages), {size: q for q, size in enumerate(sizes)}
     forward: Times = np.full((2 * n - 1, len(sizes)), DEAR, np.int64)
     backward: Times = np.full((2 * n - 1, len(sizes)), DEAR, np.int64)
@@ -164,8 +166,8 @@ def _taken(
     return taken, tuple(links)
 
 
-def _close(options: Sequence[Option], allowed: Sequence[int], taken: tuple[int, int, int, int]) -> int:
-    """The allowed option with most of what was taken: both sizes if there is one."""
+def _close(options: Sequence[CutOption], allowed: Sequence[int], taken: tuple[int, int, int, int]) -> int:
+    """Return the allowed option closest to the relaxed one: with both sizes if there is one."""
     forward, backward, *_ = taken
     return min(
         allowed,
@@ -179,8 +181,8 @@ def _close(options: Sequence[Option], allowed: Sequence[int], taken: tuple[int, 
 def _split(
     choices: Choices, allowed: Allowed, stage: int, taken: Sequence[tuple[int, int, int, int]]
 ) -> tuple[Allowed, Allowed]:
-    """The allowed options of one stage in two parts: those with the forward that was taken and others; or the same of
-    backwards; or the first and others."""
+    """Return the allowed options of one stage in two parts: those with the forward that was taken and others; or the
+    same of backwards; or the first and others."""
     options = choices.stages[stage]
     forward, backward, *_ = taken[stage]
     for wanted in (

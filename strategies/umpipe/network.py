@@ -25,7 +25,7 @@ class Scheme(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """Processes that a batch passes, in both directions, and what a chunk takes in each of them (section III-A).
+    """Processes of a pipeline in both directions, with the times of a chunk in each (section III-A).
 
     N stages have K = 2 N - 1 processes a direction, numbered from 0 in the order in which samples pass them: forward
     stage 0, the link from 0 to 1, stage 1, and so on; backward stage N - 1, the link back to N - 2, down to stage 0.
@@ -76,8 +76,8 @@ class Network:
             )
 
     @classmethod
-    def of_counts(cls, rows: int, counts: Sequence[int], forward: Times, backward: Times) -> Network:
-        """The network whose options are numbers of micro-batches: column i of the tables is for `counts[i]` of them.
+    def from_counts(cls, rows: int, counts: Sequence[int], forward: Times, backward: Times) -> Network:
+        """Return a network with numbers of micro-batches as options: column i of the tables is for `counts[i]` of them.
 
         A micro-batch has ceil(P / p) samples; the paper's E3 takes p itself for a size. Where several counts come to
         the same size, each process and direction keeps the cheapest: all of them compute the same chunks.
@@ -94,13 +94,13 @@ class Network:
         kept = sorted(set(sizes), reverse=True)
         alike = [[i for i, size in enumerate(sizes) if size == each] for each in kept]
 
-        def cheapest(times: Times) -> Times:
+        def keep_cheapest(times: Times) -> Times:
             return np.stack([np.asarray(times)[:, columns].min(axis=1) for columns in alike], axis=1)
 
         for name, times in (("forward", forward), ("backward", backward)):
             if np.ndim(times) != 2 or np.shape(times)[1] != len(sizes):
                 raise InputError(f"{name} needs a column for each of {len(sizes)} counts, got {np.shape(times)}")
-        return cls(rows, tuple(kept), cheapest(forward), cheapest(backward))
+        return cls(rows, tuple(kept), keep_cheapest(forward), keep_cheapest(backward))
 
     @property
     def processes(self) -> int:
@@ -114,27 +114,27 @@ class Network:
 
     @cached_property
     def counts(self) -> Times:
-        """Of each option the number of chunks that it cuts the batch into."""
+        """Number of chunks of the batch by option."""
         return np.array([-(-self.rows // size) for size in self.sizes], np.int64)
 
-    def equal(self, option: int) -> Scheme:
+    def equal_scheme(self, option: int) -> Scheme:
         """GPipe's scheme: all processes take the same option."""
         return Scheme((option,) * self.processes, (option,) * self.processes)
 
     def sizes_of(self, scheme: Scheme) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The samples of a chunk of each process, forward and backward."""
+        """Return the samples of a chunk of each process, forward and backward."""
         forward, backward = scheme
         return tuple(self.sizes[q] for q in forward), tuple(self.sizes[q] for q in backward)
 
 
-def sized(rows: int, size: int, least: int = 1) -> tuple[Span, ...]:
-    """Micro-batches of `size` samples; the last one may be shorter, and joins the one before it if it has fewer than
-    `least`."""
+def spans_of_size(rows: int, size: int, least: int = 1) -> tuple[Span, ...]:
+    """Return micro-batches of `size` samples; the last one may be shorter, and joins the one before it if it has fewer
+    than `least`."""
     starts = [0, *range(size, rows - least + 1, size)]
     return tuple(Span(a, b) for a, b in pairwise([*starts, rows]))
 
 
-def aligned(backward: tuple[Span, ...], forward: tuple[Span, ...], least: int) -> tuple[Span, ...]:
+def align_spans(backward: tuple[Span, ...], forward: tuple[Span, ...], least: int) -> tuple[Span, ...]:
     """Return `backward` so that its parts in common with `forward` have at least `least` samples.
 
     A stage runs those parts one by one. Where a boundary is closer than that to one of `forward`, it moves there.

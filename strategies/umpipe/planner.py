@@ -15,11 +15,11 @@ from lightning_pipes.planning.planner import EvenPlanner, Planner, Problem
 from lightning_pipes.sim import makespan
 from lightning_pipes.sim.units import bytes_text, seconds_text
 from lightning_pipes.strategies.interleaved import Interleaved
-from lightning_pipes.strategies.umpipe.fitting import Choices, fitted, valued
-from lightning_pipes.strategies.umpipe.flushed import bounded, evolve_choices
-from lightning_pipes.strategies.umpipe.network import aligned, sized
+from lightning_pipes.strategies.umpipe.fitting import Choices, fit_choices, value_choice
+from lightning_pipes.strategies.umpipe.flushed import bound_choices, evolve_choices
+from lightning_pipes.strategies.umpipe.network import align_spans, spans_of_size
 from lightning_pipes.strategies.umpipe.overlapped.run import Merge
-from lightning_pipes.strategies.umpipe.pricing import Option, drifted, link_times, room_of, stage_options
+from lightning_pipes.strategies.umpipe.pricing import CutOption, drifted_costs, link_times, room_of, stage_options
 
 AMONG = ("few", "powers", "all")
 """Numbers of micro-batches to choose from: 1, 2, 3, 4, 6, 8, 12, ...; powers of two; all. More of them take longer to
@@ -53,8 +53,8 @@ class Counts(NamedTuple):
     backward_links: tuple[int, ...] = ()
 
     def cut(self, rows: int, stages: int, least: int = 1) -> Cut:
-        """A batch of `rows` samples cut so; a count that it has not so many times `least` samples for means `least` of
-        them in each.
+        """Return a batch of `rows` samples cut so; a count that it has not so many times `least` samples for means
+        `least` of them in each.
 
         Raises:
             PlanError: not one number for each stage and link.
@@ -69,7 +69,7 @@ class Counts(NamedTuple):
                 )
         forward = tuple(spans_of(rows, p, least) for p in self.forward)
         backward = tuple(
-            aligned(spans_of(rows, q, least), spans, least) for q, spans in zip(self.backward, forward, strict=True)
+            align_spans(spans_of(rows, q, least), spans, least) for q, spans in zip(self.backward, forward, strict=True)
         )
         # The last stage sends nothing on, the first one nothing back.
         there = (*(spans_of(rows, p, least) for p in self.forward_links), forward[-1]) if self.forward_links else ()
@@ -80,12 +80,12 @@ class Counts(NamedTuple):
 def spans_of(rows: int, count: int, least: int = 1) -> tuple[Span, ...]:
     """`count` micro-batches of ceil(rows / count) samples, the last of which may be shorter; fewer where they would be
     empty, or have fewer than `least`."""
-    return sized(rows, max(-(-rows // count), least), least)
+    return spans_of_size(rows, max(-(-rows // count), least), least)
 
 
 def sizes_of(rows: int, most: int | None, among: str, least: int = 1) -> tuple[int, ...]:
-    """The sizes of chunks to choose from, ascending, with at most so many micro-batches of `least` samples and more;
-    see `AMONG`."""
+    """Return the sizes of chunks to choose from, ascending, with at most so many micro-batches of `least` samples and
+    more; see `AMONG`."""
     most = rows if most is None else min(most, rows)
     counts = {"all": range(1, most + 1), "powers": [1 << n for n in range(most.bit_length())]}
     counts["few"] = [n for n in (*counts["powers"], *(3 * n for n in counts["powers"])) if n <= most]
@@ -137,7 +137,7 @@ class UnequalPlanner(Planner):
         return self._jointly(even, problem)
 
     def profile_sizes(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
-        """The whole batch, its half, and so on, as far as it may be cut: MEASURED of them."""
+        """Return the whole batch, its half, and so on, as far as it may be cut: MEASURED of them."""
         if self.given is not None:
             sizes = {-(-rows // min(count, rows)) for counts in self.given for count in counts}
         else:
@@ -145,12 +145,12 @@ class UnequalPlanner(Planner):
         return tuple(sorted(sizes))
 
     def replan(self, plan: Plan, seen: Problem) -> Plan | None:
-        """Another cut, where stages or links take other times than the profile says, by more than DRIFT, and it saves
-        more than REPLAN of a step by the times that they take; layers stay where they are."""
+        """Return another cut, where stages or links take other times than the profile says, by more than DRIFT, and it
+        saves more than REPLAN of a step by the times that they take; layers stay where they are."""
         if self.given is not None or seen.profile is None or seen.costs is None:
             return None
         usual = evaluate_plan(seen.profile, _order(seen, plan), plan, _deployment(seen)).costs
-        costs, drift = drifted(usual, seen.costs, plan)
+        costs, drift = drifted_costs(usual, seen.costs, plan)
         if drift <= DRIFT:
             return None
         other = self._fastest(replace(plan, whole_forward=(), limits=()), seen, costs)
@@ -163,7 +163,7 @@ class UnequalPlanner(Planner):
         profile, deployment = problem.profile, _deployment(problem)
         fits = []
         for size in sizes_of(problem.rows, problem.microbatches, "powers", problem.least):
-            spans = sized(problem.rows, size, problem.least)
+            spans = spans_of_size(problem.rows, size, problem.least)
             same = replace(even, jobs=(Cut(problem.rows, (spans,) * even.n_stages),))
             with suppress(PlanError):  # as memory has it; the even one below says why
                 fits.append(fit_layers(profile, problem.schedule, same, deployment, trials=FEW))
@@ -184,14 +184,14 @@ class UnequalPlanner(Planner):
         return best.plan
 
     def _cut(self, base: Plan, problem: Problem) -> Plan:
-        """`base`, whose layers are decided, in the cut that is fastest by the profile."""
+        """Return `base`, with its layers, in the fastest cut by the profile."""
         assert problem.profile is not None
         costs = evaluate_plan(problem.profile, _order(problem, base), base, _deployment(problem)).costs
         return self._fastest(base, problem, costs)
 
     def explain_plan(self, problem: Problem, plan: Plan) -> str:
-        """The cut, what a step takes with it and with the best equal one, and where all forwards come first how much
-        faster another cut may be."""
+        """Explain the cut: its step beside that of the best equal one, and where all forwards come first the gap to the
+        bound."""
         if self.given is not None or problem.profile is None or not plan.layers or plan.n_stages == 1:
             return ""
         costs = evaluate_plan(problem.profile, _order(problem, plan), plan, _deployment(problem)).costs
@@ -200,24 +200,26 @@ class UnequalPlanner(Planner):
         if equal is None:
             return ""
         gap = None
-        if not self.overlapped and (chosen := search.choices.of(plan)) is not None:
-            bound = bounded(search.choices).lower_bound
-            gap = max(0, valued(search.choices, search.merge, chosen) - bound) / max(1, bound)
-        return sentence(problem.schedule.name, plan, search.took(plan), equal, search.took(equal), gap)
+        if not self.overlapped and (chosen := search.choices.choice_of_plan(plan)) is not None:
+            bound = bound_choices(search.choices).lower_bound
+            gap = max(0, value_choice(search.choices, search.merge, chosen) - bound) / max(1, bound)
+        return explain_cut(
+            problem.schedule.name, plan, search.simulate_step(plan), equal, search.simulate_step(equal), gap
+        )
 
     def _fastest(self, base: Plan, problem: Problem, costs: CostModel) -> Plan:
         search = self._choices(base, problem, costs)
         if self.search == "genetic" and not self.overlapped:
             evolved = evolve_choices(search.choices)
-            found = sorted((valued(search.choices, search.merge, choice), choice) for choice in evolved)
+            found = sorted((value_choice(search.choices, search.merge, choice), choice) for choice in evolved)
         else:
-            starts = () if self.overlapped else bounded(search.choices).starts
-            found = fitted(search.choices, search.merge, search.base.limits, starts, base.ranks)
+            starts = () if self.overlapped else bound_choices(search.choices).starts
+            found = fit_choices(search.choices, search.merge, search.base.limits, starts, base.ranks)
         if not found:
             return base
-        unequal = min((search.plan(choice) for _, choice in found[:CHECKED]), key=search.took)
+        unequal = min((search.plan(choice) for _, choice in found[:CHECKED]), key=search.simulate_step)
         equal = search.best_equal() or unequal
-        return unequal if search.took(unequal) < (1 - WORTH_IT) * search.took(equal) else equal
+        return unequal if search.simulate_step(unequal) < (1 - WORTH_IT) * search.simulate_step(equal) else equal
 
     def _choices(self, base: Plan, problem: Problem, costs: CostModel) -> _Cuts:
         sizes = sizes_of(problem.rows, problem.microbatches, self.among, problem.least)
@@ -230,8 +232,8 @@ class UnequalPlanner(Planner):
         return _Cuts(choices, merge, replace(base, limits=limits), problem, costs)
 
     def _room(self, plan: Plan, problem: Problem, costs: CostModel, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """Of each stage the largest chunk that it may have, and the samples that it may hold: room for two such chunks,
-        where there is room for two.
+        """Return the largest chunk and the most samples in flight of each stage: room for two such chunks, where there
+        is room for two.
 
         Raises:
             PlanError: there is none for the smallest chunk.
@@ -269,35 +271,37 @@ class _Cuts:
     def plan(self, choice: Sequence[int]) -> Plan:
         return self.choices.plan(choice, self.base)
 
-    def took(self, plan: Plan) -> int:
-        """Nanoseconds of a step, simulated."""
+    def simulate_step(self, plan: Plan) -> int:
+        """Return nanoseconds of a step, simulated."""
         return makespan(_order(self.problem, plan), replace(plan, layers=()), self.costs)
 
     def best_equal(self) -> Plan | None:
-        """The fastest with one size everywhere that its stages may hold; None where there is none. With several stages
-        a rank also in the order of `Interleaved`, which is better than what is ready where all stages are alike."""
+        """Return the fastest with one size everywhere that its stages may hold; None where there is none. With several
+        stages a rank also in the order of `Interleaved`, which is better than what is ready where all stages are
+        alike."""
         sizes = {option.forward for option in self.choices.stages[0]}
-        every = [each for size in sorted(sizes) if (each := self.choices.equal(size)) is not None]
+        every = [each for size in sorted(sizes) if (each := self.choices.equal_choice(size)) is not None]
         plans = [self.plan(each) for each in every if self._holds(each)]
         if self.base.n_stages > self.base.n_ranks and not self.base.limits:
             order = Interleaved(self.base.n_stages // self.base.n_ranks)
             plans += [in_order(plan, order.program(plan)) for plan in plans]
-        return min(plans, key=self.took, default=None)
+        return min(plans, key=self.simulate_step, default=None)
 
     def _holds(self, choice: Sequence[int]) -> bool:
-        """Whether no stage has a chunk that is larger than what it may hold."""
+        """Return whether every stage has room for its chunks."""
         limits = self.base.limits
         options = (every[n] for every, n in zip(self.choices.stages, choice, strict=False))
         return not limits or all(option.forward <= limit for option, limit in zip(options, limits, strict=True))
 
 
 def in_order(plan: Plan, program: Program) -> Plan:
-    """`plan`, each of whose ranks runs what it computes in the order of `program`, whoever orders it."""
+    """Return `plan` with the order of `program` fixed on each rank."""
     return replace(plan, after={b: (a,) for row in program.head for a, b in pairwise(row)})
 
 
-def sentence(name: str, plan: Plan, took: int, equal: Plan, equal_took: int, gap: float | None = None) -> str:
-    """The sentence about a cut for people: its micro-batches by stage and direction, and what a step takes with it.
+def explain_cut(name: str, plan: Plan, took: int, equal: Plan, equal_took: int, gap: float | None = None) -> str:
+    """Return the sentence about a cut for people: its micro-batches by stage and direction, and what a step takes with
+    it.
 
     Args:
         equal: the best equal cut.
@@ -335,7 +339,7 @@ def choices_of(
     links = []
     for stage in range(plan.n_stages - 1):
         both = link_times(costs, plan, stage, sizes)
-        there, back = (tuple(Option(n, n, t, t) for n, t in zip(sizes, times, strict=True)) for times in both)
+        there, back = (tuple(CutOption(n, n, t, t) for n, t in zip(sizes, times, strict=True)) for times in both)
         links.append((there, back))
     return Choices(rows, tuple(stages), tuple(links), least)
 

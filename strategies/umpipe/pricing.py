@@ -13,7 +13,7 @@ NOTICED = 0.1
 """The share of a forward that a message must take to matter at all."""
 
 
-class Option(NamedTuple):
+class CutOption(NamedTuple):
     """One way in which a stage or a link cuts a batch, in both directions.
 
     Attributes:
@@ -30,9 +30,9 @@ class Option(NamedTuple):
     whole: bool = False
 
 
-def stage_options(costs: CostModel, plan: Plan, stage: int, sizes: Sequence[int]) -> list[Option]:
-    """Every way in which `stage` can cut, with chunks of `sizes`, ascending, one of which divides the other. What
-    joining messages takes depends on the link's choice, too: the simulator knows, the search does without.
+def stage_options(costs: CostModel, plan: Plan, stage: int, sizes: Sequence[int]) -> list[CutOption]:
+    """Return every way in which `stage` can cut, with chunks of `sizes`, ascending, one of which divides the other.
+    What joining messages takes depends on the link's choice, too: the simulator knows, the search does without.
 
     Samples that share a forward and a backward share one graph, so the finer of the two sizes says how long both take.
     A coarser backward goes through the graphs of several forwards; of a coarser forward see `Option.whole`.
@@ -43,43 +43,43 @@ def stage_options(costs: CostModel, plan: Plan, stage: int, sizes: Sequence[int]
     again = bool(plan.recompute) and plan.recompute[stage]
     once = costs.overhead_ns
 
-    def seconds(kind: Kind, rows: int) -> int:
+    def chunk_time(kind: Kind, rows: int) -> int:
         return round(1e9 * costs.seconds_at(kind, stage, rows))
 
-    forward = {rows: seconds(Kind.F, rows) for rows in sizes}
-    backward = {rows: seconds(Kind.B, rows) + (forward[rows] if again else 0) for rows in sizes}
+    forward = {rows: chunk_time(Kind.F, rows) for rows in sizes}
+    backward = {rows: chunk_time(Kind.B, rows) + (forward[rows] if again else 0) for rows in sizes}
     found = []
     for f in sizes:
         for b in sizes:
             if max(f, b) % min(f, b):
                 continue
             finest = min(f, b)
-            found.append(Option(f, b, once + f // finest * forward[finest], once + b // finest * backward[finest]))
+            found.append(CutOption(f, b, once + f // finest * forward[finest], once + b // finest * backward[finest]))
             if f > b and stage < plan.n_stages - 1:
                 other = once + backward[b] + (0 if again else forward[b])
-                found.append(Option(f, b, once + forward[f], other, whole=True))
+                found.append(CutOption(f, b, once + forward[f], other, whole=True))
     return found
 
 
 def link_times(costs: CostModel, plan: Plan, stage: int, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Nanoseconds from the moment when a message of so many samples leaves until it is there, for each of `sizes`: on
-    the link from `stage` to the next one, and back.
+    """Return nanoseconds from the moment when a message of so many samples leaves until it is there, for each of
+    `sizes`: on the link from `stage` to the next one, and back.
 
     Latency counts as if it occupied the link: searches take it so, the simulator knows better.
     """
 
-    def takes(kind: Kind, sender: int, rows: int) -> int:
+    def message_time(kind: Kind, sender: int, rows: int) -> int:
         busy, latency = costs.transfer_ns(Instruction(kind, sender, span=Span(0, rows)), plan)
         return busy + latency
 
     if not plan.is_remote_edge(stage):
         return [0] * len(sizes), [0] * len(sizes)
-    return [takes(Kind.SF, stage, n) for n in sizes], [takes(Kind.SB, stage + 1, n) for n in sizes]
+    return [message_time(Kind.SF, stage, n) for n in sizes], [message_time(Kind.SB, stage + 1, n) for n in sizes]
 
 
 def room_of(costs: CostModel, plan: Plan, stage: int, limit: int, size: int) -> int:
-    """The samples that `stage` may hold between F and B in its share of `limit` bytes, while it computes on `size` of
-    them; negative where the weights of its rank alone are more."""
+    """Return the samples that `stage` may hold between F and B in its share of `limit` bytes, while it computes on
+    `size` of them; negative where the weights of its rank alone are more."""
     again = bool(plan.recompute) and plan.recompute[stage]
     every = costs.activation_bytes[stage] if costs.activation_bytes else 0
     received = int(costs.forward_bytes[stage - 1]) if stage and costs.forward_bytes else 0
@@ -92,9 +92,9 @@ def room_of(costs: CostModel, plan: Plan, stage: int, limit: int, size: int) -> 
     return left // kept
 
 
-def drifted(usual: CostModel, seen: CostModel, plan: Plan) -> tuple[CostModel, float]:
-    """The `usual` costs with every time in proportion to what was `seen` of it, for all sizes, and the largest share by
-    which one has changed. What was not seen has not changed.
+def drifted_costs(usual: CostModel, seen: CostModel, plan: Plan) -> tuple[CostModel, float]:
+    """Return the `usual` costs scaled to the `seen` times, for all sizes, and the largest relative change. What was not
+    seen has not changed.
 
     Args:
         plan: what ran.

@@ -68,7 +68,7 @@ class Unequal(Traits):
                 raise InputError(f"{self.name}: {what} is {counts}, and forward is missing; give both, or neither")
 
     @property
-    def given(self) -> Counts | None:
+    def given_counts(self) -> Counts | None:
         """The counts that the user has named."""
         if not self.forward:
             return None
@@ -104,7 +104,7 @@ class UMPipe(Unequal, Schedule):
         return []
 
     def make_planner(self) -> UnequalPlanner:
-        return UnequalPlanner(self.given, False, self.counts, search=self.search)
+        return UnequalPlanner(self.given_counts, False, self.counts, search=self.search)
 
     # Drawn by `unequal("umpipe")`:
     # rank 0 |0---1---..............0===1===2===3===| bubble 36.8%
@@ -161,7 +161,7 @@ class UM1F1B(Unequal, RulePolicy):
 
     def make_planner(self) -> UnequalPlanner:
         limit = None if self.memory_limit is None else parse_bytes(self.memory_limit)
-        return UnequalPlanner(self.given, True, self.counts, limit)
+        return UnequalPlanner(self.given_counts, True, self.counts, limit)
 
     # Drawn by `unequal("um1f1b")`:
     # rank 0 |0---1---........0===..1===..2===..3===| bubble 36.8%

@@ -1,4 +1,4 @@
-"""1F1B whose weight gradients wait until a rank would idle."""
+"""Order 1F1B with weight gradients delayed until a rank would idle."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class ZeroBubble(Schedule):
 # rank 2 |....0-0+1-1+2-2+0~3-3+1~2~3~| bubble 14.3%
 #         - forward  + input gradients  ~ weight gradients  . idle
 def _order(plan: Plan, stage: int, ahead: int, held: int) -> tuple[Instruction, ...]:
-    """So many forwards before the first I; W as far behind as `held` micro-batches allow."""
+    """Return the number of forwards before the first I; W as far behind as `held` micro-batches allow."""
     spans = plan.spans(Kind.F, stage)
     behind = held - ahead
     row = [F(stage, span) for span in spans[:ahead]]

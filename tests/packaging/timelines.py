@@ -14,8 +14,8 @@ from lightning_pipes.ir import Cut, LayerUse, Plan, Schedule, Span, adapt_plan
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.sim import simulate
-from lightning_pipes.strategies.jap import Effort, Job, problem_of, solved, streamed
-from lightning_pipes.strategies.jap.rounds import program_of
+from lightning_pipes.strategies.jap import Effort, Job, problem_from_plan, solve_array, stream_jobs
+from lightning_pipes.strategies.jap.rounds import program_from_order
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.strategies.ready import Ready
 from lightning_pipes.testing.generators import uniform
@@ -96,14 +96,14 @@ def iteration(method, rows=(2, 1, 1), stages=3, scale=2, orders=300):
     """One batch of each of several jobs in the order of a solver."""
     plan = Plan(tuple(range(stages)), tuple(Cut.even(each, 1, stages) for each in rows))
     costs = CostModel.uniform(stages, 1e-9, 2e-9, rows=1)
-    best = solved(problem_of(plan, costs), method, Effort(orders))
-    return _drawn(program_of(best.order, plan), plan, costs, None, scale)
+    best = solve_array(problem_from_plan(plan, costs), method, Effort(orders))
+    return _drawn(program_from_order(best.order, plan), plan, costs, None, scale)
 
 
 def joining(batches=(2, 1, 1), resident=2, stages=3, scale=2):
     """Jobs of a stream with fewer places than jobs."""
     costs = CostModel.uniform(stages, 1e-9, 2e-9, rows=1)
-    found = streamed([Job(Cut.even(1, 1, stages), count) for count in batches], costs, resident)
+    found = stream_jobs([Job(Cut.even(1, 1, stages), count) for count in batches], costs, resident)
     return _drawn(found.program, found.plan, costs, None, scale)
 
 

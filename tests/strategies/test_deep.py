@@ -2,7 +2,7 @@ import pytest
 
 from lightning_pipes.ir import verify
 from lightning_pipes.sim import simulate
-from lightning_pipes.strategies.deep import Deep, tapered
+from lightning_pipes.strategies.deep import Deep, taper_slack
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.conformance import ScheduleConformance
@@ -19,7 +19,7 @@ class TestDeep(ScheduleConformance):
     ]
 
     def most_held(self, schedule, plan, stage):
-        return min(tapered(plan.n_stages, schedule.slack)[stage], len(plan.jobs[0].forward[0]))
+        return min(taper_slack(plan.n_stages, schedule.slack)[stage], len(plan.jobs[0].forward[0]))
 
 
 def test_small_order():

@@ -30,7 +30,7 @@ from lightning_pipes.strategies.dynpipe.interference import Predictor
 from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset, Score, cross_validated
 from lightning_pipes.strategies.dynpipe.interference.features import NAMES, STAGE, Array
 from lightning_pipes.strategies.dynpipe.interference.forest import train
-from lightning_pipes.strategies.dynpipe.interference.models import Corrected, Formula, Model, formula_of
+from lightning_pipes.strategies.dynpipe.interference.predictor import Corrected, Formula, Model, formula_of
 from lightning_pipes.tune.interference import collect_windows
 
 # ---- Predictors that the forest is compared with (S V-A): a mean, the formula with a factor, trees, a line, a
@@ -231,7 +231,9 @@ def _predicted(data: Dataset, problem: _Problem, now: tuple[int, ...], measured:
 
 
 def _known(model: Model, rows: Array) -> np.ndarray:
-    return np.asarray(model.forest.known(rows)) if isinstance(model, Trees | Corrected) else np.ones(len(rows), bool)
+    return (
+        np.asarray(model.forest.is_familiar(rows)) if isinstance(model, Trees | Corrected) else np.ones(len(rows), bool)
+    )
 
 
 def _row(data: Dataset, problem: _Problem, now: tuple[int, ...], device: int, start: int, stop: int) -> Array:
@@ -270,7 +272,7 @@ def known_share(data: Dataset) -> dict[str, float]:
     for _, learned, held in data.without_each(data.neighbours):
         model = Corrected().fit(learned.rows, learned.ratios)
         errors.append(np.abs(model.predict(held.rows) - held.ratios))
-        known.append(model.forest.known(held.rows))
+        known.append(model.forest.is_familiar(held.rows))
     error, knows = np.concatenate(errors), np.concatenate(known)
     return {"share": float(knows.mean()), "mae": _mean(error[knows]), "mae of others": _mean(error[~knows])}
 
@@ -281,9 +283,9 @@ def planned(data: Dataset, problems: int) -> dict[str, np.ndarray]:
     kinds = sorted({*data.neighbours.tolist()} - {NONE})
     lost: dict[str, list[np.ndarray]] = {}
     for part in (kinds[::2], kinds[1::2]):
-        crossed = data.of(~np.isin(data.neighbours, part)).crossed().sampled()
+        crossed = data.select_rows(~np.isin(data.neighbours, part)).cross_pairs().sample_rows()
         fitted = {m.name: m().fit(crossed.rows, crossed.ratios) for m in (Trees, Corrected)}
-        held = data.of(np.isin(data.neighbours, [*part, NONE]))
+        held = data.select_rows(np.isin(data.neighbours, [*part, NONE]))
         for name, values in regrets(held, {"measured": None, **fitted}, problems).items():
             lost.setdefault(name, []).append(values)
     return {name: np.concatenate(values) for name, values in lost.items()}
@@ -321,7 +323,7 @@ def main() -> None:
             data.save(options.data)
     headline = report(data, 20 if options.quick else 200)
     if options.forest is not None:
-        crossed = data.crossed().sampled()
+        crossed = data.cross_pairs().sample_rows()
         Corrected().fit(crossed.rows, crossed.ratios).forest.save(options.forest)
     if options.json:
         print(json.dumps(headline))
@@ -364,7 +366,7 @@ def report(data: Dataset, problems: int) -> dict[str, object]:
     error = float(saved.std() / len(saved) ** 0.5)
     helps = saved.mean() > 2 * error
     print(f"formula x forest saves {saved.mean():.2%} of a step, give or take {error:.2%}")
-    crossed = data.crossed().sampled()
+    crossed = data.cross_pairs().sample_rows()
     seconds = replan_seconds(Predictor(Corrected().fit(crossed.rows, crossed.ratios).forest))
     print(f"\npredictions for all 6435 partitions of 16 blocks on 8 devices: {seconds:.2f} s")
     print(

@@ -121,7 +121,7 @@ def estimated(seed: int, steps: int = 20) -> Constants:
         **QUIET,
     )
     trainer.fit(Digits(seed), DataLoader([*islice(batches(seed), steps)], batch_size=None))  # type: ignore[arg-type]
-    return Constants.estimated(probe.loss, probe.probes)
+    return Constants.from_probes(probe.loss, probe.probes)
 
 
 def main() -> None:
@@ -138,7 +138,7 @@ def main() -> None:
     theory = Iterations.of_theory(mean, RATE, target)
     measured = {s: statistics.median(taken(s, target, seed) for seed in seeds) for s in (1, 2, 4, 6, 8)}
     reached = {s: t for s, t in measured.items() if math.isfinite(t)}
-    fitted = Iterations.fitted({s: reached[s] for s in FITTED})
+    fitted = Iterations.from_measured({s: reached[s] for s in FITTED})
     print(
         f"f(w0) {mean.loss:.2f}, L {mean.lipschitz:.1f}, xi^2 {mean.noise:.3f}; target {target:.4f}; {len(seeds)} seeds"
     )
@@ -146,7 +146,7 @@ def main() -> None:
     for stages, took in measured.items():
         print(f"{stages:6} {took:9.0f} {theory(stages):9.0f} {fitted(stages):9.0f}")
     others = {s: t for s, t in reached.items() if s not in FITTED}
-    worst = max(abs(e) for e in fitted.errors(others).values())
+    worst = max(abs(e) for e in fitted.relative_errors(others).values())
     failed = [s for s in measured if s not in reached]
     print(f"the curve through {FITTED} stages is off by up to {worst:.0%} on others that get there; never: {failed}")
     print(f"the bound of the theory is finite below {theory.most_stages:.2f} stages at this rate")

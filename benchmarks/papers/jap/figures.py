@@ -23,7 +23,7 @@ from benchmarks.papers.jap.schemes import ARRAYED, MODELS, Epoch, Hardware, of_m
 from benchmarks.papers.jap.single import RECOMPUTING, SINGLE, Spent
 from lightning_pipes.sim import load_kernel
 from lightning_pipes.strategies.jap import Effort
-from lightning_pipes.strategies.jap.solvers.genetic import Genetic, evolved
+from lightning_pipes.strategies.jap.solvers.genetic import OrderEvolution, evolve_orders
 
 Scheme = Callable[[Epoch], Spent | None]
 SCHEMES: dict[str, Scheme] = {
@@ -212,7 +212,7 @@ def ga(runs: Runs) -> list[Table]:
             problem = random_array(jobs, stages, seed=0)
             for name, seeded in (("random", False), ("rules in it", True)):
                 made = [
-                    evolved(problem, Effort(1 << 40), settings=Genetic(generations=count, seeded=seeded))
+                    evolve_orders(problem, Effort(1 << 40), settings=OrderEvolution(generations=count, seeded=seeded))
                     for count in counts
                 ]
                 rows[f"{stages} stages, first population {name}"] = [one.makespan / one.bound for one in made]

@@ -11,7 +11,7 @@ from lightning_pipes.cost import CostModel, Costs, Table
 from lightning_pipes.cost.lookup import lookup_name
 from lightning_pipes.ir import Cut, InputError, Instruction, Kind, Plan, check_count
 from lightning_pipes.planning.switching import Switching
-from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, problem_of
+from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, problem_from_plan
 
 # ---- How many jobs fit on a pipeline, and whether their states can be switched without waiting.
 
@@ -160,7 +160,7 @@ def random_array(
     fixed, each, batches = KINDS[kind]
     cuts = tuple(Cut.even(int(rows), 1, stages) for rows in batch_sizes(jobs, kind))
     switch = SWITCH * ((fixed if overhead is None else overhead * each) + each * float(np.mean(batches)))
-    return problem_of(Plan(tuple(range(stages)), cuts), costs, switch=_rounded(switch))
+    return problem_from_plan(Plan(tuple(range(stages)), cuts), costs, switch=_rounded(switch))
 
 
 def batch_sizes(jobs: int, kind: str = "language") -> Array:

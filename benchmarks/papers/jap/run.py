@@ -34,7 +34,7 @@ from lightning_pipes.engine.compute.profiler import profile_layers
 from lightning_pipes.ir import B, Cut, F, Kind, Plan, Span
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.timeline import Timeline
-from lightning_pipes.strategies.jap import Job, streamed
+from lightning_pipes.strategies.jap import Job, stream_jobs
 from lightning_pipes.testing.emulated import EmulatedLayer, request_realtime_priority
 from lightning_pipes.testing.ranks import run_ranks
 
@@ -111,7 +111,7 @@ class Case:
         found = []
         for seed in range(SIMULATIONS):
             blocks = uneven(costs, seed)
-            array = streamed(jobs, blocks)
+            array = stream_jobs(jobs, blocks)
             found.append(steady_state(simulate(array.program, array.plan, blocks)))
         return found
 

@@ -30,7 +30,7 @@ from lightning_pipes.sim import makespan
 from lightning_pipes.sim.residency import Residency, VirtualCopier
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.hanayo import Hanayo
-from lightning_pipes.strategies.jap import ArrayProblem, Effort, Job, problem_of, solved, streamed
+from lightning_pipes.strategies.jap import ArrayProblem, Effort, Job, problem_from_plan, solve_array, stream_jobs
 from lightning_pipes.strategies.jap.problem import Array
 
 # ---- An order of blocks, run in virtual time where the states of jobs take turns on the devices.
@@ -316,17 +316,17 @@ class Epoch:
     def work(self) -> int:
         """What the stage with most work computes in an epoch."""
         runs = np.array([self.iterations[rows] * self.sizes.count(rows) for rows in self.kinds])
-        return int((runs[:, None] * sum(self.problem(Mode()).occupied)).sum(0).max())
+        return int((runs[:, None] * sum(self.problem(Mode()).occupied_times)).sum(0).max())
 
     @property
     def _work(self) -> Array:
         """What a batch of each size takes all stages."""
-        return np.asarray(sum(self.problem(Mode()).occupied).sum(1))  # type: ignore[union-attr]
+        return np.asarray(sum(self.problem(Mode()).occupied_times).sum(1))  # type: ignore[union-attr]
 
     def problem(self, mode: Mode, switch: Sequence[float] = ()) -> ArrayProblem:
         """A batch of each size; `switch` has seconds by stage."""
         cuts = tuple(Cut.even(rows, 1, self.stages) for rows in self.kinds)
-        problem = problem_of(Plan(tuple(range(self.stages)), cuts), self.blocks(mode))
+        problem = problem_from_plan(Plan(tuple(range(self.stages)), cuts), self.blocks(mode))
         ns = np.round(1e9 * np.array(switch or [0.0] * self.stages)).astype(np.int64)
         return replace(problem, switch=np.tile(ns, (len(self.kinds), 1)))
 
@@ -376,11 +376,11 @@ class Epoch:
                 found.append(makespan(program, plan, costs))
         if found:
             return min(found)
-        problem = self.problem(mode, switch).chosen([self.kinds.index(rows) for rows in sizes])
+        problem = self.problem(mode, switch).select_jobs([self.kinds.index(rows) for rows in sizes])
         if method == "ArBPipe":
             kept = np.array([self.footprints(mode)[s].kept for s in range(self.stages)]) / max(self.kinds)
             return bpipe(problem, self.to_partner(np.outer(sizes, kept).astype(np.int64))).makespan
-        return solved(problem, method, Effort(self.orders)).makespan
+        return solve_array(problem, method, Effort(self.orders)).makespan
 
     def paper(self, method: str = "search") -> Spent | None:
         """Rounds of as many jobs as fit, recomputing: with all states on the device, or more jobs and E2's switches."""
@@ -424,7 +424,7 @@ class Epoch:
         work = dict(zip(self.kinds, self._work.tolist(), strict=True))
         sizes = sorted(self.sizes, key=lambda rows: -self.iterations[rows] * work[rows])
         jobs = [Job(Cut.even(rows, min(microbatches, rows), self.stages), self.iterations[rows]) for rows in sizes]
-        array = streamed(jobs, costs, resident)
+        array = stream_jobs(jobs, costs, resident)
         time, waited = array.time, 0
         if budgets:
             states = [each.state for each in self.footprints(mode)]

@@ -17,7 +17,7 @@ from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.hanayo import Hanayo
 from lightning_pipes.strategies.interleaved import Interleaved
-from lightning_pipes.strategies.jap import problem_of
+from lightning_pipes.strategies.jap import problem_from_plan
 from lightning_pipes.strategies.jap.problem import Array, ArrayProblem
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 
@@ -109,7 +109,7 @@ def one_forward_one_backward(jobs: int, stages: int, stage: int) -> list[Op]:
 
 def _timed(problem: ArrayProblem, moving: Array, lanes: Mapping[Lane, list[Op]], needs: Mapping[Op, list[Op]]) -> BPipe:
     """Every lane runs its operations in order, each as early as its data and its needs allow."""
-    (forward, backward), (there, home) = problem.occupied, problem.lags
+    (forward, backward), (there, home) = problem.occupied_times, problem.stage_lags
     takes = {"F": forward, "B": backward, "OUT": moving, "IN": moving}
     starts: dict[Op, int] = {}
     ends: dict[Op, int] = {}
@@ -258,7 +258,7 @@ class ByBPipe:
                 )
                 if self._peak(plan, costs) > epoch.hardware.memory:
                     continue
-                problem = problem_of(plan, costs)
+                problem = problem_from_plan(plan, costs)
                 problem.update[:-1] = 0
                 kept = np.array([[self._kept(plan, costs, n, s) for s in range(stages)] for n in range(m)])
                 time = bpipe(problem, epoch.to_partner(kept)).makespan

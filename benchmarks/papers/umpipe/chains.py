@@ -8,7 +8,7 @@ import numpy as np
 
 from lightning_pipes.sim.loops.jit import JitKernel
 from lightning_pipes.strategies.umpipe.network import Network
-from lightning_pipes.strategies.umpipe.search.chain import Chain, chains
+from lightning_pipes.strategies.umpipe.search.chain import Chain, chains_of_network
 
 
 def tried(rows, sizes, times, ends, options):
@@ -55,4 +55,4 @@ def best_of_chain(chain: Chain) -> int:
 
 def best_by_trying(network: Network) -> int:
     """The optimum: the two directions do not wait for each other but at the barrier."""
-    return sum(best_of_chain(chain) for chain in chains(network))
+    return sum(best_of_chain(chain) for chain in chains_of_network(network))

@@ -34,7 +34,7 @@ class Tables:
     @property
     def network(self) -> Network:
         """The network with each size once, and the cheapest of its times: the same chunks, and no scheme lost."""
-        return Network.of_counts(self.rows, self.counts, self.forward, self.backward)
+        return Network.from_counts(self.rows, self.counts, self.forward, self.backward)
 
 
 def all_counts(rows: int) -> tuple[int, ...]:

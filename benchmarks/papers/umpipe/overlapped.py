@@ -29,11 +29,11 @@ from benchmarks.papers.umpipe.overlap.memory import front
 from benchmarks.papers.umpipe.overlap.partition import Layers, joint
 from benchmarks.papers.umpipe.overlap.search import EAGER, Descent, Found, best_merge, search
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
-from lightning_pipes.strategies.umpipe.overlapped import overlapped
+from lightning_pipes.strategies.umpipe.overlapped import run_overlapped
 from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER, OVERLAPPED
-from lightning_pipes.strategies.umpipe.overlapped.run import Run, chunks_of
+from lightning_pipes.strategies.umpipe.overlapped.run import OverlappedRun, chunks_of
 from lightning_pipes.strategies.umpipe.overlapped.tables import FREE, Chunks, Memory, make_log, make_memory, make_room
-from lightning_pipes.strategies.umpipe.search import gpipe, load_loops, optimal
+from lightning_pipes.strategies.umpipe.search import best_equal_scheme, load_loops, search_optimum
 
 # ---- What is measured of unequal micro-batches whose directions overlap.
 
@@ -57,7 +57,7 @@ def evaluators(quick: bool) -> Report:
         seconds = float("inf")
         for _ in range(5):
             begin = time.process_time()
-            alone = [machine.run.dispatched(each, 0, NEVER, *room) for each in chunks]
+            alone = [machine.run.run_chunks(each, 0, NEVER, *room) for each in chunks]
             seconds = min(seconds, time.process_time() - begin)
         begin = time.process_time()
         together = lockstep(network, genes)
@@ -106,10 +106,10 @@ def gain(quick: bool) -> Report:
         table, proven = [], 0
         for seed in range(seeds):
             network = _network(name, stages, rows, seed)
-            best = optimal(network, seconds=10)
-            proven += best.proven
+            best = search_optimum(network, seconds=10)
+            proven += best.is_proven
             found = search(network, [best.scheme], seconds=0.7 if quick else 2, seed=seed)
-            table.append((gpipe(network).value, best.value, equal(network).makespan, found.value))
+            table.append((best_equal_scheme(network).value, best.value, equal(network).makespan, found.value))
         values = np.array(table, float)
         here = values[:, 1] / values[:, 3]
         ratios[name.partition(",")[0]] += here.tolist()
@@ -135,7 +135,7 @@ def memory(quick: bool) -> Report:
     panels = []
     for stages, rows, seed in [(8, 64, 0), (14, 512, 0)] if quick else [(8, 64, 0), (14, 512, 0), (16, 64, 0)]:
         network = _network("realistic", stages, rows, seed)
-        points = front(network, [optimal(network).scheme], seconds=3 if quick else 20, seed=seed)
+        points = front(network, [search_optimum(network).scheme], seconds=3 if quick else 20, seed=seed)
         dominated = sum(a is not b and a.value <= b.value and a.most <= b.most for a in points for b in points)
         same = equal_fronts(network)
         xs, ours, theirs = [], [], []
@@ -196,14 +196,14 @@ def links(quick: bool) -> Report:
         network = Network(32, tuple(size.tolist()), *times)
         few = [[(4 - i) * s for i in range(4)] for s in network.sizes]
         classic = min(
-            overlapped(network, network.equal(q), caps, policy).makespan
+            run_overlapped(network, network.equal_scheme(q), caps, policy).makespan
             for q, caps in enumerate(few)
             for policy in EAGER
         )
         found = search(network, evaluations=4000 if quick else 20_000)
         run = ran(network, found)
         chunks = network.sizes_of(found.scheme)[0][::2]
-        alone = overlapped(network, found.scheme, [(4 - i) * max(chunks) for i in range(4)], found.policy).makespan
+        alone = run_overlapped(network, found.scheme, [(4 - i) * max(chunks) for i in range(4)], found.policy).makespan
         lines.append(
             f"{latency:7} {equal(network).makespan:7} {classic:24} {alone:13} {found.value:10}   "
             f"{' '.join(map(str, chunks))}   {' '.join(map(str, run.warmup_rows))}"
@@ -221,14 +221,18 @@ EXPERIMENTS: dict[str, Callable[[bool], Report]] = {
 }
 
 
-def ran(network: Network, found: Found) -> Run:
+def ran(network: Network, found: Found) -> OverlappedRun:
     """What a search found, with its order."""
-    return overlapped(network, found.scheme, found.caps, found.policy)
+    return run_overlapped(network, found.scheme, found.caps, found.policy)
 
 
-def equal(network: Network) -> Run:
+def equal(network: Network) -> OverlappedRun:
     """The fastest with equal chunks everywhere and any number of rows in flight."""
-    runs = (overlapped(network, network.equal(q), policy=policy) for q in range(len(network.sizes)) for policy in EAGER)
+    runs = (
+        run_overlapped(network, network.equal_scheme(q), policy=policy)
+        for q in range(len(network.sizes))
+        for policy in EAGER
+    )
     return min(runs, key=lambda run: run.makespan)
 
 
@@ -242,7 +246,7 @@ def equal_fronts(network: Network) -> list[tuple[int, int]]:
         limits |= {tuple(size * n * (network.stages - i) for i in stages) for n in (1, 2, 3)}
         descent = Descent(network, Memory(free, ones, ones, ones, free))
         for caps in sorted(limits):
-            descent.take(network.equal(q), caps)
+            descent.take(network.equal_scheme(q), caps)
             found.append((descent.value, max(descent.peaks())))
     return found
 

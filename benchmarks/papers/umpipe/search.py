@@ -25,23 +25,23 @@ import torch
 
 from benchmarks.harness.report import Panel, Picture, Report, describe_machine, make_parser, run_parts
 from benchmarks.papers.umpipe.chains import best_by_trying
+from benchmarks.papers.umpipe.evaluators import in_loops, one_level, two_level
 from benchmarks.papers.umpipe.networks import Tables, powers_of_two, realistic, simulated
 from lightning_pipes.strategies.umpipe.network import Network
 from lightning_pipes.strategies.umpipe.search import (
     Evolved,
-    Genetic,
-    Solved,
-    evolved,
+    SchemeEvolution,
+    SchemeSolution,
+    best_equal_scheme,
+    evolve_schemes,
     global_greedy,
-    gpipe,
     load_loops,
     local_greedy,
-    optimal,
+    search_optimum,
 )
-from lightning_pipes.strategies.umpipe.search.chain import chains
-from lightning_pipes.strategies.umpipe.search.evaluate import ended
-from lightning_pipes.strategies.umpipe.search.genetic import Evaluator, in_loops
-from lightning_pipes.strategies.umpipe.search.vectorised import one_level, two_level
+from lightning_pipes.strategies.umpipe.search.chain import chains_of_network
+from lightning_pipes.strategies.umpipe.search.evaluate import evaluate_genes
+from lightning_pipes.strategies.umpipe.search.genetic import Evaluator
 
 # ---- The experiments of UMPIPE's paper that evaluate formulas, and one with realistic networks.
 
@@ -76,7 +76,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 def genetic(network: Network | Tables, method: str, seed: int, start: Any, generations: int = 100) -> Evolved:
     """The paper's algorithm on compiled loops; array evaluators come to the same populations."""
-    return evolved(network, method, seed, Genetic(start=start, generations=generations), ended)
+    return evolve_schemes(network, method, seed, SchemeEvolution(start=start, generations=generations), evaluate_genes)
 
 
 def mean_history(runs: Sequence[Evolved]) -> list[float]:
@@ -92,11 +92,11 @@ def _two_or_one(quick: bool, start: str, title: str, paper: Mapping[tuple[int, i
             continue
         seeds = range((1 if stages == 100 else 3) if quick else (3 if stages == 100 else 20))
         tables = [simulated(stages, batch, seed) for seed in seeds]
-        best = [optimal(each.network).value for each in tables]
+        best = [search_optimum(each.network).value for each in tables]
         two = [genetic(each, "TiDGAP", seed, start) for seed, each in enumerate(tables)]
         one = [genetic(each, "TiGAP", seed, start) for seed, each in enumerate(tables)]
         merged = [genetic(each.network, "TiDGAP", seed, start) for seed, each in enumerate(tables)]
-        equal = [gpipe(each).value for each in tables]
+        equal = [best_equal_scheme(each).value for each in tables]
         rows.append(
             [
                 f"{stages}, {batch}",
@@ -158,12 +158,12 @@ def f5(quick: bool) -> Report:
     """The paper's figure 5: how often the optimum is found, which enumeration knows."""
     count = 20 if quick else 100
     methods: dict[str, Callable[[Network, int], int]] = {
-        "exact": lambda network, seed: optimal(network).value,
+        "exact": lambda network, seed: search_optimum(network).value,
         "TiDGAP": lambda network, seed: genetic(network, "TiDGAP", seed, "random").best.value,
         "TiGAP": lambda network, seed: genetic(network, "TiGAP", seed, "random").best.value,
         "global greedy": lambda network, seed: global_greedy(network).value,
         "local greedy": lambda network, seed: local_greedy(network).value,
-        "GPipe": lambda network, seed: gpipe(network).value,
+        "GPipe": lambda network, seed: best_equal_scheme(network).value,
     }
     rows = []
     bars: dict[str, list[float]] = {name: [] for name in methods}
@@ -188,7 +188,7 @@ def f5(quick: bool) -> Report:
 def _generations_of(network: Network | Tables, evaluator: Evaluator, population: int, times: int = 3) -> float:
     """Seconds of evaluating 100 random generations and the first one, from one."""
     rng = np.random.default_rng(0)
-    parts = [(c, rng.integers(0, c.options, (population, c.processes))) for c in chains(network)]
+    parts = [(c, rng.integers(0, c.options, (population, c.processes))) for c in chains_of_network(network)]
     _, seconds = timed(lambda: [evaluator(chain, people) for chain, people in parts], times)
     return 101 * seconds
 
@@ -203,7 +203,7 @@ def f6(quick: bool) -> Report:
         "one level (OiDGAP)": one_level,
         "two levels (TiDGAP)": two_level,
         "two levels, torch": partial(two_level, xp=torch),
-        "compiled over chunks": ended,
+        "compiled over chunks": evaluate_genes,
     }
     keys: dict[str, float] = {}
     for stages in (10, 20):
@@ -236,11 +236,11 @@ def f6(quick: bool) -> Report:
         cells = []
         for start in STARTS:
             generations = 100 if population <= 1000 else 10
-            settings = Genetic(population=population, start=start, generations=generations)
+            settings = SchemeEvolution(population=population, start=start, generations=generations)
             tables = simulated(10, 512)
             networks: list[Network | Tables] = [tables, tables.network]
             for network in networks:
-                once = partial(evolved, network, "TiDGAP", 0, settings, ended)
+                once = partial(evolve_schemes, network, "TiDGAP", 0, settings, evaluate_genes)
                 _, seconds = timed(once, 5 if population <= 100 else 1)
                 cells.append(seconds * 101 / (generations + 1))
         rows.append([str(population), *(f"{x:.3f} s" for x in cells)])
@@ -281,23 +281,23 @@ def t6(quick: bool) -> Report:
             seeds = range(2)
         tables = [simulated(stages, batch, seed) for seed in seeds]
         networks = [each.network for each in tables]
-        found = [timed(partial(optimal, network), 3 if stages <= 20 else 1) for network in networks]
+        found = [timed(partial(search_optimum, network), 3 if stages <= 20 else 1) for network in networks]
         best, seconds = [each.value for each, _ in found], [took for _, took in found]
-        proofs += [each.proven for each, _ in found]
-        equal = [gpipe(each).value for each in tables]
-        by_size = [gpipe(network).value for network in networks]
+        proofs += [each.is_proven for each, _ in found]
+        equal = [best_equal_scheme(each).value for each in tables]
+        by_size = [best_equal_scheme(network).value for network in networks]
         generations = 4000 if not quick and stages <= 20 else 100
         few = tables[: 1 if stages == 100 else 2 if quick else 3]
         ga = [genetic(each, "TiDGAP", seed, "equal", generations).best.value for seed, each in enumerate(few)]
         gap = np.mean([value / least - 1 for value, least in zip(ga, best, strict=False)])
         sorted_ = [simulated(stages, batch, seed, monotone=True).network for seed in seeds[: len(few)]]
-        gain = np.mean([gpipe(network).value / optimal(network).value - 1 for network in sorted_])
+        gain = np.mean([best_equal_scheme(network).value / search_optimum(network).value - 1 for network in sorted_])
         rows.append(
             [
                 f"{stages}, {batch}",
                 str(paper or "-"),
                 spread(best),
-                f"{sum(each.proven for each, _ in found)} of {len(found)}",
+                f"{sum(each.is_proven for each, _ in found)} of {len(found)}",
                 f"{np.mean(seconds):.4f}",
                 f"{max(seconds):.4f}",
                 f"{gap:.0%} ({generations})",
@@ -350,8 +350,8 @@ def realistic_networks(quick: bool) -> Report:
     """Realistic time functions, and the methods of the paper's table 5."""
     cases = [(8, 64, True), (14, 512, True), (16, 64, True), (32, 512, True), (16, 64, False), (14, 512, False)]
     cases += [] if quick else [(32, 512, False)]
-    methods: dict[str, Callable[[Network, int], Solved]] = {
-        "GPipe": lambda network, seed: gpipe(network),
+    methods: dict[str, Callable[[Network, int], SchemeSolution]] = {
+        "GPipe": lambda network, seed: best_equal_scheme(network),
         "local greedy": lambda network, seed: local_greedy(network),
         "global greedy": lambda network, seed: global_greedy(network),
         "TiDGAP": lambda network, seed: genetic(network, "TiDGAP", seed, "equal").best,
@@ -363,20 +363,20 @@ def realistic_networks(quick: bool) -> Report:
         counts = powers_of_two(batch) if powers else None
         networks = [realistic(stages, batch, seed, counts).network for seed in range(3 if quick else 10)]
         limit = None if powers else 4.0 if quick else 20.0
-        exact = [timed(partial(optimal, network, limit), 3 if powers else 1) for network in networks]
+        exact = [timed(partial(search_optimum, network, limit), 3 if powers else 1) for network in networks]
         values = np.array([each.value for each, _ in exact])
         ratios = {
             name: float(np.mean([run(network, seed).value for seed, network in enumerate(networks)] / values))
             for name, run in methods.items()
         }
         worst = max(each.gap for each, _ in exact)
-        close = [timed(partial(optimal, network, limit, 0.05)) for network in networks]
+        close = [timed(partial(search_optimum, network, limit, 0.05)) for network in networks]
         rows.append(
             [
                 f"{stages}, {batch}, {'powers of two' if powers else 'all counts'}",
                 *(f"{x:.3f}" for x in ratios.values()),
                 spread(values.tolist()),
-                f"{sum(each.proven for each, _ in exact)} of {len(exact)}",
+                f"{sum(each.is_proven for each, _ in exact)} of {len(exact)}",
                 f"{worst:.1%}",
                 f"{max(took for _, took in exact):.4f}",
                 f"{max(each.gap for each, _ in close):.1%}",

@@ -42,7 +42,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     arguments: dict[str, Any] = {"schedule": "dynpipe", "partition": best.best.cuts}
     arguments |= {"data_parallel": best.best.meshes[0].data} if best.best.meshes[0].data > 1 else {}
     arguments |= {"microbatches": microbatches[0]} if cfg.microbatches is not None else {}
-    line = strategy_line(arguments) if best.best.runs else ""
+    line = strategy_line(arguments) if best.best.is_executable else ""
     if options.json:
         print_json({"stages": best.n_stages, "strategy": line, "options": [_row(each) for each in choice.options]})
         return

@@ -1,4 +1,4 @@
-"""How much neighbours slow a stage down, predicted from what a monitor sees of the device that would host it."""
+"""Predict the slow-down of a stage by neighbours from monitored values of its device."""
 
 from lightning_pipes.strategies.dynpipe.interference.forest import Forest
 from lightning_pipes.strategies.dynpipe.interference.predictor import Predictor

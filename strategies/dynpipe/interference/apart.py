@@ -37,11 +37,11 @@ class Training:
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=alone)
         data = io.BytesIO()
         np.savez(data, rows=rows, logs=logs, trees=trees)
-        self._told = threading.Thread(target=self._tell, args=(data.getvalue(),), daemon=True)
+        self._told = threading.Thread(target=self._send_error, args=(data.getvalue(),), daemon=True)
         self._told.start()  # the other takes a second to start, and then reads
 
     def result(self) -> Forest:
-        """The forest, as soon as it is there.
+        """Return the forest, as soon as it is there.
 
         Raises:
             InputError: the other process has failed; with its last words.
@@ -65,7 +65,7 @@ class Training:
         self._told.join()
         self._process.stdout.close()
 
-    def _tell(self, data: bytes) -> None:
+    def _send_error(self, data: bytes) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(_SIZE.pack(len(data)) + data)

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from lightning_pipes.ir import InputError, short_repr
 from lightning_pipes.planning.replanning import HostedStage
-from lightning_pipes.strategies.dynpipe.interference.features import NAMES, STAGE, Array, table
+from lightning_pipes.strategies.dynpipe.interference.features import NAMES, STAGE, Array, feature_table
 from lightning_pipes.strategies.dynpipe.interference.forest import arrays_of
-from lightning_pipes.strategies.dynpipe.interference.models import Model
+from lightning_pipes.strategies.dynpipe.interference.predictor import Model
 
 NONE = "none"
 """The kind of no neighbour: others of the machine may be there anyway. It is in every training."""
@@ -30,8 +30,8 @@ _DEVICE_COLUMNS = len(NAMES) - len(STAGE)
 
 
 class Score(NamedTuple):
-    """How far predicted ratios are from those that were measured: the share of their variance that is explained, 1 at
-    best and below 0 for what is worse than their mean; and the mean of the absolute error."""
+    """Errors of predicted ratios against measured ones: the share of their variance that is explained, 1 at best and
+    below 0 for what is worse than their mean; and the mean of the absolute error."""
 
     r2: float
     mae: float
@@ -72,19 +72,19 @@ class Dataset:
             windows: metrics of the monitor, the stage, the ratio, the kinds of neighbour and stage, and the setting.
         """
         seen, hostings, ratios, neighbours, stages, settings = zip(*windows, strict=True)
-        rows = table(list(zip(seen, hostings, strict=True)))
+        rows = feature_table(list(zip(seen, hostings, strict=True)))
         return cls(rows, np.array(ratios), np.array(neighbours), np.array(stages), np.array(settings))
 
     def __len__(self) -> int:
         return len(self.ratios)
 
-    def of(self, index: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Dataset:
-        """Some of its windows."""
+    def select_rows(self, index: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Dataset:
+        """Return some of its windows."""
         return Dataset(*(each[index] for each in vars(self).values()))
 
-    def crossed(self) -> Dataset:
-        """The questions of planners: a device as it was seen while one stage ran there, another stage, and the ratio of
-        that one beside the same neighbours; every pair of windows of a setting."""
+    def cross_pairs(self) -> Dataset:
+        """Return the questions of planners: a device as it was seen while one stage ran there, another stage, and the
+        ratio of that one beside the same neighbours; every pair of windows of a setting."""
         pairs = [
             (i, j)
             for setting in np.unique(self.settings)
@@ -96,29 +96,29 @@ class Dataset:
         labels = (self.ratios, self.neighbours, self.stages, self.settings)
         return Dataset(rows, *(each[asked] for each in labels))
 
-    def sampled(self, most: int = LEARNED) -> Dataset:
+    def sample_rows(self, most: int = LEARNED) -> Dataset:
         """Return so many of its windows, by chance; seeded, in their order."""
-        return self.of(np.sort(np.random.default_rng(0).permutation(len(self))[:most]))
+        return self.select_rows(np.sort(np.random.default_rng(0).permutation(len(self))[:most]))
 
     def random_parts(self, seed: int = 0) -> Iterator[tuple[str, Dataset, Dataset]]:
         """Parts by chance: (name, to learn from, to score on), five times."""
         part = np.random.default_rng(seed).permutation(len(self)) % FOLDS
         for n in range(FOLDS):
-            yield str(n), self.of(part != n), self.of(part == n)
+            yield str(n), self.select_rows(part != n), self.select_rows(part == n)
 
     def without_each(self, kinds: npt.NDArray[np.str_]) -> Iterator[tuple[str, Dataset, Dataset]]:
         """For each of the kinds (`neighbours` or `stages`) all other windows, and its own."""
         for kind in sorted({*kinds.tolist()} - {NONE}):
-            yield kind, self.of(kinds != kind), self.of(kinds == kind)
+            yield kind, self.select_rows(kinds != kind), self.select_rows(kinds == kind)
 
     def save(self, path: str | Path) -> None:
-        """Writes arrays."""
+        """Write arrays."""
         with Path(path).open("wb") as file:
             np.savez_compressed(file, allow_pickle=False, names=np.array(NAMES), **vars(self))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads what `save` wrote.
+        """Read what `save` wrote.
 
         Raises:
             InputError: there is no such file, or it is not one of these.
@@ -134,7 +134,7 @@ class Dataset:
             raise InputError(f"{short_repr(str(path))} can't be read as a dataset: {error}") from error
 
 
-def score(truth: Array, predicted: Array) -> Score:
+def score_predictions(truth: Array, predicted: Array) -> Score:
     """How good predictions are."""
     variance = float(((truth - truth.mean()) ** 2).sum())
     r2 = 1 - float(((truth - predicted) ** 2).sum()) / variance if variance else float("nan")
@@ -144,11 +144,11 @@ def score(truth: Array, predicted: Array) -> Score:
 def cross_validated(
     model: type[Model], parts: Iterator[tuple[str, Dataset, Dataset]]
 ) -> tuple[Score, dict[str, Score]]:
-    """The score of a model over all parts together, each predicted by what the others have taught; and of each part."""
+    """Return the cross-validated score of a model over all parts; and of each part."""
     truths, guesses, each = [], [], {}
     for name, learned, scored in parts:
         guess = model().fit(learned.rows, learned.ratios).predict(scored.rows)
-        each[name] = score(scored.ratios, guess)
+        each[name] = score_predictions(scored.ratios, guess)
         truths.append(scored.ratios)
         guesses.append(guess)
-    return score(np.concatenate(truths), np.concatenate(guesses)), each
+    return score_predictions(np.concatenate(truths), np.concatenate(guesses)), each

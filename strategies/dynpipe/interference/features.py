@@ -65,21 +65,21 @@ FORMULA_AT = NAMES.index(FORMULA)
 _MOST = 1000.0
 
 
-def formula(device: Mapping[str, float]) -> float:
-    """The slow-down that Linux's scheduler has counted, (run + wait) / run of the computing thread, without any
+def predict_by_formula(device: Mapping[str, float]) -> float:
+    """Return the slow-down that Linux's scheduler has counted, (run + wait) / run of the computing thread, without any
     learning; NaN where it counts nothing. It is that of the device, whatever stage it would host."""
     run, wait = device.get(RUN, np.nan), device.get(WAIT, np.nan)
     return min((run + wait) / run, _MOST) if run > 0 else float("nan")
 
 
-def table(rows: Sequence[tuple[Mapping[str, float], HostedStage]]) -> Array:
-    """A row for each pair of a device and a stage, with the columns `NAMES`."""
+def feature_table(rows: Sequence[tuple[Mapping[str, float], HostedStage]]) -> Array:
+    """Return a row for each pair of a device and a stage, with the columns `NAMES`."""
     devices: dict[int, list[float]] = {}
     stages: dict[HostedStage, list[float]] = {}
     found = np.empty((len(rows), len(NAMES)))
     for place, (device, hosting) in enumerate(rows):
         if id(device) not in devices:
-            devices[id(device)] = [formula(device), *(device.get(name, np.nan) for name in DEVICE)]
+            devices[id(device)] = [predict_by_formula(device), *(device.get(name, np.nan) for name in DEVICE)]
         if hosting not in stages:
             stages[hosting] = stage_row(hosting)
         found[place] = devices[id(device)] + stages[hosting]
@@ -87,7 +87,7 @@ def table(rows: Sequence[tuple[Mapping[str, float], HostedStage]]) -> Array:
 
 
 def stage_row(stage: HostedStage) -> list[float]:
-    """The numbers `STAGE`."""
+    """Return the numbers `STAGE`."""
     seconds = stage.forward + stage.backward
     if seconds <= 0:
         return len(STAGE) * [float("nan")]

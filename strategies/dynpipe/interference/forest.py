@@ -106,8 +106,8 @@ class Forest:
                 raise InputError(f"forest: {what}")
 
     def predict(self, rows: Array) -> Array:
-        """The word of each tree on each row: axis 0 is rows, axis 1 trees. As in scikit-learn, numbers of rows count in
-        single precision."""
+        """Return the word of each tree on each row: axis 0 is rows, axis 1 trees. As in scikit-learn, numbers of rows
+        count in single precision."""
         rows = np.asarray(rows, float)
         if rows.ndim != 2 or rows.shape[1] != len(self.names):
             raise InputError(f"rows need {len(self.names)} columns ({', '.join(self.names)}), got shape {rows.shape}")
@@ -118,24 +118,24 @@ class Forest:
             found[first : first + _AT_ONCE] = self._leaves(single[first : first + _AT_ONCE])
         return found
 
-    def known(self, rows: Array, margin: float = 0.1) -> npt.NDArray[np.bool_]:
-        """Whether each row is like those of the training: every number in the range that its column had there, widened
-        by the share `margin` of it at both ends, and none missing that never was. Trees say the same beyond their data
-        as at the edge of it, so of other rows they know nothing."""
+    def is_familiar(self, rows: Array, margin: float = 0.1) -> npt.NDArray[np.bool_]:
+        """Return whether each row lies in the range of the training rows: every number in the range that its column had
+        there, widened by the share `margin` of it at both ends, and none missing that never was. Trees say the same
+        beyond their data as at the edge of it, so of other rows they know nothing."""
         room = margin * (self.high - self.low)
         inside = (rows >= self.low - room) & (rows <= self.high + room)
         never = np.isnan(self.low)
         return np.asarray((never | inside | (np.isnan(rows) & self.gaps)).all(axis=1))
 
     def save(self, path: str | Path | BinaryIO) -> None:
-        """Writes arrays, to be read without running anything in them."""
+        """Write arrays, to be read without running anything in them."""
         data: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "names"}
         with Path(path).open("wb") if isinstance(path, str | Path) else nullcontext(path) as file:
             np.savez_compressed(file, allow_pickle=False, format=np.int64(FORMAT), names=np.array(self.names), **data)
 
     @classmethod
     def load(cls, path: str | Path | BinaryIO) -> Forest:
-        """Reads what `save` wrote.
+        """Read what `save` wrote.
 
         Raises:
             InputError: there is no such file, or it is not one of these.
@@ -171,7 +171,7 @@ _KINDS = {
 
 
 def arrays_of(path: str | Path | BinaryIO, what: str) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of a file, by name; nothing in them is run. Errors say `what` it should be.
+    """Return the arrays of a file, by name; nothing in them is run. Errors say `what` it should be.
 
     Raises:
         InputError: there is no such file, or it is none of arrays.
@@ -214,7 +214,7 @@ def select_settings(rows: Array, values: Array, seed: int = 0) -> ForestSettings
         return CANDIDATES[0]
     part = np.arange(len(rows)) * PARTS // len(rows)
 
-    def error(settings: ForestSettings) -> float:
+    def cross_validate(settings: ForestSettings) -> float:
         total = 0.0
         for n in range(PARTS):
             fitted = _untrained(TRIED_TREES, settings, seed)
@@ -222,11 +222,11 @@ def select_settings(rows: Array, values: Array, seed: int = 0) -> ForestSettings
             total += float(((fitted.predict(rows[part == n]) - values[part == n]) ** 2).sum())
         return total
 
-    return min(CANDIDATES, key=error)
+    return min(CANDIDATES, key=cross_validate)
 
 
-def joined(names: Sequence[str], trees: Sequence[Any], rows: Array) -> Forest:
-    """The forest of scikit-learn's `trees` (`tree_` of each estimator), trained on `rows`."""
+def join_trees(names: Sequence[str], trees: Sequence[Any], rows: Array) -> Forest:
+    """Return the forest of scikit-learn's `trees` (`tree_` of each estimator), trained on `rows`."""
     sizes = [tree.node_count for tree in trees]
     roots = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int32)
     children, missing = [], []
@@ -261,8 +261,8 @@ def train(
     seed: int = 0,
     settings: ForestSettings | None = None,
 ) -> Forest:
-    """A forest that predicts `values` of `rows`, by scikit-learn; 128 trees as in DynPipe (S V-A), where its code has
-    500, which say the same.
+    """Return a forest that predicts `values` of `rows`, by scikit-learn; 128 trees as in DynPipe (S V-A), where its
+    code has 500, which say the same.
 
     Args:
         rows: axis 0 is rows, in the order in which they were seen, axis 1 the columns `names`; what is missing is NaN.
@@ -276,4 +276,4 @@ def train(
     settings = settings or select_settings(rows, values, seed)
     fitted = _untrained(trees, settings, seed)
     fitted.fit(rows, values)
-    return joined(names, [tree.tree_ for tree in fitted.estimators_], rows)
+    return join_trees(names, [tree.tree_ for tree in fitted.estimators_], rows)

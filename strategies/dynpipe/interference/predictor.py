@@ -2,24 +2,66 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 
 from lightning_pipes.ir import InputError, check_number
 from lightning_pipes.planning.replanning import HostedStage, Predicted
-from lightning_pipes.strategies.dynpipe.interference.features import NAMES, table
-from lightning_pipes.strategies.dynpipe.interference.forest import Forest
-from lightning_pipes.strategies.dynpipe.interference.models import formula_of
+from lightning_pipes.strategies.dynpipe.interference.features import FORMULA_AT, NAMES, Array, feature_table
+from lightning_pipes.strategies.dynpipe.interference.forest import Forest, train
+
+
+class Model(ABC):
+    """Predicts ratios of a stage's time to that without neighbours, from rows with the columns `NAMES`."""
+
+    name: ClassVar[str]
+
+    def fit(self, rows: Array, ratios: Array, seed: int = 0) -> Self:
+        """Itself, having learned that these rows had these ratios."""
+        return self
+
+    @abstractmethod
+    def predict(self, rows: Array) -> Array:
+        """Return a ratio for each row."""
+
+
+class Formula(Model):
+    """(run + wait) / run as the scheduler has counted it; 1 where it has not."""
+
+    name: ClassVar[str] = "formula"
+
+    def predict(self, rows: Array) -> Array:
+        return formula_of(rows)
+
+
+class Corrected(Model):
+    """The formula, times a factor that a forest has learned."""
+
+    name: ClassVar[str] = "formula x forest"
+
+    def fit(self, rows: Array, ratios: Array, seed: int = 0) -> Self:
+        self.forest = train(rows, np.log(ratios / formula_of(rows)), NAMES, seed=seed)
+        return self
+
+    def predict(self, rows: Array) -> Array:
+        return np.asarray(formula_of(rows) * np.exp(self.forest.predict(rows).mean(axis=1)))
+
+
+def formula_of(rows: Array) -> Array:
+    """Return the plain formula's ratio of each row; 1 where nothing was counted."""
+    found = rows[:, FORMULA_AT]
+    return np.where(np.isnan(found), 1.0, found)
 
 
 @dataclass(frozen=True, eq=False)
 class Predictor:
-    """Predicts slow-downs by the plain formula of the scheduler's counters, where there are any, times what a forest
-    has learned (DynPipe, S V-A, which has the forest alone).
+    """Predict slow-downs as a formula of the scheduler's counters times a correction by a forest (DynPipe, S V-A, which
+    has the forest alone).
 
     Planners take its answer for one stage over that for the stage that is on the device now, of which the time is
     measured; so a machine on which everything is slower by some factor is no error. It does not know rows whose numbers
@@ -51,7 +93,7 @@ class Predictor:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads a forest that `Forest.save` wrote.
+        """Read a forest that `Forest.save` wrote.
 
         Raises:
             InputError: there is none.
@@ -59,8 +101,8 @@ class Predictor:
         return cls(Forest.load(path))
 
     def predict(self, rows: Sequence[tuple[Mapping[str, float], HostedStage]]) -> Predicted:
-        """All rows in one call, see `planning.replanning.Interference`. Equal rows count once, so a whole re-plan
-        may be asked at a time."""
+        """Return all rows in one call, see `planning.replanning.Interference`. Equal rows count once, so a whole
+        re-plan may be asked at a time."""
         places: dict[tuple[int, HostedStage], int] = {}
         index = np.array([places.setdefault((id(device), stage), len(places)) for device, stage in rows], np.intp)
         first: dict[int, tuple[Mapping[str, float], HostedStage]] = {}
@@ -68,8 +110,8 @@ class Predictor:
             first.setdefault(place, row)
         if not first:
             return Predicted(np.empty(0), np.empty(0, np.bool_))
-        numbers = table([*first.values()])
+        numbers = feature_table([*first.values()])
         logs = self.forest.predict(numbers)
-        known = self.forest.known(numbers, self.margin) & (logs.std(axis=1) <= self.spread)
+        known = self.forest.is_familiar(numbers, self.margin) & (logs.std(axis=1) <= self.spread)
         ratios = formula_of(numbers) * np.exp(logs.mean(axis=1))
         return Predicted(ratios[index], known[index])

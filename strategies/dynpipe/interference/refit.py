@@ -1,4 +1,4 @@
-"""A predictor that goes on learning from what the training shows, in a process of its own.
+"""Refit a predictor from observations of the training, in a separate process.
 
 Every look at a run tells, for nothing, how much a device's neighbours slow down the stage that it hosts.
 """
@@ -17,10 +17,9 @@ import numpy as np
 from lightning_pipes.ir import InputError, check_count
 from lightning_pipes.planning.replanning import HostedStage, Interference, Predicted
 from lightning_pipes.strategies.dynpipe.interference.apart import Training
-from lightning_pipes.strategies.dynpipe.interference.features import Array, table
+from lightning_pipes.strategies.dynpipe.interference.features import Array, feature_table
 from lightning_pipes.strategies.dynpipe.interference.forest import Forest
-from lightning_pipes.strategies.dynpipe.interference.models import formula_of
-from lightning_pipes.strategies.dynpipe.interference.predictor import Predictor
+from lightning_pipes.strategies.dynpipe.interference.predictor import Predictor, formula_of
 
 Rows = Sequence[tuple[Mapping[str, float], HostedStage]]
 VALIDATED = 0.2
@@ -83,7 +82,7 @@ class Refitted:
 
     def observe(self, rows: Rows, ratios: Sequence[float]) -> None:
         """See `Learning.observe`. A ratio that is no positive number says nothing."""
-        for row, ratio in zip(table(rows), ratios, strict=True):
+        for row, ratio in zip(feature_table(rows), ratios, strict=True):
             if not (math.isfinite(ratio) and ratio > 0):
                 continue
             self._bins[math.floor(4 * math.log2(ratio))].append((self._seen, row, ratio))

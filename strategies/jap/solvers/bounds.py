@@ -13,16 +13,20 @@ import numpy.typing as npt
 from lightning_pipes.strategies.jap.problem import ArrayProblem
 
 PARTS = 4
-"""Into how many pieces `two_stages` cuts the work of a job: more are closer, and take as much longer."""
+"""Into how many pieces `two_stage_bound` cuts the work of a job: more are closer, and take as much longer."""
 
 
-def interrupted(problem: ArrayProblem) -> int:
-    """Nanoseconds that the worst stage would need if it alone were limited and could interrupt its blocks (Jackson).
+def preemptive_bound(problem: ArrayProblem) -> int:
+    """Return nanoseconds that the worst stage would need if it alone were limited and could interrupt its blocks
+    (Jackson).
 
     It knows when each block can come and what follows it, and is never below the longest job alone, nor below a stage's
     work with the shortest ways to its first block and from its last one.
     """
-    tables = (a.reshape(problem.stages, -1).tolist() for a in (problem.heads, problem.busy, problem.tails))
+    tables = (
+        a.reshape(problem.stages, -1).tolist()
+        for a in (problem.earliest_starts, problem.busy_times, problem.least_rests)
+    )
     worst = 0.0
     for heads, busy, tails in zip(*tables, strict=True):
         after = [tail - block for tail, block in zip(tails, busy, strict=True)]
@@ -30,8 +34,8 @@ def interrupted(problem: ArrayProblem) -> int:
     return int(worst)
 
 
-def two_stages(problem: ArrayProblem) -> int:
-    """Nanoseconds that the worst pair of stages, u before v, would need if they alone were limited.
+def two_stage_bound(problem: ArrayProblem) -> int:
+    """Return nanoseconds that the worst pair of stages, u before v, would need if they alone were limited.
 
     Stage v has to give back long jobs early, for they take longest on their way to u, while u is idle until it gets
     short ones. A job's F and B take v for a together, its B takes u for b and begins L or more after the B on v, which
@@ -47,7 +51,8 @@ def two_stages(problem: ArrayProblem) -> int:
     is returned.
     """
     heads, busy, tails = (
-        a.reshape(problem.stages, 2, problem.jobs) for a in (problem.heads, problem.busy, problem.tails)
+        a.reshape(problem.stages, 2, problem.jobs)
+        for a in (problem.earliest_starts, problem.busy_times, problem.least_rests)
     )
     shares = np.arange(PARTS + 1)[:, None] / PARTS
     worst = 0.0
@@ -72,12 +77,12 @@ def two_stages(problem: ArrayProblem) -> int:
 
 
 def lower_bound(problem: ArrayProblem) -> int:
-    """The best bound there is, in nanoseconds."""
-    return max(interrupted(problem), two_stages(problem))
+    """Return the best bound there is, in nanoseconds."""
+    return max(preemptive_bound(problem), two_stage_bound(problem))
 
 
 def _urgent_first(heads: list[float], busy: list[float], tails: list[float]) -> Iterator[tuple[float, float]]:
-    """A stage that always runs what has the longest tail: of each piece its begin, the tail added, and its length."""
+    """Yield the pieces of a stage that always runs the longest tail: begin, begin plus tail, and length."""
     coming = sorted(zip(heads, busy, tails, strict=True), reverse=True)
     here: list[tuple[float, float]] = []
     t = 0.0
@@ -96,5 +101,5 @@ def _urgent_first(heads: list[float], busy: list[float], tails: list[float]) -> 
 
 
 def _after(amounts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The amount that there is from each of the times between `amounts` on."""
+    """Return the amount that there is from each of the times between `amounts` on."""
     return np.append(amounts[::-1].cumsum()[::-1], 0.0)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_pipes.strategies.jap.problem import ArrayProblem
+from lightning_pipes.strategies.jap.problem import ArrayProblem, Solution
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
-from lightning_pipes.strategies.jap.solvers.kernel import SOLVERS
+from lightning_pipes.strategies.jap.solvers.kernel import SOLVERS, kernel_for
 from lightning_pipes.strategies.jap.solvers.search import Effort
-from lightning_pipes.strategies.jap.solvers.solution import Solution
-from lightning_pipes.strategies.jap.solvers.tables import Rest, Tree
+from lightning_pipes.strategies.jap.solvers.tables import Begun, Rest, Tree
 
 CHUNK = 500
 """Nodes that are expanded between two looks at the clock."""
 
 
-def branched(problem: ArrayProblem, effort: Effort, incumbent: Solution) -> Solution:
-    """The best order there is, given the nodes of `effort`; else the best found, with the least bound of what is open.
+def branch_and_bound(problem: ArrayProblem, effort: Effort, incumbent: Solution) -> Solution:
+    """Return the best order there is, given the nodes of `effort`; else the best found, with the least bound of what is
+    open.
 
-    See `kernel.branched` for what it branches on. A node's bound is that of its stages with interrupted blocks.
+    See `kernel.expand_nodes` for what it branches on. A node's bound is that of its stages with interrupted blocks.
     """
     n, jobs, stages = problem.blocks, problem.jobs, problem.stages
     by = SOLVERS.fastest if effort.orders > CHUNK else SOLVERS.python
@@ -36,8 +36,8 @@ def branched(problem: ArrayProblem, effort: Effort, incumbent: Solution) -> Solu
         if _before(problem)[job] < 0:
             tree.children[tree.counts[0]], tree.promises[tree.counts[0]] = job, bound
             tree.counts[0] += 1
-    while depth >= 0 and best[0] > bound and effort.left:
-        depth = by.run.branched(blocks, same, depth, CHUNK, best, best_starts, starts, tree, rest)
+    while depth >= 0 and best[0] > bound and effort.is_left:
+        depth = by.run.expand_nodes(blocks, same, depth, CHUNK, best, best_starts, starts, tree, rest)
         effort.spent += CHUNK
         spent += CHUNK
     makespan = int(best[0])
@@ -48,10 +48,26 @@ def branched(problem: ArrayProblem, effort: Effort, incumbent: Solution) -> Solu
 
 
 def _before(problem: ArrayProblem) -> np.ndarray:
-    """By job, the one before it with equal times; -1 for none."""
+    """Return the previous job with equal times by job; -1 for none."""
     last: dict[int, int] = {}
     out = np.full(problem.jobs, -1, np.int64)
-    for job, kind in enumerate(problem.same.tolist()):
+    for job, kind in enumerate(problem.equal_jobs.tolist()):
         out[job] = last.get(kind, -1)
         last[kind] = job
     return out
+
+
+def solve_as_printed(problem: ArrayProblem) -> Solution:
+    """Return the paper's branch and bound (S IV-B, Algorithm 1): block by block it commits to the one with the least
+    bound, the last of equals, and never returns; so nothing says that the result is best. See `branch` for a search.
+
+    Read with its sets made anew at each block, which the print forgets. The bound of a stage is that of interrupted
+    blocks (Jackson): the exact 1|r_j|L_max is NP-hard.
+    """
+    by = kernel_for(problem.blocks * problem.jobs * problem.blocks // 2)
+    n, j, s = problem.blocks, problem.jobs, problem.stages
+    starts = by.fill(n)
+    begun = Begun(by.fill(j), by.fill(j), by.fill(s), by.fill(s, -1))
+    by.run.construct_order(problem.read(by), begun, Rest(by.fill(n), *(by.fill(2 * j) for _ in range(3))), starts)
+    found = np.array(starts, np.int64)
+    return Solution(problem, found, problem.makespan(found), lower_bound(problem), "algorithm 1")

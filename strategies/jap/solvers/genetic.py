@@ -7,15 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipes.strategies.jap.problem import Array, ArrayProblem
+from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, Solution
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
-from lightning_pipes.strategies.jap.solvers.rules import RULES, by_rule
+from lightning_pipes.strategies.jap.solvers.rules import RULES, order_by_rule
 from lightning_pipes.strategies.jap.solvers.search import Effort
-from lightning_pipes.strategies.jap.solvers.solution import Solution
 
 
 @dataclass(frozen=True)
-class Genetic:
+class OrderEvolution:
     """The settings that the paper leaves open.
 
     Attributes:
@@ -33,43 +32,46 @@ class Genetic:
     seeded: bool = False
 
 
-def evolved(problem: ArrayProblem, effort: Effort, seed: int = 0, settings: Genetic | None = None) -> Solution:
-    """The best order of a population that evolves (S IV-B): each gene is a job, its n-th occurrence is the job's n-th
-    block, forwards and backwards.
+def evolve_orders(
+    problem: ArrayProblem, effort: Effort, seed: int = 0, settings: OrderEvolution | None = None
+) -> Solution:
+    """Return the best order of a population that evolves (S IV-B): each gene is a job, its n-th occurrence is the job's
+    n-th block, forwards and backwards.
 
     Parents are drawn with probability ~ 1 / makespan; precedence operation crossover keeps the genes of some jobs from
     one parent and takes the others in the order of the other one; mutation swaps two genes; the best individual and
     all children stay, tournaments among the old fill up the rest.
     """
-    settings = settings or Genetic()
+    settings = settings or OrderEvolution()
     rng = np.random.default_rng(seed)
     genes = np.tile(np.repeat(np.arange(problem.jobs), 2 * problem.stages), (settings.population, 1))
     people = rng.permuted(genes, axis=1)
     if settings.seeded:
         people[: len(RULES)] = [
-            np.argsort(by_rule(problem, rule).starts, kind="stable") % problem.jobs for rule in RULES
+            np.argsort(order_by_rule(problem, rule).starts, kind="stable") % problem.jobs for rule in RULES
         ]
-    spans = decoded(problem, people)[0]
+    spans = decode_genes(problem, people)[0]
     effort.spent += len(people)
     for _ in range(settings.generations):
-        if not effort.left:
+        if not effort.is_left:
             break
         pairs = int(rng.integers(1, settings.population // 2 + 1))
         parents = people[_parents(spans, pairs, rng)]
         children = np.concatenate(_crossed(parents[:, 0], parents[:, 1], problem.jobs, rng))
         mutants = _swapped(people[rng.random(len(people)) < settings.mutation], rng)
         children = np.concatenate([children, mutants])[: settings.population - 1]
-        fresh = decoded(problem, children)[0]
+        fresh = decode_genes(problem, children)[0]
         effort.spent += len(children)
         winners = _winners(spans, settings.population - 1 - len(children), settings.rivals, rng)
         kept = np.concatenate([[spans.argmin()], winners])
         people, spans = np.concatenate([people[kept], children]), np.concatenate([spans[kept], fresh])
-    _, starts = decoded(problem, people[spans.argmin()][None])
+    _, starts = decode_genes(problem, people[spans.argmin()][None])
     return Solution(problem, starts[0], int(spans.min()), lower_bound(problem), "genetic", effort.spent)
 
 
-def decoded(problem: ArrayProblem, people: Array) -> tuple[Array, Array]:
-    """Makespan and starts of every chromosome: each block, from left to right, as early as its job and stage allow.
+def decode_genes(problem: ArrayProblem, people: Array) -> tuple[Array, Array]:
+    """Return makespan and starts of every chromosome: each block, from left to right, as early as its job and stage
+    allow.
 
     Args:
         people: jobs, of shape (individuals, blocks).
@@ -80,7 +82,7 @@ def decoded(problem: ArrayProblem, people: Array) -> tuple[Array, Array]:
     np.put_along_axis(step, np.argsort(people, axis=1, kind="stable"), np.tile(np.arange(width), problem.jobs)[None], 1)
     s = np.where(step < problem.stages, step, width - 1 - step)
     blocks = 2 * problem.jobs * s + np.where(step < problem.stages, 0, problem.jobs) + people
-    busy, lag = problem.busy[blocks].T, problem.lag[blocks].T
+    busy, lag = problem.busy_times[blocks].T, problem.block_lags[blocks].T
     ready, free = np.zeros(count * problem.jobs, np.int64), np.zeros(count * problem.stages, np.int64)
     starts = np.empty((n, count), np.int64)
     row = np.arange(count)
@@ -97,19 +99,20 @@ def decoded(problem: ArrayProblem, people: Array) -> tuple[Array, Array]:
 
 
 def _parents(spans: Array, pairs: int, rng: np.random.Generator) -> Array:
-    """Two individuals for each pair, by a roulette on 1 / makespan."""
+    """Return two individuals for each pair, by a roulette on 1 / makespan."""
     chance = 1 / spans
     return rng.choice(len(spans), (pairs, 2), p=chance / chance.sum())
 
 
 def _winners(spans: Array, count: int, rivals: int, rng: np.random.Generator) -> Array:
-    """The shortest of each tournament's rivals."""
+    """Return the shortest of each tournament's rivals."""
     drawn = rng.integers(len(spans), size=(count, rivals))
     return np.asarray(drawn[np.arange(count), spans[drawn].argmin(1)])
 
 
 def _crossed(one: Array, two: Array, jobs: int, rng: np.random.Generator) -> tuple[Array, Array]:
-    """Two children of each pair. Jobs that stay are a random part, neither none nor all where there are several."""
+    """Return two children of each pair. Jobs that stay are a random part, neither none nor all where there are
+    several."""
     stays = rng.random((len(one), jobs)) < 0.5
     stays[np.arange(len(one)), rng.integers(jobs, size=len(one))] = True
     if jobs > 1:
@@ -126,7 +129,7 @@ def _filled(one: Array, kept: npt.NDArray[np.bool_], two: Array, dropped: npt.ND
 
 
 def _swapped(people: Array, rng: np.random.Generator) -> Array:
-    """Two genes of each exchanged."""
+    """Return two genes of each exchanged."""
     row, n = np.arange(len(people)), people.shape[1]
     a, b = rng.integers(n, size=(2, len(people)))
     people[row, a], people[row, b] = people[row, b], people[row, a]

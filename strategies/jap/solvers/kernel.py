@@ -22,13 +22,13 @@ SCALE = 1024
 
 
 def draw(rng, below):
-    """A random number from 0 to `below` - 1 (Park and Miller 1988)."""
+    """Return a random number from 0 to `below` - 1 (Park and Miller 1988)."""
     rng[0] = rng[0] * 48271 % 2147483647
     return rng[0] % below
 
 
-def follower(o, s, jobs, n):
-    """The next block of the job of o, which is on stage s; -1 after its last one."""
+def next_block(o, s, jobs, n):
+    """Return the next block of the job of o, which is on stage s; -1 after its last one."""
     if o - 2 * jobs * s < jobs:
         if (s + 1) * 2 * jobs < n:
             return o + 2 * jobs
@@ -38,8 +38,8 @@ def follower(o, s, jobs, n):
     return -1
 
 
-def needed(blocks, notes, k):
-    """Fills `notes.need` for the jobs `notes.active[:k]`."""
+def fill_needs(blocks, notes, k):
+    """Fill `notes.need` for the jobs `notes.active[:k]`."""
     jobs, n, busy, _, tail = blocks
     active = notes.active
     need = notes.need
@@ -59,8 +59,8 @@ def needed(blocks, notes, k):
 # rank 1 |....a---b-c-........a=======b===c===........| bubble 45.5%
 # rank 2 |........a---a=======b-b===c-c===............| bubble 45.5%
 #         - forward  = backward  . idle
-def listed(blocks, urgency, notes, k, patience, limit, starts):
-    """When the jobs `notes.active[:k]` end, NEVER if that is after `limit`; fills `starts`.
+def list_schedule(blocks, urgency, notes, k, patience, limit, starts):
+    """Return when the jobs `notes.active[:k]` end, NEVER if that is after `limit`; fills `starts`.
 
     Whenever a stage is free, it takes the most urgent of its blocks that are ready within `patience`, and may wait for
     a better one.
@@ -108,7 +108,7 @@ def listed(blocks, urgency, notes, k, patience, limit, starts):
         left[s] -= busy[o]
         starts[o] = t
         free[s] = t + busy[o]
-        f = follower(o, s, jobs, n)
+        f = next_block(o, s, jobs, n)
         if f < 0:
             last = max(last, free[s])
         else:
@@ -134,8 +134,9 @@ def listed(blocks, urgency, notes, k, patience, limit, starts):
 # rank 1 |..b-..a---b===c-......a=======c===........| bubble 42.9%
 # rank 2 |....b-b===a---a=======c-c===..............| bubble 42.9%
 #         - forward  = backward  . idle
-def timed(blocks, order, path, sweep):
-    """When stages end that run their part of the sequence `order`, -1 if they wait for each other; fills `path`."""
+def time_sequence(blocks, order, path, sweep):
+    """Return when stages end that run their part of the sequence `order`, -1 if they wait for each other; fills
+    `path`."""
     jobs, n, busy, lag, _ = blocks
     sequence, place = order
     starts, cause = path
@@ -157,7 +158,7 @@ def timed(blocks, order, path, sweep):
         o = queue[low]
         low += 1
         s = o // width
-        f = follower(o, s, jobs, n)
+        f = next_block(o, s, jobs, n)
         if f < 0:
             last = max(last, starts[o] + busy[o])
         else:
@@ -183,9 +184,9 @@ def timed(blocks, order, path, sweep):
     return last if high == n else -1
 
 
-def inserted(blocks, urgency, notes, order, k, row, ahead, limit, starts):
-    """When the first k + 1 jobs of `order` end, once job `order[k]` stands where it does least harm among the k of
-    `row`; puts it there.
+def insert_job(blocks, urgency, notes, order, k, row, ahead, limit, starts):
+    """Return when the first k + 1 jobs of `order` end, once job `order[k]` stands where it does least harm among the k
+    of `row`; puts it there.
 
     `ahead` is added to the numbers of forwards: 4 jobs lets backwards go first.
     """
@@ -195,14 +196,14 @@ def inserted(blocks, urgency, notes, order, k, row, ahead, limit, starts):
     at = 0
     for i in range(k + 1):
         active[i] = order[i]
-    needed(blocks, notes, k + 1)
+    fill_needs(blocks, notes, k + 1)
     for p in range(k + 1):
         for i in range(k):
             second[row[i]] = 2 * (i + (i >= p))
             first[row[i]] = second[row[i]] + 1 + ahead
         second[order[k]] = 2 * p
         first[order[k]] = 2 * p + 1 + ahead
-        t = listed(blocks, urgency, notes, k + 1, 0, min(limit, best), starts)
+        t = list_schedule(blocks, urgency, notes, k + 1, 0, min(limit, best), starts)
         if t < best:
             best = t
             at = p
@@ -212,7 +213,7 @@ def inserted(blocks, urgency, notes, order, k, row, ahead, limit, starts):
     return best
 
 
-def moved(places, a, to):
+def move_place(places, a, to):
     """Job a comes to place `to`; those between move up or down by one."""
     old = places[a]
     for j in range(len(places)):
@@ -223,7 +224,7 @@ def moved(places, a, to):
     places[a] = to
 
 
-def annealed(blocks, chance, begin, end, mean, now, before, best, urgency, notes, starts):
+def anneal_places(blocks, chance, begin, end, mean, now, before, best, urgency, notes, starts):
     """Evaluations `begin` to `end` of `chance.total`: changes the places, the patience and what goes first of the
     `Style` `now`, and keeps what is best; `before` has room for the places before a change, `mean` is the longest
     patience."""
@@ -236,7 +237,7 @@ def annealed(blocks, chance, begin, end, mean, now, before, best, urgency, notes
     active = notes.active
     for j in range(jobs):
         active[j] = j
-    needed(blocks, notes, jobs)
+    fill_needs(blocks, notes, jobs)
     for e in range(begin, end):
         if best_style[2] <= target:
             return
@@ -253,9 +254,9 @@ def annealed(blocks, chance, begin, end, mean, now, before, best, urgency, notes
         if r < 30 or 55 <= r < 75:
             back[a], back[b] = back[b], back[a]
         if 75 <= r < 85:
-            moved(there, a, there[b])
+            move_place(there, a, there[b])
         if 75 <= r < 93:
-            moved(back, a, back[b])
+            move_place(back, a, back[b])
         if 93 <= r < 96:
             rule = draw(rng, 3)
         if r >= 96:
@@ -265,7 +266,7 @@ def annealed(blocks, chance, begin, end, mean, now, before, best, urgency, notes
             second[j] = 2 * back[j] + (4 * jobs if rule == 1 else 0)
         warm = style[2] // heat * (total - e) // total
         slack = warm * luck[draw(rng, len(luck))] // SCALE
-        v = listed(blocks, urgency, notes, jobs, patience, style[2] + slack, starts)
+        v = list_schedule(blocks, urgency, notes, jobs, patience, style[2] + slack, starts)
         if v <= style[2] + slack:
             style[0] = rule
             style[1] = patience
@@ -282,8 +283,8 @@ def annealed(blocks, chance, begin, end, mean, now, before, best, urgency, notes
                 back[j] = back_old[j]
 
 
-def shifted(sequence, place, source, to):
-    """The block at `source` comes to `to`; those between make room."""
+def shift_block(sequence, place, source, to):
+    """Return the block at `source` comes to `to`; those between make room."""
     o = sequence[source]
     step = 1 if to > source else -1
     for i in range(source, to, step):
@@ -293,13 +294,13 @@ def shifted(sequence, place, source, to):
     place[o] = to
 
 
-# What insertion, annealing and these exchanges make of the jobs of `listed`.
+# What insertion, annealing and these exchanges make of the jobs of `list_schedule`.
 # Drawn by `iteration("search")`:
 # rank 0 |b-a---c-......b===............a=======c===| bubble 42.9%
 # rank 1 |..b-..a---b===c-......a=======c===........| bubble 42.9%
 # rank 2 |....b-b===a---a=======c-c===..............| bubble 42.9%
 #         - forward  = backward  . idle
-def polished(blocks, chance, begin, end, order, value, best_sequence, path, path_new, sweep):
+def exchange_blocks(blocks, chance, begin, end, order, value, best_sequence, path, path_new, sweep):
     """Evaluations `begin` to `end` of `chance.total`: moves blocks of `order` that follow each other on the longest
     path and on a stage; keeps the best. `value` is [now, best], `path` that of `order`; `path_new` has room for one."""
     jobs, n, busy, _, _ = blocks
@@ -309,7 +310,7 @@ def polished(blocks, chance, begin, end, order, value, best_sequence, path, path
     starts_new, cause_new = path_new
     width = 2 * jobs
     if begin == 0:
-        value[0] = timed(blocks, order, path, sweep)
+        value[0] = time_sequence(blocks, order, path, sweep)
         value[1] = value[0]
         for i in range(n):
             best_sequence[i] = sequence[i]
@@ -325,7 +326,7 @@ def polished(blocks, chance, begin, end, order, value, best_sequence, path, path
         seen = 0
         while o >= 0:  # one of the longest path's arcs on a stage, each equally likely
             p = cause[o]
-            if p >= 0 and place[p] + 1 == place[o] and follower(p, p // width, jobs, n) != o:
+            if p >= 0 and place[p] + 1 == place[o] and next_block(p, p // width, jobs, n) != o:
                 seen += 1
                 if draw(rng, seen) == 0:
                     chosen = p
@@ -341,8 +342,8 @@ def polished(blocks, chance, begin, end, order, value, best_sequence, path, path
         elif r >= 7:
             to = max(row, source - draw(rng, 4))
             source += 1
-        shifted(sequence, place, source, to)
-        v = timed(blocks, order, path_new, sweep)
+        shift_block(sequence, place, source, to)
+        v = time_sequence(blocks, order, path_new, sweep)
         warm = value[1] // heat * (total - e) // total
         if v >= 0 and v <= value[0] + warm * luck[draw(rng, len(luck))] // SCALE:
             value[0] = v
@@ -354,11 +355,12 @@ def polished(blocks, chance, begin, end, order, value, best_sequence, path, path
                 for i in range(n):
                     best_sequence[i] = sequence[i]
         else:
-            shifted(sequence, place, to, source)
+            shift_block(sequence, place, to, source)
 
 
 def one_machine(count, head, busy, tail):
-    """When blocks end that a stage may interrupt: block i can begin at head[i], and has tail[i] to go after it."""
+    """Return when blocks end that a stage may interrupt: block i can begin at head[i], and has tail[i] to go after
+    it."""
     coming = [(0, 0)]
     coming.pop()
     for i in range(count):
@@ -391,8 +393,8 @@ def block_of(j, k, jobs, n):
     return 2 * jobs * (2 * stages - 1 - k) + jobs + j
 
 
-def outlook(blocks, limit, begun, rest):
-    """The least time in which what is begun can end; fills `rest.head` of the blocks that have not begun.
+def bound_rest(blocks, limit, begun, rest):
+    """Return a lower bound of the end of a partial order; fill `rest.head` of the blocks that have not begun.
 
     NEVER where it would be after `limit`, as when stages are held for each other's blocks.
     """
@@ -444,9 +446,9 @@ def outlook(blocks, limit, begun, rest):
 # rank 1 |..c-..a---c===b-......b===....a=======........| bubble 47.8%
 # rank 2 |....c-c===a---..b-b===a=======................| bubble 47.8%
 #         - forward  = backward  . idle
-def constructed(blocks, begun, rest, starts):
-    """When Algorithm 1 as printed ends: it fills `starts` block by block with the one that promises most, the last of
-    equals."""
+def construct_order(blocks, begun, rest, starts):
+    """Return when Algorithm 1 as printed ends: it fills `starts` block by block with the one that promises most, the
+    last of equals."""
     jobs, n, busy, lag, tail = blocks
     step, ready, free, _ = begun
     stages = n // (2 * jobs)
@@ -475,7 +477,7 @@ def constructed(blocks, begun, rest, starts):
             ready[j] = start + lag[o]
             free[s] = start + busy[o]
             step[j] += 1
-            least = outlook(blocks, NEVER, begun, rest)
+            least = bound_rest(blocks, NEVER, begun, rest)
             step[j] -= 1
             ready[j] = old
             free[s] = before
@@ -498,9 +500,9 @@ def constructed(blocks, begun, rest, starts):
 # rank 1 |..b-..a---b===c-......a=======c===........| bubble 42.9%
 # rank 2 |....b-b===a---a=======c-c===..............| bubble 42.9%
 #         - forward  = backward  . idle
-def branched(blocks, same, depth, nodes, best, best_starts, starts, tree, rest):
-    """The depth at which the search stops, -1 when all is searched: depth first, the most promising first, it expands
-    up to `nodes` nodes from `depth` on. `best` is [makespan], with its `best_starts`.
+def expand_nodes(blocks, same, depth, nodes, best, best_starts, starts, tree, rest):
+    """Return the depth at which the search stops, -1 when all is searched: depth first, the most promising first, it
+    expands up to `nodes` nodes from `depth` on. `best` is [makespan], with its `best_starts`.
 
     A node has decided how the row of each stage begins. Its children are all the blocks that can come next on one stage
     in a schedule where no block can be moved ahead of others without delaying them (Giffler and Thompson 1960). Updates
@@ -564,7 +566,7 @@ def branched(blocks, same, depth, nodes, best, best_starts, starts, tree, rest):
                     best_starts[i] = starts[i]
             continue
         counts[d] = 0
-        if outlook(blocks, best[0], begun, rest) >= best[0]:
+        if bound_rest(blocks, best[0], begun, rest) >= best[0]:
             continue
         s = -1
         t = NEVER
@@ -603,7 +605,7 @@ def branched(blocks, same, depth, nodes, best, best_starts, starts, tree, rest):
                 else:
                     held[s] = o
                 keep = [head[2 * jobs * s + x] for x in range(2 * jobs)]
-                least = outlook(blocks, best[0], begun, rest)
+                least = bound_rest(blocks, best[0], begun, rest)
                 for x in range(2 * jobs):
                     head[2 * jobs * s + x] = keep[x]
                 held[s] = -1
@@ -631,20 +633,20 @@ def branched(blocks, same, depth, nodes, best, best_starts, starts, tree, rest):
 
 SOLVERS = JitKernel(
     draw,
-    follower,
-    needed,
-    listed,
-    timed,
-    inserted,
-    moved,
-    annealed,
-    shifted,
-    polished,
+    next_block,
+    fill_needs,
+    list_schedule,
+    time_sequence,
+    insert_job,
+    move_place,
+    anneal_places,
+    shift_block,
+    exchange_blocks,
     one_machine,
     block_of,
-    outlook,
-    constructed,
-    branched,
+    bound_rest,
+    construct_order,
+    expand_nodes,
     patience=300_000,
 )
 

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.strategies.jap.problem import ArrayProblem
+from lightning_pipes.strategies.jap.problem import ArrayProblem, Solution
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
-from lightning_pipes.strategies.jap.solvers.solution import Solution
 
 
 def require_ortools() -> None:
@@ -24,7 +23,7 @@ def require_ortools() -> None:
         raise InputError("CP-SAT needs OR-Tools, which is not installed; pip install lightning-pipes[proof]")
 
 
-def proven(
+def prove_order(
     problem: ArrayProblem,
     seconds: float,
     incumbent: Solution,
@@ -32,7 +31,7 @@ def proven(
     seed: int = 0,
     deterministic: bool = False,
 ) -> Solution:
-    """The best that CP-SAT finds in `seconds` from `incumbent` on, and its bound: equal if it is proven best.
+    """Return the best that CP-SAT finds in `seconds` from `incumbent` on, and its bound: equal if it is proven best.
 
     Equal jobs go in the order of their numbers, which costs nothing.
 
@@ -46,7 +45,7 @@ def proven(
     require_ortools()
     from ortools.sat.python import cp_model
 
-    unit = int(np.gcd.reduce([*problem.busy, *problem.lag]))
+    unit = int(np.gcd.reduce([*problem.busy_times, *problem.block_lags]))
     model = cp_model.CpModel()
     most = incumbent.makespan // unit
     hint = _equals_in_order(problem, incumbent.starts) // unit
@@ -56,17 +55,20 @@ def proven(
     numbers = np.arange(problem.blocks).reshape(problem.stages, 2, problem.jobs)
     for stage in numbers.reshape(problem.stages, -1).tolist():
         model.add_no_overlap(
-            [model.new_fixed_size_interval_var(start[o], int(problem.busy[o] // unit), f"block {o}") for o in stage]
+            [
+                model.new_fixed_size_interval_var(start[o], int(problem.busy_times[o] // unit), f"block {o}")
+                for o in stage
+            ]
         )
     for job in range(problem.jobs):
         for o, follower in pairwise([*numbers[:, 0, job].tolist(), *numbers[::-1, 1, job].tolist()]):
-            model.add(start[follower] >= start[o] + int(problem.lag[o] // unit))
+            model.add(start[follower] >= start[o] + int(problem.block_lags[o] // unit))
     for a, b in _equals(problem):
         for o, later in zip(numbers[:, :, a].reshape(-1).tolist(), numbers[:, :, b].reshape(-1).tolist(), strict=True):
             model.add(start[o] <= start[later])
     end = model.new_int_var(-(-lower_bound(problem) // unit), most, "end")
     for o in numbers[0, 1].tolist():
-        model.add(end >= start[o] + int(problem.busy[o] // unit))
+        model.add(end >= start[o] + int(problem.busy_times[o] // unit))
     model.minimize(end)
     solver: Any = cp_model.CpSolver()
     if deterministic:
@@ -85,14 +87,14 @@ def proven(
 
 
 def _equals(problem: ArrayProblem) -> list[tuple[int, int]]:
-    kinds = problem.same
+    kinds = problem.equal_jobs
     return [(a, b) for kind in np.unique(kinds) for a, b in pairwise(np.flatnonzero(kinds == kind).tolist())]
 
 
 def _equals_in_order(problem: ArrayProblem, starts: np.ndarray) -> np.ndarray:
-    """The same schedule where of equal jobs the one with the smaller number goes first everywhere."""
+    """Return the same schedule where of equal jobs the one with the smaller number goes first everywhere."""
     table = starts.reshape(problem.stages, 2, problem.jobs).copy()
-    for kind in np.unique(problem.same):
-        jobs = np.flatnonzero(problem.same == kind)
+    for kind in np.unique(problem.equal_jobs):
+        jobs = np.flatnonzero(problem.equal_jobs == kind)
         table[:, :, jobs] = np.sort(table[:, :, jobs], axis=2)
     return table.reshape(-1)

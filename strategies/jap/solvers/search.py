@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, longest
+from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, Solution, time_order
 from lightning_pipes.strategies.jap.solvers import rules
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
 from lightning_pipes.strategies.jap.solvers.kernel import NEVER, SCALE, kernel_for
-from lightning_pipes.strategies.jap.solvers.solution import Solution
 from lightning_pipes.strategies.jap.solvers.tables import Chance, Path, Sequence, Style, Sweep, Urgency
 
 LUCK = np.rint(-np.log((np.arange(4096) + 0.5) / 4096) * SCALE).astype(np.int64)
@@ -39,22 +38,21 @@ class Effort:
     spent: int = 0
 
     @classmethod
-    def within(cls, seconds: float, clock: Callable[[], float] = time.monotonic) -> Effort:
-        """As many orders as can be timed in so many seconds from now on, by `clock`. What is found differs from run to
-        run then."""
+    def from_seconds(cls, seconds: float, clock: Callable[[], float] = time.monotonic) -> Effort:
+        """Return a budget of seconds from now on, by `clock`. Results then differ from run to run."""
         end = clock() + seconds
         return cls(10**9, lambda: clock() > end)
 
     @property
-    def left(self) -> bool:
+    def is_left(self) -> bool:
         """Whether there is anything left."""
         return self.spent < self.orders and not self.over()
 
 
-def searched(
+def search_orders(
     problem: ArrayProblem, effort: Effort, seed: int = 0, bound: int = 0, incumbent: Solution | None = None
 ) -> Solution:
-    """The best order found, at least as good as the best rule's, and as `incumbent`.
+    """Return the best order found, at least as good as the best rule's, and as `incumbent`.
 
     Jobs are inserted one by one where they do least harm (Nawaz, Enscore and Ham 1983). From the best orders of jobs in
     turn follow rounds: annealing on the places of jobs, on what goes first, and on how long a stage waits for a better
@@ -65,16 +63,16 @@ def searched(
         incumbent: an order that is known already.
     """
     search = _Search(problem, effort, seed, bound or lower_bound(problem))
-    beginnings = [search.by_rule(rule) for rule in rules.RULES]
+    beginnings = [search.order_by_rule(rule) for rule in rules.RULES]
     for longest_first in (True, False):
         for style in (0, 2):
-            beginnings += search.insertion(longest_first, style)
+            beginnings += search.insert_jobs(longest_first, style)
     beginnings.sort(key=lambda beginning: beginning.makespan)
-    if incumbent is not None and search.wanted and search.keep(incumbent.starts) <= search.makespan:
-        search.exchanges(incumbent.starts)
+    if incumbent is not None and search.can_improve and search.keep_best(incumbent.starts) <= search.makespan:
+        search.exchange_blocks(incumbent.starts)
     turn = 0
-    while search.wanted:
-        search.exchanges(search.annealing(beginnings[turn % len(beginnings)]))
+    while search.can_improve:
+        search.exchange_blocks(search.anneal_places(beginnings[turn % len(beginnings)]))
         turn += 1
     return Solution(problem, search.starts, search.makespan, search.bound, "search", effort.spent)
 
@@ -92,7 +90,7 @@ class _Search:
 
     def __init__(self, problem: ArrayProblem, effort: Effort, seed: int, bound: int) -> None:
         self.problem, self.bound = problem, bound
-        self.makespan, self.starts = NEVER, problem.heads
+        self.makespan, self.starts = NEVER, problem.earliest_starts
         self._effort = effort
         self._by = by = kernel_for(effort.orders * problem.blocks)
         self._blocks = problem.read(by)
@@ -100,58 +98,60 @@ class _Search:
         self._rng = by.copy([seed % 2147483646 + 1])
 
     @property
-    def wanted(self) -> bool:
+    def can_improve(self) -> bool:
         """Whether something better may be found."""
-        return self.makespan > self.bound and self._effort.left
+        return self.makespan > self.bound and self._effort.is_left
 
-    def keep(self, starts: Array) -> int:
-        """Nanoseconds of an order, which is kept if it is the best."""
+    def keep_best(self, starts: Array) -> int:
+        """Return nanoseconds of an order, which is kept if it is the best."""
         makespan = self.problem.makespan(starts)
         if makespan < self.makespan:
             self.makespan, self.starts = makespan, starts
         return makespan
 
-    def by_rule(self, rule: str) -> _Beginning:
-        """The order that a rule gives."""
+    def order_by_rule(self, rule: str) -> _Beginning:
+        """Return the order that a rule gives."""
         place, style = rules.RULES[rule]
         there = place(self.problem)
-        return _Beginning(self.keep(rules.listed(self.problem, there, there, style, 0, self._by)), style, there)
+        return _Beginning(
+            self.keep_best(rules.start_times(self.problem, there, there, style, 0, self._by)), style, there
+        )
 
-    def insertion(self, longest_first: bool, style: int) -> list[_Beginning]:
+    def insert_jobs(self, longest_first: bool, style: int) -> list[_Beginning]:
         """Jobs inserted one by one; none where there is no time for all of them."""
         by, jobs = self._by, self.problem.jobs
         places = rules.longest_first(self.problem)
         order = by.copy(np.argsort(places if longest_first else -places))
         row, urgency = by.fill(jobs), Urgency(by.fill(jobs), by.fill(jobs))
-        notes, starts = rules.notes(self.problem, by), by.fill(self.problem.blocks)
+        notes, starts = rules.make_notes(self.problem, by), by.fill(self.problem.blocks)
         for k in range(jobs):
-            if not self.wanted:
+            if not self.can_improve:
                 return []
-            by.run.inserted(self._blocks, urgency, notes, order, k, row, 4 * jobs * (style == 0), NEVER, starts)
+            by.run.insert_job(self._blocks, urgency, notes, order, k, row, 4 * jobs * (style == 0), NEVER, starts)
             self._effort.spent += k + 1
-        there = rules.places(np.array(row, np.int64))
-        return [_Beginning(self.keep(rules.listed(self.problem, there, there, style, 0, by)), style, there)]
+        there = rules.places_from_order(np.array(row, np.int64))
+        return [_Beginning(self.keep_best(rules.start_times(self.problem, there, there, style, 0, by)), style, there)]
 
-    def annealing(self, beginning: _Beginning) -> Array:
-        """The starts of the best order of a round of annealing."""
+    def anneal_places(self, beginning: _Beginning) -> Array:
+        """Return the starts of the best order of a round of annealing."""
         by, p = self._by, self.problem
         rule = [beginning.style, 0, beginning.makespan]
         now, before, best = (Style(*map(by.copy, (beginning.places, beginning.places, rule))) for _ in range(3))
         mean = max(1, int(p.forward.mean()))
         urgency = Urgency(by.fill(p.jobs), by.fill(p.jobs))
-        notes, room, chance = rules.notes(p, by), by.fill(p.blocks), self._chance(ROUND)
+        notes, room, chance = rules.make_notes(p, by), by.fill(p.blocks), self._chance(ROUND)
         self._in_chunks(
             ROUND,
-            lambda begin, end: by.run.annealed(
+            lambda begin, end: by.run.anneal_places(
                 self._blocks, chance, begin, end, mean, now, before, best, urgency, notes, room
             ),
         )
         there, back = (np.array(each, np.int64) for each in (best.there, best.back))
-        starts = rules.listed(p, there, back, int(best.rule[0]), int(best.rule[1]), by)
-        self.keep(starts)
+        starts = rules.start_times(p, there, back, int(best.rule[0]), int(best.rule[1]), by)
+        self.keep_best(starts)
         return starts
 
-    def exchanges(self, starts: Array) -> None:
+    def exchange_blocks(self, starts: Array) -> None:
         """A round of exchanges of blocks that follow each other on the longest path."""
         by, p = self._by, self.problem
         given = p.order_of(starts).reshape(-1)
@@ -161,20 +161,20 @@ class _Search:
         sweep = Sweep(by.fill(p.blocks), by.fill(p.blocks))
         self._in_chunks(
             EXCHANGES * ROUND,
-            lambda begin, end: by.run.polished(
+            lambda begin, end: by.run.exchange_blocks(
                 self._blocks, chance, begin, end, order, value, best_sequence, path, path_new, sweep
             ),
         )
-        found = longest(p, np.array(best_sequence, np.int64).reshape(p.stages, -1), by)
+        found = time_order(p, np.array(best_sequence, np.int64).reshape(p.stages, -1), by)
         assert found is not None
-        self.keep(found)
+        self.keep_best(found)
 
     def _chance(self, total: int) -> Chance:
         return Chance(self.bound, self._luck, HEAT, total, self._rng)
 
     def _in_chunks(self, total: int, some: Callable[[int, int], object]) -> None:
         for begin in range(0, total, CHUNK):
-            if not self.wanted:
+            if not self.can_improve:
                 return
             some(begin, min(begin + CHUNK, total))
             self._effort.spent += CHUNK

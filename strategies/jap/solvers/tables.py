@@ -41,7 +41,7 @@ class Urgency(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """The notes of `kernel.listed`.
+    """The notes of `kernel.list_schedule`.
 
     Attributes:
         active: the jobs that are ordered; the first k count.
@@ -120,7 +120,7 @@ class Path(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """The notes of `kernel.timed`.
+    """The notes of `kernel.time_sequence`.
 
     Attributes:
         queue: blocks that wait for nothing any more.
@@ -132,7 +132,7 @@ class Sweep(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """How far an order has been decided.
+    """A partial order.
 
     Attributes:
         step, ready: (j) how many of its blocks have begun, and when its next one can start.
@@ -146,7 +146,7 @@ class Begun(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """The notes of `kernel.outlook`.
+    """The notes of `kernel.bound_rest`.
 
     Attributes:
         head: (o) when it can start at the earliest, of blocks that have not begun.

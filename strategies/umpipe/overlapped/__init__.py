@@ -1,5 +1,5 @@
-"""Unequal micro-batches whose forward and backward overlap: what they take."""
+"""Unequal micro-batches with overlapping forward and backward: what they take."""
 
-from lightning_pipes.strategies.umpipe.overlapped.run import Merge, Run, cut_of, overlapped
+from lightning_pipes.strategies.umpipe.overlapped.run import Merge, OverlappedRun, cut_of, run_overlapped
 
-__all__ = ["Merge", "Run", "cut_of", "overlapped"]
+__all__ = ["Merge", "OverlappedRun", "cut_of", "run_overlapped"]

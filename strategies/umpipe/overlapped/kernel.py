@@ -17,7 +17,7 @@ FORWARD_FIRST = 1
 ALL_FORWARDS_FIRST = 2
 
 
-def place(p, width, lead):
+def runner_of_process(p, width, lead):
     """Where process p runs: the forward number of its rank's first stage, or its link, backward links after all
     others."""
     if p < width:
@@ -27,9 +27,9 @@ def place(p, width, lead):
     return width + (2 * width - 2 - p) // 2
 
 
-def dispatched(chunks, policy, limit, memory, room, log):
-    """When the last backward chunk ends; NEVER if that is not before `limit`, if a stage would hold more than it may,
-    or if all wait for each other. Fills `room.peak`, and `log` if it has room.
+def run_chunks(chunks, policy, limit, memory, room, log):
+    """Return when the last backward chunk ends; NEVER if that is not before `limit`, if a stage would hold more than it
+    may, or if all wait for each other. Fills `room.peak`, and `log` if it has room.
 
     A chunk starts as soon as its rank or link is free and the process before has finished all its rows; for the first
     backward that is the last forward. Where a rank could start a forward and a backward, the policy says which; of
@@ -146,7 +146,7 @@ def dispatched(chunks, policy, limit, memory, room, log):
         while active > 0 and ends[active - 1] == t:
             active -= 1
             p = running[active]
-            r = place(p, width, lead)
+            r = runner_of_process(p, width, lead)
             more = begun[p] - done[p]
             done[p] = begun[p]
             idle[r] = 1
@@ -163,12 +163,12 @@ def dispatched(chunks, policy, limit, memory, room, log):
                 level[(n - 2 - p) // 2] += more * weight_returned[(n - 2 - p) // 2]
             p += 1
             if p < n:
-                touched[news] = place(p, width, lead)
+                touched[news] = runner_of_process(p, width, lead)
                 news += 1
 
 
-def tried(p, options, times, sizes, policies, chunks, memory, room, log, best):
-    """Takes the best of the options of process p, the others given; `best` is [time, option, policy, evaluations] and
+def improve_option(p, options, times, sizes, policies, chunks, memory, room, log, best):
+    """Take the best of the options of process p, the others given; `best` is [time, option, policy, evaluations] and
     changes only if there is a better one.
 
     `times` is flat: option q of process p takes `times[p * len(sizes) + q]`.
@@ -182,7 +182,7 @@ def tried(p, options, times, sizes, policies, chunks, memory, room, log, best):
         busy[p] = times[p * len(sizes) + q]
         size[p] = sizes[q]
         for policy in policies:
-            end = dispatched(chunks, policy, best[0], memory, room, log)
+            end = run_chunks(chunks, policy, best[0], memory, room, log)
             best[3] += 1
             if end < best[0]:
                 best[0] = end
@@ -192,15 +192,15 @@ def tried(p, options, times, sizes, policies, chunks, memory, room, log, best):
     size[p] = sizes[best[1]]
 
 
-def capped(i, caps, policies, chunks, memory, room, log, best):
-    """Takes the best of the caps of stage i, the others given; `best` is [time, cap, policy, evaluations] as above."""
+def improve_cap(i, caps, policies, chunks, memory, room, log, best):
+    """Take the best of the caps of stage i, the others given; `best` is [time, cap, policy, evaluations] as above."""
     now = best[1]
     for cap in caps:
         if cap == now:
             continue
         memory.caps[i] = cap
         for policy in policies:
-            end = dispatched(chunks, policy, best[0], memory, room, log)
+            end = run_chunks(chunks, policy, best[0], memory, room, log)
             best[3] += 1
             if end < best[0]:
                 best[0] = end
@@ -209,4 +209,4 @@ def capped(i, caps, policies, chunks, memory, room, log, best):
     memory.caps[i] = best[1]
 
 
-OVERLAPPED = JitKernel(place, dispatched, tried, capped, patience=0)
+OVERLAPPED = JitKernel(runner_of_process, run_chunks, improve_option, improve_cap, patience=0)

@@ -1,4 +1,4 @@
-"""How a batch runs whose forward and backward overlap, each process with chunks of its own size.
+"""Run a batch with overlapping forward and backward; each process has its own chunk size.
 
 The paper names this UMPipeDream and gives no semantics (its section V-E says "by recursion"). Here: a process runs its
 chunks in order of samples. A chunk starts when its stage or link is free and all its rows are finished in the process
@@ -18,7 +18,7 @@ import numpy as np
 
 from lightning_pipes.ir import STEP, B, Cut, F, InputError, Kind, Plan, Program, short_repr
 from lightning_pipes.sim.loops.jit import Kernel
-from lightning_pipes.strategies.umpipe.network import Network, Scheme, sized
+from lightning_pipes.strategies.umpipe.network import Network, Scheme, spans_of_size
 from lightning_pipes.strategies.umpipe.overlapped import kernel
 from lightning_pipes.strategies.umpipe.overlapped.tables import FREE, Chunks, Memory, make_log, make_memory, make_room
 
@@ -35,7 +35,7 @@ class Merge(IntEnum):
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class OverlappedRun:
     """A batch that has run: its time, its order, and the rows in flight.
 
     Attributes:
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def warmup_rows(self) -> tuple[int, ...]:
-        """Of each stage the rows whose forward began before its first backward did."""
+        """Rows of each stage with a forward before its first backward."""
         sizes = self.network.sizes_of(self.scheme)[0][::2]
         first = ([kind for kind, _ in row].index(Kind.B) for row in self.order)
         return tuple(min(n * size, self.network.rows) for n, size in zip(first, sizes, strict=True))
@@ -70,7 +70,7 @@ class Run:
         return cut_of(self.network, self.scheme)
 
     def plan(self, ranks: Sequence[int] = ()) -> Plan:
-        """The plan of one batch, by default with a rank for each stage."""
+        """Return the plan of one batch, by default with a rank for each stage."""
         return Plan(tuple(ranks) or tuple(range(self.network.stages)), (self.cut,))
 
     @cached_property
@@ -84,9 +84,9 @@ class Run:
         return Program(tuple(rows))
 
 
-def overlapped(
+def run_overlapped(
     network: Network, scheme: Scheme, caps: Sequence[int] | None = None, policy: Merge = Merge.BACKWARD_FIRST
-) -> Run:
+) -> OverlappedRun:
     """How `scheme` runs; the order of its chunks is what a static program needs.
 
     Args:
@@ -99,13 +99,15 @@ def overlapped(
     return _logged(network, scheme, caps, policy, kernel.OVERLAPPED.python)
 
 
-def _logged(network: Network, scheme: Scheme, caps: Sequence[int] | None, policy: Merge, machine: Kernel) -> Run:
+def _logged(
+    network: Network, scheme: Scheme, caps: Sequence[int] | None, policy: Merge, machine: Kernel
+) -> OverlappedRun:
     plain = chunks_of(network, scheme)
     chunks = Chunks(plain.rows, machine.copy(plain.busy), machine.copy(plain.size))
     limits = None if caps is None else check_caps(network, caps)
     memory = make_memory(machine, network.stages, None if limits is None else in_flight(network, limits))
     room, log = make_room(machine, network.stages), make_log(machine, chunks)
-    end = machine.run.dispatched(chunks, int(policy), kernel.NEVER, memory, room, log)
+    end = machine.run.run_chunks(chunks, int(policy), kernel.NEVER, memory, room, log)
     if end == kernel.NEVER:
         raise InputError(
             f"with at most {short_repr(limits)} rows in flight on its stages all of them wait for each other: a "
@@ -121,7 +123,7 @@ def _logged(network: Network, scheme: Scheme, caps: Sequence[int] | None, policy
         kinds = [(int(turn), Kind.F, i) for i, turn in enumerate(forward)]
         kinds += [(int(turn), Kind.B, i) for i, turn in enumerate(backward)]
         order.append(tuple((kind, i) for _, kind, i in sorted(kinds)))
-    return Run(
+    return OverlappedRun(
         network,
         scheme,
         Merge(policy),
@@ -134,7 +136,7 @@ def _logged(network: Network, scheme: Scheme, caps: Sequence[int] | None, policy
 
 
 def chunks_of(network: Network, scheme: Scheme) -> Chunks:
-    """The chunks of all processes, forward then backward.
+    """Return the chunks of all processes, forward then backward.
 
     Raises:
         InputError: not an option for each process.
@@ -152,7 +154,7 @@ def chunks_of(network: Network, scheme: Scheme) -> Chunks:
 
 
 def check_caps(network: Network, caps: Sequence[int]) -> tuple[int, ...]:
-    """The caps as whole numbers, one for each stage.
+    """Return the caps as whole numbers, one for each stage.
 
     Raises:
         InputError: they are not that, or one is below 1.
@@ -166,14 +168,14 @@ def check_caps(network: Network, caps: Sequence[int]) -> tuple[int, ...]:
 
 
 def in_flight(network: Network, caps: Sequence[int]) -> Memory:
-    """Memory that counts rows in flight and nothing else."""
+    """Return memory that counts rows in flight and nothing else."""
     each = network.stages
     return Memory(tuple(caps), (1,) * each, (0,) * each, (0,) * each, (FREE,) * each)
 
 
 def cut_of(network: Network, scheme: Scheme) -> Cut:
     """How `scheme` cuts a batch, in spans of samples: of stages, and of links by the stage that sends."""
-    forward, backward = ([sized(network.rows, size) for size in sizes] for sizes in network.sizes_of(scheme))
+    forward, backward = ([spans_of_size(network.rows, size) for size in sizes] for sizes in network.sizes_of(scheme))
     backward = backward[::-1]  # from the first stage on, as a cut lists them
     return Cut(
         network.rows,

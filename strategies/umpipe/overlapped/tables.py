@@ -52,7 +52,7 @@ class Memory(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Stages that share a rank, and the notes of `kernel.dispatched`.
+    """Stages that share a rank, and the notes of `kernel.run_chunks`.
 
     Attributes:
         lead, beside: (i) the first stage on its rank, and the next one there, the first after the last.

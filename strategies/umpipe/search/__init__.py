@@ -1,21 +1,21 @@
 """Schemes: what they take, and the best ones, all forwards before all backwards."""
 
-from lightning_pipes.strategies.umpipe.search.evaluate import evaluated
-from lightning_pipes.strategies.umpipe.search.exact import optimal
-from lightning_pipes.strategies.umpipe.search.genetic import Evolved, Genetic, evolved
-from lightning_pipes.strategies.umpipe.search.greedy import global_greedy, gpipe, local_greedy
+from lightning_pipes.strategies.umpipe.search.chain import SchemeSolution
+from lightning_pipes.strategies.umpipe.search.evaluate import evaluate_schemes
+from lightning_pipes.strategies.umpipe.search.exact import search_optimum
+from lightning_pipes.strategies.umpipe.search.genetic import Evolved, SchemeEvolution, evolve_schemes
+from lightning_pipes.strategies.umpipe.search.greedy import best_equal_scheme, global_greedy, local_greedy
 from lightning_pipes.strategies.umpipe.search.kernel import load_loops
-from lightning_pipes.strategies.umpipe.search.solved import Solved
 
 __all__ = [
     "Evolved",
-    "Genetic",
-    "Solved",
-    "evaluated",
-    "evolved",
+    "SchemeEvolution",
+    "SchemeSolution",
+    "evaluate_schemes",
+    "evolve_schemes",
     "global_greedy",
-    "gpipe",
+    "best_equal_scheme",
     "load_loops",
     "local_greedy",
-    "optimal",
+    "search_optimum",
 ]

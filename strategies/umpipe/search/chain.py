@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from lightning_pipes.strategies.umpipe.network import Times
+from lightning_pipes.strategies.umpipe.network import Scheme, Times
 
 
-class Cuts(Protocol):
+class CutTables(Protocol):
     """A pipeline that is to be cut: a `Network`, or `networks.Tables`, which keep a column for every count."""
 
     @property
@@ -18,7 +19,7 @@ class Cuts(Protocol):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of each option the samples of a chunk; they never rise."""
+        """Samples of a chunk by option; they never rise."""
 
     @property
     def forward(self) -> Times:
@@ -48,16 +49,43 @@ class Chain(NamedTuple):
 
     @property
     def counts(self) -> Times:
-        """Of each option the number of chunks."""
+        """Number of chunks by option."""
         return -(-self.rows // self.sizes)
 
     @property
-    def equal(self) -> Times:
+    def equal_schemes(self) -> Times:
         """GPipe's schemes as rows: all processes take option 0, all take option 1, and so on."""
         return np.repeat(np.arange(self.options)[:, None], self.processes, axis=1)
 
 
-def chains(cuts: Cuts) -> tuple[Chain, Chain]:
-    """The forward and the backward chain. A batch takes the sum of their times, as backward waits for all forwards."""
+def chains_of_network(cuts: CutTables) -> tuple[Chain, Chain]:
+    """Return the forward and the backward chain. A batch takes the sum of their times, as backward waits for all
+    forwards."""
     sizes = np.array(cuts.sizes, np.int64)
     return Chain(cuts.rows, sizes, cuts.forward), Chain(cuts.rows, sizes, cuts.backward)
+
+
+@dataclass(frozen=True)
+class SchemeSolution:
+    """A scheme that was found.
+
+    Attributes:
+        scheme: the options of all processes.
+        value: what a batch takes with it, all forwards before all backwards, in the network's unit.
+        lower_bound: no scheme that the search may take goes below this.
+        is_proven: nor does any go below `value`.
+    """
+
+    scheme: Scheme
+    value: int
+    lower_bound: int
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether no scheme that the search may take is better."""
+        return self.lower_bound >= self.value
+
+    @property
+    def gap(self) -> float:
+        """How much better another scheme may be at most, as a share of the lower bound."""
+        return (self.value - self.lower_bound) / max(1, self.lower_bound)

@@ -1,4 +1,4 @@
-"""The time that schemes take: the paper's recurrence, which is the definition, and compiled over chunks."""
+"""The time that schemes take, by loops over chunks."""
 
 from __future__ import annotations
 
@@ -8,24 +8,28 @@ import numpy as np
 
 from lightning_pipes.ir import InputError, short_repr
 from lightning_pipes.strategies.umpipe.network import Scheme, Times
-from lightning_pipes.strategies.umpipe.search.chain import Chain, Cuts, chains
+from lightning_pipes.strategies.umpipe.search.chain import Chain, CutTables, chains_of_network
 from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS
 
 
-def evaluated(network: Cuts, schemes: Sequence[Scheme]) -> Times:
-    """The time that a batch takes with each scheme, all forwards before all backwards (E4), in the network's unit.
+def evaluate_schemes(network: CutTables, schemes: Sequence[Scheme]) -> Times:
+    """Return the time that a batch takes with each scheme, all forwards before all backwards (E4), in the network's
+    unit.
 
     Raises:
         InputError: a scheme that does not name an option for each process.
     """
     return sum(
-        (ended(chain, genes) for chain, genes in zip(chains(network), people_of(network, schemes), strict=True)),
+        (
+            evaluate_genes(chain, genes)
+            for chain, genes in zip(chains_of_network(network), people_of(network, schemes), strict=True)
+        ),
         start=np.zeros(len(schemes), np.int64),
     )
 
 
-def people_of(network: Cuts, schemes: Sequence[Scheme]) -> tuple[Times, Times]:
-    """The genes of schemes, a row each: forward, and backward.
+def people_of(network: CutTables, schemes: Sequence[Scheme]) -> tuple[Times, Times]:
+    """Return the genes of schemes, a row each: forward, and backward.
 
     Raises:
         InputError: a scheme that does not name an option for each process.
@@ -42,13 +46,13 @@ def people_of(network: Cuts, schemes: Sequence[Scheme]) -> tuple[Times, Times]:
     return forward, backward
 
 
-def ended(chain: Chain, people: Times) -> Times:
-    """When the batch has left the chain, for each row of genes; `kernel.ended` in a row."""
+def evaluate_genes(chain: Chain, people: Times) -> Times:
+    """Return when the batch has left the chain, for each row of genes; `kernel.end_of_chain` in a row."""
     counts = chain.counts
     run = CHUNKS.select(int(counts[people].sum()) if len(people) else 0).run
     ends = np.zeros(len(people), np.int64)
     most = int(counts.max())
-    run.ended_all(
+    run.ends_of_chains(
         chain.rows,
         chain.sizes,
         chain.times,
@@ -58,22 +62,3 @@ def ended(chain: Chain, people: Times) -> Times:
         ends,
     )
     return ends
-
-
-def by_sample(chain: Chain, genes: Sequence[int]) -> int:
-    """When the batch has left the chain, by A1: process by process, sample by sample.
-
-    E_kj = max(E_{k-1,z}, E_ky) + F_k, where y is the last sample before j's chunk and z the last one in it. The paper's
-    E3 uses the number of micro-batches p_k as their size; the size is ceil(P / p_k).
-    """
-    sizes, times = chain.sizes.tolist(), chain.times.tolist()
-    before = [0] * (chain.rows + 1)
-    for k, q in enumerate(genes):
-        size, time = sizes[q], times[k][q]
-        after = [0] * (chain.rows + 1)
-        for j in range(1, chain.rows + 1):
-            y = size * ((j - 1) // size)
-            z = min(y + size, chain.rows)
-            after[j] = max(before[z], after[y]) + time
-        before = after
-    return before[chain.rows]

@@ -11,11 +11,10 @@ import numpy as np
 
 from lightning_pipes.ir import check_number
 from lightning_pipes.strategies.umpipe.network import Scheme, Times
-from lightning_pipes.strategies.umpipe.search.chain import Chain, Cuts, chains
-from lightning_pipes.strategies.umpipe.search.evaluate import ended
-from lightning_pipes.strategies.umpipe.search.greedy import descended, local
+from lightning_pipes.strategies.umpipe.search.chain import Chain, CutTables, SchemeSolution, chains_of_network
+from lightning_pipes.strategies.umpipe.search.evaluate import evaluate_genes
+from lightning_pipes.strategies.umpipe.search.greedy import choose_locally, descend_globally
 from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS
-from lightning_pipes.strategies.umpipe.search.solved import Solved
 
 BEAMS = (4, 32, 256, 2048)
 """Labels that are kept of a process; a search that had to drop none has proven its result."""
@@ -33,12 +32,14 @@ ELIMINATIONS = 6
 """Rounds at most; each makes bounds tighter, which eliminates more."""
 
 
-def optimal(network: Cuts, seconds: float | None = None, gap: float = 0.0, beams: Sequence[int] = BEAMS) -> Solved:
-    """The best scheme, all forwards before all backwards; or the best one found, where the search stops early.
+def search_optimum(
+    network: CutTables, seconds: float | None = None, gap: float = 0.0, beams: Sequence[int] = BEAMS
+) -> SchemeSolution:
+    """Return the best scheme, all forwards before all backwards; or the best one found, where the search stops early.
 
     Forward and backward do not wait for each other but at the barrier, so they are searched one after the other. A
     label is when samples leave a process; one that is nowhere later than another makes it useless, as nothing that
-    comes next is sooner for coming later. Bounds and elimination are `kernel.bounded`'s.
+    comes next is sooner for coming later. Bounds and elimination are `kernel.bound_options`'s.
 
     The search starts at the best equal partitions and coordinate descent from there, so the scheme is never worse than
     GPipe's.
@@ -54,13 +55,15 @@ def optimal(network: Cuts, seconds: float | None = None, gap: float = 0.0, beams
     """
     check_number("gap", gap, "a share of 0 or more", lambda x: 0 <= x < math.inf)
     found = []
-    parts = chains(network)
+    parts = chains_of_network(network)
     begin = time.perf_counter()
     for number, chain in enumerate(parts):
         end = math.inf if seconds is None else begin + seconds * (number + 1) / len(parts)
         found.append(_Search(chain, gap, end).run(beams))
     forward, backward = (tuple(int(q) for q in each.genes) for each in found)
-    return Solved(Scheme(forward, backward), sum(each.value for each in found), sum(each.lower_bound for each in found))
+    return SchemeSolution(
+        Scheme(forward, backward), sum(each.value for each in found), sum(each.lower_bound for each in found)
+    )
 
 
 @dataclass
@@ -78,8 +81,8 @@ class _Search:
         genes, value: the best so far.
         lower_bound: what no scheme goes below.
         allowed: (process, option) that may be part of a scheme that goes below the limit.
-        heads, rests: (process, sample) see `kernel.bounded`.
-        suffixes: of each process, before it, see `sharpen`; empty until then.
+        heads, rests: (process, sample) see `kernel.bound_options`.
+        suffixes: of each process, before it, see `sharpen_bounds`; empty until then.
         sharpened: whether the small beams are done.
     """
 
@@ -92,12 +95,12 @@ class _Search:
         self.suffixes: list[Times] = []
         self.sharpened = False
         self.lower_bound = 0
-        ends = ended(chain, chain.equal)
-        starts = [chain.equal[q] for q in np.argsort(ends, kind="stable")[:STARTS]] + [local(chain)[0]]
-        self.genes, self.value = min((descended(chain, genes) for genes in starts), key=lambda each: each[1])
+        ends = evaluate_genes(chain, chain.equal_schemes)
+        starts = [chain.equal_schemes[q] for q in np.argsort(ends, kind="stable")[:STARTS]] + [choose_locally(chain)[0]]
+        self.genes, self.value = min((descend_globally(chain, genes) for genes in starts), key=lambda each: each[1])
 
     @property
-    def enough(self) -> int:
+    def target_bound(self) -> int:
         """A lower bound that leaves no more than the gap."""
         return math.ceil(self.value / (1 + self.gap))
 
@@ -105,33 +108,33 @@ class _Search:
     def limit(self) -> int:
         """Schemes that do not go below this are not looked for: small beams look for all that are better, large ones
         only for those that are better by the gap."""
-        return self.enough if self.sharpened else self.value
+        return self.target_bound if self.sharpened else self.value
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether nothing is left to find."""
-        return self.lower_bound >= self.enough
+        return self.lower_bound >= self.target_bound
 
     def run(self, beams: Sequence[int]) -> _Search:
-        """Itself, with what was found."""
-        self.eliminate()
+        """Run the search with growing beams, and return itself."""
+        self.eliminate_options()
         for turn, beam in enumerate(beams):
-            if self.done or time.perf_counter() > self.end:
+            if self.is_done or time.perf_counter() > self.end:
                 break
-            self.extend(beam)
-            if not self.done:
-                self.eliminate()
-            if not self.done and turn == SHARPENED:
-                self.sharpen()
+            self.extend_labels(beam)
+            if not self.is_done:
+                self.eliminate_options()
+            if not self.is_done and turn == SHARPENED:
+                self.sharpen_bounds()
                 self.sharpened = True
         return self
 
-    def eliminate(self) -> None:
-        """Drops options that cannot improve on the value, and raises the lower bound."""
+    def eliminate_options(self) -> None:
+        """Drop options that cannot improve on the value, and raises the lower bound."""
         chain = self.chain
         for _ in range(ELIMINATIONS):
             before = int(self.allowed.sum())
-            low = self.loops.bounded(
+            low = self.loops.bound_options(
                 chain.rows,
                 chain.sizes,
                 chain.times,
@@ -142,12 +145,12 @@ class _Search:
                 np.zeros(chain.rows + 1, np.int64),
             )
             self.lower_bound = max(self.lower_bound, int(low))
-            if self.done or int(self.allowed.sum()) > 0.9 * before:
+            if self.is_done or int(self.allowed.sum()) > 0.9 * before:
                 break
 
-    def sharpen(self) -> None:
-        """Finds suffixes of which each rest of a scheme is at least as long as one: the least of groups of them, as in
-        a relaxed decision diagram. They bound labels more tightly than the least of all, and raise the lower bound.
+    def sharpen_bounds(self) -> None:
+        """Find suffixes of which each rest of a scheme is at least as long as one: the least of groups of them, as in a
+        relaxed decision diagram. They bound labels more tightly than the least of all, and raise the lower bound.
 
         Those are grouped whose first sample takes longer than their last by about as much.
         """
@@ -160,25 +163,27 @@ class _Search:
             options = np.flatnonzero(self.allowed[k])
             made = np.zeros((len(options) * len(rests) + 1, chain.rows + 1), np.int64)
             notes = np.zeros((2, len(made)), np.int64)
-            count = self.loops.lengthened(
+            count = self.loops.extend_suffixes(
                 chain.rows, chain.sizes, chain.times[k], options, self.limit, self.heads[k], rests, made, notes
             )
             if not count:
                 self.lower_bound = self.limit
                 return
             kept = np.zeros(count, np.int64)
-            kept = kept[: self.loops.undominated(made[:count], np.argsort(notes[0, :count], kind="stable"), kept)]
+            kept = kept[
+                : self.loops.select_undominated(made[:count], np.argsort(notes[0, :count], kind="stable"), kept)
+            ]
             groups = np.array_split(kept[np.argsort(notes[1, kept], kind="stable")], min(SUFFIXES, len(kept)))
             rests = np.stack([made[group].min(axis=0) for group in groups])
             found.append(rests)
         self.suffixes = found[::-1]
         self.lower_bound = max(self.lower_bound, min(int(rests[:, 1].min()), self.limit))
 
-    def extend(self, beam: int) -> None:
-        """Extends labels from the first process to the last, at most `beam` of each."""
+    def extend_labels(self, beam: int) -> None:
+        """Extend labels from the first process to the last, at most `beam` of each."""
         chain, limit = self.chain, self.limit
         room = max(ROOM * beam, 2 * chain.options)
-        marks = self.marks(0)
+        marks = self.chunk_ends(0)
         labels = np.zeros((1, len(marks)), np.int64)
         history: list[_Level] = []
         dropped = limit  # the least that a dropped label promised
@@ -187,13 +192,13 @@ class _Search:
                 return
             place = np.zeros(chain.rows + 1, np.int64)
             place[marks] = np.arange(len(marks))
-            marks = self.marks(k + 1)
-            labels, notes, low = self.grown(k, labels, place, marks, limit, room)
+            marks = self.chunk_ends(k + 1)
+            labels, notes, low = self.grow_labels(k, labels, place, marks, limit, room)
             dropped = min(dropped, low)
             if not len(labels):
                 break
             kept = np.zeros(len(labels), np.int64)
-            kept = kept[: self.loops.undominated(labels, np.argsort(notes[3], kind="stable"), kept)]
+            kept = kept[: self.loops.select_undominated(labels, np.argsort(notes[3], kind="stable"), kept)]
             if len(kept) > beam:
                 kept = kept[np.lexsort((notes[3, kept], notes[2, kept]))]
                 dropped = min(dropped, int(notes[2, kept[beam]]))
@@ -208,10 +213,11 @@ class _Search:
                 self.genes[k], last = history[k].options[last], int(history[k].parents[last])
         self.lower_bound = max(self.lower_bound, min(dropped, self.value))
 
-    def grown(
+    def grow_labels(
         self, k: int, labels: Times, place: Times, marks: Times, limit: int, room: int
     ) -> tuple[Times, Times, int]:
-        """Labels after process k, their notes, and the least that a label promised for which there was no room."""
+        """Return labels after process k, their notes, and the least that a label promised for which there was no
+        room."""
         chain = self.chain
         options = np.flatnonzero(self.allowed[k])
         room = min(room, len(labels) * len(options), max(LARGEST // len(marks), 2 * len(options)))
@@ -223,7 +229,7 @@ class _Search:
         dropped = limit
         parts: list[tuple[Times, Times]] = []
         while first < len(labels):
-            count, first = self.loops.grown(
+            count, first = self.loops.extend_labels(
                 chain.rows,
                 chain.sizes,
                 chain.times[k],
@@ -248,8 +254,9 @@ class _Search:
                 parts = [(together[0][best], together[1][:, best])]
         return parts[0][0], parts[0][1], dropped
 
-    def marks(self, k: int) -> Times:
-        """The samples that end a chunk of an option that process k may take; after the last process, the batch's."""
+    def chunk_ends(self, k: int) -> Times:
+        """Return the samples that end a chunk of an option that process k may take; after the last process, the
+        batch's."""
         chain = self.chain
         if k == chain.processes:
             return np.array([chain.rows])

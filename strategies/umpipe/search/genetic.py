@@ -10,32 +10,19 @@ import numpy as np
 
 from lightning_pipes.ir import InputError, check_count, check_number
 from lightning_pipes.strategies.umpipe.network import Scheme, Times
-from lightning_pipes.strategies.umpipe.search.chain import Chain, Cuts, chains
-from lightning_pipes.strategies.umpipe.search.evaluate import by_sample, ended
-from lightning_pipes.strategies.umpipe.search.solved import Solved
-from lightning_pipes.strategies.umpipe.search.vectorised import one_level, two_level
+from lightning_pipes.strategies.umpipe.search.chain import Chain, CutTables, SchemeSolution, chains_of_network
+from lightning_pipes.strategies.umpipe.search.evaluate import evaluate_genes
 
 Evaluator = Callable[[Chain, Times], Any]
 """When the batch has left a chain, for each row of genes."""
 
 
-def in_loops(chain: Chain, people: Times) -> Times:
-    """When the batch has left the chain for each row of genes, by A1, in plain Python."""
-    return np.array([by_sample(chain, genes) for genes in people.tolist()], np.int64)
-
-
-METHODS: dict[str, tuple[int, Evaluator]] = {
-    "GAP": (1, in_loops),
-    "DGAP": (2, in_loops),
-    "OiDGAP": (2, one_level),
-    "TiGAP": (1, two_level),
-    "TiDGAP": (2, two_level),
-}
-"""How many chromosomes an individual has, and what evaluates it; in nothing else do the five differ."""
+METHODS = {"GAP": 1, "DGAP": 2, "OiDGAP": 2, "TiGAP": 1, "TiDGAP": 2}
+"""Chromosomes of an individual. What else the five differ in is how an individual is evaluated, to the same number."""
 
 
 @dataclass(frozen=True)
-class Genetic:
+class SchemeEvolution:
     """Settings; the paper leaves some open.
 
     Attributes:
@@ -69,19 +56,19 @@ class Evolved:
         history: the best individual's value at first, and after each generation.
     """
 
-    best: Solved
-    recombined: Solved
+    best: SchemeSolution
+    recombined: SchemeSolution
     history: tuple[int, ...]
 
 
-def evolved(
-    network: Cuts,
+def evolve_schemes(
+    network: CutTables,
     method: str = "TiDGAP",
     seed: int = 0,
-    settings: Genetic | None = None,
-    evaluator: Evaluator | None = None,
+    settings: SchemeEvolution | None = None,
+    evaluator: Evaluator = evaluate_genes,
 ) -> Evolved:
-    """The best scheme of a population that evolves (A2).
+    """Return the best scheme of a population that evolves (A2).
 
     With two chromosomes, forward genes C and backward genes D are parents for what they are worth themselves: four
     parents, two from the better half by C and two from the better half by D. With one, two parents from the better half
@@ -89,23 +76,21 @@ def evolved(
     the sum of both directions.
 
     Args:
-        evaluator: instead of the method's own, such as `evaluate.ended`, which is compiled; the populations are the
-            same.
+        evaluator: by default compiled loops; with those of the paper populations are the same.
 
     Raises:
         InputError: no such method.
     """
     if method not in METHODS:
         raise InputError(f"no genetic algorithm {method!r}; there are {', '.join(METHODS)}")
-    chromosomes, own = METHODS[method]
-    population = _Population(network, settings or Genetic(), np.random.default_rng(seed), evaluator or own)
+    population = _Population(network, settings or SchemeEvolution(), np.random.default_rng(seed), evaluator)
     history = [int(population.values.sum(axis=0).min())]
     for _ in range(population.settings.generations):
-        population.breed(chromosomes)
+        population.breed_generation(METHODS[method])
         history.append(int(population.values.sum(axis=0).min()))
     best = int(population.values.sum(axis=0).argmin())
     apart = population.values.argmin(axis=1)
-    return Evolved(population.solved(best, best), population.solved(*apart.tolist()), tuple(history))
+    return Evolved(population.make_solution(best, best), population.make_solution(*apart.tolist()), tuple(history))
 
 
 class _Population:
@@ -116,24 +101,26 @@ class _Population:
         values: (direction, individual) when the batch has left the chain.
     """
 
-    def __init__(self, network: Cuts, settings: Genetic, rng: np.random.Generator, evaluator: Evaluator) -> None:
-        self.chains, self.settings, self.rng, self.evaluator = chains(network), settings, rng, evaluator
+    def __init__(
+        self, network: CutTables, settings: SchemeEvolution, rng: np.random.Generator, evaluator: Evaluator
+    ) -> None:
+        self.chains, self.settings, self.rng, self.evaluator = chains_of_network(network), settings, rng, evaluator
         chain = self.chains[0]
         self.options = chain.options
         self.genes = rng.integers(0, self.options, (2, settings.population, chain.processes))
         if settings.start == "equal":
-            worth = sum(ended(each, each.equal) for each in self.chains)
+            worth = sum(evaluate_genes(each, each.equal_schemes) for each in self.chains)
             best = np.argsort(worth, kind="stable")[: settings.population]
             self.genes[:, : len(best)] = best[:, None]
-        self.values = self.evaluated(self.genes)
+        self.values = self.evaluate_genes(self.genes)
 
-    def evaluated(self, genes: Times) -> Times:
-        """The times of both directions of each individual."""
+    def evaluate_genes(self, genes: Times) -> Times:
+        """Return the times of both directions of each individual."""
         return np.stack(
             [np.asarray(self.evaluator(chain, each), np.int64) for chain, each in zip(self.chains, genes, strict=True)]
         )
 
-    def breed(self, chromosomes: int) -> None:
+    def breed_generation(self, chromosomes: int) -> None:
         """The next generation."""
         total = self.values.sum(axis=0)
         count, better = len(total), max(1, len(total) // 2)
@@ -147,11 +134,13 @@ class _Population:
         mutants = self.rng.random(children.shape) < self.settings.mutation
         children[mutants] = self.rng.integers(0, self.options, int(mutants.sum()))
         genes = np.concatenate([self.genes, children], axis=1)
-        values = np.concatenate([self.values, self.evaluated(children)], axis=1)
+        values = np.concatenate([self.values, self.evaluate_genes(children)], axis=1)
         kept = np.argsort(values.sum(axis=0), kind="stable")[:count]
         self.genes, self.values = genes[:, kept], values[:, kept]
 
-    def solved(self, forward: int, backward: int) -> Solved:
-        """The forward genes of one individual and the backward genes of another."""
+    def make_solution(self, forward: int, backward: int) -> SchemeSolution:
+        """Return the forward genes of one individual and the backward genes of another."""
         there, back = self.genes[0, forward].tolist(), self.genes[1, backward].tolist()
-        return Solved(Scheme(tuple(there), tuple(back)), int(self.values[0, forward] + self.values[1, backward]), 0)
+        return SchemeSolution(
+            Scheme(tuple(there), tuple(back)), int(self.values[0, forward] + self.values[1, backward]), 0
+        )

@@ -17,10 +17,10 @@ from __future__ import annotations
 from lightning_pipes.sim.loops.jit import JitKernel
 
 
-def ended(rows, sizes, times, genes, before, after):
-    """When the batch has left a chain (E_{K,P} of E4), by E2: chunk i of process k starts when its last sample has left
-    process k - 1 and chunk i - 1 has left process k. `before` and `after` have room for the ends of a process's
-    chunks."""
+def end_of_chain(rows, sizes, times, genes, before, after):
+    """Return when the batch has left a chain (E_{K,P} of E4), by E2: chunk i of process k starts when its last sample
+    has left process k - 1 and chunk i - 1 has left process k. `before` and `after` have room for the ends of a
+    process's chunks."""
     before[0] = 0
     size = rows
     t = 0
@@ -45,14 +45,14 @@ def ended(rows, sizes, times, genes, before, after):
     return t
 
 
-def ended_all(rows, sizes, times, people, before, after, ends):
-    """Fills `ends` with what `ended` says of each row of `people`."""
+def ends_of_chains(rows, sizes, times, people, before, after, ends):
+    """Fill `ends` with what `end_of_chain` says of each row of `people`."""
     for i in range(len(people)):
-        ends[i] = ended(rows, sizes, times, people[i], before, after)
+        ends[i] = end_of_chain(rows, sizes, times, people[i], before, after)
 
 
-def passed(rows, size, time, ready, left):
-    """Fills `left` with when samples that were `ready` have left a process."""
+def pass_process(rows, size, time, ready, left):
+    """Fill `left` with when samples that were `ready` have left a process."""
     t = 0
     begin = 1
     while begin <= rows:
@@ -63,8 +63,8 @@ def passed(rows, size, time, ready, left):
         begin = end
 
 
-def lasting(rows, size, time, rest, longer):
-    """Fills `longer` with the `rest` of samples before a process, from what it is after it.
+def rest_before_process(rows, size, time, rest, longer):
+    """Fill `longer` with the `rest` of samples before a process, given the `rest` after it.
 
     An earlier sample of a chunk never has less before it than a later one, so the first one's `rest` counts.
     """
@@ -79,8 +79,8 @@ def lasting(rows, size, time, rest, longer):
         begin -= size
 
 
-def through(rows, size, time, ready, rest):
-    """When the batch has left the chain, if this process has chunks of `size` samples."""
+def end_through_process(rows, size, time, ready, rest):
+    """Return when the batch has left the chain, if this process has chunks of `size` samples."""
     t = 0
     last = 0
     begin = 1
@@ -92,25 +92,25 @@ def through(rows, size, time, ready, rest):
     return last
 
 
-def local(rows, sizes, times, genes, ready, left, rest):
-    """Fills `genes` with the paper's A5: from the first process to the last, the option with which the batch leaves it
+def choose_locally(rows, sizes, times, genes, ready, left, rest):
+    """Fill `genes` with the paper's A5: from the first process to the last, the option with which the batch leaves it
     soonest; the largest chunks of several. `rest` is all 0."""
     for j in range(rows + 1):
         ready[j] = 0
     for k in range(len(genes)):
         best = 0
         for q in range(len(sizes)):
-            t = through(rows, sizes[q], times[k, q], ready, rest)
+            t = end_through_process(rows, sizes[q], times[k, q], ready, rest)
             if q == 0 or t < best:
                 best = t
                 genes[k] = q
-        passed(rows, sizes[genes[k]], times[k, genes[k]], ready, left)
+        pass_process(rows, sizes[genes[k]], times[k, genes[k]], ready, left)
         ready, left = left, ready
 
 
-def descended(rows, sizes, times, genes, rounds, ready, left, rests):
-    """When the batch has left the chain after the paper's A6 from `genes` on, which it changes: in each of `rounds`
-    rounds, every process takes the option with which it is soonest, all others being as they are.
+def descend_by_process(rows, sizes, times, genes, rounds, ready, left, rests):
+    """Return when the batch has left the chain after the paper's A6 from `genes` on, which it changes: in each of
+    `rounds` rounds, every process takes the option with which it is soonest, all others being as they are.
 
     Rows of `rests` have room for the rest after each process, and before the first. A round takes K Q passes of one
     process, not of the whole chain: what comes before and after it is known.
@@ -121,29 +121,29 @@ def descended(rows, sizes, times, genes, rounds, ready, left, rests):
         rests[processes, j] = 0
     for _ in range(rounds):
         for k in range(processes - 1, -1, -1):
-            lasting(rows, sizes[genes[k]], times[k, genes[k]], rests[k + 1], rests[k])
+            rest_before_process(rows, sizes[genes[k]], times[k, genes[k]], rests[k + 1], rests[k])
         for j in range(rows + 1):
             ready[j] = 0
         changed = False
         for k in range(processes):
             kept = genes[k]
-            last = through(rows, sizes[kept], times[k, kept], ready, rests[k + 1])
+            last = end_through_process(rows, sizes[kept], times[k, kept], ready, rests[k + 1])
             for q in range(len(sizes)):
-                t = through(rows, sizes[q], times[k, q], ready, rests[k + 1])
+                t = end_through_process(rows, sizes[q], times[k, q], ready, rests[k + 1])
                 if t < last:
                     last = t
                     genes[k] = q
             changed = changed or genes[k] != kept
-            passed(rows, sizes[genes[k]], times[k, genes[k]], ready, left)
+            pass_process(rows, sizes[genes[k]], times[k, genes[k]], ready, left)
             ready, left = left, ready
         if not changed:
             break
     return last
 
 
-def bounded(rows, sizes, times, allowed, limit, heads, rests, left):
-    """A time that no scheme goes below whose options are `allowed`, or `limit`, if none of them goes below that; no
-    longer allows options that cannot go below `limit`.
+def bound_options(rows, sizes, times, allowed, limit, heads, rests, left):
+    """Return a lower bound of schemes of `allowed` options, or `limit` if none goes below; disallow options that
+    cannot.
 
     Row k of `heads` comes to when each sample is ready for process k at the earliest, of `rests` to what it takes from
     there on at least: the least of all options, sample by sample. So both may belong to no scheme, and are never too
@@ -159,7 +159,7 @@ def bounded(rows, sizes, times, allowed, limit, heads, rests, left):
             rests[k, j] = never
         for q in range(len(sizes)):
             if allowed[k, q]:
-                lasting(rows, sizes[q], times[k, q], rests[k + 1], left)
+                rest_before_process(rows, sizes[q], times[k, q], rests[k + 1], left)
                 for j in range(1, rows + 1):
                     if left[j] < rests[k, j]:
                         rests[k, j] = left[j]
@@ -170,12 +170,12 @@ def bounded(rows, sizes, times, allowed, limit, heads, rests, left):
         least = limit
         for q in range(len(sizes)):
             if allowed[k, q]:
-                t = through(rows, sizes[q], times[k, q], heads[k], rests[k + 1])
+                t = end_through_process(rows, sizes[q], times[k, q], heads[k], rests[k + 1])
                 least = min(least, t)
                 if t >= limit:
                     allowed[k, q] = False
                 else:
-                    passed(rows, sizes[q], times[k, q], heads[k], left)
+                    pass_process(rows, sizes[q], times[k, q], heads[k], left)
                     for j in range(1, rows + 1):
                         if left[j] < heads[k + 1, j]:
                             heads[k + 1, j] = left[j]
@@ -185,16 +185,16 @@ def bounded(rows, sizes, times, allowed, limit, heads, rests, left):
     return low
 
 
-def lengthened(rows, sizes, times, options, limit, ready, rests, made, notes):
-    """The number of suffixes `made`: what it takes at least from each sample on before a process, one for each of its
-    `options` and of the `rests` after it, unless it cannot go below `limit` as samples are `ready`.
+def extend_suffixes(rows, sizes, times, options, limit, ready, rests, made, notes):
+    """Return the number of suffixes `made`: what it takes at least from each sample on before a process, one for each
+    of its `options` and of the `rests` after it, unless it cannot go below `limit` as samples are `ready`.
 
     The rows of `notes` come to the sum of each, and by how much its first sample takes longer than its last.
     """
     count = 0
     for q in options:
         for w in range(len(rests)):
-            lasting(rows, sizes[q], times[q], rests[w], made[count])
+            rest_before_process(rows, sizes[q], times[q], rests[w], made[count])
             bound = 0
             total = 0
             for j in range(1, rows + 1):
@@ -207,10 +207,10 @@ def lengthened(rows, sizes, times, options, limit, ready, rests, made, notes):
     return count
 
 
-def grown(rows, sizes, times, options, limit, rest, rests, place, marks, labels, first, made, notes):
-    """The number of labels `made`, and of the first label that was not extended: each of `labels` from number `first`
-    on by each of the `options` of the next process, unless it cannot go below `limit`; stops where there may not be
-    room for one more label's.
+def extend_labels(rows, sizes, times, options, limit, rest, rests, place, marks, labels, first, made, notes):
+    """Return the number of labels `made`, and of the first label that was not extended: each of `labels` from number
+    `first` on by each of the `options` of the next process, unless it cannot go below `limit`; stops where there may
+    not be room for one more label's.
 
     `place[j]` is the number of the mark j of `labels`, `marks` are those of `made`. What follows takes at least `rest`
     from each sample on, and at least one of the rows of `rests` from each mark on. The rows of `notes` come to the
@@ -258,9 +258,9 @@ def grown(rows, sizes, times, options, limit, rest, rests, place, marks, labels,
     return count, at
 
 
-def undominated(labels, order, kept):
-    """The number of labels that no other one is as good as at all marks; fills `kept` with theirs, the first of equal
-    ones. `order` has numbers of labels by the sum of their times: no label is as good as one before it."""
+def select_undominated(labels, order, kept):
+    """Return the number of labels that no other one is as good as at all marks; fills `kept` with theirs, the first of
+    equal ones. `order` has numbers of labels by the sum of their times: no label is as good as one before it."""
     count = 0
     width = labels.shape[1]
     for i in order:
@@ -280,17 +280,17 @@ def undominated(labels, order, kept):
 
 
 CHUNKS = JitKernel(
-    ended,
-    ended_all,
-    passed,
-    lasting,
-    through,
-    local,
-    descended,
-    bounded,
-    lengthened,
-    grown,
-    undominated,
+    end_of_chain,
+    ends_of_chains,
+    pass_process,
+    rest_before_process,
+    end_through_process,
+    choose_locally,
+    descend_by_process,
+    bound_options,
+    extend_suffixes,
+    extend_labels,
+    select_undominated,
     patience=100_000,
 )
 """Their steps are chunks; Python, too, takes arrays."""

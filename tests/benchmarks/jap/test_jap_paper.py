@@ -13,7 +13,7 @@ from lightning_pipes.ir import STEP, B, Cut, F, Kind, Plan, Span
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.hanayo import Hanayo
-from lightning_pipes.strategies.jap import ArrayProblem, Job, problem_of, streamed
+from lightning_pipes.strategies.jap import ArrayProblem, Job, problem_from_plan, stream_jobs
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 
 SMALL = {"iterations": 12, "jobs": 8, "orders": 20}
@@ -86,8 +86,8 @@ def test_bpipe_is_1f1b_where_moving_takes_no_time(bench):
     free = np.zeros((9, 6), np.int64)
     one = Plan.even(6, 9)
     exact = simulate(OneFOneB().program(one), one, costs).makespan
-    assert bench.bpipe.bpipe(problem_of(plan, costs), free).makespan == exact
-    assert bench.bpipe.bpipe(problem_of(plan, costs), free + 50).makespan > exact
+    assert bench.bpipe.bpipe(problem_from_plan(plan, costs), free).makespan == exact
+    assert bench.bpipe.bpipe(problem_from_plan(plan, costs), free + 50).makespan > exact
 
 
 # Schemes --------------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_switches_that_nobody_hides_cost_every_block(epoch):
 
 def test_replayed_with_room_for_all_is_what_the_stream_says(bench):
     costs = CostModel.uniform(2, 1e-9, 2e-9, step=1e-9)
-    array = streamed([Job(Cut.even(1, 1, 2), 4)] * 3, costs)
+    array = stream_jobs([Job(Cut.even(1, 1, 2), 4)] * 3, costs)
     room = bench.replay.replayed(array.program.head, array.plan, costs, [10, 10], [30, 30], [[0, 1]], math.inf)
     assert room == (array.time, 0)
     assert simulate(array.program, array.plan, costs).makespan == array.time

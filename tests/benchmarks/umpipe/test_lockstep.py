@@ -10,7 +10,7 @@ from benchmarks.papers.umpipe.overlap.lockstep import lockstep
 from lightning_pipes.ir import InputError
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
 from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER
-from lightning_pipes.strategies.umpipe.overlapped.run import Merge, overlapped
+from lightning_pipes.strategies.umpipe.overlapped.run import Merge, run_overlapped
 from tests.strategies.umpipe.overlapped.networks import realistic, simulation
 
 CASES = [
@@ -24,7 +24,7 @@ def by_events(network: Network, genes: np.ndarray, caps: list[int] | None, polic
     for row in genes.tolist():
         scheme = Scheme(tuple(row[: network.processes]), tuple(row[network.processes :]))
         try:
-            run = overlapped(network, scheme, caps, policy)
+            run = run_overlapped(network, scheme, caps, policy)
         except InputError:
             makespans.append(NEVER)
             peaks.append(None)

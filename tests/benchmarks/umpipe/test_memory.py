@@ -8,11 +8,11 @@ from benchmarks.papers.umpipe.overlap.memory import Archive, Point, RowBytes, fr
 from benchmarks.papers.umpipe.overlap.search import search
 from lightning_pipes.ir import InputError
 from lightning_pipes.strategies.umpipe.network import Network
-from lightning_pipes.strategies.umpipe.overlapped.run import Merge, Run, overlapped
+from lightning_pipes.strategies.umpipe.overlapped.run import Merge, OverlappedRun, run_overlapped
 from tests.strategies.umpipe.overlapped.networks import realistic, simulation, uniform
 
 
-def peaks(run: Run, sizes: RowBytes) -> tuple[int, ...]:
+def peaks(run: OverlappedRun, sizes: RowBytes) -> tuple[int, ...]:
     """At every instant at which something changes, the sum of all that lies on a stage then."""
     network = run.network
     width, rows = network.processes, network.rows
@@ -51,7 +51,7 @@ def test_a_front(seed: int) -> None:
     assert points == front(network, row_bytes=sizes, evaluations=8000, seed=seed)
     assert len(points) > 2
     for a in points:
-        run = overlapped(network, a.scheme, a.caps, a.policy)
+        run = run_overlapped(network, a.scheme, a.caps, a.policy)
         assert run.makespan == a.value
         assert peaks(run, sizes or RowBytes.rows(network.stages)) == a.peak
         assert not any(b is not a and b.value <= a.value and b.most <= a.most for b in points)
@@ -88,7 +88,7 @@ def test_what_the_archive_keeps() -> None:
     archive = Archive()
 
     def point(value: int, most: int) -> Point:
-        return Point(value, (most, 1), uniform(1, 2, 1, 1).equal(0), Merge.BACKWARD_FIRST, (1,))
+        return Point(value, (most, 1), uniform(1, 2, 1, 1).equal_scheme(0), Merge.BACKWARD_FIRST, (1,))
 
     added = [archive.add(point(*each)) for each in ((5, 5), (5, 5), (6, 5), (5, 6), (7, 3), (4, 9), (6, 2))]
     assert added == [True, False, False, False, True, True, True]

@@ -11,7 +11,7 @@ from benchmarks.papers.umpipe.overlap.lockstep import lockstep
 from benchmarks.papers.umpipe.overlap.partition import Layers, joint
 from benchmarks.papers.umpipe.overlap.search import EAGER, search
 from lightning_pipes.ir import InputError
-from lightning_pipes.strategies.umpipe.overlapped.run import overlapped
+from lightning_pipes.strategies.umpipe.overlapped.run import run_overlapped
 
 
 def random_layers(
@@ -64,7 +64,7 @@ def test_it_finds_what_brute_force_over_cuts_and_schemes_finds(seed: int) -> Non
     )
     found = joint(layers, 2, evaluations=3000, seed=seed)
     assert found.found.value <= best
-    run = overlapped(layers.network(found.cuts), found.found.scheme, found.found.caps, found.found.policy)
+    run = run_overlapped(layers.network(found.cuts), found.found.scheme, found.found.caps, found.found.policy)
     assert run.makespan == found.found.value
     assert found.network.forward.tolist() == layers.network(found.cuts).forward.tolist()
 

@@ -13,14 +13,14 @@ from benchmarks.papers.umpipe.overlap.search import best_merge, search
 from lightning_pipes.ir import B, DeadlockError, F, InputError, Program
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.umpipe.network import Network
-from lightning_pipes.strategies.umpipe.overlapped.run import Run, overlapped
+from lightning_pipes.strategies.umpipe.overlapped.run import OverlappedRun, run_overlapped
 from tests.strategies.umpipe.overlapped.chunked import Chunked
 from tests.strategies.umpipe.overlapped.networks import random_scheme, realistic, simulation
 
 needs_ortools = pytest.mark.skipif(find_spec("ortools") is None, reason="ortools is not installed")
 
 
-def of_every_order(run: Run) -> int:
+def of_every_order(run: OverlappedRun) -> int:
     """The shortest of all static programs of two stages, simulated."""
 
     def orders(stage: int) -> list[tuple]:
@@ -47,7 +47,7 @@ def of_every_order(run: Run) -> int:
 def test_it_is_the_best_of_all_orders(seed: int) -> None:
     network = simulation(2, 4, seed)
     network = Network(4, network.sizes[1:], network.forward[:, 1:], network.backward[:, 1:])
-    run = overlapped(network, random_scheme(network, seed))
+    run = run_overlapped(network, random_scheme(network, seed))
     merged = best_merge(run, 5)
     assert merged.value == merged.lower_bound == of_every_order(run)
 
@@ -59,7 +59,7 @@ def test_no_order_is_much_better_than_to_start_what_is_ready() -> None:
     for seed in range(6):
         network = realistic(3, 8, seed) if seed % 2 else simulation(3, 8, seed)
         found = search(network, evaluations=3000)
-        merged = best_merge(overlapped(network, found.scheme, found.caps, found.policy), 20)
+        merged = best_merge(run_overlapped(network, found.scheme, found.caps, found.policy), 20)
         assert merged.value == merged.lower_bound <= found.value
         gaps.append(found.value / merged.value - 1)
     assert np.mean(gaps) < 0.005
@@ -70,4 +70,4 @@ def test_without_ortools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "find_spec", lambda name: None)
     network = simulation(1, 2, 0)
     with pytest.raises(InputError, match="needs OR-Tools"):
-        best_merge(overlapped(network, network.equal(0)), 1)
+        best_merge(run_overlapped(network, network.equal_scheme(0)), 1)

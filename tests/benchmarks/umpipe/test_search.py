@@ -12,12 +12,12 @@ from benchmarks.papers.umpipe.overlap.search import EAGER, Found, search
 from lightning_pipes.ir import InputError
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
 from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER
-from lightning_pipes.strategies.umpipe.overlapped.run import Merge, Run, overlapped
+from lightning_pipes.strategies.umpipe.overlapped.run import Merge, OverlappedRun, run_overlapped
 from tests.strategies.umpipe.overlapped.networks import random_scheme, realistic, simulation
 
 
-def ran(network: Network, found: Found) -> Run:
-    return overlapped(network, found.scheme, found.caps, found.policy)
+def ran(network: Network, found: Found) -> OverlappedRun:
+    return run_overlapped(network, found.scheme, found.caps, found.policy)
 
 
 def best_of_all(network: Network, caps: list[int] | None, policies: tuple[Merge, ...] = EAGER) -> int:
@@ -55,8 +55,8 @@ def test_sizes_between_doublings_are_found_too(seed: int) -> None:
 def test_it_is_no_worse_than_its_starts(seed: int) -> None:
     network = (simulation, realistic)[seed % 2](4, 16, seed)
     starts = [random_scheme(network, n) for n in range(30)]
-    reached = [overlapped(network, start, policy=policy).makespan for start in starts for policy in EAGER]
-    equal = [overlapped(network, network.equal(q)).makespan for q in range(len(network.sizes))]
+    reached = [run_overlapped(network, start, policy=policy).makespan for start in starts for policy in EAGER]
+    equal = [run_overlapped(network, network.equal_scheme(q)).makespan for q in range(len(network.sizes))]
     hardly = search(network, starts, evaluations=1)
     assert hardly.value <= min(reached + equal)
     found = search(network, starts, evaluations=4000, seed=seed)
@@ -77,7 +77,9 @@ def test_slow_links_take_other_sizes_and_a_longer_warm_up_together() -> None:
     stage, link = 20 + 20 * size, 60 + 10 * size  # a latency, which a small message does not amortise
     forward, backward = (np.array([m * stage if k % 2 == 0 else link for k in range(7)]) for m in (1, 2))
     network = Network(32, tuple(size.tolist()), forward, backward)
-    equal = min(overlapped(network, network.equal(q), policy=policy).makespan for q in range(6) for policy in EAGER)
+    equal = min(
+        run_overlapped(network, network.equal_scheme(q), policy=policy).makespan for q in range(6) for policy in EAGER
+    )
     found = search(network, evaluations=6000)
     run = ran(network, found)
     assert run.makespan < 0.96 * equal
@@ -85,7 +87,7 @@ def test_slow_links_take_other_sizes_and_a_longer_warm_up_together() -> None:
     assert len(set(chunks)) > 1
     classic = [(4 - stage) * max(chunks) for stage in range(4)]
     assert run.warmup_rows[0] > classic[0]
-    assert overlapped(network, found.scheme, classic, found.policy).makespan > 1.04 * run.makespan
+    assert run_overlapped(network, found.scheme, classic, found.policy).makespan > 1.04 * run.makespan
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,16 @@ import numpy as np
 
 from benchmarks.papers.csp.emulation.spaces import balanced, space_of
 from lightning_pipes.ir import Delayed, LayerUse, Plan, Span
+from lightning_pipes.planning.partition import balanced_cuts
 from lightning_pipes.strategies.csp import CSP
-from lightning_pipes.strategies.csp.cutting import balanced_cut
 from tests.cases import for_each
+
+
+def balanced_cut(costs: list[float], stages: int, pinned: dict[int, int]) -> tuple[Span, ...] | None:
+    allowed = np.array([[pinned.get(layer, stage) == stage for layer in range(len(costs))] for stage in range(stages)])
+    cuts = balanced_cuts([costs], stages, allowed)[0].tolist()
+    return tuple(Span(a, b) for a, b in pairwise(cuts)) if cuts[-1] else None
+
 
 LAYERS = (Span(0, 2), Span(2, 4), Span(4, 6))
 

@@ -12,7 +12,7 @@ import pytest
 from lightning_pipes.cost import Cluster, Link
 from lightning_pipes.ir import InputError
 from lightning_pipes.strategies.dynpipe.choosing import choose_stages
-from lightning_pipes.strategies.dynpipe.meshes import Mesh, Pricing, meshes
+from lightning_pipes.strategies.dynpipe.meshes import Mesh, Pricing, list_meshes
 from lightning_pipes.strategies.dynpipe.paper import Pipeline, least_seconds, paper_seconds, true_seconds
 from lightning_pipes.strategies.dynpipe.theory import Iterations
 from lightning_pipes.testing.neighbourhood import layered_model
@@ -30,8 +30,8 @@ def everything(of: Pricing, n: int, judge: Callable[[list[Pipeline]], list[float
     """The least of all ways to share out layers and devices."""
     devices, layers = len(of.cluster.devices), len(of.profile.layers)
     found: list[Pipeline] = []
-    machine = of.machine
-    shapes = [m for size in range(1, devices + 1) for m in meshes(size) if m.data <= of.rows]
+    machine = of.machine_of_device
+    shapes = [m for size in range(1, devices + 1) for m in list_meshes(size) if m.data <= of.rows]
     for chosen in product(shapes, repeat=n):
         if sum(m.size for m in chosen) != devices:
             continue
@@ -40,16 +40,18 @@ def everything(of: Pricing, n: int, judge: Callable[[list[Pipeline]], list[float
             continue
         for inner in combinations(range(1, layers), n - 1):
             cuts = (0, *inner, layers)
-            p = [float(of.seconds(m)[cuts[s], cuts[s + 1]]) for s, m in enumerate(chosen)]
+            p = [float(of.stage_seconds(m)[cuts[s], cuts[s + 1]]) for s, m in enumerate(chosen)]
             c = [
-                of.transfer(cuts[s + 1], chosen[s], chosen[s + 1], machine[starts[s + 1] - 1] != machine[starts[s + 1]])
+                of.transfer_seconds(
+                    cuts[s + 1], chosen[s], chosen[s + 1], machine[starts[s + 1] - 1] != machine[starts[s + 1]]
+                )
                 for s in range(n - 1)
             ]
             sizes = [
-                float(of.bytes(m, n - s)[cuts[s], cuts[s + 1]]) if of.memory is not None else 0.0
+                float(of.bytes(m, n - s)[cuts[s], cuts[s + 1]]) if of.memory_limit is not None else 0.0
                 for s, m in enumerate(chosen)
             ]
-            if of.memory is not None and max(sizes) > of.memory:
+            if of.memory_limit is not None and max(sizes) > of.memory_limit:
                 continue
             found.append((p, c))
     if not found:
@@ -139,11 +141,11 @@ def test_what_can_run_is_said() -> None:
     of = pricing(1, 4)
     found = choose_stages(of, stages=[2], executable=True).options[0]
     assert found.best is not None
-    assert (found.best.runs, found.best.meshes) == (True, (Mesh(2, 1), Mesh(2, 1)))
+    assert (found.best.is_executable, found.best.meshes) == (True, (Mesh(2, 1), Mesh(2, 1)))
     assert choose_stages(of, stages=[3], executable=True).options[0].best is None
     three = choose_stages(of, stages=[3])
     assert three.best.best is not None
-    assert not three.best.best.runs
+    assert not three.best.best.is_executable
     assert "planned only" in str(three)
     with pytest.raises(InputError, match="'simulated' or 'paper'"):
         choose_stages(of, mode="guess")  # type: ignore[arg-type]
@@ -152,11 +154,11 @@ def test_what_can_run_is_said() -> None:
 def test_shards_and_replicas_cost_what_the_formulas_say() -> None:
     """E6: a share of the work each; all-gather grows with shards, all-reduce only where there are replicas."""
     of = pricing()
-    alone, shards, replicas = (of.seconds(Mesh(*m))[0, 6] for m in ((1, 1), (1, 2), (2, 1)))
+    alone, shards, replicas = (of.stage_seconds(Mesh(*m))[0, 6] for m in ((1, 1), (1, 2), (2, 1)))
     assert alone == pytest.approx(sum(SECONDS) * 3e-3 * 4)
     gathered = 2 * (1 / 2) * 6 * 1e3 * 4 / 1e7
     assert shards == pytest.approx(alone / 2 + gathered)
     assert replicas == pytest.approx(alone / 2 + 2 * 1 * (6e6 / 2 / 1e7))
-    assert of.transfer(1, Mesh(2, 1), Mesh(1, 2), across=False) == pytest.approx(2 * 4e3 / (4 * 1e7))
+    assert of.transfer_seconds(1, Mesh(2, 1), Mesh(1, 2), across=False) == pytest.approx(2 * 4e3 / (4 * 1e7))
     one_card = replace(of, shared=True)
-    assert one_card.transfer(1, Mesh(2, 1), Mesh(1, 2), across=True) == pytest.approx(2 * 4e3 / (2 * 1e5))
+    assert one_card.transfer_seconds(1, Mesh(2, 1), Mesh(1, 2), across=True) == pytest.approx(2 * 4e3 / (2 * 1e5))

@@ -4,22 +4,27 @@ import numpy as np
 import pytest
 
 from lightning_pipes.ir import PlanError
-from lightning_pipes.strategies.dynpipe.condense import MOST_PARTITIONS, affordable_blocks, condensed, layer_weights
+from lightning_pipes.strategies.dynpipe.partitions import (
+    MOST_PARTITIONS,
+    affordable_blocks,
+    condense_layers,
+    layer_weights,
+)
 
 
 def test_blocks_end_with_the_heaviest_layers() -> None:
     """Layers 1, 4 and 6 are kept; a block begins after each, and what follows the last one joins it."""
     weights = [1.0, 9.0, 2.0, 1.0, 7.0, 2.0, 5.0, 1.0, 1.0]
-    assert condensed(weights, 3) == (2, 5)
-    assert condensed(weights, 1) == ()
-    assert condensed(weights, 9) == condensed(weights, 100) == tuple(range(1, 9))
+    assert condense_layers(weights, 3) == (2, 5)
+    assert condense_layers(weights, 1) == ()
+    assert condense_layers(weights, 9) == condense_layers(weights, 100) == tuple(range(1, 9))
 
 
 def test_of_equally_heavy_layers_those_evenly_apart_are_kept() -> None:
-    assert condensed([1.0] * 12, 4) == (2, 5, 8)
+    assert condense_layers([1.0] * 12, 4) == (2, 5, 8)
     noise = np.random.default_rng(0).uniform(0.98, 1.02, 12).tolist()
-    assert condensed(noise, 4) == (2, 5, 8)
-    sizes = np.diff([0, *condensed([1.0] * 24, 16), 24])
+    assert condense_layers(noise, 4) == (2, 5, 8)
+    sizes = np.diff([0, *condense_layers([1.0] * 24, 16), 24])
     assert max(sizes) <= 2 + 1
 
 
@@ -38,4 +43,4 @@ def test_no_more_blocks_than_can_be_gone_through(stages: int, layers: int) -> No
 
 def test_a_model_has_a_block() -> None:
     with pytest.raises(PlanError, match="at least one block"):
-        condensed([1.0], 0)
+        condense_layers([1.0], 0)

@@ -10,7 +10,7 @@ from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import InputError
 from lightning_pipes.planning.replanning import Observation
 from lightning_pipes.strategies.dynpipe import DynPipe
-from lightning_pipes.strategies.dynpipe.guard import MemoryGuard
+from lightning_pipes.strategies.dynpipe.planner import MemoryGuard
 
 
 def states(guard: MemoryGuard, *free: Sequence[int | None]) -> list[bool]:

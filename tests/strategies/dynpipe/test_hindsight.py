@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lightning_pipes.strategies.dynpipe.hindsight import looks_that_count, wanted
+from lightning_pipes.strategies.dynpipe.history import looks_that_count, select_history_length
 
 A, B = [1.0, 2.0], [2.0, 1.0]
 """Looks in which partition 0 takes one second and partition 1 two, and the other way round."""
@@ -16,12 +16,12 @@ A, B = [1.0, 2.0], [2.0, 1.0]
     [([B, B], 1), ([A, B], None), ([B, A], None), ([A, A], None), ([B], 1), ([B, B, B, [1.1, 1.0]], 1)],
 )
 def test_both_halves_have_to_want_it(last: list[list[float]], expected: int | None) -> None:
-    assert wanted(np.array(last), 0, 0.05) == expected
+    assert select_history_length(np.array(last), 0, 0.05) == expected
 
 
 def test_each_half_is_tried_on_the_other() -> None:
     """Each look has its own best partition, by far; none of them saves anything in the other look."""
-    assert wanted(np.array([[2.0, 1.0, 2.0], [2.0, 2.0, 1.0]]), 0, 0.05) is None
+    assert select_history_length(np.array([[2.0, 1.0, 2.0], [2.0, 2.0, 1.0]]), 0, 0.05) is None
 
 
 def test_what_stays_is_followed_by_few_looks() -> None:

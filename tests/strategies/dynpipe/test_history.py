@@ -32,15 +32,15 @@ def test_devices_are_as_slow_as_they_were_whatever_ran_there() -> None:
     """Beside a neighbour that takes 5/3 of the time, 5 layers and 3 take as long as each other; moved already, no more
     is wanted, although stage 1 was seen at other plans."""
     slow = 5 / 3
-    assert history((EVEN, slow), (EVEN, slow)).wants(2, 0.05)
-    assert not history((MOVED, slow), (MOVED, slow)).wants(2, 0.05)
-    assert not history((EVEN, slow), (MOVED, slow)).wants(2, 0.05)
-    assert history((EVEN, slow), (MOVED, slow), (MOVED, 1.0), (MOVED, 1.0)).wants(2, 0.05)
-    assert not history((EVEN, slow), (MOVED, slow), (MOVED, 1.0), (MOVED, slow)).wants(2, 0.05)
+    assert history((EVEN, slow), (EVEN, slow)).select_length(2, 0.05)
+    assert not history((MOVED, slow), (MOVED, slow)).select_length(2, 0.05)
+    assert not history((EVEN, slow), (MOVED, slow)).select_length(2, 0.05)
+    assert history((EVEN, slow), (MOVED, slow), (MOVED, 1.0), (MOVED, 1.0)).select_length(2, 0.05)
+    assert not history((EVEN, slow), (MOVED, slow), (MOVED, 1.0), (MOVED, slow)).select_length(2, 0.05)
 
 
 def test_the_partition_to_stay_with_is_one_that_ran() -> None:
     """The neighbour is there for one look of four; who goes by two of them moves in vain each time."""
     looks = [(EVEN, 1.0), (EVEN, 1.0), (MOVED, 1.0), (MOVED, 2.0)] * 4
-    assert history(*looks, (MOVED, 1.0)).counted(2, 0.05) == (17, EVEN)
-    assert history(*([(EVEN, 1.0)] * 8), (EVEN, 3.0), (EVEN, 3.0)).counted(2, 0.05) == (2, None)
+    assert history(*looks, (MOVED, 1.0)).count_windows(2, 0.05) == (17, EVEN)
+    assert history(*([(EVEN, 1.0)] * 8), (EVEN, 3.0), (EVEN, 3.0)).count_windows(2, 0.05) == (2, None)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lightning_pipes.strategies.dynpipe.paper import joined, least_seconds, paper_seconds, true_seconds
+from lightning_pipes.strategies.dynpipe.paper import extend_pipeline, least_seconds, paper_seconds, true_seconds
 
 
 def pipelines(count: int, seed: int, stages: int) -> list[tuple[list[float], list[float]]]:
@@ -31,7 +31,7 @@ def test_as_printed_the_first_stage_is_never_the_slowest() -> None:
     """Which is impossible: it can't be passed in less than its own time."""
     assert paper_seconds([5.0, 1.0], [1.0], printed=True) == 3.5
     assert paper_seconds([5.0, 1.0], [1.0]) == 5.0
-    assert joined(1.0, 5.0, 1.0, printed=True) == 5.0
+    assert extend_pipeline(1.0, 5.0, 1.0, printed=True) == 5.0
 
 
 def test_on_more_stages_it_is_off_by_a_tenth() -> None:

@@ -3,7 +3,7 @@ from itertools import combinations
 import numpy as np
 
 from lightning_pipes.ir import Span
-from lightning_pipes.strategies.dynpipe.partitions import all_partitions, neighbours, spans_of, untorn
+from lightning_pipes.strategies.dynpipe.partitions import all_partitions, keeps_tied_layers, list_neighbours, spans_of
 
 
 def test_all_partitions_are_all() -> None:
@@ -15,7 +15,7 @@ def test_all_partitions_are_all() -> None:
 
 def test_neighbours_move_each_cut_by_one_place() -> None:
     """4 is no place of the condensed model, but a cut is there now."""
-    found = neighbours([2, 4], (1, 2, 3, 6), 8)
+    found = list_neighbours([2, 4], (1, 2, 3, 6), 8)
     assert found[0].tolist() == [0, 2, 4, 8]
     places = {1: (1, 2, 3), 2: (3, 4, 6)}
     expected = {(a, b) for a in places[1] for b in places[2] if a < b}
@@ -24,7 +24,7 @@ def test_neighbours_move_each_cut_by_one_place() -> None:
 
 
 def test_of_many_stages_one_cut_moves_at_a_time() -> None:
-    found = neighbours(list(range(2, 32, 2)), range(1, 40), 40)
+    found = list_neighbours(list(range(2, 32, 2)), range(1, 40), 40)
     assert len(found) == 1 + 2 * 15
     assert {int((row != found[0]).sum()) for row in found} == {0, 1}
 
@@ -34,7 +34,7 @@ def test_layers_that_share_a_parameter_are_not_torn() -> None:
     cuts = np.array([[0, cut, 6] for cut in range(1, 6)])
 
     def kept(*tied: tuple[int, ...]) -> list[int]:
-        return cuts[untorn(cuts, now, tied), 1].tolist()  # type: ignore[no-any-return]
+        return cuts[keeps_tied_layers(cuts, now, tied), 1].tolist()  # type: ignore[no-any-return]
 
     assert kept((1, 2)) == [1, 3, 4, 5]
     assert kept((2, 3)) == [3]  # apart they are, and stay

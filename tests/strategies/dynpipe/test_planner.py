@@ -207,7 +207,7 @@ def predict(problem: Problem, plan: Plan, other: Plan) -> float:
     assert problem.profile is not None
     situations = [Situation(problem.profile, plan, seen, problem.deployment) for seen in problem.seen]
     assert isinstance(problem.schedule, Schedule)
-    return float(np.mean(Windows(situations, problem.schedule.program(plan)).change(other.layers).new))
+    return float(np.mean(Windows(situations, problem.schedule.program(plan)).predict_change(other.layers).new))
 
 
 class TestNothingMoves:

@@ -39,8 +39,8 @@ def test_no_partition_is_faster_than_its_bound(name: str, ranks: int, slow: floa
     situation = Situation(at.profile, plan, at.observe_window(plan, 0, 12), at.deployment)
     windows = Windows([situation], at.order(plan))
     endless = not at.schedule.flushes
-    bounds = step_bounds(situation.means(every), plan, endless)
-    true = windows.mean(every)
+    bounds = step_bounds(situation.mean_durations(every), plan, endless)
+    true = windows.mean_step(every)
     assert (bounds <= true * (1.02 if endless else 1 + 1e-6)).all()  # batches of a stream do not all take the same
     assert (true / bounds).mean() < 1.6
     assert bounds.argmin() in np.argsort(true)[: len(true) // 3]
@@ -53,7 +53,7 @@ def test_another_partition_is_priced_as_it_turns_out() -> None:
         plan = at.plan()
         situation = Situation(at.profile, plan, at.observe_window(plan, 0, 4), at.deployment)
         every = all_partitions(range(1, 9), plan.n_stages, 9)[:20]
-        predicted = Windows([situation], at.order(plan)).mean(every)
+        predicted = Windows([situation], at.order(plan)).mean_step(every)
         for cuts, seconds in zip(every, predicted, strict=True):
             other = at.plan(spans_of(cuts))
             assert seconds == pytest.approx(float(at.steps(other, 0, 4).mean()), rel=1e-6)
@@ -62,7 +62,7 @@ def test_another_partition_is_priced_as_it_turns_out() -> None:
 def test_slowdowns_are_those_of_the_devices() -> None:
     at = world("1f1b", 3, 5)
     plan = at.plan()
-    found = Situation(at.profile, plan, at.observe_window(plan, 0, 4), at.deployment).slowdowns()
+    found = Situation(at.profile, plan, at.observe_window(plan, 0, 4), at.deployment).stage_slowdowns()
     assert found == pytest.approx([float(at.slowdown(rank, 0, 1).item()) for rank in range(3)])
 
 
@@ -72,4 +72,4 @@ def test_a_stage_that_recomputes_runs_its_forward_again() -> None:
     seen = at.observe_window(at.plan(), 0, 2)
     twice = {**seen.operations, (Kind.B, 0): seen.operations[Kind.B, 0] + seen.operations[Kind.F, 0]}
     situation = Situation(at.profile, plan, replace(seen, operations=twice), at.deployment)
-    assert situation.slowdowns()[0] == pytest.approx(float(at.slowdown(0, 0, 1).item()))
+    assert situation.stage_slowdowns()[0] == pytest.approx(float(at.slowdown(0, 0, 1).item()))

@@ -23,11 +23,11 @@ def probes(seed: int, steps: int = 6) -> tuple[list[GradientSample], float]:
 
 def test_constants_of_a_quadratic() -> None:
     found, largest = probes(0)
-    mean, most = (Constants.estimated(1.0, found, largest=flag) for flag in (False, True))
+    mean, most = (Constants.from_probes(1.0, found, largest=flag) for flag in (False, True))
     assert 0.5 <= mean.lipschitz <= most.lipschitz <= largest
     assert mean.noise == most.noise == pytest.approx(np.mean([probe.squared for probe in found]))
     with pytest.raises(InputError, match="weights move"):
-        Constants.estimated(1.0, [GradientSample(0.0, 1.0, 1.0)])
+        Constants.from_probes(1.0, [GradientSample(0.0, 1.0, 1.0)])
 
 
 def test_the_formula() -> None:
@@ -51,11 +51,11 @@ def test_without_noise_any_staleness_is_free() -> None:
 def test_it_is_fitted_to_what_runs_took() -> None:
     true = Iterations(1000.0, 1e-3)
     measured = {stages: true(stages) for stages in (1, 2, 4, 8)}
-    made = Iterations.fitted(measured)
+    made = Iterations.from_measured(measured)
     assert (made.base, made.penalty) == (pytest.approx(1000), pytest.approx(1e-3))
-    assert max(map(abs, made.errors(measured).values())) < 1e-9
+    assert max(map(abs, made.relative_errors(measured).values())) < 1e-9
     noisy = {stages: took * (1.05 if stages in (2, 8) else 0.95) for stages, took in measured.items()}
-    assert max(map(abs, Iterations.fitted(noisy).errors(noisy).values())) < 0.1
-    assert Iterations.fitted({1: 100.0, 8: 90.0}).penalty == 0
+    assert max(map(abs, Iterations.from_measured(noisy).relative_errors(noisy).values())) < 0.1
+    assert Iterations.from_measured({1: 100.0, 8: 90.0}).penalty == 0
     with pytest.raises(InputError, match="two numbers of stages"):
-        Iterations.fitted({4: 100.0})
+        Iterations.from_measured({4: 100.0})

@@ -7,8 +7,8 @@ from benchmarks.papers.jap.jobs import batch_sizes, random_array, random_costs
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Cut, DeadlockError, Kind, Plan, PlanError, verify
 from lightning_pipes.sim import simulate
-from lightning_pipes.strategies.jap.problem import ArrayProblem, problem_of
-from lightning_pipes.strategies.jap.rounds import program_of
+from lightning_pipes.strategies.jap.problem import ArrayProblem, problem_from_plan
+from lightning_pipes.strategies.jap.rounds import program_from_order
 from lightning_pipes.strategies.jap.solvers import rules
 from lightning_pipes.strategies.jap.solvers.kernel import SOLVERS
 from tests.cases import for_each
@@ -20,7 +20,7 @@ def random_order(problem, seed):
     """Some order that holds: the list schedule of random places."""
     rng = np.random.default_rng(seed)
     places = [rng.permutation(problem.jobs) for _ in range(2)]
-    return problem.order_of(rules.listed(problem, *places, int(rng.integers(3)), 5, SOLVERS.python))
+    return problem.order_of(rules.start_times(problem, *places, int(rng.integers(3)), 5, SOLVERS.python))
 
 
 @for_each("seed", range(12))
@@ -28,10 +28,10 @@ def test_the_simulator_gives_the_same_times(seed):
     problem = random_problem(seed, jobs=1 + seed % 5, stages=1 + seed // 3)
     order = random_order(problem, seed)
     plan = plan_of(problem)
-    program = program_of(order, plan)
+    program = program_from_order(order, plan)
     verify(program, plan)
     timeline = simulate(program, plan, ArrayCosts(problem))
-    starts = problem.starts(order)
+    starts = problem.block_starts(order)
     problem.check(starts)
     for event in timeline.events:
         i = event.instruction
@@ -60,9 +60,9 @@ def test_brute_force_gives_the_same_times(early):
             if found is None:
                 deadlocks += 1
                 with pytest.raises(DeadlockError, match="wait for each other"):
-                    problem.starts(numbers)
+                    problem.block_starts(numbers)
             else:
-                starts = problem.starts(numbers)
+                starts = problem.block_starts(numbers)
                 assert problem.makespan(starts) == found[1]
                 assert all(starts[4 * s + j + 2 * (d == "B")] == t for (j, d, s), t in found[0].items())
     assert deadlocks
@@ -71,11 +71,11 @@ def test_brute_force_gives_the_same_times(early):
 def test_a_job_alone_takes_head_and_tail():
     problem = random_problem(1, 3, 4)
     for job in range(3):
-        one = problem.chosen([job])
-        starts = one.starts(np.arange(8).reshape(4, 2))
+        one = problem.select_jobs([job])
+        starts = one.block_starts(np.arange(8).reshape(4, 2))
         mine = np.arange(8) * 3 + job
-        assert (problem.heads[mine] == starts).all()
-        assert (problem.heads[mine] + problem.tails[mine] == one.makespan(starts)).all()
+        assert (problem.earliest_starts[mine] == starts).all()
+        assert (problem.earliest_starts[mine] + problem.least_rests[mine] == one.makespan(starts)).all()
 
 
 def test_made_from_costs():
@@ -84,7 +84,7 @@ def test_made_from_costs():
     seconds |= {(Kind.B, 1): ((1, 7.0),), (Kind.STEP, 1): ((0, 0.5),)}
     seconds |= {(Kind.SF, 0): ((1, 0.1),), (Kind.SB, 1): ((1, 0.2),)}
     plan = Plan((0, 1), (Cut.even(1, 1, 2), Cut.even(2, 2, 2)), recompute=(False, True))
-    problem = problem_of(plan, CostModel(seconds), switch=0.25)
+    problem = problem_from_plan(plan, CostModel(seconds), switch=0.25)
     each = {name: (getattr(problem, name) / 1e9).tolist() for name in ("forward", "backward", "update", "switch")}
     assert each["forward"] == [[1, 2], [3, 2]]
     assert each["backward"] == [[5, 9], [5, 9]]
@@ -97,10 +97,10 @@ def test_made_from_costs():
 def test_generator():
     """A seed gives an array, and equal batch sizes equal jobs."""
     one, two = random_array(8, 4, seed=3), random_array(8, 4, seed=3)
-    assert (one.busy == two.busy).all()
-    assert (one.busy != random_array(8, 4, seed=4).busy).any()
-    assert one.same.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert (one.busy % 10_000 == 0).all()
+    assert (one.busy_times == two.busy_times).all()
+    assert (one.busy_times != random_array(8, 4, seed=4).busy_times).any()
+    assert one.equal_jobs.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert (one.busy_times % 10_000 == 0).all()
     assert sorted(batch_sizes(64).tolist()) == sorted([8, 16, 24, 32] * 16)
     wide = random_array(4, 8, imbalance=0.4)
     assert wide.forward[0].max() > 1.2 * wide.forward[0].min()
@@ -116,9 +116,9 @@ def test_generator():
         (lambda f: ArrayProblem(f, f, switch=-f), "switch"),
         (lambda f: ArrayProblem(f, f / 2), "whole nanoseconds"),
         (lambda f: ArrayProblem(0 * f, f), "at least a nanosecond"),
-        (lambda f: ArrayProblem(f, f).starts(np.arange(12).reshape(3, 4)[:, ::-1][:, [0, 0, 2, 3]]), "once"),
+        (lambda f: ArrayProblem(f, f).block_starts(np.arange(12).reshape(3, 4)[:, ::-1][:, [0, 0, 2, 3]]), "once"),
         (lambda f: ArrayProblem(f, f).check(np.zeros(12, np.int64)), "start before"),
-        (lambda f: ArrayProblem(f, f).check(ArrayProblem(f, f).heads), "two blocks at once"),
+        (lambda f: ArrayProblem(f, f).check(ArrayProblem(f, f).earliest_starts), "two blocks at once"),
     ],
 )
 def test_refused(change, says):

@@ -8,7 +8,7 @@ from benchmarks.papers.jap.jobs import batch_sizes, random_costs
 from lightning_pipes.cost import CostModel, Link
 from lightning_pipes.ir import Cut, Kind, PlanError, verify
 from lightning_pipes.sim import simulate
-from lightning_pipes.strategies.jap import Job, streamed
+from lightning_pipes.strategies.jap import Job, stream_jobs
 from tests.cases import for_each
 
 SAMPLES = 384
@@ -37,14 +37,14 @@ def test_the_simulator_gives_the_same_times(seed):
     stages, resident = rng.randint(1, 5), rng.randint(1, 4)
     costs = odd_costs(stages, seed)
     jobs = [even(rng.randint(1, 6), stages, rng.randint(1, 5), rng.randint(1, 3)) for _ in range(rng.randint(1, 7))]
-    array = streamed(jobs, costs, resident)
+    array = stream_jobs(jobs, costs, resident)
     verify(array.program, array.plan)
     assert simulate(array.program, array.plan, costs).makespan == array.time
 
 
 def test_small_order():
     """Two jobs, f = 1 and b = 2 each, who came first first; updates come right after their backward."""
-    array = streamed([even(1, 2, 2)] * 2, CostModel.uniform(2, 1e-9, 2e-9))
+    array = stream_jobs([even(1, 2, 2)] * 2, CostModel.uniform(2, 1e-9, 2e-9))
     assert array.program.to_lines() == [
         "F0.0 j1:F0.0 B0.0 STEP0 F0.0@1 j1:B0.0 j1:STEP0 j1:F0.0@1 B0.0@1 STEP0@1 j1:B0.0@1 j1:STEP0@1",
         "F1.0 j1:F1.0 B1.0 STEP1 j1:B1.0 j1:STEP1 F1.0@1 B1.0@1 STEP1@1 j1:F1.0@1 j1:B1.0@1 j1:STEP1@1",
@@ -55,15 +55,15 @@ def test_small_order():
 def test_backwards_first_within_a_job():
     """One job is 1F1B; a second job's micro-batches take turns with it."""
     costs = CostModel.uniform(2, 1e-9, 2e-9)
-    (_, last) = streamed([even(3, 2, 1, 3)], costs).program.to_lines()
+    (_, last) = stream_jobs([even(3, 2, 1, 3)], costs).program.to_lines()
     assert last == "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 STEP1"
-    (first, _) = streamed([even(2, 2, 1, 2)] * 2, costs).program.to_lines()
+    (first, _) = stream_jobs([even(2, 2, 1, 2)] * 2, costs).program.to_lines()
     assert first.startswith("F0.0 j1:F0.0 F0.1 j1:F0.1 ")
 
 
 def test_the_next_job_takes_a_free_place_at_once():
     costs = CostModel.uniform(2, 1e-9, 2e-9, rows=1)
-    row = streamed([even(1, 2, batches) for batches in (2, 1, 3, 5)], costs, 2).program.head[0]
+    row = stream_jobs([even(1, 2, batches) for batches in (2, 1, 3, 5)], costs, 2).program.head[0]
     first = {job: min(n for n, i in enumerate(row) if i.job == job) for job in range(4)}
     assert sorted(first, key=first.get) == [0, 1, 2, 3]
     ends = max(n for n, i in enumerate(row) if i.job == 1)
@@ -73,9 +73,9 @@ def test_the_next_job_takes_a_free_place_at_once():
 @pytest.mark.parametrize(
     ("mistake", "says"),
     [
-        (lambda: streamed([], CostModel.uniform(1, 1, 1)), "resident jobs must be at least 1"),
-        (lambda: streamed([even(1, 1, 1)], CostModel.uniform(1, 1, 1), 0), "resident jobs must be at least 1"),
-        (lambda: streamed([even(1, 1, 1), even(1, 2, 1)], CostModel.uniform(1, 1, 1)), "cut for the same stages"),
+        (lambda: stream_jobs([], CostModel.uniform(1, 1, 1)), "resident jobs must be at least 1"),
+        (lambda: stream_jobs([even(1, 1, 1)], CostModel.uniform(1, 1, 1), 0), "resident jobs must be at least 1"),
+        (lambda: stream_jobs([even(1, 1, 1), even(1, 2, 1)], CostModel.uniform(1, 1, 1)), "cut for the same stages"),
         (lambda: even(1, 2, 0), "batches of a job must be at least 1"),
         (lambda: Job(Cut(2, (Cut.even(2, 1, 1).forward[0], Cut.even(2, 2, 1).forward[0])), 1), "same spans"),
     ],
@@ -90,8 +90,8 @@ def epoch(stages, resident, imbalance, microbatches=1):
     costs = random_costs(stages, imbalance=imbalance, seed=1)
     sizes = sorted(batch_sizes(64).tolist())  # the smallest have most batches, and each batch its fixed time
     jobs = [even(rows, stages, SAMPLES // rows, microbatches) for rows in sizes]
-    whole = streamed([even(rows, stages, SAMPLES // rows) for rows in sizes], costs)
-    return streamed(jobs, costs, resident).time / max(simulate(whole.program, whole.plan, costs).busy)
+    whole = stream_jobs([even(rows, stages, SAMPLES // rows) for rows in sizes], costs)
+    return stream_jobs(jobs, costs, resident).time / max(simulate(whole.program, whole.plan, costs).busy)
 
 
 @pytest.mark.parametrize(("imbalance", "most"), [(0, 1.02), (0.4, 1.03)])

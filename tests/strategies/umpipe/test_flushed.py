@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from lightning_pipes.strategies.umpipe.fitting import Choices, fitted, valued
-from lightning_pipes.strategies.umpipe.flushed import bounded, evolve_choices
+from lightning_pipes.strategies.umpipe.fitting import Choices, fit_choices, value_choice
+from lightning_pipes.strategies.umpipe.flushed import bound_choices, evolve_choices
 from lightning_pipes.strategies.umpipe.overlapped.run import Merge
-from lightning_pipes.strategies.umpipe.pricing import Option
+from lightning_pipes.strategies.umpipe.pricing import CutOption
 
 FLUSHED = Merge.ALL_FORWARDS_FIRST
 
@@ -19,21 +19,21 @@ def drawn(seed: int, stages: int, sizes: tuple[int, ...], rows: int) -> Choices:
     """Prices of any kind: what a stage's forward takes depends on its backward, and the other way round."""
     draw = Random(seed)
 
-    def option(f: int, b: int, whole: bool) -> Option:
-        return Option(f, b, draw.randint(1, 30) + f, draw.randint(1, 30) + 2 * b, whole)
+    def option(f: int, b: int, whole: bool) -> CutOption:
+        return CutOption(f, b, draw.randint(1, 30) + f, draw.randint(1, 30) + 2 * b, whole)
 
     pairs = [(f, b, w) for f, b in product(sizes, sizes) if max(f, b) % min(f, b) == 0 for w in (False, True)]
     every = tuple(tuple(option(*pair) for pair in pairs) for _ in range(stages))
     links = tuple(
-        tuple(tuple(Option(n, n, t, t) for n in sizes for t in [draw.randint(0, 5)]) for _ in range(2))
+        tuple(tuple(CutOption(n, n, t, t) for n in sizes for t in [draw.randint(0, 5)]) for _ in range(2))
         for _ in range(stages - 1)
     )
     return Choices(rows, every, links)  # type: ignore[arg-type]  # two sides each
 
 
 def best_of_all(choices: Choices) -> int:
-    places = choices.places
-    return min(valued(choices, FLUSHED, each) for each in product(*(range(len(options)) for options in places)))
+    places = choices.kernel_options
+    return min(value_choice(choices, FLUSHED, each) for each in product(*(range(len(options)) for options in places)))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -41,8 +41,8 @@ def test_against_trying_all(seed: int) -> None:
     """With enough parts the bound is the optimum; with few it is none above it."""
     choices = drawn(seed, 2, (1, 3) if seed % 2 else (2, 4), 6 + seed % 3)
     best = best_of_all(choices)
-    assert bounded(choices, nodes=10_000).lower_bound == best
-    assert bounded(choices, nodes=1).lower_bound <= bounded(choices, nodes=3).lower_bound <= best
+    assert bound_choices(choices, nodes=10_000).lower_bound == best
+    assert bound_choices(choices, nodes=1).lower_bound <= bound_choices(choices, nodes=3).lower_bound <= best
 
 
 def test_what_bounds_come_from_is_a_good_start() -> None:
@@ -50,9 +50,9 @@ def test_what_bounds_come_from_is_a_good_start() -> None:
     met = 0
     for seed in range(8):
         choices = drawn(seed, 3, (1, 2, 4, 8), 16)
-        found = bounded(choices, nodes=200)
-        value = fitted(choices, FLUSHED, starts=found.starts)[0][0]
-        assert value <= min(valued(choices, FLUSHED, start) for start in found.starts)
+        found = bound_choices(choices, nodes=200)
+        value = fit_choices(choices, FLUSHED, starts=found.starts)[0][0]
+        assert value <= min(value_choice(choices, FLUSHED, start) for start in found.starts)
         assert found.lower_bound <= value
         met += found.lower_bound == value
     assert met >= 4
@@ -66,11 +66,11 @@ def test_the_genetic_search_beside_the_bound() -> None:
         stages = []
         for _ in range(3):
             forward, backward = ({n: draw.randint(1, 30) + n for n in (1, 2, 4, 8)} for _ in range(2))
-            stages.append(tuple(Option(f, b, x, y) for f, x in forward.items() for b, y in backward.items()))
-        links = tuple((tuple(Option(n, n, 1, 1) for n in (1, 2, 4, 8)),) * 2 for _ in range(2))
+            stages.append(tuple(CutOption(f, b, x, y) for f, x in forward.items() for b, y in backward.items()))
+        links = tuple((tuple(CutOption(n, n, 1, 1) for n in (1, 2, 4, 8)),) * 2 for _ in range(2))
         choices = Choices(16, tuple(stages), links)  # type: ignore[arg-type]  # two sides each
-        least = bounded(choices, nodes=200).lower_bound
-        best = min(valued(choices, FLUSHED, each) for each in evolve_choices(choices))
+        least = bound_choices(choices, nodes=200).lower_bound
+        best = min(value_choice(choices, FLUSHED, each) for each in evolve_choices(choices))
         assert best >= least
         met += best == least
     assert met >= 6

@@ -9,7 +9,7 @@ from lightning_pipes.strategies.umpipe.network import Network, Scheme
 
 def test_counts_of_one_size_are_one_option_with_the_cheapest_time() -> None:
     times = np.array([[9, 8, 7, 6, 5, 4]])  # 1 to 6 micro-batches of a batch of 6: sizes 6 3 2 2 2 1
-    network = Network.of_counts(6, range(1, 7), times, times[:, ::-1])
+    network = Network.from_counts(6, range(1, 7), times, times[:, ::-1])
     assert network.sizes == (6, 3, 2, 1)
     assert network.counts.tolist() == [1, 2, 3, 6]
     assert network.forward.tolist() == [[9, 8, 5, 4]]
@@ -21,7 +21,7 @@ def test_sizes_of_a_scheme() -> None:
     network = Network(5, (5, 2), times, times)
     assert (network.stages, network.processes, network.counts.tolist()) == (2, 3, [1, 3])
     assert network.sizes_of(Scheme((0, 1, 0), (1, 1, 0))) == ((5, 2, 5), (2, 2, 5))
-    assert network.equal(1) == ((1, 1, 1), (1, 1, 1))
+    assert network.equal_scheme(1) == ((1, 1, 1), (1, 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_mistakes(sizes: tuple[int, ...], forward: np.ndarray, said: str) -> Non
 @pytest.mark.parametrize("counts", [[], [0], [5], [1, 2, 9]])
 def test_counts_that_no_batch_has(counts: list[int]) -> None:
     with pytest.raises(InputError, match="1 to 4 micro-batches"):
-        Network.of_counts(4, counts, np.ones((1, len(counts)), int), np.ones((1, len(counts)), int))
+        Network.from_counts(4, counts, np.ones((1, len(counts)), int), np.ones((1, len(counts)), int))

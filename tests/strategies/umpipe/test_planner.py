@@ -16,7 +16,7 @@ from lightning_pipes.strategies.deep import Deep
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.umpipe import UM1F1B, UMPipe
-from lightning_pipes.strategies.umpipe.planner import Counts, sized, sizes_of, spans_of
+from lightning_pipes.strategies.umpipe.planner import Counts, sizes_of, spans_of, spans_of_size
 from tests.cases import for_each
 
 ROWS = 32
@@ -70,13 +70,13 @@ def test_counts_as_given() -> None:
     asked = Problem(UMPipe((2, 4), (4, 9), (1,), (8,)), 2, 8)
     assert solve_plan(asked).jobs[0] == Cut(
         8,
-        (sized(8, 4), sized(8, 2)),
-        (sized(8, 2), sized(8, 1)),
-        ((Span(0, 8),), sized(8, 2)),
-        (sized(8, 2), sized(8, 1)),
+        (spans_of_size(8, 4), spans_of_size(8, 2)),
+        (spans_of_size(8, 2), spans_of_size(8, 1)),
+        ((Span(0, 8),), spans_of_size(8, 2)),
+        (spans_of_size(8, 2), spans_of_size(8, 1)),
     )
     assert [span.rows for span in spans_of(7, 3)] == [3, 3, 1]
-    assert solve_plan(replace(asked, rows=3)).spans(Kind.F, 1) == sized(3, 1)  # a short last batch has fewer
+    assert solve_plan(replace(asked, rows=3)).spans(Kind.F, 1) == spans_of_size(3, 1)  # a short last batch has fewer
 
 
 def test_sizes_to_choose_from() -> None:
@@ -106,7 +106,7 @@ def test_never_worse_than_the_best_equal_cut_among_its_numbers(
     schedule: Schedule | UM1F1B, kinds: tuple[tuple[float, float], ...]
 ) -> None:
     asked = problem(schedule, *kinds)
-    equal = [Plan((0, 1, 2), (Cut(ROWS, (sized(ROWS, size),) * 3),)) for size in sizes_of(ROWS, None, "few")]
+    equal = [Plan((0, 1, 2), (Cut(ROWS, (spans_of_size(ROWS, size),) * 3),)) for size in sizes_of(ROWS, None, "few")]
     assert seconds(asked, solve_plan(asked)) <= min(seconds(asked, each) for each in equal) + 1e-12
 
 
@@ -176,7 +176,7 @@ def test_people_are_told_which_cut_and_why() -> None:
     asked = problem(UM1F1B(), LINEAR, LINEAR, LINEAR, FLAT)
     plan, said = solve_plan(asked), explained(asked)
     counts = ", ".join(str(len(plan.spans(Kind.F, s))) for s in range(4))
-    cuts = [(sized(ROWS, size),) * 4 for size in sizes_of(ROWS, None, "few")]
+    cuts = [(spans_of_size(ROWS, size),) * 4 for size in sizes_of(ROWS, None, "few")]
     equal = min((seconds(asked, Plan(plan.ranks, (Cut(ROWS, cut),))), len(cut[0])) for cut in cuts)
     then, now = seconds_text(round(1e9 * seconds(asked, plan))), seconds_text(round(1e9 * equal[0]))
     assert said.startswith(f"um1f1b cuts 32 samples into {counts} micro-batches on stages 0 to 3")

@@ -6,8 +6,8 @@ import pytest
 
 from lightning_pipes.cost import CostModel, Link
 from lightning_pipes.ir import B, Cut, F, Instruction, Kind, Plan, Span
-from lightning_pipes.strategies.umpipe.planner import sized
-from lightning_pipes.strategies.umpipe.pricing import drifted, link_times, room_of, stage_options
+from lightning_pipes.strategies.umpipe.planner import spans_of_size
+from lightning_pipes.strategies.umpipe.pricing import drifted_costs, link_times, room_of, stage_options
 
 ROWS = 8
 TABLES = {
@@ -34,8 +34,8 @@ def test_options_cost_what_the_same_plan_costs(recompute: tuple[bool, ...]) -> N
         options = stage_options(COSTS, plain, stage, (1, 2, 4, 8))
         assert len(options) == 16 + (6 if stage == 0 else 0)
         for option in options:
-            spans = [sized(ROWS, 2), sized(ROWS, 2)], [sized(ROWS, 2), sized(ROWS, 2)]
-            spans[0][stage], spans[1][stage] = sized(ROWS, option.forward), sized(ROWS, option.backward)
+            spans = [spans_of_size(ROWS, 2), spans_of_size(ROWS, 2)], [spans_of_size(ROWS, 2), spans_of_size(ROWS, 2)]
+            spans[0][stage], spans[1][stage] = spans_of_size(ROWS, option.forward), spans_of_size(ROWS, option.backward)
             whole = tuple(s == stage and option.whole for s in range(2))
             cut = Cut(ROWS, tuple(spans[0]), tuple(spans[1]))
             plan = Plan((0, 1), (cut,), recompute=recompute, whole_forward=whole)
@@ -70,6 +70,6 @@ def test_what_was_seen_of_a_link_is_what_its_messages_take(arrives: float) -> No
     usual = replace(usual, link=Link(bandwidth=1e6, latency=0.004))
     plan = Plan.even(2, 2, 16)
     rows = plan.spans(Kind.SF, 0)[0].rows
-    found, change = drifted(usual, CostModel({(Kind.SF, 0): ((rows, arrives),)}), plan)
+    found, change = drifted_costs(usual, CostModel({(Kind.SF, 0): ((rows, arrives),)}), plan)
     assert sum(found.transfer_ns(Instruction(Kind.SF, 0, span=Span(0, rows)), plan)) == pytest.approx(1e9 * arrives)
     assert change == pytest.approx(arrives / 0.012 - 1)  # 8 rows of 1000 bytes at 1 MB/s, and 4 ms

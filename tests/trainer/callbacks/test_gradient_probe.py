@@ -55,7 +55,7 @@ def test_a_quadratic_function_has_known_constants():
         squared.append(float(gradient.square().sum()))
         w -= 0.1 * gradient
     torch.testing.assert_close(module.w.detach(), w)
-    found = Constants.estimated(probe.loss, probe.probes)
+    found = Constants.from_probes(probe.loss, probe.probes)
     assert len(probe.probes) == 9
     assert found.lipschitz == pytest.approx(3.0)
     assert found.noise == pytest.approx(sum(squared[1:]) / 9)
@@ -65,7 +65,7 @@ def test_a_quadratic_function_has_known_constants():
 def test_gradients_of_accumulated_batches_are_one():
     probe = probed(Quadratic(), rows(), accumulate_grad_batches=2)
     assert len(probe.probes) == 4
-    assert Constants.estimated(probe.loss, probe.probes).lipschitz == pytest.approx(3.0)
+    assert Constants.from_probes(probe.loss, probe.probes).lipschitz == pytest.approx(3.0)
 
 
 class Noisy(Quadratic):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_pipes.ir import InputError, PlanError, check_count, short_repr
+from lightning_pipes.planning.partition import balanced_cuts
 
 # ---- Subnets on stages: which blocks each stage has, and what that takes.
 
@@ -56,24 +57,7 @@ def balanced(subnets: Subnets, stages: int) -> Placed:
         PlanError: fewer blocks than stages.
     """
     _check(subnets, stages)
-    n, blocks = len(subnets), subnets.blocks
-    ends = np.zeros((n, blocks + 1), np.int64)
-    np.cumsum(subnets.forward + subnets.backward, axis=1, out=ends[:, 1:])
-    slowest = ends.copy()  # of the best cut of the first blocks into so many stages
-    chosen = np.zeros((stages + 1, n, blocks + 1), np.int64)
-    for stage in range(2, stages + 1):
-        now = np.full_like(slowest, np.iinfo(np.int64).max)
-        for end in range(stage, blocks + 1):
-            begins = slice(stage - 1, end)
-            cases = np.maximum(slowest[:, begins], ends[:, end, None] - ends[:, begins])
-            best = cases.argmin(axis=1)
-            chosen[stage, :, end] = best + stage - 1
-            now[:, end] = cases[np.arange(n), best]
-        slowest = now
-    cuts = np.full((n, stages + 1), blocks, np.int64)
-    for stage in range(stages, 0, -1):
-        cuts[:, stage - 1] = chosen[stage, np.arange(n), cuts[:, stage]]
-    return Placed(subnets, cuts)
+    return Placed(subnets, balanced_cuts(subnets.forward + subnets.backward, stages))
 
 
 def fixed(subnets: Subnets, stages: int) -> Placed:

@@ -36,11 +36,11 @@ def lockstep(
     xp: Any = np,
     device: str = "cpu",
 ) -> Results:
-    """Makespans and peaks of many schemes at once, those that `overlapped` says.
+    """Makespans and peaks of many schemes at once, those that `run_overlapped` says.
 
     Args:
         options: a row for each individual, K options of forward and K of backward processes.
-        caps: as for `overlapped`, the same for all.
+        caps: as for `run_overlapped`, the same for all.
         xp: the module of the arrays, numpy or torch.
         device: torch's name of where the arrays are.
 

@@ -173,7 +173,7 @@ def _first(network: Network, sizes: RowBytes, starts: Sequence[Scheme], archive:
     descent = Descent(network, _memory(network, sizes, FREE))
     options = range(len(network.sizes))
     stages, rows = network.stages, network.rows
-    for scheme in [*starts, *map(network.equal, options)]:
+    for scheme in [*starts, *map(network.equal_scheme, options)]:
         chunks = network.sizes_of(scheme)[0][::2]
         largest = max(chunks)
         warm = [[largest * n * (stages - i) for i in range(stages)] for n in ROUNDS]

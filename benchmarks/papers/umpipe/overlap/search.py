@@ -21,7 +21,7 @@ import numpy as np
 from lightning_pipes.ir import InputError, check_count, short_repr
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
 from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER, OVERLAPPED
-from lightning_pipes.strategies.umpipe.overlapped.run import Merge, Run, check_caps, chunks_of, in_flight
+from lightning_pipes.strategies.umpipe.overlapped.run import Merge, OverlappedRun, check_caps, chunks_of, in_flight
 from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, Memory, make_log, make_memory, make_room
 
 # ---- The best order of a run's chunks by OR-Tools' CP-SAT, an extra: it says what waiting for something better wins.
@@ -34,7 +34,7 @@ class Merged(NamedTuple):
     lower_bound: int
 
 
-def best_merge(run: Run, seconds: float, seed: int = 0) -> Merged:
+def best_merge(run: OverlappedRun, seconds: float, seed: int = 0) -> Merged:
     """The time of the chunks of `run` if stages may run them in any order and wait; rows in flight are not limited.
 
     Raises:
@@ -219,7 +219,7 @@ class Descent:
 
     def peaks(self) -> tuple[int, ...]:
         """Of each stage the most that it holds."""
-        self._run.dispatched(self._chunks, int(self.policy), NEVER, self._memory, self._room, self._log)
+        self._run.run_chunks(self._chunks, int(self.policy), NEVER, self._memory, self._room, self._log)
         return tuple(int(peak) for peak in self._room.peak)
 
     def take(self, scheme: Scheme, caps: Sequence[int] | None = None) -> None:
@@ -236,7 +236,7 @@ class Descent:
         self.value = NEVER
         allowed = all(q in options for q, options in zip(self.genes, self._options, strict=True))
         for policy in self._policies if allowed else ():
-            end = self._run.dispatched(self._chunks, policy, self.value, self._memory, self._room, self._log)
+            end = self._run.run_chunks(self._chunks, policy, self.value, self._memory, self._room, self._log)
             self.evaluations += 1
             if end < self.value:
                 self.value, self.policy = int(end), Merge(int(policy))
@@ -245,7 +245,7 @@ class Descent:
         """Gives process p the best of its options; whether that is a better one."""
         best = self._best
         best[0], best[1], best[2], best[3] = self.value, self.genes[p], int(self.policy), 0
-        self._run.tried(
+        self._run.improve_option(
             p, self._options[p], self._times, self._sizes, self._policies,
             self._chunks, self._memory, self._room, self._log, best,
         )  # fmt: skip
@@ -259,7 +259,7 @@ class Descent:
         most = min(self.network.rows, int(self._memory.most[i]) // int(self._memory.held[i]))
         caps = sorted({max(size, most * n // CAPS // size * size) for n in range(1, CAPS + 1)})
         best[0], best[1], best[2], best[3] = self.value, self._memory.caps[i], int(self.policy), 0
-        self._run.capped(
+        self._run.improve_cap(
             i, self._machine.copy(caps), self._policies, self._chunks, self._memory, self._room, self._log, best
         )
         self.evaluations += int(best[3])
@@ -308,7 +308,7 @@ class Descent:
         rng = random.Random(seed)
         over = effort.over()
         ranked, free = [], self.caps
-        for scheme in [*starts, *map(self.network.equal, range(len(self.network.sizes)))]:
+        for scheme in [*starts, *map(self.network.equal_scheme, range(len(self.network.sizes)))]:
             self.take(scheme)
             ranked.append((self.value, self.policy, scheme, free))
         ranked.sort(key=lambda each: each[0])

@@ -8,9 +8,9 @@ from sklearn.metrics import mean_absolute_error, r2_score
 
 from benchmarks.papers.dynpipe.predictor import Constant, Scaled
 from lightning_pipes.ir import InputError
-from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset, cross_validated, score
+from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset, cross_validated, score_predictions
 from lightning_pipes.strategies.dynpipe.interference.features import FORMULA_AT, NAMES, STAGE
-from lightning_pipes.strategies.dynpipe.interference.models import Formula
+from lightning_pipes.strategies.dynpipe.interference.predictor import Formula
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def data() -> Dataset:
 
 
 def test_other_stages_on_a_device_as_it_was_seen(data):
-    crossed = data.crossed()
+    crossed = data.cross_pairs()
     assert len(crossed) == 3 * 6 * 6
     device = len(NAMES) - len(STAGE)
     place = 6 + 1 * 6 + 5  # in the first setting the second window, as seen, and the last one, as asked
@@ -50,10 +50,10 @@ def test_whole_kinds_are_held_out(data):
 def test_scores_are_those_of_scikit_learn():
     random = np.random.default_rng(1)
     truth, guess = random.uniform(1, 5, 50), random.uniform(1, 5, 50)
-    found = score(truth, guess)
+    found = score_predictions(truth, guess)
     assert found.r2 == pytest.approx(r2_score(truth, guess))
     assert found.mae == pytest.approx(mean_absolute_error(truth, guess))
-    assert score(truth, truth) == (1.0, 0.0)
+    assert score_predictions(truth, truth) == (1.0, 0.0)
 
 
 def test_models_are_scored_on_what_they_have_not_seen(data):

@@ -15,7 +15,7 @@ from lightning_pipes.strategies.dynpipe.interference import Forest
 from lightning_pipes.strategies.dynpipe.interference.forest import (
     CANDIDATES,
     ForestSettings,
-    joined,
+    join_trees,
     select_settings,
     train,
 )
@@ -41,7 +41,7 @@ def forest() -> Forest:
 def test_it_says_what_scikit_learn_says(missing, leaf):
     x, y = data(missing=missing)
     theirs = RandomForestRegressor(12, min_samples_leaf=leaf, random_state=3).fit(x, y)
-    ours = joined(NAMES, [tree.tree_ for tree in theirs.estimators_], x)
+    ours = join_trees(NAMES, [tree.tree_ for tree in theirs.estimators_], x)
     new = np.concatenate([data(5000, missing=0.3, seed=1)[0], [[np.nan] * 3, [1e30, -1e30, 0]]])
     np.testing.assert_allclose(ours.predict(new).mean(axis=1), theirs.predict(new), rtol=1e-12, atol=1e-12)
 
@@ -51,7 +51,7 @@ def test_numbers_between_single_and_double_precision_go_the_same_way():
     x = np.array([[float(edge)], [float(edge) + 16 * step]] * 20)  # the threshold is a number in single precision
     y = np.array([0.0, 1.0] * 20)
     theirs = RandomForestRegressor(4, random_state=0).fit(x, y)
-    ours = joined(("a",), [tree.tree_ for tree in theirs.estimators_], x)
+    ours = join_trees(("a",), [tree.tree_ for tree in theirs.estimators_], x)
     near = np.linspace(float(edge), float(edge) + 16 * step, 2001)[:, None]
     np.testing.assert_array_equal(ours.predict(near).mean(axis=1), theirs.predict(near))
 
@@ -114,8 +114,8 @@ def test_what_it_knows():
     x = np.array([[0.0, np.nan, 5.0], [10.0, np.nan, np.nan], [4.0, np.nan, 6.0]] * 4)
     known = train(x, x[:, 0], NAMES, trees=2)
     rows = [[0, 1, 5], [-0.9, 1, 5], [11.1, 1, 5], [np.nan, 1, 5], [5, np.nan, np.nan], [5, 7, 6.2]]
-    assert known.known(np.array(rows, float)).tolist() == [True, True, False, False, True, False]
-    assert known.known(np.array([[5, 7, 6.2]]), margin=0.2).tolist() == [True]
+    assert known.is_familiar(np.array(rows, float)).tolist() == [True, True, False, False, True, False]
+    assert known.is_familiar(np.array([[5, 7, 6.2]]), margin=0.2).tolist() == [True]
 
 
 def test_a_pickle_is_not_opened(tmp_path, forest):

@@ -13,9 +13,9 @@ from benchmarks.papers.dynpipe.predictor import MODELS, Constant, Linear, Trees
 from lightning_pipes.ir import InputError
 from lightning_pipes.planning.replanning import HostedStage, Interference
 from lightning_pipes.strategies.dynpipe.interference import Forest, Predictor
-from lightning_pipes.strategies.dynpipe.interference.features import NAMES, RUN, WAIT, formula, table
+from lightning_pipes.strategies.dynpipe.interference.features import NAMES, RUN, WAIT, feature_table, predict_by_formula
 from lightning_pipes.strategies.dynpipe.interference.forest import train
-from lightning_pipes.strategies.dynpipe.interference.models import Corrected, Formula
+from lightning_pipes.strategies.dynpipe.interference.predictor import Corrected, Formula
 from lightning_pipes.testing.timeouts import scale_timeout
 
 BUSY = "host.machine_busy_share"
@@ -44,11 +44,11 @@ def data(rows: int = 400, seed: int = 0):
 @pytest.fixture(scope="module")
 def predictor() -> Predictor:
     pairs, ratios = data()
-    return Predictor(Corrected().fit(table(pairs), ratios).forest)
+    return Predictor(Corrected().fit(feature_table(pairs), ratios).forest)
 
 
 def test_a_row():
-    (row,) = table([(device(0.25, 0.5), hosting(0.001, 3e6))])
+    (row,) = feature_table([(device(0.25, 0.5), hosting(0.001, 3e6))])
     found = dict(zip(NAMES, row, strict=True))
     assert found["formula.ratio"] == 3.0
     assert found["stage.backward_share"] == pytest.approx(2 / 3)
@@ -61,7 +61,7 @@ def test_a_row():
     [({}, math.nan), ({RUN: 0.0, WAIT: 0.5}, math.nan), ({RUN: 0.5, WAIT: 0.25}, 1.5), ({RUN: 1e-9, WAIT: 1.0}, 1000)],
 )
 def test_the_plain_formula(seen, ratio):
-    assert formula(seen) == pytest.approx(ratio, nan_ok=True)
+    assert predict_by_formula(seen) == pytest.approx(ratio, nan_ok=True)
 
 
 def test_stages_that_suffer_more_do_so_in_its_answer(predictor):
@@ -110,7 +110,7 @@ def test_bad_margins(predictor):
 
 def test_what_learns_beats_what_does_not_and_the_formula_needs_no_data():
     (pairs, ratios), (new_pairs, truth) = data(), data(100, seed=1)
-    rows, new = table(pairs), table(new_pairs)
+    rows, new = feature_table(pairs), feature_table(new_pairs)
     errors = {m.name: float(np.abs(m().fit(rows, ratios).predict(new) - truth).mean()) for m in MODELS}
     assert errors["formula x forest"] < errors["formula"] < errors["constant"]
     assert errors["forest"] < errors["constant"]
@@ -125,22 +125,22 @@ def test_what_learns_beats_what_does_not_and_the_formula_needs_no_data():
         "network",
         "constant",
     }
-    assert Formula().predict(new[:1])[0] == pytest.approx(formula(new_pairs[0][0]))
+    assert Formula().predict(new[:1])[0] == pytest.approx(predict_by_formula(new_pairs[0][0]))
 
 
 def test_where_the_scheduler_counts_nothing_the_forest_is_alone():
     pairs, ratios = data()
     blind = [({BUSY: seen[BUSY]}, stage) for seen, stage in pairs]
-    rows = table(blind)
+    rows = feature_table(blind)
     alone = Corrected().fit(rows, ratios).predict(rows)
     np.testing.assert_allclose(alone, Trees().fit(rows, ratios).predict(rows))
 
 
 def test_a_line_does_not_lead_out_of_the_world():
     pairs, ratios = data()
-    far = table([(device(1e-3, 1.0, 1e6), hosting())])
-    assert Linear().fit(table(pairs), ratios).predict(far)[0] == pytest.approx(ratios.max())
-    assert Constant().fit(table(pairs), ratios).predict(far)[0] == ratios.mean()
+    far = feature_table([(device(1e-3, 1.0, 1e6), hosting())])
+    assert Linear().fit(feature_table(pairs), ratios).predict(far)[0] == pytest.approx(ratios.max())
+    assert Constant().fit(feature_table(pairs), ratios).predict(far)[0] == ratios.mean()
 
 
 def test_a_whole_re_plan_takes_less_than_a_second(predictor):

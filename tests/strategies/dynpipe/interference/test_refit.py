@@ -11,9 +11,9 @@ import pytest
 from lightning_pipes.ir import InputError
 from lightning_pipes.planning.replanning import HostedStage, Interference
 from lightning_pipes.strategies.dynpipe.interference import Predictor, Refitted, refit
-from lightning_pipes.strategies.dynpipe.interference.features import NAMES, RUN, WAIT, table
+from lightning_pipes.strategies.dynpipe.interference.features import NAMES, RUN, WAIT, feature_table
 from lightning_pipes.strategies.dynpipe.interference.forest import train
-from lightning_pipes.strategies.dynpipe.interference.models import Corrected
+from lightning_pipes.strategies.dynpipe.interference.predictor import Corrected
 from lightning_pipes.strategies.dynpipe.interference.refit import Learning
 
 BUSY = "host.machine_busy_share"
@@ -78,7 +78,7 @@ def test_every_rank_has_the_same_forest(here):
 
 def test_the_better_one_on_the_newest_rows_stays(here):
     pairs, ratios = rows(400)
-    good = Predictor(Corrected().fit(table(pairs), np.array(ratios)).forest, spread=0.7)
+    good = Predictor(Corrected().fit(feature_table(pairs), np.array(ratios)).forest, spread=0.7)
     few, truth = rows(60, seed=3)
     kept = Refitted(good, every=60, after=1, trees=2)
     kept.observe(*(few + few[:1], truth + truth[:1]))

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from lightning_pipes.strategies.jap import Effort, solved
+from lightning_pipes.strategies.jap import Effort, solve_array
 from lightning_pipes.strategies.jap.problem import ArrayProblem
-from lightning_pipes.strategies.jap.solvers.bounds import interrupted, lower_bound, two_stages
-from lightning_pipes.strategies.jap.solvers.search import searched
+from lightning_pipes.strategies.jap.solvers.bounds import lower_bound, preemptive_bound, two_stage_bound
+from lightning_pipes.strategies.jap.solvers.search import search_orders
 from tests.strategies.jap.by_hand import best_of_all, random_problem
 
 
@@ -14,16 +14,18 @@ def test_bounds_by_hand():
     """Two jobs of f = 2, b = 3 on two stages, a nanosecond between them: stage 1 begins after 3 and has 4 after it."""
     two, three, one = (np.full((2, 2), n) for n in (2, 3, 1))
     problem = ArrayProblem(two, three, transfer=one, transfer_back=one)
-    assert interrupted(problem) == (2 + 1) + 2 * (2 + 3) + (1 + 3)
-    assert solved(problem).makespan == 17
+    assert preemptive_bound(problem) == (2 + 1) + 2 * (2 + 3) + (1 + 3)
+    assert solve_array(problem).makespan == 17
 
 
 def test_a_stage_knows_the_longest_job_and_its_own_work():
     for seed in range(20):
         problem = random_problem(seed, 1 + seed % 4, 1 + seed % 3)
-        busy, heads, tails = (a.reshape(problem.stages, -1) for a in (problem.busy, problem.heads, problem.tails))
+        busy, heads, tails = (
+            a.reshape(problem.stages, -1) for a in (problem.busy_times, problem.earliest_starts, problem.least_rests)
+        )
         work = heads.min(1) + busy.sum(1) + (tails - busy).min(1)
-        assert interrupted(problem) >= max(work.max(), problem.tails.max())
+        assert preemptive_bound(problem) >= max(work.max(), problem.least_rests.max())
 
 
 def test_two_stages_by_hand():
@@ -31,7 +33,7 @@ def test_two_stages_by_hand():
     from 5 to 7. So does job 1, run from 3 to 5; but stage 0 runs one at a time. Each stage alone would need 7."""
     one = np.ones((2, 2), np.int64)
     problem = ArrayProblem(one, np.array([[2, 1], [2, 1]]), transfer_back=np.array([[0, 2], [0, 0]]))
-    assert (interrupted(problem), two_stages(problem), best_of_all(problem)) == (7, 8, 9)
+    assert (preemptive_bound(problem), two_stage_bound(problem), best_of_all(problem)) == (7, 8, 9)
 
 
 @pytest.mark.parametrize("kind", range(4))
@@ -49,6 +51,6 @@ def test_no_order_beats_a_bound(kind):
         links = rng.integers(0, 20, (2, jobs, stages)) if kind == 2 else [0 * forward] * 2
         recompute = forward if kind == 3 else 0 * forward
         problem = ArrayProblem(forward, 2 * forward, recompute, update, 0 * forward, *links, kind == 3)
-        above += two_stages(problem) > interrupted(problem)
-        assert lower_bound(problem) <= searched(problem, Effort(3_000), seed, bound=1).makespan
+        above += two_stage_bound(problem) > preemptive_bound(problem)
+        assert lower_bound(problem) <= search_orders(problem, Effort(3_000), seed, bound=1).makespan
     assert above

@@ -1,9 +1,9 @@
 """Branch and bound beside brute force."""
 
-from lightning_pipes.strategies.jap import Effort, solved
+from lightning_pipes.strategies.jap import Effort, solve_array
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
-from lightning_pipes.strategies.jap.solvers.branch import branched
-from lightning_pipes.strategies.jap.solvers.rules import by_rule
+from lightning_pipes.strategies.jap.solvers.branch import branch_and_bound
+from lightning_pipes.strategies.jap.solvers.rules import order_by_rule
 from tests.cases import for_each
 from tests.strategies.jap.by_hand import best_of_all, random_problem
 
@@ -17,12 +17,12 @@ SMALL = [(*size, seed) for size in SIZES for seed in range(3 if size == (3, 2) e
 def test_branch_and_bound_finds_what_brute_force_finds(jobs, stages, seed):
     problem = random_problem(seed, jobs, stages, equal=seed % 3 == 0)
     best = best_of_all(problem)
-    found = branched(problem, Effort(100_000), by_rule(problem, "forward first"))
+    found = branch_and_bound(problem, Effort(100_000), order_by_rule(problem, "forward first"))
     problem.check(found.starts)
     assert (found.makespan, found.bound) == (best, best)
-    assert problem.makespan(problem.starts(found.order)) == best
-    assert lower_bound(problem) <= best <= solved(problem, "search", Effort(2_000), seed).makespan
-    chosen = solved(problem, effort=Effort(100_000))
+    assert problem.makespan(problem.block_starts(found.order)) == best
+    assert lower_bound(problem) <= best <= solve_array(problem, "search", Effort(2_000), seed).makespan
+    chosen = solve_array(problem, effort=Effort(100_000))
     assert (chosen.makespan, chosen.gap) == (best, 0)
 
 
@@ -32,7 +32,7 @@ def test_stages_may_be_held_for_a_block_that_is_not_there_yet(seed, stages):
     problem = random_problem(seed, 2, stages, most=4, equal=stages == 2 and seed % 2 == 0, late=40)
     best = best_of_all(problem)
     assert lower_bound(problem) <= best
-    assert branched(problem, Effort(100_000), by_rule(problem, "forward first")).makespan == best
+    assert branch_and_bound(problem, Effort(100_000), order_by_rule(problem, "forward first")).makespan == best
 
 
 def test_recomputation_before_the_gradient_is_there():
@@ -41,10 +41,10 @@ def test_recomputation_before_the_gradient_is_there():
     for seed in range(8):
         late, early = (random_problem(seed, 2, 2 + seed % 2, early=early) for early in (False, True))
         best = best_of_all(early)
-        found = branched(early, Effort(100_000), by_rule(early, "forward first"))
+        found = branch_and_bound(early, Effort(100_000), order_by_rule(early, "forward first"))
         early.check(found.starts)
         assert (found.makespan, found.bound) == (best, best)
-        assert best == solved(early, "search", Effort(2_000), seed).makespan <= best_of_all(late)
+        assert best == solve_array(early, "search", Effort(2_000), seed).makespan <= best_of_all(late)
         gained += best < best_of_all(late)
         backward = found.starts.reshape(early.stages, 2, early.jobs)[:, 1].T
         gradient = backward + early.recompute + early.backward + early.transfer_back

@@ -6,16 +6,16 @@ import pytest
 from benchmarks.papers.jap.jobs import random_array
 from lightning_pipes.strategies.jap import Effort
 from lightning_pipes.strategies.jap.solvers.genetic import (
-    Genetic,
+    OrderEvolution,
     _crossed,
     _filled,
     _parents,
     _swapped,
     _winners,
-    decoded,
-    evolved,
+    decode_genes,
+    evolve_orders,
 )
-from lightning_pipes.strategies.jap.solvers.rules import RULES, by_rule
+from lightning_pipes.strategies.jap.solvers.rules import RULES, order_by_rule
 from tests.strategies.jap.by_hand import random_problem
 
 
@@ -24,7 +24,7 @@ def test_genes_are_blocks_in_the_order_of_their_jobs():
     problem = random_problem(4, 3, 3)
     rng = np.random.default_rng(0)
     people = rng.permuted(np.tile(np.repeat(np.arange(3), 6), (20, 1)), axis=1)
-    spans, starts = decoded(problem, people)
+    spans, starts = decode_genes(problem, people)
     for genes, span, begun in zip(people, spans, starts, strict=True):
         step, ready, free = [0] * 3, [0] * 3, [0] * 3
         for j in genes.tolist():
@@ -33,7 +33,7 @@ def test_genes_are_blocks_in_the_order_of_their_jobs():
             block = 6 * s + j + (0 if k < 3 else 3)
             t = max(ready[j], free[s])
             assert begun[block] == t
-            ready[j], free[s], step[j] = t + problem.lag[block], t + problem.busy[block], k + 1
+            ready[j], free[s], step[j] = t + problem.block_lags[block], t + problem.busy_times[block], k + 1
         assert span == max(ready)
         problem.check(begun)
 
@@ -73,14 +73,14 @@ def test_mutation_exchanges_two_genes():
 @pytest.mark.parametrize("seed", range(3))
 def test_evolution_keeps_the_best(seed):
     problem = random_array(5, 3, seed=1)
-    spans = [evolved(problem, Effort(10**6), seed, Genetic(20, generations=g)).makespan for g in range(15)]
+    spans = [evolve_orders(problem, Effort(10**6), seed, OrderEvolution(20, generations=g)).makespan for g in range(15)]
     assert spans == sorted(spans, reverse=True)
     assert spans[0] > spans[-1]
 
 
 def test_a_seeded_population_begins_with_the_rules():
     problem = random_array(16, 4)
-    best = min(by_rule(problem, rule).makespan for rule in RULES)
-    seeded = evolved(problem, Effort(100), settings=Genetic(seeded=True))
-    assert seeded.makespan <= best < evolved(problem, Effort(100)).makespan
+    best = min(order_by_rule(problem, rule).makespan for rule in RULES)
+    seeded = evolve_orders(problem, Effort(100), settings=OrderEvolution(seeded=True))
+    assert seeded.makespan <= best < evolve_orders(problem, Effort(100)).makespan
     problem.check(seeded.starts)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from lightning_pipes.strategies.jap.problem import ArrayProblem
-from lightning_pipes.strategies.jap.solvers.greedy import as_printed
+from lightning_pipes.strategies.jap.solvers.branch import solve_as_printed
 from tests.cases import for_each
 from tests.strategies.jap.by_hand import random_problem
 
@@ -89,10 +89,10 @@ def test_every_choice_is_that_of_the_sentences(seed):
     problem = random_problem(seed, 2 + seed % 4, 1 + seed % 3, equal=seed % 5 == 0, late=(1, 9, 30)[seed % 3])
     numbers = np.arange(problem.blocks).reshape(problem.stages, 2, problem.jobs)
     expected = [[int(numbers[s, "FB".index(d), j]) for j, d in row] for s, row in enumerate(by_sentences(problem))]
-    assert as_printed(problem).order.tolist() == expected
+    assert solve_as_printed(problem).order.tolist() == expected
 
 
 def test_algorithm_1_commits_to_the_last_of_equals():
     """Two equal jobs on one stage: the print's <= lets job 1 go first, and what it begins it ends."""
     ones = np.ones((2, 1), np.int64)
-    assert as_printed(ArrayProblem(ones, 2 * ones)).order.tolist() == [[1, 3, 0, 2]]
+    assert solve_as_printed(ArrayProblem(ones, 2 * ones)).order.tolist() == [[1, 3, 0, 2]]

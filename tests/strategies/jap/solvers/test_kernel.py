@@ -4,11 +4,10 @@ import pytest
 
 from benchmarks.papers.jap.jobs import random_array
 from lightning_pipes.strategies.jap import Effort
-from lightning_pipes.strategies.jap.solvers.branch import branched
-from lightning_pipes.strategies.jap.solvers.greedy import as_printed
+from lightning_pipes.strategies.jap.solvers.branch import branch_and_bound, solve_as_printed
 from lightning_pipes.strategies.jap.solvers.kernel import SOLVERS
-from lightning_pipes.strategies.jap.solvers.rules import by_rule
-from lightning_pipes.strategies.jap.solvers.search import searched
+from lightning_pipes.strategies.jap.solvers.rules import order_by_rule
+from lightning_pipes.strategies.jap.solvers.search import search_orders
 
 
 @pytest.mark.skipif(SOLVERS.numba is None, reason="numba is not installed")
@@ -17,12 +16,12 @@ def test_the_same_with_and_without_numba(monkeypatch):
     small = random_array(4, 3, seed=1)
     tried = []
     for kernel in (SOLVERS.python, SOLVERS.numba):
-        for module in ("search", "greedy", "rules"):
+        for module in ("search", "branch", "rules"):
             monkeypatch.setattr(
                 f"lightning_pipes.strategies.jap.solvers.{module}.kernel_for", lambda blocks, k=kernel: k
             )
         monkeypatch.setitem(SOLVERS.__dict__, "numba", kernel)
-        found = [searched(problem, Effort(10_000), 3), as_printed(problem)]
-        found.append(branched(small, Effort(2_000), by_rule(small, "pyramid")))
+        found = [search_orders(problem, Effort(10_000), 3), solve_as_printed(problem)]
+        found.append(branch_and_bound(small, Effort(2_000), order_by_rule(small, "pyramid")))
         tried.append([(f.makespan, f.bound, f.starts.tolist()) for f in found])
     assert tried[0] == tried[1]

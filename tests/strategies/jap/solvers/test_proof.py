@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.papers.jap.jobs import random_array
 from lightning_pipes.ir import PlanError
-from lightning_pipes.strategies.jap import Effort, solved
-from lightning_pipes.strategies.jap.solvers.rules import by_rule
+from lightning_pipes.strategies.jap import Effort, solve_array
+from lightning_pipes.strategies.jap.solvers.rules import order_by_rule
 
 
 @pytest.mark.skipif(
@@ -15,13 +15,13 @@ from lightning_pipes.strategies.jap.solvers.rules import by_rule
 )
 @pytest.mark.parametrize(("jobs", "stages"), [(3, 4), (4, 4), (3, 8), (4, 8)])
 def test_search_equals_what_cp_sat_proves(jobs, stages):
-    from lightning_pipes.strategies.jap.solvers.proof import proven
+    from lightning_pipes.strategies.jap.solvers.proof import prove_order
 
     for seed in range(2):
         problem = random_array(jobs, stages, imbalance=0.3, seed=seed)
-        proof = proven(problem, 10, by_rule(problem, "pyramid"))
+        proof = prove_order(problem, 10, order_by_rule(problem, "pyramid"))
         problem.check(proof.starts)
-        found = solved(problem, effort=Effort(40_000))
+        found = solve_array(problem, effort=Effort(40_000))
         assert proof.bound <= found.makespan
         if proof.gap == 0:
             assert found.makespan == proof.makespan
@@ -29,8 +29,8 @@ def test_search_equals_what_cp_sat_proves(jobs, stages):
 
 @pytest.mark.skipif(find_spec("ortools") is not None, reason="OR-Tools is installed")
 def test_cp_sat_says_what_to_install():
-    from lightning_pipes.strategies.jap.solvers.proof import proven
+    from lightning_pipes.strategies.jap.solvers.proof import prove_order
 
     problem = random_array(2, 2)
     with pytest.raises(PlanError, match=r"lightning-pipes\[proof\]"):
-        proven(problem, 1, by_rule(problem, "pyramid"))
+        prove_order(problem, 1, order_by_rule(problem, "pyramid"))

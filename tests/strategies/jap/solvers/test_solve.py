@@ -4,11 +4,11 @@ import pytest
 
 from benchmarks.papers.jap.jobs import random_array
 from lightning_pipes.ir import PlanError
-from lightning_pipes.strategies.jap import Effort, solved
+from lightning_pipes.strategies.jap import Effort, solve_array
+from lightning_pipes.strategies.jap.problem import Solution
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
-from lightning_pipes.strategies.jap.solvers.greedy import as_printed
+from lightning_pipes.strategies.jap.solvers.branch import solve_as_printed
 from lightning_pipes.strategies.jap.solvers.rules import RULES
-from lightning_pipes.strategies.jap.solvers.solution import Solution
 from lightning_pipes.strategies.jap.solvers.solve import METHODS
 from tests.strategies.jap.by_hand import random_problem
 
@@ -18,51 +18,53 @@ PACKAGE = "lightning_pipes.strategies.jap.solvers"
 @pytest.mark.parametrize("method", ["auto", *METHODS, *RULES])
 def test_all_give_an_order_that_holds(method):
     problem = random_array(6, 4, imbalance=0.3, seed=5)
-    found = solved(problem, method, Effort(3000), seed=1)
+    found = solve_array(problem, method, Effort(3000), seed=1)
     problem.check(found.starts)
-    assert found.makespan == problem.makespan(found.starts) == problem.makespan(problem.starts(found.order))
+    assert found.makespan == problem.makespan(found.starts) == problem.makespan(problem.block_starts(found.order))
     assert found.bound <= found.makespan
     assert found.gap == found.makespan / found.bound - 1
-    again = solved(problem, method, Effort(3000), seed=1)
+    again = solve_array(problem, method, Effort(3000), seed=1)
     assert (again.starts == found.starts).all()
 
 
 def test_auto_proves_small_arrays_and_searches_large_ones():
-    assert solved(random_array(3, 4), effort=Effort(50_000)).gap == 0
-    large = solved(random_array(6, 4), effort=Effort(2000))
+    assert solve_array(random_array(3, 4), effort=Effort(50_000)).gap == 0
+    large = solve_array(random_array(6, 4), effort=Effort(2000))
     assert large.method == "search"
-    assert solved(random_array(6, 4), effort=Effort(2000), threshold=30).method == "branch and bound"
+    assert solve_array(random_array(6, 4), effort=Effort(2000), threshold=30).method == "branch and bound"
     with pytest.raises(PlanError, match="no solver called 'magic'"):
-        solved(random_array(2, 2), "magic")
+        solve_array(random_array(2, 2), "magic")
 
 
 def test_auto_is_at_least_as_good_as_every_other_method():
     """Arrays with more jobs than are searched for a proof, on few stages: branch and bound proves some at once."""
-    proven = []
+    prove_order = []
     for seed in range(12):
         problem = random_problem(seed, 5 + seed % 3, 2, most=60, late=20)
-        found = solved(problem, effort=Effort(2_000))
+        found = solve_array(problem, effort=Effort(2_000))
         problem.check(found.starts)
-        others = [solved(problem, method, Effort(2_000)) for method in ("algorithm 1", "branch and bound", "search")]
+        others = [
+            solve_array(problem, method, Effort(2_000)) for method in ("algorithm 1", "branch and bound", "search")
+        ]
         assert found.makespan <= min(other.makespan for other in others)
         assert found.bound >= lower_bound(problem)
-        proven += [found.method] * (found.gap == 0)
-    assert len(proven) > 6
-    assert "branch and bound" in proven
+        prove_order += [found.method] * (found.gap == 0)
+    assert len(prove_order) > 6
+    assert "branch and bound" in prove_order
 
 
 def test_auto_begins_with_algorithm_1s_order(monkeypatch):
     """Also where there is no effort left for anything else."""
     problem = random_array(12, 4)
-    best = Solution(problem, problem.heads, 1, 1, "algorithm 1")
+    best = Solution(problem, problem.earliest_starts, 1, 1, "algorithm 1")
     seen = []
 
     def search(problem, effort, seed=0, bound=0, incumbent=None):
         seen.append(incumbent)
         return best
 
-    monkeypatch.setattr(f"{PACKAGE}.solve.searched", search)
-    assert solved(problem, effort=Effort(20_000)) is not None
-    assert seen[0].starts.tolist() == as_printed(problem).starts.tolist()
-    solved(problem, effort=Effort(1_000))
+    monkeypatch.setattr(f"{PACKAGE}.solve.search_orders", search)
+    assert solve_array(problem, effort=Effort(20_000)) is not None
+    assert seen[0].starts.tolist() == solve_as_printed(problem).starts.tolist()
+    solve_array(problem, effort=Effort(1_000))
     assert seen[-1] is None, "it would take more than the effort"

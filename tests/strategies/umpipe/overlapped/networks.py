@@ -12,7 +12,7 @@ def simulation(stages: int, rows: int, seed: int, *, least: int = 1, most: int =
     rng = np.random.default_rng(seed)
     shape = (2 * stages - 1, rows)
     forward, backward = (rng.integers(least, most + 1, shape) for _ in range(2))
-    return Network.of_counts(rows, range(1, rows + 1), forward, backward)
+    return Network.from_counts(rows, range(1, rows + 1), forward, backward)
 
 
 def realistic(stages: int, rows: int, seed: int, *, link: float = 0.3, spread: float = 0.3) -> Network:

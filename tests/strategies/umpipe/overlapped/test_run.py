@@ -11,18 +11,25 @@ from lightning_pipes.sim.loops.jit import Kernel
 from lightning_pipes.strategies.umpipe import UM1F1B
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
 from lightning_pipes.strategies.umpipe.overlapped.kernel import NEVER, OVERLAPPED
-from lightning_pipes.strategies.umpipe.overlapped.run import Merge, Run, _logged, chunks_of, cut_of, overlapped
+from lightning_pipes.strategies.umpipe.overlapped.run import (
+    Merge,
+    OverlappedRun,
+    _logged,
+    chunks_of,
+    cut_of,
+    run_overlapped,
+)
 from lightning_pipes.strategies.umpipe.overlapped.tables import Chunks, make_log, make_memory, make_room
 from tests.cases import for_each
 from tests.strategies.umpipe.overlapped.chunked import Chunked
 from tests.strategies.umpipe.overlapped.networks import random_scheme, realistic, simulation, uniform
 
 
-def in_simulator(run: Run):
+def in_simulator(run: OverlappedRun):
     return simulate(run.program, run.plan(), Chunked(run.network, run.scheme))
 
 
-def compute_starts(run: Run) -> dict[tuple[Kind, int, int], int]:
+def compute_starts(run: OverlappedRun) -> dict[tuple[Kind, int, int], int]:
     """By kind, stage and first sample."""
     n, k = run.network.stages, run.network.processes
     sizes = run.network.sizes_of(run.scheme)
@@ -38,7 +45,7 @@ def compute_starts(run: Run) -> dict[tuple[Kind, int, int], int]:
 def test_its_order_takes_as_long_in_the_simulator(seed: int, policy: Merge) -> None:
     make = simulation if seed % 2 else realistic
     network = make(1 + seed % 5, (8, 12, 16, 7)[seed // 3 % 4] if make is simulation else 16, seed)
-    run = overlapped(network, random_scheme(network, seed), policy=policy)
+    run = run_overlapped(network, random_scheme(network, seed), policy=policy)
     timeline = in_simulator(run)
     assert timeline.makespan == run.makespan
     events = {(e.instruction.kind, e.instruction.stage, e.instruction.span.start): e.start for e in timeline.events}
@@ -51,13 +58,15 @@ def test_caps_bound_what_is_in_flight(seed: int) -> None:
     """Also what comes out runs in the simulator in the same time."""
     network = simulation(4, 16, seed)
     option = 6 - seed
-    free = overlapped(network, network.equal(option))
+    free = run_overlapped(network, network.equal_scheme(option))
     caps = [max(network.sizes[option], peak // 2) for peak in free.peak_rows]
-    run = overlapped(network, network.equal(option), caps)
+    run = run_overlapped(network, network.equal_scheme(option), caps)
     assert all(peak <= cap for peak, cap in zip(run.peak_rows, caps, strict=True))
     assert run.makespan >= free.makespan
     assert in_simulator(run).makespan == run.makespan
-    least = overlapped(network, network.equal(0), [1] * 4)  # a chunk of all rows may start where nothing is held
+    least = run_overlapped(
+        network, network.equal_scheme(0), [1] * 4
+    )  # a chunk of all rows may start where nothing is held
     assert least.peak_rows == (16,) * 4
 
 
@@ -83,7 +92,7 @@ def test_all_forwards_first_takes_what_the_paper_says(seed: int) -> None:
     omega = recurrence(network.forward, scheme.forward, network) + recurrence(
         network.backward, scheme.backward, network
     )
-    run = overlapped(network, scheme, policy=Merge.ALL_FORWARDS_FIRST)
+    run = run_overlapped(network, scheme, policy=Merge.ALL_FORWARDS_FIRST)
     assert run.makespan == omega
     assert run.peak_rows == (network.rows,) * network.stages
 
@@ -92,8 +101,8 @@ def test_all_forwards_first_takes_what_the_paper_says(seed: int) -> None:
 def test_equal_chunks_are_1f1b(p: int, m: int) -> None:
     """(m + p - 1) (f + b), and p - s micro-batches in flight once caps say so."""
     network = uniform(p, m, forward=3, backward=5)
-    assert overlapped(network, network.equal(1)).makespan == (m + p - 1) * 8
-    classic = overlapped(network, network.equal(1), caps=[p - s for s in range(p)])
+    assert run_overlapped(network, network.equal_scheme(1)).makespan == (m + p - 1) * 8
+    classic = run_overlapped(network, network.equal_scheme(1), caps=[p - s for s in range(p)])
     assert classic.makespan == (m + p - 1) * 8
     assert classic.peak_rows == tuple(min(p - s, m) for s in range(p))
     assert classic.program.to_lines()[p - 1].startswith("F{0}.0 B{0}.0 F{0}.1 B{0}.1".format(p - 1))
@@ -104,7 +113,7 @@ def test_an_order_by_hand() -> None:
     """Forward 2 chunks then 1, backward 1 then 2, links free: the last stage waits for both forwards."""
     times = np.array([[2, 1], [0, 0], [2, 1]])
     network = Network(2, (2, 1), times, times)
-    run = overlapped(network, Scheme((1, 1, 0), (0, 0, 1)))
+    run = run_overlapped(network, Scheme((1, 1, 0), (0, 0, 1)))
     assert run.program.to_lines() == ["F0.0 F0.1 B0.0 B0.1 STEP0", "F1.0 B1.0 STEP1"]
     assert run.starts == ((0, 1), (1, 2), (2,), (4,), (6,), (6, 7))
     assert run.makespan == 8
@@ -129,7 +138,7 @@ def test_compiled_is_the_same(seed: int) -> None:
 def test_stages_that_wait_for_each_other_are_named() -> None:
     network = Network(4, (4, 2), np.ones((3, 2), int), np.ones((3, 2), int))
     with pytest.raises(InputError, match=r"wait for each other.*raise the caps"):
-        overlapped(network, Scheme((1, 1, 0), (0, 0, 0)), caps=[2, 4])
+        run_overlapped(network, Scheme((1, 1, 0), (0, 0, 0)), caps=[2, 4])
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -145,8 +154,8 @@ def test_a_limit_ends_what_takes_as_long_and_nothing_else(seed: int) -> None:
             make_log(OVERLAPPED.python),
         )
         for policy in Merge:
-            end = overlapped(network, scheme, policy=policy).makespan
-            ends = [OVERLAPPED.python.run.dispatched(chunks, policy, limit, *room) for limit in (end - 1, end, end + 1)]
+            end = run_overlapped(network, scheme, policy=policy).makespan
+            ends = [OVERLAPPED.python.run.run_chunks(chunks, policy, limit, *room) for limit in (end - 1, end, end + 1)]
             assert ends == [NEVER, NEVER, end]
 
 
@@ -154,13 +163,13 @@ def test_a_limit_ends_what_takes_as_long_and_nothing_else(seed: int) -> None:
 def test_caps_that_are_none(caps: list[int]) -> None:
     network = uniform(2, 4, 1, 1)
     with pytest.raises(InputError, match="one for each of 2 stages"):
-        overlapped(network, network.equal(0), caps)
+        run_overlapped(network, network.equal_scheme(0), caps)
 
 
 @pytest.mark.parametrize("scheme", [Scheme((0,), (0,)), Scheme((0, 0, 2), (0, 0, 0)), Scheme((0, 0, -1), (0, 0, 0))])
 def test_schemes_that_are_none(scheme: Scheme) -> None:
     with pytest.raises(InputError, match="an option from 0 to 1"):
-        overlapped(uniform(2, 4, 1, 1), scheme)
+        run_overlapped(uniform(2, 4, 1, 1), scheme)
 
 
 @for_each("machine", [OVERLAPPED.python, OVERLAPPED.numba])
@@ -174,7 +183,7 @@ def test_several_stages_a_rank_take_what_the_simulator_says(seed: int, machine: 
     plain = chunks_of(network, scheme)
     chunks = Chunks(plain.rows, machine.copy(plain.busy), machine.copy(plain.size))
     notes = make_memory(machine, len(ranks)), make_room(machine, len(ranks), ranks), make_log(machine)
-    took = machine.run.dispatched(chunks, Merge.BACKWARD_FIRST, NEVER, *notes)
+    took = machine.run.run_chunks(chunks, Merge.BACKWARD_FIRST, NEVER, *notes)
     plan = Plan(ranks, (cut_of(network, scheme),))
     timeline = simulate(UM1F1B(), plan, Chunked(network, scheme))
     assert took == timeline.makespan

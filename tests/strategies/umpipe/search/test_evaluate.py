@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.papers.umpipe.evaluators import by_sample
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Cut, InputError, Instruction, Kind, Plan, Span
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
-from lightning_pipes.strategies.umpipe.search.chain import chains
-from lightning_pipes.strategies.umpipe.search.evaluate import by_sample, ended, evaluated, people_of
-from lightning_pipes.strategies.umpipe.search.greedy import gpipe
+from lightning_pipes.strategies.umpipe.search.chain import chains_of_network
+from lightning_pipes.strategies.umpipe.search.evaluate import evaluate_genes, evaluate_schemes, people_of
+from lightning_pipes.strategies.umpipe.search.greedy import best_equal_scheme
 from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS
 from tests.strategies.umpipe.search.examples import (
     every_chain,
@@ -59,28 +60,28 @@ def simulated(network: Network, scheme: Scheme) -> int:
 def test_paper_figure_1() -> None:
     network = figure_1()
     schemes = [Scheme(genes, (0, 0, 0)) for genes in ((1, 1, 1), (2, 2, 2), (1, 2, 2))]
-    assert evaluated(network, schemes).tolist() == [8, 10, 7]
-    assert min(evaluated(network, [Scheme(genes, (0, 0, 0)) for genes in every_chain(network)])) == 7
+    assert evaluate_schemes(network, schemes).tolist() == [8, 10, 7]
+    assert min(evaluate_schemes(network, [Scheme(genes, (0, 0, 0)) for genes in every_chain(network)])) == 7
 
 
 def test_paper_figure_2() -> None:
     network = figure_2()
-    assert evaluated(network, [Scheme((0, 0, 0), (1, 1, 1))]).tolist() == [14]
-    assert gpipe(network).value == 16
+    assert evaluate_schemes(network, [Scheme((0, 0, 0), (1, 1, 1))]).tolist() == [14]
+    assert best_equal_scheme(network).value == 16
 
 
 def test_a_smaller_time_per_microbatch_is_not_better() -> None:
     """The paper's theorem 1 says so, of one process: 1, 2 or 4 micro-batches that take 10, 9 and 8 each."""
     network = Network(4, (4, 2, 1), np.array([[10, 9, 8]]), np.zeros((1, 3), np.int64))
-    assert evaluated(network, [Scheme((q,), (0,)) for q in range(3)]).tolist() == [10, 18, 32]
+    assert evaluate_schemes(network, [Scheme((q,), (0,)) for q in range(3)]).tolist() == [10, 18, 32]
 
 
 def test_gpipes_best_is_not_the_best_where_its_finer_ones_take_less() -> None:
     """The paper's theorem 2 (1) says so, of five processes."""
     forward = np.array([[9, 5, 3, 3], [12, 7, 1, 1], [11, 7, 1, 1], [11, 5, 3, 3], [7, 5, 4, 4]])
     network = Network(8, (8, 4, 2, 1), forward, np.zeros_like(forward))
-    assert evaluated(network, [network.equal(q) for q in range(4)]).tolist() == [50, 36, 24, 40]
-    assert evaluated(network, [Scheme((2, 2, 2, 2, 1), (0,) * 5)]).tolist() == [22]
+    assert evaluate_schemes(network, [network.equal_scheme(q) for q in range(4)]).tolist() == [50, 36, 24, 40]
+    assert evaluate_schemes(network, [Scheme((2, 2, 2, 2, 1), (0,) * 5)]).tolist() == [22]
 
 
 @pytest.mark.parametrize(("processes", "chunks", "time"), [(1, 1, 3), (5, 4, 2), (7, 8, 1)])
@@ -88,7 +89,7 @@ def test_equal_processes(processes: int, chunks: int, time: int) -> None:
     """(m + K - 1)(f + b)."""
     table = np.full((processes, 1), time)
     network = Network(8, (8 // chunks,), table, 2 * table)
-    assert evaluated(network, [network.equal(0)]).tolist() == [(chunks + processes - 1) * 3 * time]
+    assert evaluate_schemes(network, [network.equal_scheme(0)]).tolist() == [(chunks + processes - 1) * 3 * time]
 
 
 def test_chunks_and_samples_come_to_the_same() -> None:
@@ -96,8 +97,8 @@ def test_chunks_and_samples_come_to_the_same() -> None:
     for stages, rows in ((1, 1), (1, 7), (2, 6), (3, 13), (5, 32)):
         network = random_network(rng, stages, rows, 5)
         schemes = random_schemes(rng, network, 20)
-        for chain, people in zip(chains(network), people_of(network, schemes), strict=True):
-            assert ended(chain, people).tolist() == [by_sample(chain, genes) for genes in people]
+        for chain, people in zip(chains_of_network(network), people_of(network, schemes), strict=True):
+            assert evaluate_genes(chain, people).tolist() == [by_sample(chain, genes) for genes in people]
 
 
 def test_compiled_and_plain_loops_come_to_the_same() -> None:
@@ -105,12 +106,14 @@ def test_compiled_and_plain_loops_come_to_the_same() -> None:
     assert compiled is not None
     rng = np.random.default_rng(2)
     network = random_network(rng, 6, 50, 9)
-    chain, _ = chains(network)
+    chain, _ = chains_of_network(network)
     people = rng.integers(0, 9, (30, 11))
     found = []
     for loops in (CHUNKS.python, compiled):
         ends = np.zeros(30, np.int64)
-        loops.run.ended_all(50, chain.sizes, chain.times, people, np.zeros(50, np.int64), np.zeros(50, np.int64), ends)
+        loops.run.ends_of_chains(
+            50, chain.sizes, chain.times, people, np.zeros(50, np.int64), np.zeros(50, np.int64), ends
+        )
         found.append(ends.tolist())
     assert found[0] == found[1]
 
@@ -120,10 +123,10 @@ def test_the_simulator_says_the_same() -> None:
     for stages, rows in ((1, 5), (2, 4), (3, 12), (4, 17)):
         network = random_network(rng, stages, rows, 4)
         schemes = random_schemes(rng, network, 8)
-        assert evaluated(network, schemes).tolist() == [simulated(network, scheme) for scheme in schemes]
+        assert evaluate_schemes(network, schemes).tolist() == [simulated(network, scheme) for scheme in schemes]
 
 
 def test_a_scheme_of_another_network() -> None:
     with pytest.raises(InputError, match="backward of scheme 0 needs an option from 0 to 1 for each of 3 processes"):
-        evaluated(figure_2(), [Scheme((0, 0, 0), (0, 0, 2))])
-    assert evaluated(figure_2(), []).tolist() == []
+        evaluate_schemes(figure_2(), [Scheme((0, 0, 0), (0, 0, 2))])
+    assert evaluate_schemes(figure_2(), []).tolist() == []

@@ -9,10 +9,10 @@ from benchmarks.papers.umpipe.networks import powers_of_two, realistic, simulate
 from lightning_pipes.ir import InputError
 from lightning_pipes.strategies.umpipe.network import Network
 from lightning_pipes.strategies.umpipe.search import exact
-from lightning_pipes.strategies.umpipe.search.chain import chains
-from lightning_pipes.strategies.umpipe.search.evaluate import ended, evaluated
-from lightning_pipes.strategies.umpipe.search.exact import optimal
-from lightning_pipes.strategies.umpipe.search.greedy import gpipe
+from lightning_pipes.strategies.umpipe.search.chain import chains_of_network
+from lightning_pipes.strategies.umpipe.search.evaluate import evaluate_genes, evaluate_schemes
+from lightning_pipes.strategies.umpipe.search.exact import search_optimum
+from lightning_pipes.strategies.umpipe.search.greedy import best_equal_scheme
 from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS, load_loops
 from tests.strategies.umpipe.search.examples import every_chain, figure_1, figure_2, random_network
 
@@ -20,7 +20,7 @@ from tests.strategies.umpipe.search.examples import every_chain, figure_1, figur
 def best_of_all(network: Network) -> int:
     """By enumeration: the two directions do not wait for each other."""
     people = np.array(every_chain(network))
-    return sum(int(ended(chain, people).min()) for chain in chains(network))
+    return sum(int(evaluate_genes(chain, people).min()) for chain in chains_of_network(network))
 
 
 def test_against_enumeration() -> None:
@@ -28,20 +28,22 @@ def test_against_enumeration() -> None:
     for case in range(60):
         stages, rows, options = [(1, 9, 9), (2, 12, 8), (3, 10, 4), (4, 16, 3)][case % 4]
         network = random_network(rng, stages, rows, options, most=[5, 100][case % 2])
-        found = optimal(network)
-        assert found.proven
-        assert found.value == best_of_all(network) == evaluated(network, [found.scheme])[0]
+        found = search_optimum(network)
+        assert found.is_proven
+        assert found.value == best_of_all(network) == evaluate_schemes(network, [found.scheme])[0]
 
 
 def test_one_better_than_the_start_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "descended", lambda chain, genes: (genes, int(ended(chain, genes[None])[0])))
+    monkeypatch.setattr(
+        exact, "descend_globally", lambda chain, genes: (genes, int(evaluate_genes(chain, genes[None])[0]))
+    )
     rng = np.random.default_rng(7)
     by_one = 0
     for _ in range(120):
         network = random_network(rng, 2, 8, 4, most=6)
         best = best_of_all(network)
-        assert optimal(network).value == best
-        by_one += optimal(network, seconds=-1.0).value == best + 1
+        assert search_optimum(network).value == best
+        by_one += search_optimum(network, seconds=-1.0).value == best + 1
     assert by_one
 
 
@@ -49,36 +51,36 @@ def test_simulation_networks_against_enumeration() -> None:
     for seed in range(2):
         for stages, rows in ((2, 32), (3, 12), (5, 4)):
             network = simulated(stages, rows, seed).network
-            assert optimal(network).value == best_of_all(network)
+            assert search_optimum(network).value == best_of_all(network)
 
 
 def test_python_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     network = simulated(4, 24, 1).network
     assert load_loops() == "numba"
-    found = optimal(network)
+    found = search_optimum(network)
     monkeypatch.setitem(CHUNKS.__dict__, "numba", None)
-    assert optimal(network) == found
+    assert search_optimum(network) == found
 
 
 def test_paper_figures() -> None:
-    assert optimal(figure_1()).value == 7
-    assert optimal(figure_2()).value == 14
+    assert search_optimum(figure_1()).value == 7
+    assert search_optimum(figure_2()).value == 14
 
 
 def test_never_worse_than_gpipe_and_between_its_bounds() -> None:
     for seed in range(3):
         network = realistic(6, 64, seed).network
-        best = optimal(network)
+        best = search_optimum(network)
         for seconds, gap in ((0.0, 0.0), (None, 0.05), (None, 1.0)):
-            found = optimal(network, seconds, gap)
-            assert found.lower_bound <= best.value <= found.value <= gpipe(network).value
-            assert found.value == evaluated(network, [found.scheme])[0]
+            found = search_optimum(network, seconds, gap)
+            assert found.lower_bound <= best.value <= found.value <= best_equal_scheme(network).value
+            assert found.value == evaluate_schemes(network, [found.scheme])[0]
             assert seconds == 0.0 or found.gap <= gap
 
 
 def test_gaps() -> None:
     networks = [realistic(8, 64, seed, spread=0.6).network for seed in range(6)]
-    found = {gap: [optimal(network, gap=gap).gap for network in networks] for gap in (0.002, 0.005, 0.01, 0.02)}
+    found = {gap: [search_optimum(network, gap=gap).gap for network in networks] for gap in (0.002, 0.005, 0.01, 0.02)}
     assert all(max(each) <= gap for gap, each in found.items())
     assert max(found[0.02]) > 0.01  # it stops early, too
 
@@ -91,33 +93,33 @@ def test_beams_that_drop_labels_keep_their_promise(
     whole search says what is true, and enumeration that it does."""
     networks = [realistic(8, 64, seed, spread=0.6).network for seed in range(12)]
     networks += [random_network(np.random.default_rng(seed), 4, 16, 3, most=9) for seed in range(12)]
-    best = [optimal(network) for network in networks]
-    assert all(each.proven for each in best)
+    best = [search_optimum(network) for network in networks]
+    assert all(each.is_proven for each in best)
     after = 0 if suffixes else len(beams)
     for name, value in {"ROOM": 1, "STARTS": 0, "SHARPENED": after, "SUFFIXES": suffixes}.items():
         monkeypatch.setattr(exact, name, value)
-    found = [optimal(network, beams=beams) for network in networks]
+    found = [search_optimum(network, beams=beams) for network in networks]
     for one, other in zip(best, found, strict=True):
         assert other.lower_bound <= one.value <= other.value
-    assert 0 < sum(each.proven for each in found) < len(found)  # of both kinds
+    assert 0 < sum(each.is_proven for each in found) < len(found)  # of both kinds
 
 
 def test_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     networks = [realistic(8, 64, seed, spread=0.6).network for seed in range(12)]
-    best = [optimal(network) for network in networks]
+    best = [search_optimum(network) for network in networks]
     monkeypatch.setattr(exact, "LARGEST", 1)
     monkeypatch.setattr(exact, "SHARPENED", len(exact.BEAMS))
-    found = [optimal(network) for network in networks]
+    found = [search_optimum(network) for network in networks]
     for one, other in zip(best, found, strict=True):
         assert other.lower_bound <= one.value <= other.value
-    assert not all(each.proven for each in found)
+    assert not all(each.is_proven for each in found)
 
 
 def test_powers_of_two_are_proven() -> None:
     network = realistic(16, 64, 0, powers_of_two(64)).network
-    assert optimal(network).proven
+    assert search_optimum(network).is_proven
 
 
 def test_a_gap_that_is_none() -> None:
     with pytest.raises(InputError, match="gap"):
-        optimal(figure_2(), gap=-0.1)
+        search_optimum(figure_2(), gap=-0.1)

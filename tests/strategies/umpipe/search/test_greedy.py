@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_pipes.strategies.umpipe.search.chain import Chain, chains
-from lightning_pipes.strategies.umpipe.search.evaluate import by_sample, evaluated
-from lightning_pipes.strategies.umpipe.search.greedy import global_greedy, gpipe, local_greedy
+from benchmarks.papers.umpipe.evaluators import by_sample
+from lightning_pipes.strategies.umpipe.search.chain import Chain, chains_of_network
+from lightning_pipes.strategies.umpipe.search.evaluate import evaluate_schemes
+from lightning_pipes.strategies.umpipe.search.greedy import best_equal_scheme, global_greedy, local_greedy
 from tests.strategies.umpipe.search.examples import figure_1, random_network, random_schemes
 
 
@@ -33,22 +34,22 @@ def test_against_the_words_of_the_paper() -> None:
     for stages, rows in ((1, 6), (2, 9), (3, 16), (4, 13)):
         network = random_network(rng, stages, rows, 5, most=30)
         found = local_greedy(network)
-        assert found.scheme == tuple(local(chain) for chain in chains(network))
-        assert found.value == evaluated(network, [found.scheme])[0]
-        for start, rounds in [(network.equal(2), 2), *((each, 1) for each in random_schemes(rng, network, 3))]:
+        assert found.scheme == tuple(local(chain) for chain in chains_of_network(network))
+        assert found.value == evaluate_schemes(network, [found.scheme])[0]
+        for start, rounds in [(network.equal_scheme(2), 2), *((each, 1) for each in random_schemes(rng, network, 3))]:
             found = global_greedy(network, start, rounds)
-            expected = tuple(descended(c, g, rounds) for c, g in zip(chains(network), start, strict=True))
+            expected = tuple(descended(c, g, rounds) for c, g in zip(chains_of_network(network), start, strict=True))
             assert found.scheme == expected
-            assert found.value == evaluated(network, [found.scheme])[0]
+            assert found.value == evaluate_schemes(network, [found.scheme])[0]
 
 
 def test_gpipe() -> None:
     rng = np.random.default_rng(9)
     network = random_network(rng, 3, 20, 6)
-    values = evaluated(network, [network.equal(q) for q in range(6)])
-    found = gpipe(network)
+    values = evaluate_schemes(network, [network.equal_scheme(q) for q in range(6)])
+    found = best_equal_scheme(network)
     assert found.value == values.min()
-    assert found.scheme == network.equal(int(values.argmin()))
+    assert found.scheme == network.equal_scheme(int(values.argmin()))
     assert global_greedy(network).value <= found.value
 
 
@@ -58,4 +59,4 @@ def test_paper_figure_1() -> None:
     found = local_greedy(figure_1())
     assert (found.scheme.forward, found.value) == ((0, 0, 0), 12)
     assert global_greedy(figure_1()).value == 8
-    assert global_greedy(figure_1(), figure_1().equal(2)).value == 7
+    assert global_greedy(figure_1(), figure_1().equal_scheme(2)).value == 7

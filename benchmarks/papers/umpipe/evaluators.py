@@ -1,11 +1,12 @@
-"""The time that schemes take, as arrays over a population: the paper's one-level and two-level evaluators.
+"""The paper's evaluators of schemes: sample by sample (A1), and one-level and two-level arrays over a population.
 
 The same source runs on arrays of numpy and on tensors of torch: `xp` is either module. Compiled loops over chunks
-(`evaluate.ended`) are faster on processors; these are for devices that want arrays, and for comparison.
+(`evaluate_genes`) are faster on processors; these are for devices that want arrays, and for comparison.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ from lightning_pipes.strategies.umpipe.search.chain import Chain
 
 
 def one_level(chain: Chain, people: Times, xp: ModuleType = np, device: Any = None) -> Any:
-    """When the batch has left the chain, for each row of genes: vectors over individuals (E6, A3).
+    """Return when the batch has left the chain, for each row of genes: vectors over individuals (E6, A3).
 
     Process by process and chunk by chunk; individuals whose process has no more chunks wait. (A3 still loops over
     individuals, E6 does not; the ends of chunks stand for those of all their samples.)
@@ -42,7 +43,7 @@ def one_level(chain: Chain, people: Times, xp: ModuleType = np, device: Any = No
 
 
 def two_level(chain: Chain, people: Times, xp: ModuleType = np, device: Any = None) -> Any:
-    """When the batch has left the chain, for each row of genes: arrays over individuals and samples (E7, A4).
+    """Return when the batch has left the chain, for each row of genes: arrays over individuals and samples (E7, A4).
 
     The j-th chunk of a process that takes f a chunk starts at cummax_l(eta_l - l f) + j f, where eta_l is when the last
     sample of chunk l comes. So there is a loop over processes only. (A4 divides by the number of micro-batches; it
@@ -92,7 +93,7 @@ def _chunks(rows: int, sizes: tuple[int, ...], dtype: Any, places: Any, xp: Modu
 
 
 def _running_max(xp: ModuleType, values: Any, spare: Any, reach: int) -> tuple[Any, Any]:
-    """The greatest of each value and of as many before it as make `reach` or more, and room for as many."""
+    """Return the greatest of each value and of as many before it as make `reach` or more, and room for as many."""
     distance = 1
     while distance < reach:
         spare[:distance] = values[:distance]
@@ -103,7 +104,7 @@ def _running_max(xp: ModuleType, values: Any, spare: Any, reach: int) -> tuple[A
 
 
 def _rows(xp: ModuleType, table: Any, options: Any, out: Any) -> None:
-    """Fills `out` with rows of `table`; new arrays of this size would cost as much as what is computed."""
+    """Fill `out` with rows of `table`; new arrays of this size would cost as much as what is computed."""
     if xp is np:
         table.take(options, axis=0, out=out, mode="clip")
     else:
@@ -111,7 +112,7 @@ def _rows(xp: ModuleType, table: Any, options: Any, out: Any) -> None:
 
 
 def _picked(xp: ModuleType, values: Any, where: Any, out: Any) -> None:
-    """Fills `out` with the values at flat places."""
+    """Fill `out` with the values at flat places."""
     if xp is np:
         values.take(where, out=out, mode="clip")
     else:
@@ -119,7 +120,7 @@ def _picked(xp: ModuleType, values: Any, where: Any, out: Any) -> None:
 
 
 def _moved(xp: ModuleType, device: Any, *arrays: Times) -> tuple[Any, ...]:
-    """The arrays as `xp` has them, on `device`."""
+    """Return the arrays as `xp` has them, on `device`."""
     return tuple(xp.asarray(np.ascontiguousarray(each), **_on(device)) for each in arrays)
 
 
@@ -137,3 +138,27 @@ def _arange(xp: ModuleType, device: Any, n: int) -> Any:
 
 def _on(device: Any) -> dict[str, Any]:
     return {} if device is None else {"device": device}
+
+
+def by_sample(chain: Chain, genes: Sequence[int]) -> int:
+    """Return when the batch has left the chain, by A1: process by process, sample by sample.
+
+    E_kj = max(E_{k-1,z}, E_ky) + F_k, where y is the last sample before j's chunk and z the last one in it. The paper's
+    E3 uses the number of micro-batches p_k as their size; the size is ceil(P / p_k).
+    """
+    sizes, times = chain.sizes.tolist(), chain.times.tolist()
+    before = [0] * (chain.rows + 1)
+    for k, q in enumerate(genes):
+        size, time = sizes[q], times[k][q]
+        after = [0] * (chain.rows + 1)
+        for j in range(1, chain.rows + 1):
+            y = size * ((j - 1) // size)
+            z = min(y + size, chain.rows)
+            after[j] = max(before[z], after[y]) + time
+        before = after
+    return before[chain.rows]
+
+
+def in_loops(chain: Chain, people: Times) -> Times:
+    """Return when the batch has left the chain for each row of genes, by A1, in plain Python."""
+    return np.array([by_sample(chain, genes) for genes in people.tolist()], np.int64)
