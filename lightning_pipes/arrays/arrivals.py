@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import itemgetter
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lightning_pipes.arrays.sibling_memory import SiblingMemory
-from lightning_pipes.engine.engine import Engine
+from lightning_pipes.arrays.siblings.sibling import Sibling
 
-
-class Computes(Protocol):
-    """A sibling between its turns."""
-
-    index: int
-    engine: Engine | None
-
-    @property
-    def failing(self) -> bool:
-        """Whether it ends when it runs next."""
-
-
-S = TypeVar("S", bound=Computes)
+S = TypeVar("S", bound=Sibling[Any])
 
 
 class Arrivals(Generic[S]):

@@ -7,26 +7,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from lightning_pipes.engine.engine import Engine
+from lightning_pipes.arrays.siblings.sibling import Sibling
 from lightning_pipes.ir import Kind, PlanError, Program
 
 RoundOrder = Callable[[tuple[int, ...], int], Program]
 """The order of one batch of each of some jobs: from the rows of their batches, and the number of stages."""
 
 
-class HandsIn(Protocol):
-    """A sibling, which takes part in a round."""
-
-    engine: Engine | None
-
-    @property
-    def failing(self) -> bool:
-        """Whether it ends when it runs next."""
-
-
-S = TypeVar("S", bound=HandsIn)
+S = TypeVar("S", bound=Sibling[Any])
 
 
 class Rounds(Generic[S]):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from typing_extensions import override
 
 from lightning_pipes.arrays.siblings.agreement import SiblingAgreement
 from lightning_pipes.arrays.siblings.barriers import has_purpose
@@ -32,18 +32,20 @@ def join(
     return SiblingConnections(sibling, trainer, sibling.array.shared.watched(make_watch, rank, ranks))
 
 
-@dataclass
-class SiblingConnections:
-    """Of a sibling of an array, which leaves them to the next one."""
+class SiblingConnections(Connections):
+    """Connections of a sibling of an array, which leaves them to the next one."""
 
-    sibling: Sibling[Any]
-    trainer: pl.Trainer
-    watch: FailureWatch
+    def __init__(self, sibling: Sibling[Any], trainer: pl.Trainer, watch: FailureWatch) -> None:
+        super().__init__(watch)
+        self.sibling = sibling
+        self.trainer = trainer
 
     @property
+    @override
     def trainings(self) -> int:
         return self.sibling.array.size
 
+    @override
     def connect(self, make: Make) -> Control:
         array = self.sibling.array
         greetings = self.sibling.meet(array.shared.greeting(array.size))
@@ -52,60 +54,77 @@ class SiblingConnections:
         private.remove_progress_bars(self.trainer)
         return control
 
+    @override
     def get_ready(self, pipeline: Control) -> None:
         pipeline.get_ready()
 
+    @override
     def waits_at(self, barrier: str | None) -> bool:
         return has_purpose(barrier, self.trainer)
 
     @property
+    @override
     def told_to_end(self) -> bool:
         return self.sibling.array.told_to_end
 
+    @override
     def requested(self, request: RunRequest, ranks: int) -> RunRequest:
         return microbatches_among(request, self.sibling, ranks)
 
+    @override
     def container(self, module: pl.LightningModule, find: Callable[[], str]) -> str:
         return same_container(self.sibling, module, find)
 
+    @override
     def decide(self, module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]) -> Decision:
         return decide_alike(self.sibling, module, plain, decide)
 
+    @override
     def check_endless(self, schedule: str) -> None:
         raise PlanError(
             f"{schedule} does not flush between batches, which siblings of an array have to; they keep each other's "
             "stages busy, so choose 'jap' or '1f1b'"
         )
 
+    @override
     def transport(self, make: Callable[[], Transport]) -> Transport:
         return self.sibling.array.shared.connected(make)
 
     @property
+    @override
     def engine_watch(self) -> Watch:
         return SiblingWatch(self.sibling, self.watch)
 
     @property
+    @override
     def turns(self) -> Turns | None:
         return self.sibling
 
+    @override
     def check_later(self, come: Callable[[], bool], check: Callable[[], object], late: int) -> None:
         self.sibling.check_later(come, check, late)
 
+    @override
     def check(self) -> None:
         self.sibling.check()
 
+    @override
     def agreement(self, trainer: pl.Trainer, stops: StopAgreement, control: Control) -> Callable[[], None]:
         return SiblingAgreement(trainer, stops, control, self.sibling).agree
 
+    @override
     def go_home(self) -> None:
         self.sibling.array.release(self.sibling.index)
 
+    @override
     def leave(self, control: Control | None, down: bool) -> None:
         if control is not None and not down:
             self.sibling.array.shared.take_back(control)
 
+    @override
     def renew(self, control: Control) -> None:
         pass
 
+    @override
     def fail(self, error: BaseException) -> None:
         self.sibling.report_failure(error)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Protocol
 
 import lightning.pytorch as pl
 
@@ -24,88 +22,110 @@ Make = Callable[[FailureWatch, Idle], Control]
 """Makes a control."""
 
 
-class Connections(Protocol):
-    """From `setup_environment` of a strategy to its `teardown`.
+class Connections:
+    """Connections of a training on its own, from `setup_environment` of a strategy to its `teardown`.
+
+    Trainings that share ranks override what is different for them.
 
     Attributes:
         watch: sees failures of other ranks, and tells them of ours.
     """
 
-    watch: FailureWatch
+    def __init__(self, watch: FailureWatch) -> None:
+        self.watch = watch
 
     @property
     def trainings(self) -> int:
-        """How many share the ranks, this one included."""
+        """Number of trainings that share the ranks, this one included."""
+        return 1
 
     def connect(self, make: Make) -> Control:
-        """The control through which all ranks tell each other things, from now on."""
+        """Return the control by which all ranks exchange objects from now on."""
+        return make(self.watch, None)
 
     def get_ready(self, pipeline: Control) -> None:
-        """Connects at once what `pipeline` connects on first use, if others would have to wait then."""
+        """Connect at once what `pipeline` connects on first use, if others would have to wait then."""
 
     def waits_at(self, barrier: str | None) -> bool:
-        """Whether ranks wait for each other at the barrier of that name."""
+        """Return whether ranks wait for each other at the barrier of that name."""
+        return True
 
     @property
     def told_to_end(self) -> bool:
         """Whether this process got SIGTERM, where the Trainer does not hear of it."""
+        return False
 
     def requested(self, request: RunRequest, ranks: int) -> RunRequest:
-        """The run that a training asks for, with what follows from the company that it is in."""
+        """Return the request of a training, with what follows from trainings beside it."""
+        return request
 
     def container(self, module: pl.LightningModule, find: Callable[[], str]) -> str:
-        """The path that `find()` gives, where it is not found yet."""
+        """Return the path that `find()` gives, where it is not found yet."""
+        return find()
 
     def decide(self, module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]) -> Decision:
-        """The decision that `decide()` makes, where there is none yet."""
+        """Return the decision that `decide()` makes, where there is none yet."""
+        return decide()
 
     def check_endless(self, schedule: str) -> None:
-        """Whether a schedule will do that does not flush between batches.
+        """Check whether a schedule will do that does not flush between batches.
 
         Raises:
             PlanError: it will not.
         """
 
     def transport(self, make: Callable[[], Transport]) -> Transport:
-        """The transport of messages between stages; made where there is none yet."""
+        """Return the transport of messages between stages; made where there is none yet."""
+        return make()
 
     @property
     def engine_watch(self) -> Watch:
         """Where the training's engine tells of failures."""
+        return self.watch
 
     @property
     def turns(self) -> Turns | None:
         """The turns that decide when the engine works; None where it has the rank for itself."""
+        return None
 
     def check_later(self, come: Callable[[], bool], check: Callable[[], object], late: int) -> None:
-        """Has `check` called when `come()`, or at once where nobody else needs the rank meanwhile.
+        """Call `check` when `come()`, or at once where no other training needs the rank meanwhile.
 
         Args:
             late: the number of turns of the training after which an error of `check` ends it on all ranks.
         """
+        check()
 
     def check(self) -> None:
-        """Returns when all that was to be checked later is right."""
+        """Finish all checks that were left for later."""
 
     def agreement(self, trainer: pl.Trainer, stops: StopAgreement, control: Control) -> Callable[[], None]:
-        """A function that has the ranks of `control`, which are at the same batch, agree on stopping after it."""
+        """Return a function by which the ranks of `control` agree on stopping; they are at the same batch."""
+        return stops.agree
 
     def go_home(self) -> None:
-        """The training's weights and optimizers are to be its own again."""
+        """Take the training's weights and optimizers out of memory that trainings share."""
 
     def leave(self, control: Control | None, down: bool) -> None:
-        """The training has no use for what `connect` returned any more.
+        """Give up what `connect` returned: the training has no use for it any more.
 
         Args:
             control: that; None if it failed.
             down: the other ranks can't be counted on.
         """
+        if control is not None:
+            control.close()
+        self.watch.close()  # others may be gone before the rest is done
 
     def renew(self, control: Control) -> None:
-        """After `leave`, others are about to be made; it may have been used again, as by Trainer.save_checkpoint."""
+        """Close what may have been used again after `leave`, as by Trainer.save_checkpoint; others are made next."""
+        control.close()
 
     def fail(self, error: BaseException) -> None:
-        """Tells the other ranks that the training ends by `error`."""
+        """Tell the other ranks that the training ends by `error`."""
+        if not isinstance(error, PeerFailure):
+            self.watch.report_failure(error)
+        self.watch.close()
 
 
 Join = Callable[[pl.Trainer, int, int, Callable[[], FailureWatch]], Connections]
@@ -116,7 +136,7 @@ _company: ContextVar[Join | None] = ContextVar("lightning_pipes_company", defaul
 def connections(trainer: pl.Trainer, rank: int, ranks: int, make_watch: Callable[[], FailureWatch]) -> Connections:
     """Those of the training that is about to begin, before they are made: its own, or those of the company it is in."""
     join = _company.get()
-    return OwnConnections(make_watch()) if join is None else join(trainer, rank, ranks, make_watch)
+    return Connections(make_watch()) if join is None else join(trainer, rank, ranks, make_watch)
 
 
 @contextmanager
@@ -127,75 +147,3 @@ def in_company(join: Join) -> Iterator[None]:
         yield
     finally:
         _company.reset(token)
-
-
-@dataclass
-class OwnConnections:
-    """Of a training on its own."""
-
-    watch: FailureWatch
-
-    @property
-    def trainings(self) -> int:
-        return 1
-
-    def connect(self, make: Make) -> Control:
-        return make(self.watch, None)
-
-    def get_ready(self, pipeline: Control) -> None:
-        pass
-
-    def waits_at(self, barrier: str | None) -> bool:
-        return True
-
-    @property
-    def told_to_end(self) -> bool:
-        return False
-
-    def requested(self, request: RunRequest, ranks: int) -> RunRequest:
-        return request
-
-    def container(self, module: pl.LightningModule, find: Callable[[], str]) -> str:
-        return find()
-
-    def decide(self, module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]) -> Decision:
-        return decide()
-
-    def check_endless(self, schedule: str) -> None:
-        pass
-
-    def transport(self, make: Callable[[], Transport]) -> Transport:
-        return make()
-
-    @property
-    def engine_watch(self) -> Watch:
-        return self.watch
-
-    @property
-    def turns(self) -> Turns | None:
-        return None
-
-    def check_later(self, come: Callable[[], bool], check: Callable[[], object], late: int) -> None:
-        check()
-
-    def check(self) -> None:
-        pass
-
-    def agreement(self, trainer: pl.Trainer, stops: StopAgreement, control: Control) -> Callable[[], None]:
-        return stops.agree
-
-    def go_home(self) -> None:
-        pass
-
-    def leave(self, control: Control | None, down: bool) -> None:
-        if control is not None:
-            control.close()
-        self.watch.close()  # nobody waits for anybody any more: others may be gone before the rest is done
-
-    def renew(self, control: Control) -> None:
-        control.close()
-
-    def fail(self, error: BaseException) -> None:
-        if not isinstance(error, PeerFailure):
-            self.watch.report_failure(error)
-        self.watch.close()

@@ -19,7 +19,7 @@ from torch import nn
 from lightning_pipes.engine import FailureWatch
 from lightning_pipes.ir import Span
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.loop.connections import OwnConnections
+from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.module.hidden_state import HiddenState
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
@@ -121,7 +121,7 @@ def found_on(rank: int) -> dict[str, str]:
     for name, (make, training, step) in CASES.items():
         torch.manual_seed(0)
         module = make()
-        hidden = HiddenState(module, "model", holdings, control, OwnConnections(watch).check_later)
+        hidden = HiddenState(module, "model", holdings, control, Connections(watch).check_later)
         number = 1 - rank
         found[name] = ""
         with warnings.catch_warnings(record=True) as warned:
