@@ -21,12 +21,12 @@ from lightning_pipes.trainer.checkpoint.mapped import load_mapped
 from lightning_pipes.trainer.checkpoint.saving import Saver
 from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint
 from lightning_pipes.trainer.checkpoint.writing import Writing
-from lightning_pipes.trainer.loop.standing import Standing
 from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.plan.placement import Placement
 from lightning_pipes.trainer.ranks.ranks import Ranks
+from lightning_pipes.trainer.ranks.status import RankStatus
 
 
 class Checkpointing:
@@ -35,7 +35,7 @@ class Checkpointing:
     Args:
         sharded: in parts.
         writing: by what, and when.
-        standing: of this rank.
+        status: of this rank.
 
     Attributes:
         data: where training is in its data.
@@ -43,11 +43,11 @@ class Checkpointing:
         placement: returns where the layers of the run are now, and what was asked for; None before there is a run.
     """
 
-    def __init__(self, ranks: Ranks, sharded: bool, writing: Writing, standing: Standing) -> None:
+    def __init__(self, ranks: Ranks, sharded: bool, writing: Writing, status: RankStatus) -> None:
         self._ranks = ranks
         self._sharded = sharded
         self._writing = writing
-        self._standing = standing
+        self._status = status
         self._saver = Saver(ranks.pipeline)
         self.data = TrainingData(ranks.device, ranks.control.position == 0)
         self.container: str | None = None
@@ -103,7 +103,7 @@ class Checkpointing:
         if self._ranks.grid.replica:
             return
         background = self._writing.background and training
-        with self._standing.telling():
+        with self._status.reporting():
             if self._sharded:
                 order = list(checkpoint["state_dict"]) if cut is None else cut.keys
                 self._saver.save_parts(checkpoint, order, path, background)
@@ -142,7 +142,7 @@ class Checkpointing:
         if down:
             self._saver.close()
         else:
-            with self._standing.telling():
+            with self._status.reporting():
                 self._saver.wait()
 
     # ---- loading

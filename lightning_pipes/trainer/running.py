@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.connected import Connected
 from lightning_pipes.trainer.loop.about import describe_run, gather_run
 from lightning_pipes.trainer.loop.adopting import adopt_cut
 from lightning_pipes.trainer.loop.host import PipelineHost
@@ -21,6 +20,7 @@ from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.prediction import Prediction
 from lightning_pipes.trainer.reports.peaks import describe_memory
 from lightning_pipes.trainer.reports.report import About, Window
+from lightning_pipes.trainer.session import Session
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,16 @@ class Running:
         return result
 
     def close(
-        self, host: PipelineHost, connected: Connected | None, gather: str
+        self, host: PipelineHost, session: Session | None, gather: str
     ) -> tuple[Sequence[Sequence[Window]], About] | None:
         """End the run, and return its windows with facts, as `gather_run` gives them.
 
         The layers are brought together before, as `gather` says. None is returned where the other ranks can't be asked,
-        for `connected` is None then.
+        for `session` is None then.
         """
         reported = None
-        if connected is not None:
-            links, ranks = connected.links, connected.ranks
+        if session is not None:
+            links, ranks = session.links, session.ranks
             about = describe_run(host, links.trainings)
             reported = gather_run(self.run, ranks.pipeline, host.optimizers, ranks.device, gather, about)
             links.check()

@@ -17,7 +17,6 @@ from lightning_pipes.engine.residency.layer_memory import StateMemory
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.planning.planner import Planner
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.connected import Connected
 from lightning_pipes.trainer.loop.flushing import Flushing
 from lightning_pipes.trainer.loop.run import PipelineRun, Training
 from lightning_pipes.trainer.loop.stopping import StopAgreement
@@ -50,6 +49,7 @@ from lightning_pipes.trainer.plan.settings import Settings
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.reports.summary import show_module
 from lightning_pipes.trainer.running import Running
+from lightning_pipes.trainer.session import Session
 from lightning_pipes.trainer.state.left_values import LeftValues, layers_by_number
 from lightning_pipes.trainer.state.module_state import ModuleState
 from lightning_pipes.trainer.step.clipping import GradientAgreement
@@ -72,7 +72,7 @@ class PipelineSetup:
         trainer: pl.Trainer,
         module: pl.LightningModule,
         path: str,
-        connected: Connected,
+        session: Session,
         settings: Settings,
         patches: Patches,
     ) -> None:
@@ -83,9 +83,9 @@ class PipelineSetup:
         self._trainer = trainer
         self._fitting = trainer.state.fn == TrainerFn.FITTING
         self._module = module
-        self._connected = connected
-        self._ranks = connected.ranks
-        self._links = connected.links
+        self._session = session
+        self._ranks = session.ranks
+        self._links = session.links
         self._settings = settings
         self._patches = patches
         warn_about(module, full)
@@ -103,7 +103,7 @@ class PipelineSetup:
 
     def _resumed(self, request: RunRequest, ranks: int) -> RunRequest:
         """Return the run with its layers where the checkpoint has them that it goes on from."""
-        checkpointing = self._connected.checkpointing
+        checkpointing = self._session.checkpointing
         before, asked = checkpointing.resumed_placement(), request.partition
         checkpointing.placement = lambda: Placement(self.holdings.layers, self.holdings.ranks, asked)
         if before is None or not self._fitting or self._links.turns is not None:
@@ -189,7 +189,7 @@ class PipelineSetup:
         self._cut = CutModule(self._module, self.path, local, self._interceptor, self._ranks.device)
         where, device = self.holdings.position_of_layer, self._ranks.device
         self._deferred.make(local, where, self._settings.seed, device, self._ranks.pipeline)
-        self._connected.checkpointing.load_waiting(self._cut)
+        self._session.checkpointing.load_waiting(self._cut)
         return self._cut
 
     def start(
@@ -223,7 +223,7 @@ class PipelineSetup:
             self._trainer,
             ranks,
             links,
-            Part(self._cut, holdings, self._hidden, layouts, self._connected.replicas, ranks, bound),
+            Part(self._cut, holdings, self._hidden, layouts, self._session.replicas, ranks, bound),
             self._plans,
             steps,
             seed,
@@ -265,19 +265,19 @@ class PipelineSetup:
         wanted = self._settings.verify
         verifies = self._fitting and wanted.batches > 0
         wrap_hooks(self._trainer, run, ranks.pipeline, verify_and_agree if verifies else agree, start_epoch, patches)
-        limit_metric_sync(self._module, self._connected.replicas.group, patches)
+        limit_metric_sync(self._module, self._session.replicas.group, patches)
         patches.callback(private.forget_training_data, self._trainer)
-        patches.callback(self._connected.checkpointing.data.forget)
+        patches.callback(self._session.checkpointing.data.forget)
         if verifies:
             verifier = Verifier(wanted, reference, self._trainer, run, self._settings.seed)
             patches.callback(verifier.close)
         return verifier
 
 
-def container(trainer: pl.Trainer, module: pl.LightningModule, connected: Connected, named: str | None) -> str:
+def container(trainer: pl.Trainer, module: pl.LightningModule, session: Session, named: str | None) -> str:
     """The path of what is cut: as named, as before in a run that goes on, or as it is found. Collective."""
-    before = connected.checkpointing.resumed_container()
+    before = session.checkpointing.resumed_container()
     if named is not None or before in dict(module.named_modules()):
         return find_pipelined(module, before if named is None else named)
-    find = partial(find_container, trainer, module, connected.control, connected.ranks.device)
-    return connected.links.container(module, find)
+    find = partial(find_container, trainer, module, session.control, session.ranks.device)
+    return session.links.container(module, find)

@@ -34,13 +34,10 @@ from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.callbacks.schedule_tuner import with_tuner
 from lightning_pipes.trainer.checkpoint.checkpoints import load_model
 from lightning_pipes.trainer.checkpoint.writing import Writing
-from lightning_pipes.trainer.connected import Connected, Meeting
 from lightning_pipes.trainer.ignoring import ignore_warnings
 from lightning_pipes.trainer.loop.adopting import adopt
-from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.run import PipelineRun
-from lightning_pipes.trainer.loop.standing import Standing
 from lightning_pipes.trainer.loop.stopping import as_terminated
 from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.checks import check_run
@@ -65,6 +62,7 @@ from lightning_pipes.trainer.ranks.threads import Threads
 from lightning_pipes.trainer.reports.report import About, PipelineReport, Window
 from lightning_pipes.trainer.reports.timing import Share, Timing
 from lightning_pipes.trainer.running import Running
+from lightning_pipes.trainer.session import Session
 from lightning_pipes.trainer.setup import PipelineSetup, container
 from lightning_pipes.trainer.step.steps import Context
 from lightning_pipes.trainer.verify.reference import ReferenceProcess, fork_reference
@@ -182,10 +180,7 @@ class PipelineStrategy(PipelineHost):
         exit_with_launcher(self._settings.heartbeat_timeout)
         self._writing = Writing(check_type("async_checkpoint", async_checkpoint, bool))
         self.checkpoint_io = checkpoint_io
-        self._standing = Standing()
-        self._links: Connections | None = None
-        """From before ranks are connected by them."""
-        self._made: Connected | None = None
+        self._session: Session | None = None
         self._layouts: list[OptimizerLayout] = []
         self._cut: CutModule | None = None
         self._spread: CutModule | None = None
@@ -206,8 +201,8 @@ class PipelineStrategy(PipelineHost):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy starts from: the settings. Connections and the run under way are this one's alone."""
-        state = {**self.__dict__, **dict.fromkeys(("_links", "_made", "_cut", "_spread", "_current"))}
-        return {**state, "_standing": Standing(), "_patches": Patches(), "_layouts": []}
+        state = {**self.__dict__, **dict.fromkeys(("_session", "_cut", "_spread", "_current"))}
+        return {**state, "_patches": Patches(), "_layouts": []}
 
     # ---- processes and devices
 
@@ -238,12 +233,13 @@ class PipelineStrategy(PipelineHost):
     @property
     def control(self) -> Control:
         """The control through which all ranks tell each other things."""
-        return self._connected.ranks.control
+        return self.session.control
 
     @property
-    def _connected(self) -> Connected:
-        assert self._made is not None, "setup_environment has not run"
-        return self._made
+    def session(self) -> Session:
+        """This rank and the others, connected, from `setup_environment` to the next one."""
+        assert self._session is not None and self._session.is_connected, "setup_environment has not run"  # noqa: PT018
+        return self._session
 
     @property
     def _environment(self) -> ClusterEnvironment:
@@ -277,14 +273,12 @@ class PipelineStrategy(PipelineHost):
             return
         super().setup_environment()
         tell_if_untested()
-        self._standing.renew()
-        if self._made is not None:
-            self._made.links.renew(self.control)
-            self._made = None
-        device, here = self.root_device, self.num_processes
-        meeting = Meeting(self.grid, device, self._environment, here, self._settings, self._standing)
-        self._links, connect = meeting.join(self._trainer)
-        self._made = connect(self._threads, self._writing)
+        before, self._session = self._session, None
+        if before is not None and before.is_connected:
+            before.links.renew(before.control)
+        device, local_size = self.root_device, self.num_processes
+        self._session = Session(self._trainer, self.grid, device, self._environment, local_size, self._settings)
+        self._session.connect(self._threads, self._writing)
 
     def _is_reference(self) -> bool:
         """Fork the plain process that verifies this run, if one is wanted; return whether this is that process, whose
@@ -300,7 +294,7 @@ class PipelineStrategy(PipelineHost):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         assert self.model is not None
-        module, connected, precision = self._module, self._connected, self.precision_plugin
+        module, connected, precision = self._module, self.session, self.precision_plugin
         control, fitting = connected.control, trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         if connected.ranks.grid.replicas == 1:  # every rank logs the same values: there is nothing to synchronise
@@ -347,18 +341,19 @@ class PipelineStrategy(PipelineHost):
         if self._reference is not None:
             self._reference.close()
             self._reference = None
-        if self._made is not None:
-            self._made.checkpointing.finish(self._down)
-        if self._links is not None:
-            self._links.go_home()
+        session = self._session
+        if session is not None and session.is_connected:
+            session.checkpointing.finish(self._down)
+        if session is not None:
+            session.links.go_home()
         connected = None
         if current is not None:
             current.run.settle()
-            connected = None if self._down else self._connected
+            connected = None if self._down else self.session
             reported = current.close(self, connected, self._settings.gather)
             self._reported = reported or self._reported
-        if self._links is not None:
-            self._links.leave(None if self._made is None else self.control, self._down)
+        if session is not None:
+            session.links.leave(session.control if session.is_connected else None, self._down)
         if module is not None and not has_meta(module):
             module.cpu()
         if cut is not None:
@@ -386,13 +381,13 @@ class PipelineStrategy(PipelineHost):
         if isinstance(dataloader, DataLoader) and private.seeded_workers(dataloader):
             rank = self.grid.replica  # the same on all stages
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
-        return self._connected.checkpointing.data.prepared(dataloader) if self._trainer.training else dataloader
+        return self.session.checkpointing.data.prepared(dataloader) if self._trainer.training else dataloader
 
     def on_train_start(self) -> None:
-        self._connected.checkpointing.data.go_on(self._trainer)
+        self.session.checkpointing.data.go_on(self._trainer)
 
     def on_train_end(self) -> None:
-        with self._standing.telling():
+        with self.session.status.reporting():
             self.running.drain()
             if self._verifier is not None:
                 self._verifier.training_ended()
@@ -401,9 +396,9 @@ class PipelineStrategy(PipelineHost):
     # ---- steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._standing.check()
-        with self._standing.telling():
-            self._connected.checkpointing.check()
+        self.session.status.check()
+        with self.session.status.reporting():
+            self.session.checkpointing.check()
             batch, arguments = _batch_and_arguments(args, kwargs)
             running = self._running
             with self._scope.suspended():  # it may be called by code of the user's
@@ -423,19 +418,19 @@ class PipelineStrategy(PipelineHost):
         return self._evaluate("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
 
     def _evaluate(self, name: str, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._standing.check()
-        with self._standing.telling():
+        self.session.status.check()
+        with self.session.status.reporting():
             step = named_step(self.lightning_module, name)
             run, stops = self._running.run, self._running.stops
             output = run.evaluate(step, context, *_batch_and_arguments(args, kwargs))
             if not run.fitting:
-                stops.agree_to_leave(self._connected.ranks.pipeline)
+                stops.agree_to_leave(self.session.ranks.pipeline)
             return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Calls the hooks around backward; the gradients were made in `training_step`."""
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
-        with self._standing.telling(), self._scope.suspended():
+        with self.session.status.reporting(), self._scope.suspended():
             self.running.give_back_gradients()
         if self.running.streams:  # the hooks behind it run on each stage when its gradients are there
             return closure_loss.detach()
@@ -446,7 +441,7 @@ class PipelineStrategy(PipelineHost):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         step = super().optimizer_step
-        with self._standing.telling():
+        with self.session.status.reporting():
             return self._running.step(self, optimizer, closure, lambda c: step(optimizer, c, *args, **kwargs))
 
     @contextmanager
@@ -470,7 +465,7 @@ class PipelineStrategy(PipelineHost):
             current.stops.agree()
 
     def _start_epoch(self) -> None:
-        self._connected.checkpointing.data.epoch_starts(self._trainer)
+        self.session.checkpointing.data.epoch_starts(self._trainer)
         broadcast_random_state(self.control, self.root_device)
         self.running.part.buffers.start_epoch()
 
@@ -537,7 +532,7 @@ class PipelineStrategy(PipelineHost):
         windows = self.running.windows
         if not windows:
             return None
-        return self._connected.timing(Share.of(windows[-1].events))
+        return self.session.gather_timing(Share.of(windows[-1].events))
 
     @property
     def running(self) -> PipelineRun:
@@ -574,12 +569,12 @@ class PipelineStrategy(PipelineHost):
             return cut.local_state(outside=True)
         if self._current is not None:
             self._current.run.drain()
-        return self._connected.checkpointing.model_state(cut)
+        return self.session.checkpointing.model_state(cut)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """The checkpoint that rank 0 means: a tuner names its own after a random number of its process."""
-        self._standing.check()
-        checkpointing = self._connected.checkpointing
+        self.session.status.check()
+        checkpointing = self.session.checkpointing
         checkpointing.finish(self._down)
         path, running = self.broadcast(checkpoint_path), self._current is not None
         checkpoint = checkpointing.load(path, weights_only, self._module, running, super().load_checkpoint)
@@ -590,7 +585,7 @@ class PipelineStrategy(PipelineHost):
         if self._current is not None:
             load_model(self._current.run.cut, checkpoint["state_dict"], strict)
         elif has_meta(self._module):
-            self._connected.checkpointing.load_later(checkpoint["state_dict"], strict)
+            self.session.checkpointing.load_later(checkpoint["state_dict"], strict)
         else:
             super().load_model_state_dict(checkpoint, strict)
 
@@ -600,11 +595,11 @@ class PipelineStrategy(PipelineHost):
             if self._down:
                 return plain.state_dict()
             number = next(n for n, o in enumerate(self.optimizers) if private.plain_optimizer(o) is plain)
-            return self._connected.checkpointing.optimizer_state(plain, self._layouts[number])
+            return self.session.checkpointing.optimizer_state(plain, self._layouts[number])
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
-        self._connected.checkpointing.load_optimizers(self.optimizers, self._layouts, states, self.root_device)
+        self.session.checkpointing.load_optimizers(self.optimizers, self._layouts, states, self.root_device)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -612,10 +607,10 @@ class PipelineStrategy(PipelineHost):
         """Writes a checkpoint. A rank that fails can't ask the others for their parts: it writes its own, to a file of
         its own, `filepath` with `.rank1of2` at its end.
         """
-        if self._made is None:  # nothing has run yet, and the module is whole
+        if self._session is None or not self._session.is_connected:  # nothing has run yet, and the module is whole
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        checkpointing, current = self._made.checkpointing, self._current
+        checkpointing, current = self._session.checkpointing, self._current
         if self._down and current is not None and self.world_size > 1:
             checkpointing.save_alone(checkpoint, filepath, self._trainer, storage_options)
             return
@@ -626,25 +621,25 @@ class PipelineStrategy(PipelineHost):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Removes a checkpoint, unless this rank is failing: what it writes then does not replace a whole one."""
         if self.is_global_zero and not self._down:
-            self._connected.checkpointing.remove(filepath)
+            self.session.checkpointing.remove(filepath)
 
     # ---- what ranks decide together; every stage holds the same values, so averages are over replicas
 
     def barrier(self, name: str | None = None) -> None:
         if not self._down:
-            self._connected.barrier(name)
+            self.session.barrier(name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return obj if self._down else self.control.broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return tensor if self._down else self._connected.replicas.reduce(tensor, group, reduce_op)
+        return tensor if self._down else self.session.replicas.reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision if self._down else self._connected.decide(decision, all)
+        return decision if self._down else self.session.reduce_decision(decision, all)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return self._connected.replicas.all_gather(tensor, group, sync_grads)
+        return self.session.replicas.all_gather(tensor, group, sync_grads)
 
     # ---- failures
 
@@ -654,13 +649,14 @@ class PipelineStrategy(PipelineHost):
             atexit.register(skip_final_gc)
         if self._leaving_together and isinstance(exception, SIGTERMException):
             self.control.barrier()  # whoever started them may end all when the first one has ended
-        else:
-            self._standing.fail(exception)
+        elif self._session is not None:
+            self._session.status.report_failure(exception)
 
     @property
     def _down(self) -> bool:
         """Whether the other ranks can't be counted on: before they are connected, or once this one is failing."""
-        if self._made is None or self._standing.failed is not None:
+        session = self._session
+        if session is None or not session.is_connected or session.status.error is not None:
             return True
         module = self.lightning_module
         if module is None or module._trainer is None:

@@ -56,7 +56,7 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
         "verify",
         "callbacks",
         "checkpointing",
-        "connected",
+        "session",
         "running",
         "setup",
         "strategy",

@@ -1,0 +1,160 @@
+"""The time from connecting to the next connecting: this rank and the others of its run."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from functools import partial
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+
+from lightning_pipes.engine.private_torch import default_store
+from lightning_pipes.engine.watch.failure import FailureWatch
+from lightning_pipes.engine.watch.fault_points import fault_point
+from lightning_pipes.engine.watch.launcher import StartupWatch, exited_ranks
+from lightning_pipes.engine.watch.process_exit import has_given_up, leak_until_exit, skip_final_gc
+from lightning_pipes.engine.watch.rendezvous import store_host
+from lightning_pipes.engine.watch.shared_store import (
+    adopt_store,
+    current_store,
+    keep_store,
+    run_store,
+    single_process_store,
+)
+from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.checkpoint.writing import Writing
+from lightning_pipes.trainer.checkpointing import Checkpointing
+from lightning_pipes.trainer.loop.connections import Idle, connections
+from lightning_pipes.trainer.module.equal_starts import broadcast_random_state
+from lightning_pipes.trainer.plan.settings import Settings
+from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.ranks.grid import Grid
+from lightning_pipes.trainer.ranks.ranks import Ranks
+from lightning_pipes.trainer.ranks.replicas import Replicas
+from lightning_pipes.trainer.ranks.status import RankStatus
+from lightning_pipes.trainer.ranks.threads import Threads
+from lightning_pipes.trainer.reports.timing import Share, Timing
+
+
+class Session:
+    """From `setup_environment` of a strategy to the next one: connections, and what ranks decide together.
+
+    Every stage holds the same values, so averages are over replicas.
+
+    Args:
+        trainer: whose run begins.
+        environment: what has started the processes.
+        local_size: how many of the ranks are on this node.
+
+    Attributes:
+        links: to the other ranks; they have to be left, also where `connect` fails.
+        status: of this rank.
+        is_connected: whether `connect` has ended, so that there are `ranks`, `replicas` and `checkpointing`.
+    """
+
+    ranks: Ranks
+    replicas: Replicas
+    checkpointing: Checkpointing
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        grid: Grid,
+        device: torch.device,
+        environment: ClusterEnvironment,
+        local_size: int,
+        settings: Settings,
+    ) -> None:
+        self._trainer, self._grid, self._device, self._settings = trainer, grid, device, settings
+        self._environment, self._local_size = environment, local_size
+        self.is_connected = False
+        self._needs_process_group = not private.distributed_is_initialized()
+        if self._needs_process_group:
+            self._open_store()
+        self.links = connections(trainer, grid.rank, grid.size, self._make_watch)
+        self.status = RankStatus(self.links.fail)
+
+    def connect(self, threads: Threads, writing: Writing) -> None:
+        """Connect this rank with the others. Collective."""
+        grid, settings = self._grid, self._settings
+        if self._needs_process_group:
+            self._make_process_group()
+        control = self.links.connect(self._make_control)
+        threads.share_cores(control)
+        self.ranks = Ranks(grid, self._device, control, control.split(grid.pipelines))
+        self.links.get_ready(self.ranks.pipeline)
+        self.replicas = Replicas(grid, control, self._device)
+        private.set_device_mesh(self._trainer.lightning_module, self.replicas.mesh)
+        self.checkpointing = Checkpointing(self.ranks, settings.sharded, writing, self.status)
+        broadcast_random_state(control, self._device)
+        self.is_connected = True
+
+    @property
+    def control(self) -> Control:
+        """The control of all ranks."""
+        return self.ranks.control
+
+    def barrier(self, name: str | None) -> None:
+        """Wait for all ranks, where they wait for each other at the barrier of that name."""
+        if self.links.waits_at(name):
+            self.control.barrier()
+
+    def reduce_decision(self, decision: bool, all: bool) -> bool:
+        """Return whether all ranks, or any of them, decide so."""
+        return not self.control.any(not decision)[0] if all else self.control.any(decision)[0]
+
+    def gather_timing(self, own: Share) -> Timing:
+        """Return where the time of a window went on all ranks of the pipeline."""
+        return Timing.of(self.ranks.pipeline.all_gather(own), self.links.trainings == 1)
+
+    def _open_store(self) -> None:
+        """Give the ranks a store to meet in, where there is no process group yet."""
+        os.environ["MASTER_ADDR"] = self._environment.main_address
+        os.environ["MASTER_PORT"] = str(self._environment.main_port)
+        rank, size = self._grid.rank, self._grid.size
+        if size > 1:
+            run_store(rank, size, self._local_size, self._settings.timeout, StartupWatch().check)
+
+    def _make_watch(self) -> FailureWatch:
+        """Return what sees failures of other ranks, in the store that they have."""
+        rank, size, store = self._grid.rank, self._grid.size, None
+        if size > 1:
+            store = current_store() or adopt_store(default_store(), rank, size, self._local_size)
+        return FailureWatch(store, rank, size, self._settings.heartbeat_timeout, store_host=store_host())
+
+    def _make_process_group(self) -> None:
+        """Create the default process group, once all ranks have come."""
+        watch, device, timeout = self.links.watch, self._device, self._settings.timeout
+        watch.wait_for_ranks(timeout.total_seconds(), StartupWatch().check, exited_ranks)
+        fault_point("process_group")
+        atexit.register(_destroy_process_groups)
+        watch.call(
+            partial(
+                private.init_distributed,
+                self._environment,
+                self._settings.backend or private.default_backend(device),
+                timeout=timeout,
+                device_id=device if device.type != "cpu" else None,
+                store=keep_store(watch.sub_store()) if self._grid.size > 1 else single_process_store(),
+            )
+        )
+        fault_point("process_group.made")
+
+    def _make_control(self, watch: FailureWatch, idle: Idle) -> Control:
+        return Control(range(self._grid.size), watch, self._settings.timeout, idle=idle)
+
+
+def _destroy_process_groups() -> None:
+    """Destroy the process groups before the interpreter ends: gloo's threads abort the process otherwise.
+
+    They stay where one of them may sit on a collective that was given up: destroying its group would wait for it.
+    """
+    fault_point("exit")
+    if has_given_up():
+        leak_until_exit(private.process_groups())
+        skip_final_gc()
+    elif private.distributed_is_initialized():
+        dist.destroy_process_group()
