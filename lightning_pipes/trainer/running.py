@@ -13,14 +13,15 @@ from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.about import describe_run, gather_run
 from lightning_pipes.trainer.loop.adopting import adopt_cut
+from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.prediction import Prediction
+from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.reports.peaks import describe_memory
 from lightning_pipes.trainer.reports.report import About, Window
-from lightning_pipes.trainer.session import Session
 
 
 @dataclass(frozen=True)
@@ -68,16 +69,15 @@ class Running:
         return result
 
     def close(
-        self, host: PipelineHost, session: Session | None, gather: str
+        self, host: PipelineHost, links: Connections, ranks: Ranks | None, gather: str
     ) -> tuple[Sequence[Sequence[Window]], About] | None:
         """End the run, and return its windows with facts, as `gather_run` gives them.
 
         The layers are brought together before, as `gather` says. None is returned where the other ranks can't be asked,
-        for `session` is None then.
+        for `ranks` is None then.
         """
         reported = None
-        if session is not None:
-            links, ranks = session.links, session.ranks
+        if ranks is not None:
             about = describe_run(host, links.trainings)
             reported = gather_run(self.run, ranks.pipeline, host.optimizers, ranks.device, gather, about)
             links.check()

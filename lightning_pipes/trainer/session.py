@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 from functools import partial
 
@@ -29,6 +30,8 @@ from lightning_pipes.trainer.checkpoint.writing import Writing
 from lightning_pipes.trainer.checkpointing import Checkpointing
 from lightning_pipes.trainer.loop.connections import Idle, connections
 from lightning_pipes.trainer.module.equal_starts import broadcast_random_state
+from lightning_pipes.trainer.module.optimizers import OptimizerLayout
+from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.plan.settings import Settings
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
@@ -37,6 +40,10 @@ from lightning_pipes.trainer.ranks.replicas import Replicas
 from lightning_pipes.trainer.ranks.status import RankStatus
 from lightning_pipes.trainer.ranks.threads import Threads
 from lightning_pipes.trainer.reports.timing import Share, Timing
+from lightning_pipes.trainer.running import Running
+from lightning_pipes.trainer.verify.verifier import Verifier
+
+_log = logging.getLogger(__name__)
 
 
 class Session:
@@ -53,6 +60,10 @@ class Session:
         links: to the other ranks; they have to be left, also where `connect` fails.
         status: of this rank.
         is_connected: whether `connect` has ended, so that there are `ranks`, `replicas` and `checkpointing`.
+        cut: the module as it is cut; None before that, and when the run has ended.
+        layouts: of the optimizers: which parameters of the whole module this rank steps.
+        running: the run under way; None before and after it.
+        verifier: compares first batches with those of one process, where that is wanted.
     """
 
     ranks: Ranks
@@ -71,6 +82,10 @@ class Session:
         self._trainer, self._grid, self._device, self._settings = trainer, grid, device, settings
         self._environment, self._local_size = environment, local_size
         self.is_connected = False
+        self.cut: CutModule | None = None
+        self.layouts: list[OptimizerLayout] = []
+        self.running: Running | None = None
+        self.verifier: Verifier | None = None
         self._needs_process_group = not private.distributed_is_initialized()
         if self._needs_process_group:
             self._open_store()
@@ -91,6 +106,7 @@ class Session:
         self.checkpointing = Checkpointing(self.ranks, settings.sharded, writing, self.status)
         broadcast_random_state(control, self._device)
         self.is_connected = True
+        _log.debug("connect: rank %d of %d", grid.rank, grid.size)
 
     @property
     def control(self) -> Control:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -31,7 +32,6 @@ from lightning_pipes.engine.watch.process_exit import skip_final_gc
 from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, check_type
 from lightning_pipes.planning.planner import DRAIN
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.callbacks.schedule_tuner import with_tuner
 from lightning_pipes.trainer.checkpoint.checkpoints import load_model
 from lightning_pipes.trainer.checkpoint.writing import Writing
 from lightning_pipes.trainer.ignoring import ignore_warnings
@@ -40,18 +40,14 @@ from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.stopping import as_terminated
 from lightning_pipes.trainer.module.capture import named_step
-from lightning_pipes.trainer.module.checks import check_run
 from lightning_pipes.trainer.module.deferred import (
-    check_optimizers,
     has_meta,
 )
 from lightning_pipes.trainer.module.elsewhere import HookScope
-from lightning_pipes.trainer.module.equal_starts import broadcast_random_state, equal_weights
-from lightning_pipes.trainer.module.optimizers import OptimizerLayout, parameter_names, refuse_unsuitable
+from lightning_pipes.trainer.module.equal_starts import broadcast_random_state
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.pretrained import reads_later
 from lightning_pipes.trainer.patches import Patches
-from lightning_pipes.trainer.plan.alike import check_alike, said
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.settings import AUTO, Settings, check_parts
@@ -63,11 +59,12 @@ from lightning_pipes.trainer.reports.report import About, PipelineReport, Window
 from lightning_pipes.trainer.reports.timing import Share, Timing
 from lightning_pipes.trainer.running import Running
 from lightning_pipes.trainer.session import Session
-from lightning_pipes.trainer.setup import PipelineSetup, container
+from lightning_pipes.trainer.setup import prepare
 from lightning_pipes.trainer.step.steps import Context
 from lightning_pipes.trainer.verify.reference import ReferenceProcess, fork_reference
-from lightning_pipes.trainer.verify.verifier import Verifier
 from lightning_pipes.trainer.versions import tell_if_untested
+
+_log = logging.getLogger(__name__)
 
 
 class PipelineStrategy(PipelineHost):
@@ -181,12 +178,8 @@ class PipelineStrategy(PipelineHost):
         self._writing = Writing(check_type("async_checkpoint", async_checkpoint, bool))
         self.checkpoint_io = checkpoint_io
         self._session: Session | None = None
-        self._layouts: list[OptimizerLayout] = []
-        self._cut: CutModule | None = None
         self._spread: CutModule | None = None
         """The last run's, if its layers stay where they are: they were made on meta."""
-        self._current: Running | None = None
-        self._verifier: Verifier | None = None
         self._reference: ReferenceProcess | None = None
         self._accumulating = False
         self._patches = Patches()
@@ -201,8 +194,8 @@ class PipelineStrategy(PipelineHost):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy starts from: the settings. Connections and the run under way are this one's alone."""
-        state = {**self.__dict__, **dict.fromkeys(("_session", "_cut", "_spread", "_current"))}
-        return {**state, "_patches": Patches(), "_layouts": []}
+        state = {**self.__dict__, **dict.fromkeys(("_session", "_spread"))}
+        return {**state, "_patches": Patches()}
 
     # ---- processes and devices
 
@@ -294,71 +287,52 @@ class PipelineStrategy(PipelineHost):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         assert self.model is not None
-        module, connected, precision = self._module, self.session, self.precision_plugin
-        control, fitting = connected.control, trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
-        if connected.ranks.grid.replicas == 1:  # every rank logs the same values: there is nothing to synchronise
+        if self.session.ranks.grid.replicas == 1:  # every rank logs the same values: there is nothing to synchronise
             ignore_warnings(".*sync_dist=True.*")
-        self.model = precision.convert_module(self.model)
-        check_run(module, trainer, self._writing.background)
-        check_alike(said(self._request, self._settings), control)
-        spread = equal_weights(module, control)
-        private.forget_optimizers(self)
-        whole = self._make_optimizers(module) if fitting else ()
+        self.model = self.precision_plugin.convert_module(self.model)
+        prepare(
+            self,
+            self.session,
+            self._request,
+            self._settings,
+            self._writing,
+            self._reference,
+            self._start_epoch,
+            self._patches,
+        )
 
-        connected.checkpointing.container = path = container(trainer, module, connected, self._settings.module)
-        cutting = PipelineSetup(trainer, module, path, connected, self._settings, self._patches)
-        self._decision = cutting.decide(self._request)
-        self.schedule = self._decision.schedule
-        if fitting:
-            with_tuner(trainer, self.schedule)
-        cutting.lay_out(self._decision, self._request.replanner)
-        training = cutting.training(self.memory)
-        self._cut = cutting.cut(spread)
-        self._layouts = [OptimizerLayout(o, w) for o, w in zip(self.optimizers, whole, strict=True)]
-        for layout in self._layouts:
-            layout.keep_local(self._cut.is_foreign)
-        self.model_to_device()
-        self._current = cutting.start(training, precision, self._layouts, self._writing.at_once)
-
-        self.setup_precision_plugin()
-        if not self._layers_take_turns:
-            private.optimizers_to_device(self.optimizers, self.root_device)
-        self._verifier = cutting.wrap(self._current, precision, self._start_epoch, self._reference)
-
-    def _make_optimizers(self, module: pl.LightningModule) -> Sequence[tuple[tuple[str, ...], ...]]:
-        """The names of the parameters of each of them, by group."""
-        self.optimizers, self.lr_scheduler_configs = private.init_optimizers(module)
-        refuse_unsuitable(self.optimizers)
-        check_optimizers(self.optimizers)
-        return parameter_names(module, self.optimizers)
+    def take_decision(self, decision: Decision) -> None:
+        """Run by a decision from now on."""
+        self._decision, self.schedule = decision, decision.schedule
 
     def teardown(self) -> None:
         fault_point("teardown")
-        module, cut, current = self.lightning_module, self._cut, self._current
+        module, cut, current, session = self.lightning_module, self._cut, self._current, self._session
+        _log.debug("restore: the module, and what the run has patched")
         self._patches.close()
-        self._verifier = None
         if self._reference is not None:
             self._reference.close()
             self._reference = None
-        session = self._session
-        if session is not None and session.is_connected:
-            session.checkpointing.finish(self._down)
         if session is not None:
+            session.verifier = None
+            if session.is_connected:
+                session.checkpointing.finish(self._down)
             session.links.go_home()
-        connected = None
+        ended = False
         if current is not None:
             current.run.settle()
-            connected = None if self._down else self.session
-            reported = current.close(self, connected, self._settings.gather)
-            self._reported = reported or self._reported
+            ended = not self._down
+            links, ranks = self.session.links, self.session.ranks if ended else None
+            self._reported = current.close(self, links, ranks, self._settings.gather) or self._reported
         if session is not None:
             session.links.leave(session.control if session.is_connected else None, self._down)
         if module is not None and not has_meta(module):
             module.cpu()
         if cut is not None:
-            cut.restore(ended=connected is not None)
-            self._cut, self._current, self._spread = None, None, cut if cut.stays_spread else None
+            cut.restore(ended)
+            self.session.cut = self.session.running = None
+            self._spread = cut if cut.stays_spread else None
         private.optimizers_to_device(self.optimizers, torch.device("cpu"))
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             assert part is not None
@@ -389,8 +363,8 @@ class PipelineStrategy(PipelineHost):
     def on_train_end(self) -> None:
         with self.session.status.reporting():
             self.running.drain()
-            if self._verifier is not None:
-                self._verifier.training_ended()
+            if self.session.verifier is not None:
+                self.session.verifier.training_ended()
             self.running.moving.finish()
 
     # ---- steps
@@ -403,8 +377,8 @@ class PipelineStrategy(PipelineHost):
             running = self._running
             with self._scope.suspended():  # it may be called by code of the user's
                 out = running.run.train(batch, arguments, self.optimizers, complete=not self._accumulating)
-            if self._verifier is not None:
-                self._verifier.training_step_ended(out)
+            if self.session.verifier is not None:
+                self.session.verifier.training_step_ended(out)
             self._decision = running.corrected() or self._decision
             return out
 
@@ -435,8 +409,8 @@ class PipelineStrategy(PipelineHost):
         if self.running.streams:  # the hooks behind it run on each stage when its gradients are there
             return closure_loss.detach()
         closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
-        if self._verifier is not None:
-            self._verifier.backward_ended()
+        if self.session.verifier is not None:
+            self.session.verifier.backward_ended()
         return closure_loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -546,6 +520,14 @@ class PipelineStrategy(PipelineHost):
         return self._cut.scope
 
     @property
+    def _cut(self) -> CutModule | None:
+        return None if self._session is None else self._session.cut
+
+    @property
+    def _current(self) -> Running | None:
+        return None if self._session is None else self._session.running
+
+    @property
     def _running(self) -> Running:
         assert self._current is not None, "setup has not run"
         return self._current
@@ -595,11 +577,11 @@ class PipelineStrategy(PipelineHost):
             if self._down:
                 return plain.state_dict()
             number = next(n for n, o in enumerate(self.optimizers) if private.plain_optimizer(o) is plain)
-            return self.session.checkpointing.optimizer_state(plain, self._layouts[number])
+            return self.session.checkpointing.optimizer_state(plain, self.session.layouts[number])
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
-        self.session.checkpointing.load_optimizers(self.optimizers, self._layouts, states, self.root_device)
+        self.session.checkpointing.load_optimizers(self.optimizers, self.session.layouts, states, self.root_device)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None

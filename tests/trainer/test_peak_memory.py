@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine.compute.footprint import measure_footprint
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer import strategy as strategies
+from lightning_pipes.trainer import setup
 from lightning_pipes.trainer.plan import deciding, measuring
-from lightning_pipes.trainer.setup import PipelineSetup
 from tests.trainer.lit import quiet
 from tests.trainers import make_trainer
 
@@ -61,10 +60,10 @@ def phases(rank: int) -> dict[str, tuple[float, float]]:
 
             patch.setattr(owner, name, watched)
 
-        watch(strategies, "equal_weights", "setup")
+        watch(setup, "equal_weights", "setup")
         watch(measuring.Measuring, "profile", "measuring")
-        watch(PipelineSetup, "decide", "trial")
-        watch(PipelineSetup, "cut", "cut")
+        watch(setup, "decide", "trial")
+        watch(setup, "CutModule", "cut")
         watch(PipelineStrategy, "training_step", "batch")
         watch(PipelineStrategy, "optimizer_step", "step")
         watch(PipelineStrategy, "teardown", "end")

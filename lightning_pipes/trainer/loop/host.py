@@ -46,6 +46,10 @@ class PipelineHost(ParallelStrategy):
     def decision(self) -> Decision:
         """The decision of the last run."""
 
+    @abstractmethod
+    def take_decision(self, decision: Decision) -> None:
+        """Run by a decision from now on."""
+
     @property
     @abstractmethod
     def flushes(self) -> bool:
