@@ -11,8 +11,9 @@ of the model to the end of training. The table shows the larger peak of the two 
   what the larger stage holds while it trains: weights, gradients and optimizer, 16 bytes a parameter, and activations.
 
 Start-up is the time from the start of `python script.py` to the end of the first step. Its parts are those of rank 0:
-imports, until all ranks are connected, until training begins (layers measured, tried and cut), and the first step. Left
-out: GPUs, where the allocator of CUDA has its own peaks, and models that do not fit into one process.
+imports, until all ranks are connected, until training begins (layers measured, tried and cut), and the first step. Our
+modules are compiled to bytecode first, as pip compiles the peers'. Left out: GPUs, where the allocator of CUDA has its
+own peaks, and models that do not fit into one process.
 
     python benchmarks/memory.py [--quick] [--json] [--rounds N]
 """
@@ -20,6 +21,7 @@ out: GPUs, where the allocator of CUDA has its own peaks, and models that do not
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import statistics
@@ -233,7 +235,7 @@ def run_peer(name: str, folder: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as results:
         threads = max(1, (os.cpu_count() or RANKS) // RANKS)
         environment = {
-            **os.environ,
+            **{key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"},
             "OMP_NUM_THREADS": str(threads),
             RESULTS: results,
             BEGUN: str(time.time()),
@@ -246,6 +248,12 @@ def run_peer(name: str, folder: Path) -> dict[str, float]:
             raise SystemExit(f"{name} ended with status {done.returncode}:\n{done.stderr}")
         found = [json.loads(Path(results, f"{rank}.json").read_text()) for rank in range(RANKS)]
     return {**found[0], "peak": max(each["peak"] for each in found)}
+
+
+def compile_package() -> None:
+    """Compile our modules to bytecode, as pip does where it installs the peers."""
+    for folder in ("lightning_pipes", "strategies", "benchmarks"):
+        compileall.compile_dir(Path(__file__).resolve().parents[1] / folder, quiet=1)
 
 
 def count_own_bytes() -> float:
@@ -290,6 +298,7 @@ def main() -> None:
 
     from lightning_pipes.engine.allocator import describe_allocator
 
+    compile_package()
     names = QUICK if options.quick else tuple(PEERS)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _ in range(1 if options.quick else options.rounds):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -17,9 +17,9 @@ from lightning_pipes.ir import InputError, short_repr
 from lightning_pipes.trainer.checkpoint import checkpoints
 from lightning_pipes.trainer.checkpoint.data_state import KEY, TrainingData
 from lightning_pipes.trainer.checkpoint.files import existing, local_path
+from lightning_pipes.trainer.checkpoint.index import is_sharded
 from lightning_pipes.trainer.checkpoint.mapped import load_mapped
 from lightning_pipes.trainer.checkpoint.saving import Saver
-from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint
 from lightning_pipes.trainer.checkpoint.writing import Writing
 from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout
@@ -27,6 +27,9 @@ from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.plan.placement import Placement
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.ranks.status import RankStatus
+
+if TYPE_CHECKING:  # it imports torch.distributed.checkpoint, which takes long
+    from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint
 
 
 class Checkpointing:
@@ -166,7 +169,9 @@ class Checkpointing:
         local = local_path(path)
         if local is not None:
             path = existing(local)
-            if ShardedCheckpoint.is_at(path):
+            if is_sharded(path):
+                from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint
+
                 self._parts = ShardedCheckpoint(path, weights_only)
                 checkpoint = self._parts.checkpoint({} if running else module.state_dict())
         if checkpoint is None and has_meta(module):

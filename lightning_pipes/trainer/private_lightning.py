@@ -38,7 +38,6 @@ from lightning.pytorch.trainer.connectors.data_connector import _request_dataloa
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch._dynamo import OptimizedModule
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.optim import Optimizer
@@ -63,9 +62,15 @@ def call_children_scripts(launcher: _SubprocessScriptLauncher) -> None:
 reduce_over = _sync_ddp
 gather_over = _all_gather_ddp_if_available
 WrappingCheckpointIO = _WrappingCheckpointIO
-StorageInfo = _StorageInfo
 
 SignalHandler = Callable[[int, FrameType | None], None]
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """Return how the index of torch.distributed.checkpoint says where a tensor is."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
 
 
 def process_groups() -> list[object]:

@@ -472,7 +472,7 @@ def test_reset_optimizers_and_schedulers():
 
 def test_storage_info():
     """What the index of torch.distributed.checkpoint says of where a tensor is."""
-    info = private.StorageInfo("a", 1, 2)
+    info = private.storage_info("a", 1, 2)
     assert (info.relative_path, info.offset, info.length, info.transform_descriptors) == ("a", 1, 2, None)
 
 

@@ -20,6 +20,11 @@ INDEX = ".metadata"
 _SUMS = "lightning_pipes_sums"
 
 
+def is_sharded(path: Path) -> bool:
+    """Return whether there is a sharded checkpoint at a path."""
+    return (path / INDEX).is_file()
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a tensor is: the name of the file, and a part of its bytes, which torch.load reads."""

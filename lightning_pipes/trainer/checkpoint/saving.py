@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.checkpoint.files import local_path, remove
-from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint, plan_part, write_part
+from lightning_pipes.trainer.checkpoint.index import is_sharded
 from lightning_pipes.trainer.ranks.control import Control
 
 
@@ -57,6 +57,8 @@ class Saver:
         Raises:
             PipelineError: the path is not on a file system.
         """
+        from lightning_pipes.trainer.checkpoint.sharded import plan_part, write_part  # which takes long
+
         local = local_path(path)
         if local is None:
             raise PipelineError(f"checkpoint='sharded' writes folders of a file system, which {path} is not")
@@ -139,7 +141,7 @@ class Saver:
 
 def _remove(path: str | Path, io: CheckpointIO) -> None:
     local = local_path(path)
-    if local is not None and ShardedCheckpoint.is_at(local):
+    if local is not None and is_sharded(local):
         remove(local)
     else:
         io.remove_checkpoint(path)

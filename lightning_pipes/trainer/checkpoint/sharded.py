@@ -39,9 +39,9 @@ from lightning_pipes.trainer.checkpoint.files import (
     sync,
     temporary_for,
 )
-from lightning_pipes.trainer.checkpoint.index import INDEX, Index, with_sums
+from lightning_pipes.trainer.checkpoint.index import INDEX, Index, is_sharded, with_sums
 from lightning_pipes.trainer.module.optimizers import numbered
-from lightning_pipes.trainer.private_lightning import StorageInfo
+from lightning_pipes.trainer.private_lightning import storage_info
 from lightning_pipes.trainer.ranks.control import Control
 
 REST = "checkpoint.pt"
@@ -217,7 +217,7 @@ def _from_json(said: str | bytes, rank: int) -> tuple[list[WriteResult], dict[st
     if "error" in found:
         raise PipelineError(f"rank {rank} could not write its part: {found['error']}")
     written = [
-        WriteResult(MetadataIndex(name, torch.Size(corner), number), size, StorageInfo(file, offset, length))
+        WriteResult(MetadataIndex(name, torch.Size(corner), number), size, storage_info(file, offset, length))
         for name, corner, number, size, file, offset, length in found["tensors"]
     ]
     return written, {name: Sum(*values) for name, values in found["sums"].items()}
@@ -257,11 +257,6 @@ class ShardedCheckpoint:
         unknown = sorted(set(self._tensors) - set(self._index.places))
         if unknown:
             raise damaged(path, f"{INDEX} does not know {unknown[0]}, which {REST} names: they are of different saves")
-
-    @staticmethod
-    def is_at(path: Path) -> bool:
-        """Whether there is one."""
-        return (path / INDEX).is_file()
 
     def checkpoint(self, into: Mapping[str, Any]) -> dict[str, Any]:
         """Lightning's checkpoint, but for what the optimizers have by parameter.
@@ -369,7 +364,7 @@ def consolidate(folder: str | Path, file: str | Path, weights_only: bool | None 
         check_type(f"consolidate: {name}", value, kind)
     try:
         found = existing(Path(folder))
-        ShardedCheckpoint.is_at(found)
+        is_sharded(found)
     except OSError as error:  # a name that no file system takes
         raise PipelineError(f"folder {short_repr(folder)} can't be read: {error.strerror}") from error
     parts = ShardedCheckpoint(found, weights_only)
