@@ -240,8 +240,10 @@ def join(parts: Sequence[Any], spans: Sequence[Span], what: str, average: bool =
         PipelineError: the parts have other shapes than their spans, so axis 0 does not count samples.
     """
 
-    def is_whole(part: Any) -> bool:
-        return per_sample(part, spans[0].rows, part is parts[0])
+    rows, root = spans[0].rows, id(parts[0])
+
+    def is_whole(part: Any) -> bool:  # it must not hold the parts: pytree keeps it until garbage is collected
+        return per_sample(part, rows, id(part) == root)
 
     def joined(*leaves: Any) -> Any:
         first = leaves[0]
