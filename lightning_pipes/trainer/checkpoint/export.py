@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_pipes.ir import InputError, PipelineError, check_count, check_type
 from lightning_pipes.trainer import private_transformers as private
 from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO, existing, replacing
+from lightning_pipes.trainer.checkpoint.index import is_sharded
 from lightning_pipes.trainer.checkpoint.mapped import load_mapped
 from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint
 
@@ -77,7 +78,7 @@ def export_weights(
 
 def _read_state_dict(path: Path) -> Mapping[str, Any]:
     path = existing(path)
-    if ShardedCheckpoint.is_at(path):
+    if is_sharded(path):
         on_meta = torch.empty(0, device="meta")  # then each tensor is read when it is asked for
         whole: Mapping[str, Any] | None = ShardedCheckpoint(path, weights_only=True).checkpoint({"": on_meta})
     else:
