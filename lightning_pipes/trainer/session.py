@@ -103,7 +103,7 @@ class Session:
         self.links.get_ready(self.ranks.pipeline)
         self.replicas = Replicas(grid, control, self._device)
         private.set_device_mesh(self._trainer.lightning_module, self.replicas.mesh)
-        self.checkpointing = Checkpointing(self.ranks, settings.sharded, writing, self.status)
+        self.checkpointing = Checkpointing(self.ranks, settings.checkpoint == "sharded", writing, self.status)
         broadcast_random_state(control, self._device)
         self.is_connected = True
         _log.debug("connect: rank %d of %d", grid.rank, grid.size)
@@ -151,7 +151,7 @@ class Session:
             partial(
                 private.init_distributed,
                 self._environment,
-                self._settings.backend or private.default_backend(device),
+                self._settings.process_group_backend or private.default_backend(device),
                 timeout=timeout,
                 device_id=device if device.type != "cpu" else None,
                 store=keep_store(watch.sub_store()) if self._grid.size > 1 else single_process_store(),

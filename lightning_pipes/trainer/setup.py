@@ -40,14 +40,13 @@ from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.module.step_probe import check_steps_apart
 from lightning_pipes.trainer.moves.part import Part
 from lightning_pipes.trainer.patches import Patches
-from lightning_pipes.trainer.plan.alike import check_alike, said
 from lightning_pipes.trainer.plan.container import find_container, warn_about_outside
 from lightning_pipes.trainer.plan.deciding import Deciding
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.placement import Placement
 from lightning_pipes.trainer.plan.prediction import Prediction
 from lightning_pipes.trainer.plan.profile_cache import ProfileCache, find_cache
-from lightning_pipes.trainer.plan.request import RunRequest
+from lightning_pipes.trainer.plan.request import RunRequest, check_same_arguments, describe_arguments
 from lightning_pipes.trainer.plan.settings import Settings
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.reports.summary import show_module
@@ -95,7 +94,7 @@ def prepare(
 
     # 1. All ranks have the same module and settings; optimizers are made over the whole module.
     check_run(module, trainer, writing.background)
-    check_alike(said(request, settings), ranks.control)
+    check_same_arguments(describe_arguments(request, settings), ranks.control)
     is_spread = equal_weights(module, ranks.control)
     private.forget_optimizers(strategy)
     named_groups = _make_optimizers(strategy, module) if fitting else ()

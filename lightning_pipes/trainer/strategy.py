@@ -50,7 +50,7 @@ from lightning_pipes.trainer.module.pretrained import reads_later
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.request import RunRequest
-from lightning_pipes.trainer.plan.settings import AUTO, Settings, check_parts
+from lightning_pipes.trainer.plan.settings import AUTO, Gather, Settings, check_parts, parse_verify
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.launching import Launcher
@@ -134,7 +134,7 @@ class PipelineStrategy(PipelineHost):
         transport: str = "auto",
         checkpoint: str = "full",
         async_checkpoint: bool = False,
-        gather: str = "auto",
+        gather: Gather = "auto",
         check_loss: bool = True,
         verify: int | str = 0,
         replan: bool | dict[str, Any] = False,
@@ -159,19 +159,19 @@ class PipelineStrategy(PipelineHost):
         self.num_nodes = 1
         self._request = RunRequest.of(schedule, schedule_args, microbatches, recompute, partition, replan)
         self.schedule = self._request.schedule
-        self._settings = Settings.of(
-            data_parallel,
-            module,
-            seed,
-            transport,
-            checkpoint,
-            gather,
-            check_loss,
-            timeout,
-            heartbeat_timeout,
-            moves,
-            process_group_backend,
-            verify,
+        self._settings = Settings(
+            data_parallel=data_parallel,
+            module=module,
+            seed=seed,
+            transport=transport,
+            checkpoint=checkpoint,
+            gather=gather,
+            check_loss=check_loss,
+            timeout=timeout,
+            heartbeat_timeout=heartbeat_timeout,
+            moves=moves,
+            process_group_backend=process_group_backend,
+            verify=parse_verify(verify),
         )
         share_heap()
         exit_with_launcher(self._settings.heartbeat_timeout)

@@ -232,7 +232,6 @@ BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     ),
     (Lit, {"schedule": EachRank(("gpipe", "1f1b"))}, "on rank 1: schedule=1f1b, rank 0 gpipe"),
     (Lit, {"moves": EachRank(("drain", "ahead"))}, "on rank 1: moves='ahead', rank 0 'drain'"),
-    (Lit, {"moves": EachRank(("drain", "ahead"))}, "on rank 1: moves='ahead', rank 0 'drain'"),
     (OtherBatches, {}, "loaded different batches (checksums rank 0:"),
     (OtherBatchesLater, {}, "training, batch 2: the ranks of one pipeline loaded different batches"),
     (OtherBatchesLater, {"schedule": "pipedream"}, "training, batch 2: the ranks of one pipeline loaded different"),

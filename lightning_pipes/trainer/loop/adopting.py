@@ -11,7 +11,7 @@ from lightning_pipes.planning.formatting import schedule_settings
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.module.checks import warn_about_pieces
 from lightning_pipes.trainer.plan.plans import Plans
-from lightning_pipes.trainer.plan.settings import AUTO, known_schedule, possible_microbatches
+from lightning_pipes.trainer.plan.settings import AUTO, check_microbatches, find_schedule
 from lightning_pipes.trainer.ranks.control import Control
 
 
@@ -32,8 +32,8 @@ def adopt(
     if isinstance(schedule, str) and schedule == AUTO:
         raise PlanError("schedule='auto' is chosen when training starts; adopt a schedule by its name, or an object")
     check_type("plan", plan, Plan | None)
-    schedule = known_schedule(schedule, {})
-    plans = run.plans.other(schedule, possible_microbatches(microbatches), plan)
+    schedule = find_schedule(schedule, {})
+    plans = run.plans.other(schedule, check_microbatches(microbatches), plan)
     if plan is not None and plan.layers:
         run.part.check(plan.layers)
     mine = (schedule.name, schedule_settings(schedule), plans.microbatches, plan)

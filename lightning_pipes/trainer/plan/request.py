@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_pipes.cost import Deployment, ModelProfile
-from lightning_pipes.ir import Policy, Schedule, check_type
+from lightning_pipes.ir import InputError, Policy, Schedule, check_type
 from lightning_pipes.planning.auto import AutoPlanner
 from lightning_pipes.planning.balance import BalancedPlanner
+from lightning_pipes.planning.formatting import schedule_settings
 from lightning_pipes.planning.planner import Planner, planner_of
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.placement import Placement
@@ -17,11 +18,13 @@ from lightning_pipes.trainer.plan.plans import stage_layers
 from lightning_pipes.trainer.plan.settings import (
     AUTO,
     PARAMETERS,
-    known_partition,
-    known_replanner,
-    known_schedule,
-    possible_microbatches,
+    Settings,
+    check_microbatches,
+    check_partition,
+    find_replanner,
+    find_schedule,
 )
+from lightning_pipes.trainer.ranks.control import Control
 
 
 @dataclass(frozen=True)
@@ -58,14 +61,14 @@ class RunRequest:
         Raises:
             InputError: one of them makes no sense.
         """
-        known = known_schedule(schedule, {} if schedule_args is None else schedule_args)
+        known = find_schedule(schedule, {} if schedule_args is None else schedule_args)
         return cls(
             known,
-            possible_microbatches(microbatches),
+            check_microbatches(microbatches),
             check_type("recompute", recompute, bool),
-            known_partition(partition, schedule),
+            check_partition(partition, schedule),
             chooses=schedule == AUTO,
-            replanner=known_replanner(replan, known),
+            replanner=find_replanner(replan, known),
         )
 
     def unmeasured(self, sizes: Sequence[int], ranks: int, least: int = 1) -> Decision:
@@ -139,3 +142,39 @@ class RunRequest:
         stays = not schedule.flushes or bool((self.replanner or planner_of(schedule)).every)
         made = Decision.of(solution, movable=self.partition == AUTO and not stays)
         return made.predicted(profile) if schedule.flushes else made
+
+
+_SAME_SETTINGS = ("module", "seed", "transport", "checkpoint", "gather", "check_loss", "verify", "moves")
+
+
+def describe_arguments(request: RunRequest, settings: Settings) -> dict[str, str]:
+    """Return the arguments that have to be the same on all ranks, as text by name."""
+    args = schedule_settings(request.schedule)
+    return {
+        "schedule": "auto" if request.chooses else request.schedule.name,
+        "schedule_args": repr({name: args[name] for name in sorted(args)}),
+        **{name: repr(getattr(request, name)) for name in ("microbatches", "recompute", "partition")},
+        "replan": repr(request.replanner),
+        **{name: repr(getattr(settings, name)) for name in _SAME_SETTINGS},
+    }
+
+
+def check_same_arguments(arguments: Mapping[str, str], control: Control) -> None:
+    """Compare the arguments of all ranks. Collective.
+
+    Raises:
+        InputError: those of a rank differ from rank 0, and ranks would wait for different things.
+    """
+    found = control.all_gather(dict(arguments))
+    for rank, other in zip(control.ranks, found, strict=True):
+        different = [
+            f"{name}={other[name]}, rank {control.ranks[0]} {value}"
+            for name, value in found[0].items()
+            if other[name] != value
+        ]
+        if different:
+            raise InputError(
+                f"PipelineStrategy has other arguments on rank {rank}: {'; '.join(different)}. Every process has to "
+                "make it from the same ones: look for what differs between processes, as environment variables and "
+                "files do, and give a job array its jobs in one order"
+            )

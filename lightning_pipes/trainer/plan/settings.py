@@ -1,9 +1,9 @@
-"""The settings of PipelineStrategy, looked at before anything starts."""
+"""The settings of PipelineStrategy, checked before anything starts."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -43,8 +43,8 @@ def chosen_later(name: str) -> str:
     return name
 
 
-def known_schedule(schedule: str | Schedule | Policy, settings: Mapping[str, Any]) -> Schedule | Policy:
-    """The schedule of that name with its settings, or the one given.
+def find_schedule(schedule: str | Schedule | Policy, settings: Mapping[str, Any]) -> Schedule | Policy:
+    """Return the schedule of that name with its settings, or the one given.
 
     Raises:
         InputError: there is none, or it does not take these settings.
@@ -63,8 +63,8 @@ def known_schedule(schedule: str | Schedule | Policy, settings: Mapping[str, Any
     return schedule
 
 
-def known_replanner(replan: bool | Mapping[str, Any], schedule: Schedule | Policy) -> Planner | None:
-    """The planner of `REPLANS` with these settings, which has layers move; None where nobody wants that.
+def find_replanner(replan: bool | Mapping[str, Any], schedule: Schedule | Policy) -> Planner | None:
+    """Return the planner of `REPLANS` with these settings, which has layers move; None where none is to.
 
     Raises:
         InputError: it does not take these settings; or the schedule has a planner that goes on planning, or orders
@@ -86,51 +86,14 @@ def known_replanner(replan: bool | Mapping[str, Any], schedule: Schedule | Polic
     return planner_of(make_schedule(REPLANS, **({} if replan is True else replan)))
 
 
-def long_enough(heartbeat_timeout: float) -> float:
-    """The seconds after which a silent process is given up; InputError if signs of life are not that frequent."""
-    return check_number(
-        "heartbeat_timeout",
-        heartbeat_timeout,
-        f"at least {2 * BEAT_SECONDS:g} seconds",
-        lambda x: x >= 2 * BEAT_SECONDS,
-        f"; signs of life are given every {BEAT_SECONDS:g} s",
-    )
-
-
-def possible_timeout(timeout: timedelta) -> timedelta:
-    """How long ranks wait for each other; InputError if it is no time."""
-    if not isinstance(timeout, timedelta) or timeout <= timedelta():
-        raise InputError(f"timeout must be a timedelta above 0, as in timedelta(minutes=30), got {short_repr(timeout)}")
-    return timeout
-
-
-def known_seed(seed: int) -> int:
-    """The seed of random numbers; InputError if it is no number of 64 bits."""
-    check_type("seed", seed, int)
-    if not -(2**63) <= seed < 2**63:
-        raise InputError(f"seed must be a whole number of 64 bits, got {short_repr(seed)}")
-    return int(seed)
-
-
-def known_backend(backend: str | None) -> str | None:
-    """The backend of the default process group; InputError if torch has none of that name."""
-    check_type("process_group_backend", backend, str | None)
-    for each in (backend or "").split(",") if backend is not None else ():  # as in "cpu:gloo,cuda:nccl"
-        if not dist.is_backend_available(each.rpartition(":")[2] or "none"):
-            raise InputError(
-                f"process_group_backend: torch.distributed has no {short_repr(backend)} here; say 'gloo' or 'nccl'"
-            )
-    return backend
-
-
 def check_parts(**given: tuple[object, type]) -> None:
-    """InputError unless each part of Lightning's is None or of its kind."""
+    """Check that each part of Lightning's is None or of its kind."""
     for name, (part, kind) in given.items():
         check_type(name, part, kind | None)
 
 
-def possible_microbatches(microbatches: int | None) -> int | None:
-    """The pieces of a batch; InputError if no batch has so many."""
+def check_microbatches(microbatches: int | None) -> int | None:
+    """Return the number of micro-batches of a batch; None is the default."""
     if microbatches is None:
         return None
     return check_count(
@@ -138,28 +101,8 @@ def possible_microbatches(microbatches: int | None) -> int | None:
     )
 
 
-def known_transport(transport: str) -> str:
-    """InputError unless there is a transport of that name."""
-    if not isinstance(transport, str) or transport not in KINDS:
-        *others, last = map(repr, KINDS)
-        raise InputError(
-            f"transport: no transport is called {short_repr(transport)}; choose {', '.join(others)} or {last}"
-        )
-    return transport
-
-
-def known_form(checkpoint: str) -> str:
-    """InputError unless checkpoints have such a form."""
-    return str(check_type("checkpoint", checkpoint, Literal["full", "sharded"]))
-
-
-def known_way(moves: str) -> str:
-    """InputError unless layers can move in such a way."""
-    return str(check_type("moves", moves, Way))
-
-
-def known_partition(partition: str | list[int], schedule: object) -> str | list[int]:
-    """How layers are cut into stages.
+def check_partition(partition: str | list[int], schedule: object) -> str | list[int]:
+    """Return how layers are cut into stages.
 
     Raises:
         InputError: there is no such way, or it can't be had with the schedule.
@@ -181,6 +124,46 @@ def known_partition(partition: str | list[int], schedule: object) -> str | list[
     return partition
 
 
+def _check_heartbeat_timeout(name: str, seconds: float) -> float:
+    return check_number(
+        name,
+        seconds,
+        f"at least {2 * BEAT_SECONDS:g} seconds",
+        lambda x: x >= 2 * BEAT_SECONDS,
+        f"; signs of life are given every {BEAT_SECONDS:g} s",
+    )
+
+
+def _check_timeout(name: str, timeout: timedelta) -> timedelta:
+    if not isinstance(timeout, timedelta) or timeout <= timedelta():
+        raise InputError(f"{name} must be a timedelta above 0, as in timedelta(minutes=30), got {short_repr(timeout)}")
+    return timeout
+
+
+def _check_seed(name: str, seed: int) -> int:
+    check_type(name, seed, int)
+    if not -(2**63) <= seed < 2**63:
+        raise InputError(f"{name} must be a whole number of 64 bits, got {short_repr(seed)}")
+    return int(seed)
+
+
+def _check_backend(name: str, backend: str | None) -> str | None:
+    check_type(name, backend, str | None)
+    for each in (backend or "").split(",") if backend is not None else ():  # as in "cpu:gloo,cuda:nccl"
+        if not dist.is_backend_available(each.rpartition(":")[2] or "none"):
+            raise InputError(f"{name}: torch.distributed has no {short_repr(backend)} here; say 'gloo' or 'nccl'")
+    return backend
+
+
+def _check_transport(name: str, transport: str) -> str:
+    if not isinstance(transport, str) or transport not in KINDS:
+        *others, last = map(repr, KINDS)
+        raise InputError(
+            f"{name}: no transport is called {short_repr(transport)}; choose {', '.join(others)} or {last}"
+        )
+    return transport
+
+
 class Verify(NamedTuple):
     """The batches that one plain process trains, too, and whether a difference is a warning only."""
 
@@ -198,9 +181,12 @@ WARNED_BATCHES = 2
 """Batches that verify="warn" compares."""
 
 
-def known_verify(verify: int | str) -> Verify:
-    """How much of training is compared with one process, as the strategy or the environment says it; InputError if it
-    is no number of batches."""
+def parse_verify(verify: int | str) -> Verify:
+    """Return how much of training is compared with one process, as the strategy or the environment says it.
+
+    Raises:
+        InputError: it is no number of batches.
+    """
     name, given = "verify", verify
     if not verify and os.environ.get(VERIFY_VARIABLE):
         name, given = VERIFY_VARIABLE, os.environ[VERIFY_VARIABLE]
@@ -212,60 +198,53 @@ def known_verify(verify: int | str) -> Verify:
     return Verify(int(given))
 
 
+def _of_type(hint: Any) -> Callable[[str, Any], Any]:
+    return lambda name, value: check_type(name, value, hint)
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    "data_parallel": check_count,
+    "module": _of_type(str | None),
+    "seed": _check_seed,
+    "transport": _check_transport,
+    "checkpoint": _of_type(Literal["full", "sharded"]),
+    "gather": _of_type(Gather),
+    "check_loss": _of_type(bool),
+    "timeout": _check_timeout,
+    "heartbeat_timeout": _check_heartbeat_timeout,
+    "moves": _of_type(Way),
+    "process_group_backend": _check_backend,
+}
+"""The check of each field of `Settings`: it takes the name and the value, and returns the value to keep."""
+
+
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a strategy that were looked at and make sense; `PipelineStrategy` explains each."""
+    """Settings of a strategy that make sense; `PipelineStrategy` explains each.
+
+    Raises:
+        InputError: one of them makes no sense.
+    """
 
     data_parallel: int
     module: str | None
     seed: int
     transport: str
-    sharded: bool
+    checkpoint: str
     gather: Gather
     check_loss: bool
     timeout: timedelta
     heartbeat_timeout: float
     moves: str
-    backend: str | None
+    process_group_backend: str | None
     verify: Verify
 
-    @classmethod
-    def of(
-        cls,
-        data_parallel: int,
-        module: str | None,
-        seed: int,
-        transport: str,
-        checkpoint: str,
-        gather: str,
-        check_loss: bool,
-        timeout: timedelta,
-        heartbeat_timeout: float,
-        moves: str,
-        backend: str | None,
-        verify: int | str,
-    ) -> Settings:
-        """The settings that these arguments of `PipelineStrategy` say.
-
-        Raises:
-            InputError: one of them makes no sense.
-        """
-        if known_verify(verify).batches and data_parallel != 1:
+    def __post_init__(self) -> None:
+        if self.verify.batches and self.data_parallel != 1:
             raise InputError(
-                f"verify compares with one process that trains the same batches, and data_parallel={data_parallel} "
-                "gives each replica batches of its own; verify the module with data_parallel=1, or leave verify out"
+                "verify compares with one process that trains the same batches, and "
+                f"data_parallel={self.data_parallel} gives each replica batches of its own; verify the module with "
+                "data_parallel=1, or leave verify out"
             )
-        return cls(
-            check_count("data_parallel", data_parallel),
-            check_type("module", module, str | None),
-            known_seed(seed),
-            known_transport(transport),
-            known_form(checkpoint) == "sharded",
-            check_type("gather", gather, Gather),
-            check_type("check_loss", check_loss, bool),
-            possible_timeout(timeout),
-            long_enough(heartbeat_timeout),
-            known_way(moves),
-            known_backend(backend),
-            known_verify(verify),
-        )
+        for name, check in _CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
