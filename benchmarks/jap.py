@@ -30,7 +30,7 @@ from lightning_pipes.sim import load_kernel
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.hanayo import Hanayo
 from lightning_pipes.strategies.interleaved import Interleaved
-from lightning_pipes.strategies.jap import ArrayProblem, Effort, Solution, solve_array
+from lightning_pipes.strategies.jap import ArrayProblem, ArraySolution, Effort, solve_array
 from lightning_pipes.strategies.jap.solvers.kernel import SOLVERS
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 
@@ -69,7 +69,7 @@ def solver_rows(
     return found
 
 
-def methods(problem: ArrayProblem, seconds: float, genetic: bool) -> dict[str, Solution]:
+def methods(problem: ArrayProblem, seconds: float, genetic: bool) -> dict[str, ArraySolution]:
     """Every way to order one array, within so much of this process's time."""
     limit = partial(Effort.from_seconds, clock=time.process_time)
     return {

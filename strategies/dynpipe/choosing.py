@@ -14,7 +14,7 @@ import numpy as np
 from lightning_pipes.ir import Span, check_count, short_repr
 from lightning_pipes.ir.errors import InputError
 from lightning_pipes.sim.units import seconds_text
-from lightning_pipes.strategies.dynpipe.meshes import Mesh, Pricing, list_meshes
+from lightning_pipes.strategies.dynpipe.meshes import DeviceMesh, Pricing, list_meshes
 from lightning_pipes.strategies.dynpipe.paper import Pipeline, extend_pipeline, paper_seconds, true_seconds
 
 SIMULATED = 40
@@ -35,7 +35,7 @@ class Assignment:
     """
 
     layers: tuple[Span, ...]
-    meshes: tuple[Mesh, ...]
+    meshes: tuple[DeviceMesh, ...]
     stages: tuple[float, ...]
     transfers: tuple[float, ...]
     iteration: float
@@ -169,8 +169,8 @@ def _option(pricing: Pricing, n: int, iterations: float, mode: str, executable: 
     return StageOption(n, iterations, min(every, key=lambda each: each.iteration))
 
 
-def _groups(devices: int, n: int) -> list[Mesh | None]:
-    return [Mesh(devices // n, 1)] if devices % n == 0 else []
+def _groups(devices: int, n: int) -> list[DeviceMesh | None]:
+    return [DeviceMesh(devices // n, 1)] if devices % n == 0 else []
 
 
 class _Way(NamedTuple):
@@ -183,11 +183,11 @@ class _Way(NamedTuple):
 
     least: float
     way: float
-    stages: tuple[tuple[int, Mesh], ...]  # where each begins, and its mesh
+    stages: tuple[tuple[int, DeviceMesh], ...]  # where each begins, and its mesh
 
 
 class _Search:
-    def __init__(self, pricing: Pricing, n: int, only: Mesh | None) -> None:
+    def __init__(self, pricing: Pricing, n: int, only: DeviceMesh | None) -> None:
         self._pricing, self._n = pricing, n
         self._devices, self._layers = len(pricing.cluster.devices), len(pricing.profile.layers)
         machine = pricing.machine_of_device
@@ -201,7 +201,7 @@ class _Search:
             for stage in range(n)
         }
 
-    def _allowed(self, mesh: Mesh, stage: int, start: int, stop: int, device: int) -> bool:
+    def _allowed(self, mesh: DeviceMesh, stage: int, start: int, stop: int, device: int) -> bool:
         """Return whether a stage fits its devices, the first of which is `device`, and these are of one machine."""
         machine, fits = self._pricing.machine_of_device, self._fits[mesh, stage]
         last = device + mesh.size - 1
@@ -209,7 +209,7 @@ class _Search:
             return False
         return fits if isinstance(fits, bool) else bool(fits[start, stop])
 
-    def _transfer(self, cut: int, before: Mesh, after: Mesh, device: int) -> float:
+    def _transfer(self, cut: int, before: DeviceMesh, after: DeviceMesh, device: int) -> float:
         """Between the stage that ends before `device` and the one that begins there."""
         machine = self._pricing.machine_of_device
         return self._pricing.transfer_seconds(cut, before, after, machine[device - 1] != machine[device])
@@ -217,11 +217,11 @@ class _Search:
     def by_simulator(self) -> list[Assignment]:
         """Return the best by their bounds, simulated: stage by stage from the last one, whatever no other is better
         than."""
-        fronts: dict[tuple[int, int, Mesh], list[_Way]] = {}
+        fronts: dict[tuple[int, int, DeviceMesh], list[_Way]] = {}
         for stage in reversed(range(self._n)):
-            now: dict[tuple[int, int, Mesh], list[_Way]] = defaultdict(list)
+            now: dict[tuple[int, int, DeviceMesh], list[_Way]] = defaultdict(list)
             if stage == self._n - 1:
-                after: list[tuple[int, int, Mesh | None, list[_Way]]] = [
+                after: list[tuple[int, int, DeviceMesh | None, list[_Way]]] = [
                     (self._layers, self._devices, None, [_Way(0.0, 0.0, ())])
                 ]
             else:
@@ -245,10 +245,10 @@ class _Search:
 
     def by_paper(self) -> list[Assignment]:
         """Return the best by E4 and E5, stage by stage from the first one."""
-        best: dict[tuple[int, int, Mesh], tuple[float, tuple[tuple[int, Mesh], ...]]] = {}
+        best: dict[tuple[int, int, DeviceMesh], tuple[float, tuple[tuple[int, DeviceMesh], ...]]] = {}
         for stage in range(self._n):
-            now: dict[tuple[int, int, Mesh], tuple[float, tuple[tuple[int, Mesh], ...]]] = {}
-            before = best.items() if stage else [((0, 0, Mesh(1, 1)), (0.0, ()))]
+            now: dict[tuple[int, int, DeviceMesh], tuple[float, tuple[tuple[int, DeviceMesh], ...]]] = {}
+            before = best.items() if stage else [((0, 0, DeviceMesh(1, 1)), (0.0, ()))]
             for (start, device, last), (so_far, made) in before:
                 for mesh, seconds in self._seconds.items():
                     end = device + mesh.size
@@ -269,7 +269,7 @@ class _Search:
         return self._assigned([made for _, made in best.values()], lambda every: [paper_seconds(*p) for p in every])
 
     def _assigned(
-        self, made: Sequence[Sequence[tuple[int, Mesh]]], judge: Callable[[Sequence[Pipeline]], Sequence[float]]
+        self, made: Sequence[Sequence[tuple[int, DeviceMesh]]], judge: Callable[[Sequence[Pipeline]], Sequence[float]]
     ) -> list[Assignment]:
         if not made:
             return []
@@ -278,8 +278,8 @@ class _Search:
         return [Assignment(*each, iteration) for each, iteration in zip(parts, judged, strict=True)]
 
     def _parts(
-        self, made: Sequence[tuple[int, Mesh]]
-    ) -> tuple[tuple[Span, ...], tuple[Mesh, ...], tuple[float, ...], tuple[float, ...]]:
+        self, made: Sequence[tuple[int, DeviceMesh]]
+    ) -> tuple[tuple[Span, ...], tuple[DeviceMesh, ...], tuple[float, ...], tuple[float, ...]]:
         layers = tuple(Span(a, b) for a, b in pairwise([*(start for start, _ in made), self._layers]))
         shapes = tuple(mesh for _, mesh in made)
         seconds = tuple(float(self._seconds[m][s.start, s.stop]) for s, m in zip(layers, shapes, strict=True))

@@ -15,7 +15,7 @@ from lightning_pipes.ir import Kind, PlanError
 Array = npt.NDArray[np.float64]
 
 
-class Mesh(NamedTuple):
+class DeviceMesh(NamedTuple):
     """The devices of a stage: `data` replicas, each of `tensor` shards."""
 
     data: int
@@ -30,10 +30,10 @@ class Mesh(NamedTuple):
         return f"{self.data}x{self.tensor}"
 
 
-def list_meshes(size: int, replicas_only: bool = False) -> tuple[Mesh, ...]:
+def list_meshes(size: int, replicas_only: bool = False) -> tuple[DeviceMesh, ...]:
     """Return all shapes of a group of so many devices, as (1, 8), (2, 4), (4, 2) and (8, 1) (DynPipe, S IV-C)."""
     return tuple(
-        Mesh(data, size // data)
+        DeviceMesh(data, size // data)
         for data in range(1, size + 1)
         if not size % data and (data == size or not replicas_only)
     )
@@ -62,7 +62,7 @@ class Pricing:
     shared: bool = False
     cached: bool = False
 
-    def stage_seconds(self, mesh: Mesh) -> Array:
+    def stage_seconds(self, mesh: DeviceMesh) -> Array:
         """Return seconds of a batch on a mesh of one machine, of the layers i to j in row i, column j."""
         rows = self.rows / self.microbatches / mesh.data
         work = self._between(self._work(rows)) * self.microbatches / mesh.tensor
@@ -76,7 +76,7 @@ class Pricing:
             work = work + 2 * (mesh.data - 1) * (size / mesh.data / inside.bandwidth + inside.latency)
         return np.where(self._count > 0, work, np.inf)
 
-    def transfer_seconds(self, cut: int, before: Mesh, after: Mesh, across: bool) -> float:
+    def transfer_seconds(self, cut: int, before: DeviceMesh, after: DeviceMesh, across: bool) -> float:
         """Return seconds of the messages of a batch, both directions, where a stage begins at layer `cut`.
 
         Args:
@@ -88,7 +88,7 @@ class Pricing:
         size = 2 * self.profile.edge_bytes(cut) * self.rows
         return size / (lanes * link.bandwidth) + 2 * self.microbatches * link.latency
 
-    def bytes(self, mesh: Mesh, under_way: int) -> Array:
+    def bytes(self, mesh: DeviceMesh, under_way: int) -> Array:
         """Return bytes that each device of a stage needs which has so many micro-batches under way, with their
         weights."""
         columns = self.profile.layer_arrays

@@ -17,7 +17,14 @@ from lightning_pipes.planning.planner import DRAIN, EvenPlanner, Problem
 from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, Interference, Observation
 from lightning_pipes.strategies.dynpipe.history import History
 from lightning_pipes.strategies.dynpipe.interference.refit import Learning
-from lightning_pipes.strategies.dynpipe.repartition import WHOLE, Change, Search, Windows, find_partition, partitions_of
+from lightning_pipes.strategies.dynpipe.repartition import (
+    WHOLE,
+    PartitionChange,
+    Search,
+    Windows,
+    find_partition,
+    partitions_of,
+)
 from lightning_pipes.strategies.dynpipe.situation import Situation
 from lightning_pipes.strategies.dynpipe.work import estimate_work
 
@@ -164,7 +171,7 @@ class DynPlanner(EvenPlanner):
         times = np.array([look.stage_seconds for look in looks])
         return bool((times.max(axis=0) > (1 + self.gain) * times.min(axis=0)).any())
 
-    def _pays(self, change: Change, plan: Plan, seen: Problem, order: Program, least: float) -> bool:
+    def _pays(self, change: PartitionChange, plan: Plan, seen: Problem, order: Program, least: float) -> bool:
         """Return whether it does in each of the last windows; where more than the usual number count, on their
         average."""
         left = self.horizon if seen.remaining is None else min(seen.remaining, self.horizon)
@@ -216,7 +223,7 @@ class _Before:
     doubt: float
     risen: bool
 
-    def correct_change(self, change: Change) -> Change:
+    def correct_change(self, change: PartitionChange) -> PartitionChange:
         """Return the same with what this plan took, where it is to come back, if layers may be slower than is known."""
         if not self.risen or change.layers != self.plan.layers:
             return change

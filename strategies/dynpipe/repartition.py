@@ -33,7 +33,7 @@ REPLAYED = 12
 
 
 @dataclass(frozen=True)
-class Change:
+class PartitionChange:
     """Another partition than the one that runs.
 
     Attributes:
@@ -76,10 +76,10 @@ class Windows:
         self._overhead = self.now.seen.costs.overhead
         self.old = self._each(self.now.now)
 
-    def predict_change(self, layers: Sequence[Span]) -> Change:
+    def predict_change(self, layers: Sequence[Span]) -> PartitionChange:
         """Return the change that these layers on the stages would be."""
         cuts = np.array([[0, *(span.stop for span in layers)]], np.int64)
-        return Change(tuple(layers), self.old, self._each(cuts))
+        return PartitionChange(tuple(layers), self.old, self._each(cuts))
 
     def mean_step(self, cuts: Cuts) -> Array:
         """Return seconds of a step of each partition, the mean of all windows."""
@@ -111,7 +111,7 @@ class Windows:
         return np.asarray(replay.step_seconds(durations, self._overhead).mean(axis=1))
 
 
-def find_partition(windows: Windows, cuts: Cuts, least: float = 0.0) -> Change | None:
+def find_partition(windows: Windows, cuts: Cuts, least: float = 0.0) -> PartitionChange | None:
     """Return the partition with the shortest steps in these windows, on the average (DynPipe, S V-B1, Algorithm 2,
     Repartition); None where there is none, or none can save more than the share `least` of a step.
 

@@ -4,7 +4,7 @@
 `solve_array` are the paper's iteration and everything that orders it. What trains siblings is `lightning_pipes.arrays`.
 """
 
-from lightning_pipes.strategies.jap.problem import ArrayProblem, Solution, problem_from_plan
+from lightning_pipes.strategies.jap.problem import ArrayProblem, ArraySolution, problem_from_plan
 from lightning_pipes.strategies.jap.rounds import RoundOrder, round_order
 from lightning_pipes.strategies.jap.schedule import JAP
 from lightning_pipes.strategies.jap.solvers.proof import prove_order
@@ -18,7 +18,7 @@ __all__ = [
     "Effort",
     "Job",
     "RoundOrder",
-    "Solution",
+    "ArraySolution",
     "Streamed",
     "problem_from_plan",
     "prove_order",

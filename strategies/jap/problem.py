@@ -232,7 +232,7 @@ def time_order(problem: ArrayProblem, order: Array, kernel: Kernel) -> Array | N
 
 
 @dataclass(frozen=True, eq=False)
-class Solution:
+class ArraySolution:
     """An order of an array's blocks.
 
     Attributes:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from lightning_pipes.cost import CostModel
 from lightning_pipes.cost.lookup import lookup_name
 from lightning_pipes.ir import STEP, B, Cut, F, Instruction, Kind, Plan, Program, check_count, check_fields
-from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, Solution, problem_from_plan
+from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, ArraySolution, problem_from_plan
 from lightning_pipes.strategies.jap.solvers.proof import prove_order, require_ortools
 from lightning_pipes.strategies.jap.solvers.rules import RULES
 from lightning_pipes.strategies.jap.solvers.search import Effort
@@ -61,7 +61,7 @@ class RoundOrder:
         """
         return _order(self, tuple(rows), stages)
 
-    def solve(self, problem: ArrayProblem) -> Solution:
+    def solve(self, problem: ArrayProblem) -> ArraySolution:
         """Return the order of one iteration, with a bound on how good it is."""
         effort = Effort(max(1, self.effort // problem.blocks))
         if self.method != EXACT:
@@ -77,8 +77,12 @@ def _order(order: RoundOrder, rows: tuple[int, ...], stages: int) -> Program:
 
 
 def program_from_order(order: Array, plan: Plan) -> Program:
-    """One batch of each job of `plan`, in one micro-batch each, in an order of block numbers as `Solution.order` is; a
-    STEP follows each backward."""
+    """Return the program of one batch of each job of `plan`, in one micro-batch each; a STEP follows each backward.
+
+    Args:
+        order: of block numbers, as `ArraySolution.order` is.
+        plan: of the jobs.
+    """
     jobs = len(plan.jobs)
     rows = []
     for stage, blocks in enumerate(order.tolist()):

@@ -47,7 +47,7 @@ class KFKB(Schedule):
 
     @property
     def tunes_online(self) -> bool:
-        """Whether a run shall change to what is fastest."""
+        """Whether a run switches to the fastest candidate."""
         return isinstance(self.k, str) and self.k == AUTO
 
     @classmethod

@@ -143,8 +143,8 @@ class UM1F1B(Unequal, RulePolicy):
 
     @classmethod
     def list_variants(cls, n_ranks: int, microbatches: int) -> list[UM1F1B]:
-        """With one and two stages a rank, where its planner has enough numbers of micro-batches to choose from; of
-        large plans none, for a search among their cuts takes minutes."""
+        """Return variants with one and two stages a rank, where there are enough numbers of micro-batches to choose
+        from; of large plans none, for a search among their cuts takes minutes."""
         enough = WIDEST * n_ranks // 2 <= microbatches < WIDEST * n_ranks
         return [cls(), cls(stages_per_rank=2)] if enough and n_ranks * microbatches <= LARGEST else []
 

@@ -29,10 +29,12 @@ from lightning_pipes.ir import (
 from lightning_pipes.sim.loops.kernel import PLENTY
 from lightning_pipes.sim.loops.memory import Bytes
 from lightning_pipes.sim.loops.operations import Prices
-from lightning_pipes.sim.loops.queues import Queues, Run, choose
+from lightning_pipes.sim.loops.queues import DispatchRun, Queues, choose
 
 
-def dispatch(policy: Policy, queues: Queues, prices: Prices, memory: Bytes, uses: Sequence[LayerUse] = ()) -> Run:
+def dispatch(
+    policy: Policy, queues: Queues, prices: Prices, memory: Bytes, uses: Sequence[LayerUse] = ()
+) -> DispatchRun:
     """The order that `policy` makes of `queues`, as `sim.loops.window.opened` gives them; what would exceed the plan's
     limits or the memory is not offered.
 
@@ -71,7 +73,13 @@ class _Asking:
     """Asks a policy in place of the kernel's rule."""
 
     def __init__(
-        self, policy: Policy, queues: Queues, memory: Bytes, room: Sequence[int], uses: Sequence[LayerUse], run: Run
+        self,
+        policy: Policy,
+        queues: Queues,
+        memory: Bytes,
+        room: Sequence[int],
+        uses: Sequence[LayerUse],
+        run: DispatchRun,
     ) -> None:
         self._policy, self._queues, self._memory, self._room, self._run = policy, queues, memory, room, run
         self._last: list[Instruction | None] = [None] * queues.plan.n_ranks
@@ -147,7 +155,7 @@ class _Seen:
             self._newest = batch
 
 
-def _stuck(policy: Policy, queues: Queues, run: Run, memory: Bytes) -> str:
+def _stuck(policy: Policy, queues: Queues, run: DispatchRun, memory: Bytes) -> str:
     """Why nothing goes on: a line for every rank that has something left."""
     plan, lines = queues.plan, []
     over = {i for i, left in zip(queues.instructions, run.ready.waiting, strict=True) if left < 0}  # nothing is running

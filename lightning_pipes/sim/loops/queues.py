@@ -65,7 +65,7 @@ class Queues(Operations):
 
 
 @dataclass
-class Run:
+class DispatchRun:
     """The results of operations; lists or arrays, to which the kernel writes.
 
     Attributes:
@@ -92,8 +92,8 @@ def choose(
     *,
     room: Sequence[int] = (),
     rule: Rule = EARLIEST,
-    picker: Callable[[Run], Pick] | None = None,
-) -> Run:
+    picker: Callable[[DispatchRun], Pick] | None = None,
+) -> DispatchRun:
     """Runs `queues` as far as they can.
 
     Args:
@@ -107,7 +107,7 @@ def choose(
     waiting, low, count = map(by.copy, by.read(queues.beginning))
     ready = Status(waiting, low, count, may_take)
     ran, turn = Ran(by.fill(n), by.fill(n)), by.fill(n)
-    run = Run(Timed(*ran, turn), ready, Held(by.copy(memory.held), by.copy(memory.held)), n)
+    run = DispatchRun(Timed(*ran, turn), ready, Held(by.copy(memory.held), by.copy(memory.held)), n)
     chosen = by.run.chosen if picker is None else bound(kernel.chosen, pick=picker(run))
     run.left = chosen(
         by.read(queues.table),

@@ -27,7 +27,7 @@ _FOREST, _WORDS = b"F", b"W"
 """The first byte of an answer: a forest, or words on what went wrong."""
 
 
-class Training:
+class ForestTraining:
     """A training under way, of a forest of so many `trees` on these rows and logarithms."""
 
     def __init__(self, rows: Array, logs: Array, trees: int) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from lightning_pipes.ir import InputError, check_count
 from lightning_pipes.planning.replanning import HostedStage, Interference, Predicted
-from lightning_pipes.strategies.dynpipe.interference.apart import Training
+from lightning_pipes.strategies.dynpipe.interference.apart import ForestTraining
 from lightning_pipes.strategies.dynpipe.interference.features import Array, feature_table
 from lightning_pipes.strategies.dynpipe.interference.forest import Forest
 from lightning_pipes.strategies.dynpipe.interference.predictor import Predictor, formula_of
@@ -105,7 +105,7 @@ class Refitted:
         rows, ratios = np.array([row for _, row, _ in kept]), np.array([ratio for _, _, ratio in kept])
         learned = round((1 - VALIDATED) * len(rows))
         logs = np.log(ratios / formula_of(rows))
-        training = Training(rows[:learned], logs[:learned], self._trees)
+        training = ForestTraining(rows[:learned], logs[:learned], self._trees)
         self._fit, self._began = _Fit(training, rows[learned:], logs[learned:]), self._seen
 
     def _take(self, fit: _Fit) -> None:
@@ -127,7 +127,7 @@ class Refitted:
 class _Fit:
     """A training under way, and the newest rows, from which it does not learn: they are for comparing."""
 
-    training: Training
+    training: ForestTraining
     rows: Array
     logs: Array
 

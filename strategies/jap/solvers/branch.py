@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_pipes.strategies.jap.problem import ArrayProblem, Solution
+from lightning_pipes.strategies.jap.problem import ArrayProblem, ArraySolution
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
 from lightning_pipes.strategies.jap.solvers.kernel import SOLVERS, kernel_for
 from lightning_pipes.strategies.jap.solvers.search import Effort
@@ -14,7 +14,7 @@ CHUNK = 500
 """Nodes that are expanded between two looks at the clock."""
 
 
-def branch_and_bound(problem: ArrayProblem, effort: Effort, incumbent: Solution) -> Solution:
+def branch_and_bound(problem: ArrayProblem, effort: Effort, incumbent: ArraySolution) -> ArraySolution:
     """Return the best order there is, given the nodes of `effort`; else the best found, with the least bound of what is
     open.
 
@@ -44,7 +44,7 @@ def branch_and_bound(problem: ArrayProblem, effort: Effort, incumbent: Solution)
     open_ = [tree.promises[d * 2 * jobs + c] for d in range(depth + 1) for c in range(tree.counts[d])]
     least = min([makespan, *map(int, open_)], default=makespan)
     found = np.array(best_starts, np.int64)
-    return Solution(problem, found, makespan, max(bound, least), "branch and bound", incumbent.tried + spent)
+    return ArraySolution(problem, found, makespan, max(bound, least), "branch and bound", incumbent.tried + spent)
 
 
 def _before(problem: ArrayProblem) -> np.ndarray:
@@ -57,7 +57,7 @@ def _before(problem: ArrayProblem) -> np.ndarray:
     return out
 
 
-def solve_as_printed(problem: ArrayProblem) -> Solution:
+def solve_as_printed(problem: ArrayProblem) -> ArraySolution:
     """Return the paper's branch and bound (S IV-B, Algorithm 1): block by block it commits to the one with the least
     bound, the last of equals, and never returns; so nothing says that the result is best. See `branch` for a search.
 
@@ -70,4 +70,4 @@ def solve_as_printed(problem: ArrayProblem) -> Solution:
     begun = Begun(by.fill(j), by.fill(j), by.fill(s), by.fill(s, -1))
     by.run.construct_order(problem.read(by), begun, Rest(by.fill(n), *(by.fill(2 * j) for _ in range(3))), starts)
     found = np.array(starts, np.int64)
-    return Solution(problem, found, problem.makespan(found), lower_bound(problem), "algorithm 1")
+    return ArraySolution(problem, found, problem.makespan(found), lower_bound(problem), "algorithm 1")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, Solution
+from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, ArraySolution
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
 from lightning_pipes.strategies.jap.solvers.rules import RULES, order_by_rule
 from lightning_pipes.strategies.jap.solvers.search import Effort
@@ -34,7 +34,7 @@ class OrderEvolution:
 
 def evolve_orders(
     problem: ArrayProblem, effort: Effort, seed: int = 0, settings: OrderEvolution | None = None
-) -> Solution:
+) -> ArraySolution:
     """Return the best order of a population that evolves (S IV-B): each gene is a job, its n-th occurrence is the job's
     n-th block, forwards and backwards.
 
@@ -66,7 +66,7 @@ def evolve_orders(
         kept = np.concatenate([[spans.argmin()], winners])
         people, spans = np.concatenate([people[kept], children]), np.concatenate([spans[kept], fresh])
     _, starts = decode_genes(problem, people[spans.argmin()][None])
-    return Solution(problem, starts[0], int(spans.min()), lower_bound(problem), "genetic", effort.spent)
+    return ArraySolution(problem, starts[0], int(spans.min()), lower_bound(problem), "genetic", effort.spent)
 
 
 def decode_genes(problem: ArrayProblem, people: Array) -> tuple[Array, Array]:

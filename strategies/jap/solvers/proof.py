@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.strategies.jap.problem import ArrayProblem, Solution
+from lightning_pipes.strategies.jap.problem import ArrayProblem, ArraySolution
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
 
 
@@ -26,11 +26,11 @@ def require_ortools() -> None:
 def prove_order(
     problem: ArrayProblem,
     seconds: float,
-    incumbent: Solution,
+    incumbent: ArraySolution,
     workers: int = 1,
     seed: int = 0,
     deterministic: bool = False,
-) -> Solution:
+) -> ArraySolution:
     """Return the best that CP-SAT finds in `seconds` from `incumbent` on, and its bound: equal if it is proven best.
 
     Equal jobs go in the order of their numbers, which costs nothing.
@@ -83,7 +83,7 @@ def prove_order(
     starts = np.array([solver.value(variable) for variable in start], np.int64) * unit
     found = starts if problem.makespan(starts) < incumbent.makespan else incumbent.starts
     bound = max(lower_bound(problem), round(solver.best_objective_bound) * unit)
-    return Solution(problem, found, problem.makespan(found), bound, "cp-sat", incumbent.tried)
+    return ArraySolution(problem, found, problem.makespan(found), bound, "cp-sat", incumbent.tried)
 
 
 def _equals(problem: ArrayProblem) -> list[tuple[int, int]]:

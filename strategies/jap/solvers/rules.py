@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_pipes.cost.lookup import lookup_name
 from lightning_pipes.sim.loops.jit import Kernel
-from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, Solution
+from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, ArraySolution
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
 from lightning_pipes.strategies.jap.solvers.kernel import NEVER, kernel_for
 from lightning_pipes.strategies.jap.solvers.tables import Notes, Urgency
@@ -40,7 +40,7 @@ RULES: Mapping[str, tuple[Any, int]] = {
 """Places, and what goes first among ready blocks: 0 backwards, 1 forwards, 2 whoever has the smaller place."""
 
 
-def order_by_rule(problem: ArrayProblem, rule: str) -> Solution:
+def order_by_rule(problem: ArrayProblem, rule: str) -> ArraySolution:
     """Return the order that a rule gives.
 
     Raises:
@@ -49,7 +49,7 @@ def order_by_rule(problem: ArrayProblem, rule: str) -> Solution:
     place, style = lookup_name(RULES, rule, "rule")
     there = place(problem)
     starts = start_times(problem, there, there, style, 0, kernel_for(problem.blocks))
-    return Solution(problem, starts, problem.makespan(starts), lower_bound(problem), rule)
+    return ArraySolution(problem, starts, problem.makespan(starts), lower_bound(problem), rule)
 
 
 def start_times(problem: ArrayProblem, there: Array, back: Array, style: int, patience: int, by: Kernel) -> Array:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, Solution, time_order
+from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, ArraySolution, time_order
 from lightning_pipes.strategies.jap.solvers import rules
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
 from lightning_pipes.strategies.jap.solvers.kernel import NEVER, SCALE, kernel_for
@@ -50,8 +50,8 @@ class Effort:
 
 
 def search_orders(
-    problem: ArrayProblem, effort: Effort, seed: int = 0, bound: int = 0, incumbent: Solution | None = None
-) -> Solution:
+    problem: ArrayProblem, effort: Effort, seed: int = 0, bound: int = 0, incumbent: ArraySolution | None = None
+) -> ArraySolution:
     """Return the best order found, at least as good as the best rule's, and as `incumbent`.
 
     Jobs are inserted one by one where they do least harm (Nawaz, Enscore and Ham 1983). From the best orders of jobs in
@@ -74,7 +74,7 @@ def search_orders(
     while search.can_improve:
         search.exchange_blocks(search.anneal_places(beginnings[turn % len(beginnings)]))
         turn += 1
-    return Solution(problem, search.starts, search.makespan, search.bound, "search", effort.spent)
+    return ArraySolution(problem, search.starts, search.makespan, search.bound, "search", effort.spent)
 
 
 class _Beginning(NamedTuple):

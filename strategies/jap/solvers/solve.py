@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from lightning_pipes.cost.lookup import lookup_name
-from lightning_pipes.strategies.jap.problem import ArrayProblem, Solution
+from lightning_pipes.strategies.jap.problem import ArrayProblem, ArraySolution
 from lightning_pipes.strategies.jap.solvers.branch import CHUNK, branch_and_bound, solve_as_printed
 from lightning_pipes.strategies.jap.solvers.genetic import evolve_orders
 from lightning_pipes.strategies.jap.solvers.rules import RULES, order_by_rule
@@ -22,7 +22,7 @@ LOOKS = 5_000
 """Algorithm 1 chooses each block among as many as there are jobs, at most: as many looks cost Python a quarter of a
 second, and above that a search finds better orders in as long."""
 
-Solver = Callable[[ArrayProblem, Effort, int], Solution]
+Solver = Callable[[ArrayProblem, Effort, int], ArraySolution]
 
 
 def solve_array(
@@ -31,7 +31,7 @@ def solve_array(
     effort: Effort | float | None = None,
     seed: int = 0,
     threshold: int = THRESHOLD,
-) -> Solution:
+) -> ArraySolution:
     """Return the best order found of one iteration of an array, with a bound and the gap between them.
 
     Args:
@@ -68,15 +68,15 @@ def solve_array(
     return better if found is None else replace(better, bound=max(better.bound, found.bound))
 
 
-def _by_rule(problem: ArrayProblem, effort: Effort, seed: int, rule: str) -> Solution:
+def _by_rule(problem: ArrayProblem, effort: Effort, seed: int, rule: str) -> ArraySolution:
     return order_by_rule(problem, rule)
 
 
-def _branched(problem: ArrayProblem, effort: Effort, seed: int) -> Solution:
+def _branched(problem: ArrayProblem, effort: Effort, seed: int) -> ArraySolution:
     return branch_and_bound(problem, effort, order_by_rule(problem, "longest first"))
 
 
-def _printed(problem: ArrayProblem, effort: Effort, seed: int) -> Solution:
+def _printed(problem: ArrayProblem, effort: Effort, seed: int) -> ArraySolution:
     return solve_as_printed(problem)
 
 

@@ -12,7 +12,7 @@ import pytest
 from lightning_pipes.cost import Cluster, Link
 from lightning_pipes.ir import InputError
 from lightning_pipes.strategies.dynpipe.choosing import choose_stages
-from lightning_pipes.strategies.dynpipe.meshes import Mesh, Pricing, list_meshes
+from lightning_pipes.strategies.dynpipe.meshes import DeviceMesh, Pricing, list_meshes
 from lightning_pipes.strategies.dynpipe.paper import Pipeline, least_seconds, paper_seconds, true_seconds
 from lightning_pipes.strategies.dynpipe.theory import Iterations
 from lightning_pipes.testing.neighbourhood import layered_model
@@ -106,9 +106,11 @@ def test_memory_leaves_fewer_stages() -> None:
     )
     roomy = pricing(1, 4, memory=20 * layer)
     assert choose_stages(roomy, stages=[4]).options[0].best is not None
-    assert (pricing().bytes(Mesh(1, 1), 3) - pricing().bytes(Mesh(1, 1), 1))[0, 1] == pytest.approx(2e6 + 2 * 4e3)
+    assert (pricing().bytes(DeviceMesh(1, 1), 3) - pricing().bytes(DeviceMesh(1, 1), 1))[0, 1] == pytest.approx(
+        2e6 + 2 * 4e3
+    )
     cached = replace(pricing(), cached=True)
-    assert (cached.bytes(Mesh(1, 1), 3) - cached.bytes(Mesh(1, 1), 2))[0, 1] == pytest.approx(4e3)
+    assert (cached.bytes(DeviceMesh(1, 1), 3) - cached.bytes(DeviceMesh(1, 1), 2))[0, 1] == pytest.approx(4e3)
 
 
 def test_the_number_of_stages_weighs_staleness_against_speed() -> None:
@@ -141,7 +143,7 @@ def test_what_can_run_is_said() -> None:
     of = pricing(1, 4)
     found = choose_stages(of, stages=[2], executable=True).options[0]
     assert found.best is not None
-    assert (found.best.is_executable, found.best.meshes) == (True, (Mesh(2, 1), Mesh(2, 1)))
+    assert (found.best.is_executable, found.best.meshes) == (True, (DeviceMesh(2, 1), DeviceMesh(2, 1)))
     assert choose_stages(of, stages=[3], executable=True).options[0].best is None
     three = choose_stages(of, stages=[3])
     assert three.best.best is not None
@@ -154,11 +156,15 @@ def test_what_can_run_is_said() -> None:
 def test_shards_and_replicas_cost_what_the_formulas_say() -> None:
     """E6: a share of the work each; all-gather grows with shards, all-reduce only where there are replicas."""
     of = pricing()
-    alone, shards, replicas = (of.stage_seconds(Mesh(*m))[0, 6] for m in ((1, 1), (1, 2), (2, 1)))
+    alone, shards, replicas = (of.stage_seconds(DeviceMesh(*m))[0, 6] for m in ((1, 1), (1, 2), (2, 1)))
     assert alone == pytest.approx(sum(SECONDS) * 3e-3 * 4)
     gathered = 2 * (1 / 2) * 6 * 1e3 * 4 / 1e7
     assert shards == pytest.approx(alone / 2 + gathered)
     assert replicas == pytest.approx(alone / 2 + 2 * 1 * (6e6 / 2 / 1e7))
-    assert of.transfer_seconds(1, Mesh(2, 1), Mesh(1, 2), across=False) == pytest.approx(2 * 4e3 / (4 * 1e7))
+    assert of.transfer_seconds(1, DeviceMesh(2, 1), DeviceMesh(1, 2), across=False) == pytest.approx(
+        2 * 4e3 / (4 * 1e7)
+    )
     one_card = replace(of, shared=True)
-    assert one_card.transfer_seconds(1, Mesh(2, 1), Mesh(1, 2), across=True) == pytest.approx(2 * 4e3 / (2 * 1e5))
+    assert one_card.transfer_seconds(1, DeviceMesh(2, 1), DeviceMesh(1, 2), across=True) == pytest.approx(
+        2 * 4e3 / (2 * 1e5)
+    )

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.strategies.dynpipe.interference.apart import Training
+from lightning_pipes.strategies.dynpipe.interference.apart import ForestTraining
 from lightning_pipes.strategies.dynpipe.interference.features import NAMES
 from lightning_pipes.strategies.dynpipe.interference.forest import train
 
@@ -24,7 +24,7 @@ def numbers(count: int = 40):
 
 def test_the_forest_is_that_of_one_process():
     data, logs = numbers()
-    training = Training(data, logs, 4)
+    training = ForestTraining(data, logs, 4)
     found, here = training.result(), train(data, logs, NAMES, trees=4)
     np.testing.assert_array_equal(found.predict(data), here.predict(data))
     assert training._process.returncode == 0
@@ -35,7 +35,7 @@ def test_its_last_words_come_back():
     with pytest.raises(
         InputError, match=r"the process that trains it failed: training needs .*got \(40, 33\) and \(39,\)"
     ):
-        Training(data, logs[:-1], 4).result()
+        ForestTraining(data, logs[:-1], 4).result()
 
 
 def test_it_ends_with_the_process_that_started_it():

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.papers.jap.jobs import random_array
 from lightning_pipes.ir import PlanError
 from lightning_pipes.strategies.jap import Effort, solve_array
-from lightning_pipes.strategies.jap.problem import Solution
+from lightning_pipes.strategies.jap.problem import ArraySolution
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
 from lightning_pipes.strategies.jap.solvers.branch import solve_as_printed
 from lightning_pipes.strategies.jap.solvers.rules import RULES
@@ -56,7 +56,7 @@ def test_auto_is_at_least_as_good_as_every_other_method():
 def test_auto_begins_with_algorithm_1s_order(monkeypatch):
     """Also where there is no effort left for anything else."""
     problem = random_array(12, 4)
-    best = Solution(problem, problem.earliest_starts, 1, 1, "algorithm 1")
+    best = ArraySolution(problem, problem.earliest_starts, 1, 1, "algorithm 1")
     seen = []
 
     def search(problem, effort, seed=0, bound=0, incumbent=None):
