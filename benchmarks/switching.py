@@ -41,7 +41,7 @@ from lightning_pipes.planning.switching import Switching
 from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.testing.emulated import EmulatedLayer, request_realtime_priority, sleeping_layer
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.loop.run import CHECKED_BATCHES
+from lightning_pipes.trainer.watchers.same_batch import CHECKED_BATCHES
 
 STAGES, SIBLINGS, SLOTS = 2, 5, 3
 FORWARD, BACKWARD = 0.060, 0.120

@@ -12,13 +12,11 @@ from torch.optim import Optimizer
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.about import describe_run, gather_run
-from lightning_pipes.trainer.loop.adopting import adopt_cut
 from lightning_pipes.trainer.loop.connections import Connections
+from lightning_pipes.trainer.loop.evaluation import Evaluation
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.stopping import StopAgreement
-from lightning_pipes.trainer.plan.decision import Decision
-from lightning_pipes.trainer.plan.prediction import Prediction
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.reports.peaks import describe_memory
 from lightning_pipes.trainer.reports.report import About, Window
@@ -29,20 +27,12 @@ class Running:
     """From `setup` of a strategy to its `teardown`.
 
     Attributes:
-        prediction: of its steps; None where nothing is trained.
+        evaluation: evaluates batches in it.
     """
 
     run: PipelineRun
     stops: StopAgreement
-    prediction: Prediction | None
-
-    def corrected(self) -> Decision | None:
-        """The decision that first steps call for, which holds from the next batch on; mostly None. Collective."""
-        made = None if self.prediction is None else self.prediction.corrected(self.run.windows)
-        if made is not None:
-            self.run.took.clear()
-            adopt_cut(self.run, made.layers, made.rows)
-        return made
+    evaluation: Evaluation
 
     def step(
         self,

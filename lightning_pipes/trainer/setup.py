@@ -17,6 +17,7 @@ from lightning_pipes.ir import PipelineError, Policy, Program, Schedule
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.callbacks.schedule_tuner import with_tuner
 from lightning_pipes.trainer.checkpoint.writing import Writing
+from lightning_pipes.trainer.loop.evaluation import Evaluation
 from lightning_pipes.trainer.loop.flushing import Flushing
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.run import PipelineRun, Training
@@ -59,6 +60,7 @@ from lightning_pipes.trainer.step.logs import limit_metric_sync
 from lightning_pipes.trainer.step.steps import Steps
 from lightning_pipes.trainer.verify.reference import ReferenceProcess
 from lightning_pipes.trainer.verify.verifier import Verifier, check_verifiable
+from lightning_pipes.trainer.watchers.default import default_watchers
 
 _log = logging.getLogger(__name__)
 
@@ -179,7 +181,8 @@ def prepare(
     )
     stays = bool(holdings.tied) or shares_ranks
     prediction = Prediction(decision, ranks, links.trainings == 1, stays, profiles.forget) if fitting else None
-    session.running = Running(run, stops, prediction)
+    run.watchers = default_watchers(run, settings.check_loss, prediction)
+    session.running = Running(run, stops, Evaluation(run))
     strategy.setup_precision_plugin()
     if memory is None or not isinstance(decision.schedule, Policy):  # else layers take turns on the device
         private.optimizers_to_device(strategy.optimizers, ranks.device)

@@ -365,7 +365,7 @@ class PipelineStrategy(PipelineHost):
             self.running.drain()
             if self.session.verifier is not None:
                 self.session.verifier.training_ended()
-            self.running.moving.finish()
+            self.running.finish_move()
 
     # ---- steps
 
@@ -376,10 +376,10 @@ class PipelineStrategy(PipelineHost):
             batch, arguments = _batch_and_arguments(args, kwargs)
             running = self._running
             with self._scope.suspended():  # it may be called by code of the user's
-                out = running.run.train(batch, arguments, self.optimizers, complete=not self._accumulating)
+                out = running.run.training.train(batch, arguments, self.optimizers, not self._accumulating)
             if self.session.verifier is not None:
                 self.session.verifier.training_step_ended(out)
-            self._decision = running.corrected() or self._decision
+            self._decision = running.run.decision or self._decision
             return out
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -395,17 +395,17 @@ class PipelineStrategy(PipelineHost):
         self.session.status.check()
         with self.session.status.reporting():
             step = named_step(self.lightning_module, name)
-            run, stops = self._running.run, self._running.stops
-            output = run.evaluate(step, context, *_batch_and_arguments(args, kwargs))
-            if not run.fitting:
-                stops.agree_to_leave(self.session.ranks.pipeline)
+            running = self._running
+            output = running.evaluation.evaluate(step, context, *_batch_and_arguments(args, kwargs))
+            if not running.run.fitting:
+                running.stops.agree_to_leave(self.session.ranks.pipeline)
             return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Calls the hooks around backward; the gradients were made in `training_step`."""
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         with self.session.status.reporting(), self._scope.suspended():
-            self.running.give_back_gradients()
+            self.running.training.give_back_gradients()
         if self.running.streams:  # the hooks behind it run on each stage when its gradients are there
             return closure_loss.detach()
         closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)

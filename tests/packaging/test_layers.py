@@ -53,6 +53,7 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
         "plan",
         "moves",
         "loop",
+        "watchers",
         "verify",
         "callbacks",
         "checkpointing",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -14,21 +14,18 @@ from torch.optim import Optimizer
 from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.loop.run import TRAINING, PipelineRun, Training
-from lightning_pipes.trainer.loop.seen import batches_left
+from lightning_pipes.trainer.loop.run import PipelineRun, Training
+from lightning_pipes.trainer.loop.step_data import TrainingStep
 from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.module.batches import rows_of
-from lightning_pipes.trainer.module.checks import warn_about_small_batch
-from lightning_pipes.trainer.plan.plans import Plans
-from lightning_pipes.trainer.reports.report import KEPT_STEPS, Window
-from lightning_pipes.trainer.reports.timing import Share
+from lightning_pipes.trainer.reports.report import Window
 from lightning_pipes.trainer.step.gradients import FreshGradients
+from lightning_pipes.trainer.step.logs import LogCall
 from lightning_pipes.trainer.step.parameter_hooks import ParameterHooks
-from lightning_pipes.trainer.step.steps import TrainingBatch
 
 
 class Flushing(Training):
-    """Of a schedule that flushes."""
+    """Trains by a schedule that flushes."""
 
     def __init__(self, run: PipelineRun) -> None:
         self._run = run
@@ -37,80 +34,90 @@ class Flushing(Training):
         self._keep_old = is_overridden("optimizer_zero_grad", run.cut.module)
 
     def train(self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool) -> Any:
+        watchers, step = self._run.watchers, self._begin(batch, arguments, complete)
+        watchers.before(step)
+        self._plan(step)
+        with watchers.around(step), self._fresh_gradients(step, optimizers), self._deferred_hooks(step):
+            self._run_batch(step)
+            self._reduce_gradients(step)
+        watchers.checked(step)
+        out, logged = self._share_result(step)
+        watchers.after(step)
+        return self._publish(out, logged)
+
+    def _begin(self, batch: Any, arguments: tuple[Any, ...], complete: bool) -> TrainingStep:
         run, trainer = self._run, self._run.trainer
+        divisor, batch_idx = trainer.accumulate_grad_batches, arguments[0] if arguments else trainer.fit_loop.batch_idx
+        step = TrainingStep(
+            batch,
+            rows_of(batch),
+            arguments,
+            divisor,
+            complete=complete,
+            number=trainer.fit_loop.total_batch_idx,
+            batch_idx=batch_idx,
+            first=batch_idx % divisor == 0,
+        )
+        run.moving.gradients = self._keep_old or not step.first
+        return step
 
-        # 1. All ranks got the same batch.
-        rows = rows_of(batch)
-        batch_idx = arguments[0] if arguments else trainer.fit_loop.batch_idx
-        run.check(batch, batch_idx, TRAINING)
-
-        # 2. The plan of a batch of so many samples; layers that it has on other ranks move.
-        mark = run.mark(batch, batch_idx)
-        divisor = trainer.accumulate_grad_batches
-        number = trainer.fit_loop.total_batch_idx
-        first = batch_idx % divisor == 0
-        run.moving.gradients = self._keep_old or not first
-        plans = run.moving.plans(partial(self._revised, rows, number), number)
-        plan, order = plans.for_rows(rows)
-        if not run.windows:
-            warn_about_small_batch(rows, plan.n_stages)
-        run.turn_to(plan, order)
+    def _plan(self, step: TrainingStep) -> None:
+        """Turn to the plan of a batch of so many samples; layers that it has on other ranks move."""
+        run = self._run
+        plan, step.order = (step.plans or run.plans).for_rows(step.rows)
+        run.turn_to(plan, step.order)
         run.moving.gradients = True
-
-        # 3. Forward and backward of all micro-batches; the user's step runs on the last stage.
-        run.part.buffers.before_batch()
-        data = TrainingBatch(batch, rows, arguments, divisor, samples=run.lists.of(batch, rows), complete=complete)
+        step.samples = run.lists.of(step.batch, step.rows)
         run.steps.begin_batch()
-        run.begin_loss_check(data)
-        tell = run.control.prepare_broadcast(run.last_rank)
-        gradients = self._gradients.made(optimizers, run.part.unstepped, first, self._keep_old)
-        part, alone = run.part, first and complete
+        run.weigh_losses(step)
+        step.share = run.control.prepare_broadcast(run.last_rank)
+
+    def _fresh_gradients(self, step: TrainingStep, optimizers: Sequence[Optimizer]) -> AbstractContextManager[None]:
+        """Keep the gradients of the batch out of the way of Lightning's `zero_grad`."""
+        return self._gradients.made(optimizers, self._run.part.unstepped, step.first, self._keep_old)
+
+    def _deferred_hooks(self, step: TrainingStep) -> AbstractContextManager[None]:
+        """Run the user's hooks of parameters once for the batch, and not for each micro-batch."""
+        part = self._run.part
 
         def sum_of_hooked(parameters: Sequence[nn.Parameter]) -> None:
-            if not complete:  # else they are summed with all others
+            if not step.complete:  # else they are summed with all others
                 part.shared.sum_gradients_of(parameters)
 
-        hooks = self._hooks.deferred(part.parameters, part.reducer, alone, sum_of_hooked)
-        with run.hidden.batch(training=True), gradients, hooks:
-            item = Item(number, rows, data)
-            run.inject(item)
-            run.engine.drain()
+        return self._hooks.deferred(part.parameters, part.reducer, step.first and step.complete, sum_of_hooked)
 
-            # 4. Gradients summed over who shares a parameter, and averaged over replicas, if a step may follow.
-            if complete:
-                part.shared.sum_gradients()
-                if part.reducer is not None:
-                    part.reducer.finish()
+    def _run_batch(self, step: TrainingStep) -> None:
+        """Run forward and backward of all micro-batches; the user's step runs on the last stage."""
+        run = self._run
+        run.inject(step)
+        run.engine.drain()
+        if step.order is not None:
+            step.window = Window(run.engine.plan, step.order, run.engine.events)
 
-        # 5. What was to be checked meanwhile, and the loss, before anything steps by these gradients.
-        run.connections.check()
-        run.check_loss(item)
-        window = Window(plan, order, run.engine.events)
-        run.windows.append(window)
-        if run.plans.every:
-            run.looks.add(window)
-        if len(run.took) < KEPT_STEPS:
-            run.took.append(Share.of(run.engine.events).took)
+    def _reduce_gradients(self, step: TrainingStep) -> None:
+        """Sum gradients over the ranks that share a parameter, and average them over replicas, before a step."""
+        part = self._run.part
+        if step.complete:
+            part.shared.sum_gradients()
+            if part.reducer is not None:
+                part.reducer.finish()
 
-        # 6. The last stage tells all ranks what the step gave and logged; every rank logs it.
-        message = None
+    def _share_result(self, step: TrainingStep) -> tuple[Any, Sequence[LogCall]]:
+        """Return what the user's step gave and logged on the last stage, on every rank."""
+        run, message = self._run, None
         if run.last:
-            out, logged = data.result()
-            message = (out, run.steps.changes(), run.replay.pack(logged), mark)
-        out, changes, logged, last_mark = tell(message)
+            out, logged = step.result()
+            message = (out, run.steps.changes(), run.replay.pack(logged), step.mark)
+        out, changes, logged, step.last_mark = step.share(message)
         run.steps.settle(None if run.last else changes)
-        run.check_mark(mark, last_mark, f"{TRAINING}, batch {batch_idx}")
-        with trainer.precision_plugin.train_step_context():  # numbers become tensors of its default type
+        return out, logged
+
+    def _publish(self, out: Any, logged: Sequence[LogCall]) -> Any:
+        """Log what the user's step has logged, and return what it gave."""
+        run = self._run
+        with run.trainer.precision_plugin.train_step_context():  # numbers become tensors of its default type
             run.replay.replay(logged)
         return move_data_to_device(out, run.device)
-
-    def _revised(self, rows: int, batch: int) -> Plans:
-        """The answer of the planner, when it is to look again."""
-        run, plans = self._run, self._run.plans
-        if not plans.due(batch):
-            return plans
-        looks = run.looks.look(plans.for_rows(rows)[0])
-        return plans.revised(rows, looks, batches_left(run.trainer))
 
     def drain(self) -> None:
         pass

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,57 +25,41 @@ from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.residency.layer_memory import LayerMemory, StateMemory
 from lightning_pipes.engine.residency.version_memory import VersionMemory
-from lightning_pipes.ir import Kind, LayerUse, PipelineError, Plan, Policy, Schedule
-from lightning_pipes.sim.units import bytes_text
+from lightning_pipes.ir import LayerUse, PipelineError, Plan, Policy, Schedule
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.mirroring import Mirroring
-from lightning_pipes.trainer.loop.run import TRAINING, Mark, PipelineRun, Training
-from lightning_pipes.trainer.loop.seen import batches_left
+from lightning_pipes.trainer.loop.run import PipelineRun, Training
+from lightning_pipes.trainer.loop.step_data import StreamedStep
 from lightning_pipes.trainer.loop.stopping import LateAgreement, StopAgreement
 from lightning_pipes.trainer.loop.stream_looks import StreamLooks
 from lightning_pipes.trainer.loop.stream_window import StreamWindow
 from lightning_pipes.trainer.module.batches import rows_of
 from lightning_pipes.trainer.module.elsewhere import Elsewhere
-from lightning_pipes.trainer.moves.late_steps import Settings, settings_of, told
-from lightning_pipes.trainer.plan.plans import Plans
+from lightning_pipes.trainer.moves.late_steps import settings_of, told
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.notices import Notices
-from lightning_pipes.trainer.reports.report import Window
 from lightning_pipes.trainer.step.between_steps import BATCH_HOOKS, BetweenSteps
 from lightning_pipes.trainer.step.cuts import Cuts
 from lightning_pipes.trainer.step.hook_view import has_hooks
 from lightning_pipes.trainer.step.own_steps import OwnSteps
-from lightning_pipes.trainer.step.parameter_hooks import warn_about_hooks
-from lightning_pipes.trainer.step.steps import TrainingBatch
-from lightning_pipes.trainer.step.uses import Overlap, SaysLayers, check_layers, check_room, use_of, warn_without_uses
-
-
-@dataclass
-class StreamedBatch(TrainingBatch):
-    """A batch with the settings that the optimizers had when it came: schedulers go on meanwhile.
-
-    Attributes:
-        number: counts batches since training began.
-        message: on the last stage what it has told the others of the batch.
-        mark: of `PipelineRun.mark`.
-        stepped: how many stages of this rank are through with it.
-    """
-
-    number: int = -1
-    settings: list[Settings] = field(default_factory=list)
-    message: Any = None
-    stepped: int = 0
-    mark: Mark = None
+from lightning_pipes.trainer.step.uses import SaysLayers, check_layers, check_room, use_of, warn_without_uses
 
 
 class Streaming(Training):
-    """Of a schedule that does not flush.
+    """Trains by a schedule that does not flush.
 
     Args:
         control: of all ranks, those of other replicas too.
         memory: where layers that batches choose take turns, or where a schedule of a fixed order stashes weights;
             None where all stay.
+
+    Attributes:
+        between: finds what hooks change though batches under way need it.
+        looks: what ranks tell each other for planners.
+        orders_uses: results are those of one batch after another.
+        throttled: batches run one by one, for memory is short.
+        unstepped: batches under way, by number, which may have left gradients.
     """
 
     streams = True
@@ -104,13 +87,12 @@ class Streaming(Training):
         notices = Notices(run.control)
         self._results = Results(notices, run.control.ranks[0], self._apart)
         here = run.global_ranks[run.part.holdings.rank]
-        self._looks = StreamLooks(run.looks, notices, control.ranks, here, self._apart)
-        self._under_way: deque[StreamedBatch] = deque()
-        self._unsaid: deque[StreamedBatch] = deque()  # those that the last stage has not told of
+        self.looks = StreamLooks(run.looks, notices, control.ranks, here, self._apart)
+        self._under_way: deque[StreamedStep] = deque()
+        self._unsaid: deque[StreamedStep] = deque()  # those that the last stage has not told of
         self._window = StreamWindow()
-        self._overlap = Overlap()
         warn_without_uses(run.cut.module, schedule, len(run.global_ranks))
-        self._between = BetweenSteps(
+        self.between = BetweenSteps(
             schedule.name,
             run.cut.module,
             run.cut.full,
@@ -124,41 +106,59 @@ class Streaming(Training):
         self._hooked = self._foreign and has_hooks(run.cut.module, private.callbacks(run.trainer), BATCH_HOOKS)
         self._names_layers = isinstance(run.cut.module, SaysLayers)
         self._own_step: set[int] | None = None  # ids of the parameters that a batch steps now
-        self._orders_uses = isinstance(schedule, Policy)  # results are those of one batch after another
+        self.orders_uses = isinstance(schedule, Policy)  # results are those of one batch after another
         several = len(run.global_ranks) > 1
         run.state.expect_overlap(schedule.name, alone=not several)
         run.steps.left.expect_overlap(schedule.name)
         self._mirroring = Mirroring(run) if several and Cuts.wanted(run.cut.module, schedule) else None
         if self._mirroring is not None:
             run.moving.check_layers_stay("batches have cuts of their own")
-        self._ordering = self._looked_by = run.plans
-        self._hooks_seen = False
-        self._throttled = False  # each batch runs alone, for memory is short
+        self._ordering = run.plans
+        self.throttled = False
         self._optimizers: Sequence[Optimizer] = ()
         self._last_number = -1
         self._steps: OwnSteps | None = None  # of this window: layers move between windows
-        self._unstepped: dict[int, Item] = {}  # batches under way, which may have left gradients
+        self.unstepped: dict[int, Item] = {}
         self._recent: dict[int, Item] = {}  # those, and later ones that have overtaken them
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._latest: Any = torch.full((), torch.nan, device=run.device)
 
     def train(self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool) -> Any:
-        """Starts one batch and does what can be done; returns what the user's step gave for the latest batch known
-        here, on the last stage this one where it is through. Until the first one is, a loss that is not a number."""
-        run, engine, fit_loop = self._run, self._run.engine, self._run.trainer.fit_loop
-        rows = rows_of(batch)
-        run.check(batch, arguments[0] if arguments else fit_loop.batch_idx, TRAINING)
-        number = fit_loop.total_batch_idx
-        self._check_step(number, complete)
-        self._between.check()
-        plans = run.moving.plans(partial(self._revised, rows, number), number)
-        if engine.open and (rows > engine.plan.jobs[0].rows or plans is not self._ordering or self._throttled):
+        """Start one batch and do what can be done; return what the user's step gave for the latest batch known here, on
+        the last stage this one where it is through. Until the first one is, a loss that is not a number."""
+        watchers, step = self._run.watchers, self._begin(batch, arguments, complete)
+        watchers.before(step)
+        self._plan(step, optimizers)
+        with watchers.around(step), self.own_gradients():
+            self._inject(step)
+            self._run.engine.progress()
+        self._publish()
+        if private.pauses_after_this_batch(self._run.trainer):
+            self._run.drain()
+        return self._latest
+
+    def _begin(self, batch: Any, arguments: tuple[Any, ...], complete: bool) -> StreamedStep:
+        trainer = self._run.trainer
+        return StreamedStep(
+            batch,
+            rows_of(batch),
+            arguments,
+            trainer.accumulate_grad_batches,
+            complete=complete,
+            number=trainer.fit_loop.total_batch_idx,
+            batch_idx=arguments[0] if arguments else trainer.fit_loop.batch_idx,
+        )
+
+    def _plan(self, step: StreamedStep, optimizers: Sequence[Optimizer]) -> None:
+        """Turn to the plan of the batch, which ends the window where it is another one."""
+        run, engine, plans = self._run, self._run.engine, step.plans or self._run.plans
+        if engine.open and (step.rows > engine.plan.jobs[0].rows or plans is not self._ordering or self.throttled):
             self.drain()
         if not engine.open:
             self._ordering = plans
             with self.own_gradients():  # those that are accumulated move with their layers
-                run.turn_to(*plans.for_rows(rows))
-            self._between.forget_layers()
+                run.turn_to(*plans.for_rows(step.rows))
+            self.between.forget_layers()
             self._steps = None
             run.state.remember_state()
         if self._optimizers is not optimizers:
@@ -167,101 +167,44 @@ class Streaming(Training):
                 self._mirroring.trains_by(optimizers)
             for optimizer in optimizers:
                 private.expect_late_steps(optimizer)
-        settings = [settings_of(o) for o in optimizers]
-        run.part.buffers.before_batch()
-        data = StreamedBatch(
-            batch,
-            rows,
-            arguments,
-            run.trainer.accumulate_grad_batches,
-            samples=run.lists.of(batch, rows),
-            complete=complete,
-            number=number,
-            settings=settings,
-            began_with=run.state.capture_state() if self._hooked else None,
-        )
-        run.begin_loss_check(data)
-        if not self._hooks_seen and len(engine.plan.spans(Kind.F, 0)) > 1:
-            self._hooks_seen = True
-            warn_about_hooks(run.part.parameters, run.part.reducer)
-        self._under_way.append(data)
+        self._last_number = step.number
+        step.settings = [settings_of(o) for o in optimizers]
+        step.samples = run.lists.of(step.batch, step.rows)
+        step.began_with = run.state.capture_state() if self._hooked else None
+        run.weigh_losses(step)
+        step.use = use_of(run.cut.module, run.cut.full, step.batch, engine.plan)
+
+    def _inject(self, step: StreamedStep) -> None:
+        """Add the batch to those under way."""
+        run, plan, use = self._run, self._run.engine.plan, step.use
+        self._under_way.append(step)
         if run.last:
-            self._unsaid.append(data)
-        use = use_of(run.cut.module, run.cut.full, batch, engine.plan)
-        run.check_layers(use, f"{TRAINING}, batch {number}")
-        data.mark = run.mark(batch, number, use)
-        self._overlap.look(use, engine.plan)
+            self._unsaid.append(step)
         if self._mirroring is not None and use is not None:
-            use = self._mirroring.use(batch, use, engine.plan)
-        item = self._unstepped[number] = Item(number, rows, data, use=use)
-        self._recent = {n: each for n, each in self._recent.items() if n >= min(self._unstepped)} | {number: item}
-        with run.hidden.batch(training=True), self.own_gradients():
-            run.inject(item)
-            self._window.add(use or LayerUse.from_plan(engine.plan))
-            engine.progress()
-        self._tell()
-        if private.pauses_after_this_batch(run.trainer):
-            run.drain()
-        if self._orders_uses:
-            self._between.begin(item.use for item in self._unstepped.values())
-        return self._latest
-
-    def _check_step(self, number: int, complete: bool) -> None:
-        """Refuse batches whose step the user's code leaves out, takes later or takes twice."""
-        run, last = self._run, self._last_number
-        self._last_number = number
-        if (complete and not run.steps_asked) or number == last:
-            owner, name = type(run.cut.module).__name__, run.plans.schedule.name
-            raise PipelineError(
-                f"{owner}.optimizer_step calls the closure of batch {number} {'again' if number == last else ''} "
-                f"outside of optimizer.step(closure=...), as if to step later or not at all. With schedule {name!r} "
-                "each stage steps as soon as the gradients of a batch are complete there. Call "
-                "optimizer.step(closure=optimizer_closure) once for every batch, or use a schedule that flushes "
-                "between batches, such as '1f1b'"
-            )
-
-    def _revised(self, rows: int, batch: int) -> Plans:
-        """The answer of the planner, once all ranks are known to have told what they have seen."""
-        run, plans, engine = self._run, self._run.plans, self._run.engine
-        if plans is not self._looked_by:  # layers have moved since
-            self._looks.forget()
-            self._looked_by = plans
-        if plans.due(batch) and not self._looks.pending:
-            plan, order = plans.for_rows(engine.plan.jobs[0].rows if engine.open else rows)
-            self._looks.begin(batch, Window(plan, order, engine.under_way))
-        found = self._looks.answer(batch, rows, flushed=not engine.open)
-        if found is None:
-            return plans
-        self._throttle(plans.throttles(found), found[-1].free if found else ())
-        return plans.revised(rows, found, batches_left(run.trainer))
-
-    def _throttle(self, throttled: bool, free: Sequence[int | None]) -> None:
-        if throttled != self._throttled:
-            known = ", ".join(f"{bytes_text(each)} on rank {n}" for n, each in enumerate(free) if each is not None)
-            rank_zero_warn(
-                f"batches {'run one by one' if throttled else 'overlap again'}: memory is "
-                f"{'getting short' if throttled else 'free again'}, {known}"
-            )
-        self._throttled = throttled
+            use = self._mirroring.use(step.batch, use, plan)
+        self.unstepped[step.number] = item = run.inject(step, use)
+        oldest = min(self.unstepped)
+        self._recent = {n: each for n, each in self._recent.items() if n >= oldest} | {step.number: item}
+        self._window.add(use or LayerUse.from_plan(plan))
 
     def drain(self) -> None:
         run, engine = self._run, self._run.engine
-        self._between.check()
+        self.between.check()
         if not engine.open:
             return
         with private.as_in_training_step(run.trainer), torch.enable_grad():
             with self.own_gradients():
                 engine.drain()
-                if self._orders_uses:
-                    self._between.check_gradients(self._last_number, self._with_gradients(), thorough=True)
-            self._tell()
+                if self.orders_uses:
+                    self.between.check_gradients(self._last_number, self._with_gradients(), thorough=True)
+            self._publish()
         run.state.synchronise_ranks(run.control, run.last_rank, run.last)
         if self._memory is not None:
             self._memory.flush()
         window = self._window.ended(engine, self._ordering)
         run.windows.append(window)
         if run.plans.every:
-            self._looks.ended(window)
+            self.looks.ended(window)
 
     def agreement(self, stops: StopAgreement) -> Callable[[], None]:
         run = self._run
@@ -272,7 +215,7 @@ class Streaming(Training):
         """Steps what the batch steps on this stage, as the optimizers were told when it came; with those before it
         where several are accumulated."""
         run, data = self._run, item.data
-        run.check_loss(item)
+        run.watchers.checked(data)
         data.stepped += 1
         if data.complete and run.part.reducer is not None:
             run.part.reducer.finish()
@@ -293,7 +236,7 @@ class Streaming(Training):
         """In the block the parameters that `item` steps on a stage have gradients, and no others."""
         with_gradients, mine = self._with_gradients(), stage.stepped_parameters(item)
         if item.use is not None:
-            self._between.check_gradients(item.number, with_gradients)
+            self.between.check_gradients(item.number, with_gradients)
         ids = {id(p) for p in mine}
         others = [(p, p.grad) for p in with_gradients if id(p) not in ids]
         for p, _ in others:
@@ -307,8 +250,8 @@ class Streaming(Training):
     @contextmanager
     def _hooks(self, item: Item, mine: Sequence[nn.Parameter]) -> Iterator[None]:
         """Let the user's hooks in the block change what `item` steps here; they see the module's state as of `item`."""
-        others = [each.use for each in self._recent.values() if each is not item] if self._orders_uses else ()
-        with self._between.step_hooks(others, mine), item.data.state, self._run.state.watch_step_hooks():
+        others = [each.use for each in self._recent.values() if each is not item] if self.orders_uses else ()
+        with self.between.step_hooks(others, mine), item.data.state, self._run.state.watch_step_hooks():
             yield
 
     def _step(self, stage: Stage, item: Item, mine: Sequence[nn.Parameter]) -> None:
@@ -324,9 +267,9 @@ class Streaming(Training):
                         optimizer.step()
                 optimizer.zero_grad()
         if data.stepped == len(run.stages):
-            before = [n for n, each in self._unstepped.items() if n < item.number and not each.data.complete]
+            before = [n for n, each in self.unstepped.items() if n < item.number and not each.data.complete]
             for number in (*before, item.number):
-                del self._unstepped[number]
+                del self.unstepped[number]
 
     def _stepping(self, stage: Stage, item: Item) -> AbstractContextManager[None]:
         if self._mirroring is None or item.use is None:
@@ -344,7 +287,7 @@ class Streaming(Training):
     def why_no_state(self, parameter: torch.Tensor | None) -> str:
         schedule = self._run.plans.schedule.name
         foreign = isinstance(parameter, Elsewhere)
-        if not self._orders_uses or (foreign and not self._names_layers):
+        if not self.orders_uses or (foreign and not self._names_layers):
             return ""  # stages miss steps, or what is done to each state by itself is done where it is
         if foreign or (parameter is None and self._names_layers and self._foreign):
             return (
@@ -364,12 +307,12 @@ class Streaming(Training):
     def _is_settled(self, parameter: torch.Tensor | None) -> bool:
         """Whether all batches so far have stepped a parameter, or all parameters, of this rank, and none more."""
         if self._own_step is not None:
-            alone = parameter is None and not self._foreign and len(self._unstepped) == 1
+            alone = parameter is None and not self._foreign and len(self.unstepped) == 1
             return alone or id(parameter) in self._own_step
-        if not self._run.engine.open or not self._unstepped:
+        if not self._run.engine.open or not self.unstepped:
             return True
-        uses = [item.use for item in self._unstepped.values()]
-        return parameter is not None and not self._between.is_used(parameter, uses)
+        uses = [item.use for item in self.unstepped.values()]
+        return parameter is not None and not self.between.is_used(parameter, uses)
 
     def _warn_of_old_weights(self) -> None:
         """Warn of a hook that looks at layers between two batches."""
@@ -405,7 +348,7 @@ class Streaming(Training):
 
     def _with_gradients(self) -> list[torch.Tensor]:
         """The parameters of this rank that have any, by batches under way."""
-        stages, batches = self._run.stages.values(), self._unstepped.values()
+        stages, batches = self._run.stages.values(), self.unstepped.values()
         found = {
             id(p): p
             for item in batches
@@ -424,26 +367,26 @@ class Streaming(Training):
             data.message = (out, self._run.replay.pack(logged), data.mark)
             self._results.tell(data.message)
 
-    def _tell(self) -> None:
-        """Logs the batches whose results are known by now."""
+    def _publish(self) -> None:
+        """Log the batches whose results are known by now."""
         run = self._run
         self._say()
         while self._under_way and self._is_known(self._under_way[0]):
-            data = self._under_way.popleft()
-            message = data.message
-            out, logged, mark = self._results.hear() if message is None else message
-            run.check_mark(data.mark, mark, f"{TRAINING}, batch {data.number}")
+            step = self._under_way.popleft()
+            message = step.message
+            out, logged, step.last_mark = self._results.hear() if message is None else message
+            run.watchers.after(step)
             with run.trainer.precision_plugin.train_step_context():
                 run.replay.replay(logged)
             self._latest = move_data_to_device(out, run.device)
             for listener in run.listeners:
-                listener.heard(data.number, data.batch, self._latest)
+                listener.heard(step.number, step.batch, self._latest)
 
-    def _is_known(self, data: StreamedBatch) -> bool:
+    def _is_known(self, data: StreamedStep) -> bool:
         return data.message is not None if self._run.last else data.stepped == len(self._run.stages)
 
     @staticmethod
-    def _all_losses(data: StreamedBatch) -> bool:
+    def _all_losses(data: StreamedStep) -> bool:
         return sum(span.rows for span in data.results) == data.rows
 
 

@@ -36,7 +36,7 @@ def wrap_hooks(
     module, callbacks, scope = run.cut.module, private.callbacks(trainer), run.cut.scope
     HookClipping(lambda: run.part.parameters, scope, run.part.holdings, None if run.streams else pipeline, patches)
     track_hooks(module, callbacks, scope, patches)
-    OptimizersView(run.part.layouts, scope, patches, run.why_no_state)
+    OptimizersView(run.part.layouts, scope, patches, run.training.why_no_state)
     track_optimizer_steps(run.part.optimizers, scope, patches)
     synchronise = partial(run.state.synchronise_ranks, pipeline, run.last_rank, run.last)
     followed = partial(run.state.follow_hook, synchronise=synchronise)

@@ -22,17 +22,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_pipes.engine.engine import Engine
-from lightning_pipes.ir import PipelineError, Plan, Policy, Program, Span
+from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.planning.planner import AHEAD, BUFFERED, DRAIN
 from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.trainer.moves.journey import Journey, move
@@ -44,28 +42,6 @@ from lightning_pipes.trainer.ranks.control import Control
 MOST_BATCHES = 32
 """Batches during which layers travel: so many gradients of theirs are kept at most, or of all layers where steps
 wait."""
-
-
-class Run(Protocol):
-    """The run in which layers move."""
-
-    trainer: pl.Trainer
-    part: Part
-    plans: Plans
-    engine: Engine
-
-    @property
-    def streams(self) -> bool:
-        """Whether stages step apart."""
-
-    def drain(self) -> None:
-        """Ends the batches under way."""
-
-    def own_gradients(self) -> AbstractContextManager[None]:
-        """In the block parameters have the gradients that were accumulated for them."""
-
-    def turn_to(self, plan: Plan, order: Program | Policy) -> None:
-        """The next window is that of another plan."""
 
 
 @dataclass(frozen=True)
@@ -103,40 +79,47 @@ class Moved:
 class Moving:
     """The moves of one run on this rank. Collective: all ranks make one, and the same calls of it.
 
+    Before each batch: `is_over`, or a new answer of the planner; then `plans_for`, which may have layers leave. A run
+    ends a move by `arrive`, between two windows, and turns to the plans that this returns.
+
     Args:
         control: of all ranks.
         way: how they move.
+        plans: those of the run.
 
     Attributes:
         moved: the moves so far.
         apart: how many batches ranks may be apart.
         gradients: whether those that parameters have between two batches still count.
+        streams: stages step apart.
+        arriving: a move is about to end: no further batch runs before it does.
 
     Raises:
         PipelineError: steps can't wait with this precision.
     """
 
-    def __init__(self, run: Run, control: Control, way: str) -> None:
+    def __init__(self, trainer: pl.Trainer, part: Part, control: Control, way: str, plans: Plans) -> None:
         self.moved: list[Moved] = []
         self.apart = 1
         self.gradients = True
-        self._run, self._control, self._way = run, control, way
-        self._plans = self._wanted = run.plans  # of the last batch; where layers travel to
+        self.streams = False
+        self.arriving = False
+        self._trainer, self._part, self._control, self._way = trainer, part, control, way
+        self._plans = self._wanted = plans  # of the last batch; where layers travel to
         self._journey: Journey | None = None
-        self._ending = False
         self._late = LateSteps()
         self._told: set[int] = set()
-        self._began, self._since = 0, 0.0
+        self._began, self._since, self._waits_since = 0, 0.0, 0.0
         self._asked: deque[Callable[[], list[bool]]] = deque()
         self._hooks: list[Any] = []
-        if way == BUFFERED and getattr(run.trainer.precision_plugin, "scaler", None) is not None:
+        if way == BUFFERED and getattr(trainer.precision_plugin, "scaler", None) is not None:
             raise PipelineError(
                 "moves='buffered' lets optimizer steps wait, and the scaler of precision='16-mixed' looks at the "
                 "gradients of each step before the next batch: use 'bf16-mixed', or moves='ahead', or 'drain'"
             )
 
     def check_layers_stay(self, why: str) -> None:
-        """Refuses ways in which layers travel while batches go on.
+        """Refuse ways in which layers travel while batches go on.
 
         Raises:
             PipelineError: the way is one of them.
@@ -144,107 +127,106 @@ class Moving:
         if self._way != DRAIN:
             raise PipelineError(f"moves={self._way!r} has layers travel while batches go on, and {why}; use 'drain'")
 
-    def plans(self, revised: Callable[[], Plans], number: int) -> Plans:
-        """The plans that order batch `number`: those of the run, unless layers are on their way to where these have
-        them.
+    @property
+    def under_way(self) -> bool:
+        """Whether layers travel."""
+        return self._journey is not None
 
-        Args:
-            revised: gives the plans that the run is to have from now on; asked when no layers travel.
-        """
-        run = self._run
+    @property
+    def delays_steps(self) -> bool:
+        """Whether steps wait while layers travel, so that weights are not up to date."""
+        return self._way == BUFFERED
+
+    def plans_for(self, wanted: Plans, number: int) -> Plans:
+        """Return the plans that order batch `number`: those `wanted`, unless layers travel to where these have them."""
         if self._journey is None:
-            run.plans = revised()
-        elif run.plans is self._wanted and not self._is_to_end(number):
-            return self._plans
-        else:
-            self.finish(number)
-        if self._way == DRAIN or run.plans.layers in ((), run.part.holdings.layers):
-            self._plans = run.plans
-        else:
-            self._begin(run.plans.layers, number)
+            if self._way == DRAIN or wanted.layers in ((), self._part.holdings.layers):
+                self._plans = wanted
+            else:
+                self._begin(wanted, number)
         return self._plans
 
+    def is_over(self, wanted: Plans, number: int) -> bool:
+        """Return whether the move ends before batch `number`: other plans are wanted, all is there, or it takes too
+        long. All ranks get the same answer."""
+        return wanted is not self._wanted or self._is_to_end(number)
+
     def turn(self, layers: Sequence[Span]) -> None:
-        """The layers go where these stages have them, while everybody waits."""
+        """Bring the layers to where these stages have them, while all ranks wait."""
         begun = time.monotonic()
-        moves = self._run.part.holdings.moves(layers)
-        move(self._run.part, layers, self.gradients)
-        number, took = self._run.trainer.fit_loop.total_batch_idx, time.monotonic() - begun
+        moves = self._part.holdings.moves(layers)
+        move(self._part, layers, self.gradients)
+        number, took = self._trainer.fit_loop.total_batch_idx, time.monotonic() - begun
         self._over(Moved(tuple(m.layer for m in moves), number, number, 0, 0, took, took, _sizes(layers)))
 
     def pauses(self) -> bool:
-        """Whether steps wait, where all stages step at the same time."""
+        """Return whether steps wait, where all stages step at the same time."""
         return self._way == BUFFERED and self._journey is not None and self._journey.launched
 
     def before_step(self, number: int) -> None:
-        """A stage of a stream is about to step for that batch."""
+        """Send the states of layers that travel, for a stage of a stream is about to step for that batch."""
         if self._journey is not None and number >= self._began and not self._journey.launched:
             self._journey.launch()
 
     def takes(self, number: int, which: int, optimizer: Optimizer, layers: Collection[int]) -> bool:
-        """Whether the step of these layers of the rank by optimizer `which` for a batch waits, with the gradients that
-        their parameters had."""
+        """Return whether the step of these layers of the rank by optimizer `which` for a batch waits, with the
+        gradients that their parameters had."""
         if self._journey is None or not self._journey.launched:
             return False
         self._told.add(number)
         self._journey.stepped(number, which, optimizer, layers, self._late)
         return self._way == BUFFERED
 
-    def settle(self) -> None:
-        """No step is late any more. No window is open."""
-        if self._way == BUFFERED:
-            self.finish()
-
-    def finish(self, number: int | None = None) -> None:
-        """Layers that travel are where they are to be.
-
-        Args:
-            number: of the batch that comes next; by default the one after that of the Trainer.
-        """
-        journey, run = self._journey, self._run
-        if journey is None or self._ending:
-            return
-        self._ending = True
-        run.drain()
+    def stop_sending(self) -> None:
+        """Prepare for `arrive`: no further batch runs before it, and the window is drained."""
+        self.arriving = True
         for answer in self._asked:
             answer()
         for hook in self._hooks:
             hook.remove()
-        begun = time.monotonic()
-        with run.own_gradients():
-            journey.end(self._late, self.gradients)
-            self._journey, self._ending, self._plans = None, False, self._wanted
-            run.turn_to(*self._plans.for_rows(run.engine.plan.jobs[0].rows))
+        self._waits_since = time.monotonic()
+
+    def arrive(self) -> Plans:
+        """Wait until all layers are where they are to be and no step is late, and return the plans of the run now."""
+        journey = self._journey
+        assert journey is not None
+        journey.end(self._late, self.gradients)
+        self._plans = self._wanted
+        return self._plans
+
+    def end(self, number: int) -> None:
+        """Keep the record of the move that has ended before batch `number`."""
+        journey, self._journey, self.arriving = self._journey, None, False
+        assert journey is not None
         now, layers = time.monotonic(), tuple(m.layer for m in journey.moves)
-        ended = run.trainer.fit_loop.total_batch_idx + 1 if number is None else number
         since, late = now - self._since, len(self._told)
-        stages = _sizes(run.part.holdings.layers)
-        self._over(Moved(layers, self._began, ended, late, journey.again, since, now - begun, stages))
+        stages, waited = _sizes(self._part.holdings.layers), now - self._waits_since
+        self._over(Moved(layers, self._began, number, late, journey.again, since, waited, stages))
 
     def _over(self, moved: Moved) -> None:
         self.moved.append(moved)
         rank_zero_info(str(moved).capitalize())
 
-    def _begin(self, layers: Sequence[Span], number: int) -> None:
-        run = self._run
-        self._journey = Journey(run.part, layers, self._way == BUFFERED, len(self.moved))
-        self._since, self._began, self._wanted = time.monotonic(), number, run.plans
+    def _begin(self, wanted: Plans, number: int) -> None:
+        self._journey = Journey(self._part, wanted.layers, self._way == BUFFERED, len(self.moved))
+        self._since, self._began, self._wanted = time.monotonic(), number, wanted
         self._asked.clear()
         self._told.clear()
-        if run.streams:  # which tells of every step
+        if self.streams:  # which tells of every step
             return
-        self._hooks = [o.register_step_post_hook(partial(self._stepped, n)) for n, o in enumerate(run.part.optimizers)]
+        optimizers = self._part.optimizers
+        self._hooks = [o.register_step_post_hook(partial(self._stepped, n)) for n, o in enumerate(optimizers)]
         if self._way == AHEAD:
             self._journey.launch()
 
     def _stepped(self, which: int, optimizer: Optimizer, *_: Any) -> None:
-        """An optimizer of a schedule that flushes has stepped."""
-        journey, run = self._journey, self._run
+        """Follow the step of an optimizer of a schedule that flushes."""
+        journey, part = self._journey, self._part
         assert journey is not None
         if journey.launched:
             if self._way == AHEAD:
-                self.takes(run.trainer.fit_loop.total_batch_idx, which, optimizer, run.part.holdings.local)
-        elif which == len(run.part.optimizers) - 1:
+                self.takes(self._trainer.fit_loop.total_batch_idx, which, optimizer, part.holdings.local)
+        elif which == len(part.optimizers) - 1:
             journey.launch()  # steps wait from the next batch on
 
     def _is_to_end(self, number: int) -> bool:

@@ -167,18 +167,20 @@ def test_which_runs_go_on_with_the_layers_of_their_checkpoint() -> None:
     assert cut("auto", ranks=3) == cut("auto", layers=7) == "auto"
 
 
+def moving(trainer: Any, way: str) -> Moving:
+    nothing: Any = None
+    return Moving(trainer, nothing, nothing, way, nothing)
+
+
 def test_a_scaler_can_not_wait() -> None:
     trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=object()))
-    run: Any = SimpleNamespace(trainer=trainer, plans=None)
-    control: Any = None
-    assert not Moving(run, control, "ahead").pauses()
+    assert not moving(trainer, "ahead").pauses()
     with pytest.raises(PipelineError, match="use 'bf16-mixed', or moves='ahead'"):
-        Moving(run, control, "buffered")
+        moving(trainer, "buffered")
 
 
 def test_layers_that_somebody_else_moves_do_not_travel() -> None:
-    run: Any = SimpleNamespace(trainer=SimpleNamespace(precision_plugin=None), plans=None)
-    control: Any = None
-    Moving(run, control, "drain").check_layers_stay("they take turns")
+    trainer = SimpleNamespace(precision_plugin=None)
+    moving(trainer, "drain").check_layers_stay("they take turns")
     with pytest.raises(PipelineError, match="they take turns; use 'drain'"):
-        Moving(run, control, "ahead").check_layers_stay("they take turns")
+        moving(trainer, "ahead").check_layers_stay("they take turns")

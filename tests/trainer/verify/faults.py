@@ -25,8 +25,7 @@ from lightning_pipes.engine.compute.rng import stream_seed
 from lightning_pipes.supernets import ChoiceBlock, SubnetStream, Supernet, Uniform
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 from lightning_pipes.trainer import setup
-from lightning_pipes.trainer.loop import flushing, run
-from lightning_pipes.trainer.loop.run import PipelineRun
+from lightning_pipes.trainer.loop import flushing, step_data
 from lightning_pipes.trainer.module import proxy
 from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
 from lightning_pipes.trainer.state.module_state import ModuleState
@@ -34,6 +33,8 @@ from lightning_pipes.trainer.step import steps
 from lightning_pipes.trainer.step.between_steps import BetweenSteps
 from lightning_pipes.trainer.step.clipping import GradientAgreement
 from lightning_pipes.trainer.step.gradients import FreshGradients
+from lightning_pipes.trainer.watchers import same_batch
+from lightning_pipes.trainer.watchers.same_batch import SameBatch
 from tests.trainers import make_trainer
 
 WIDTH, ROWS, BLOCKS = 6, 8, 6
@@ -541,7 +542,7 @@ class _H3:
 
 @contextmanager
 def equal_weights_of_parts(rank: int) -> Iterator[None]:
-    class Rows(steps.TrainingBatch):
+    class Rows(step_data.TrainingStep):
         @property
         def divisor(self) -> int:  # type: ignore[override]
             return self._divisor * 2
@@ -550,7 +551,7 @@ def equal_weights_of_parts(rank: int) -> Iterator[None]:
         def divisor(self, value: int) -> None:
             self._divisor = value
 
-    with patched(flushing, "TrainingBatch", Rows):
+    with patched(flushing, "TrainingStep", Rows):
         yield
 
 
@@ -571,7 +572,7 @@ class _H5:
 @fault(
     "learning rate that one rank changes",
     "lr of optimizer 0",
-    broken=lambda rank: patched(run, "check_same_settings", lambda *_: None),
+    broken=lambda rank: patched(same_batch, "check_same_settings", lambda *_: None),
 )
 class _H6:
     def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
@@ -680,8 +681,7 @@ class _S7:
 def unmarked() -> Iterator[None]:
     """The library does not compare what ranks say of a batch."""
     with (
-        patched(PipelineRun, "check_mark", lambda self, *_: None),
-        patched(PipelineRun, "check_layers", lambda self, *_: None),
+        patched(SameBatch, "around", lambda self, step: None),
         patched(BetweenSteps, "check_gradients", lambda self, *_, **__: None),
     ):
         yield

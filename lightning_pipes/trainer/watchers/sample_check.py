@@ -7,7 +7,7 @@ the first batch, and for a few later ones, each rank runs both once more with th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,19 +18,22 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from lightning_pipes.engine.allocator import trimmed_heap
 from lightning_pipes.engine.compute.footprint import tensors_in
 from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.rng import RngUse, forked_rng, seed_all
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.private_torch import BatchNorm
-from lightning_pipes.ir import PipelineError, Span
+from lightning_pipes.ir import Kind, PipelineError, Span
+from lightning_pipes.trainer.loop.run import PipelineRun
+from lightning_pipes.trainer.loop.step_data import TrainingStep
+from lightning_pipes.trainer.loop.watcher import Watcher
 from lightning_pipes.trainer.module.batches import copied, join, take, weighted_sum
 from lightning_pipes.trainer.module.capture import named_step
-from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.tape import TapedLayer
 from lightning_pipes.trainer.module.unchanged import unchanged
 from lightning_pipes.trainer.private_lightning import is_compiled, spectral_norms
-from lightning_pipes.trainer.step.steps import HOST, Steps, TrainingBatch, no_room
+from lightning_pipes.trainer.step.steps import HOST, no_room
 
 _COARSE = 1e-2
 """By how much values may differ, relative to the largest, where they were computed from numbers with half the bits."""
@@ -50,26 +53,32 @@ class _LayerOutputs(NamedTuple):
     compared: bool
 
 
-class SampleCheck:
-    """Compares a whole batch with its micro-batches, on this rank's stages, and warns once of each place.
+class SampleCheck(Watcher):
+    """Compares a whole batch with its micro-batches, on this rank's stages, and warns once of each place."""
 
-    Args:
-        rank: the global rank of this process.
-    """
-
-    def __init__(self, cut: CutModule, steps: Steps, device: torch.device, rank: int) -> None:
-        self._cut, self._steps, self._device, self._rank = cut, steps, device, rank
+    def __init__(self, run: PipelineRun) -> None:
+        self._pipeline, self._cut, self._steps, self._device = run, run.cut, run.steps, run.device
+        self._rank = run.global_ranks[run.part.holdings.rank]
         self._batches = 0
         self._warned: set[str] = set()
 
-    def begin(self, data: TrainingBatch, spans: Iterable[Span]) -> None:
-        """Have the batch kept if it is one that is looked at and is cut into several of `spans`."""
-        if sum(span.start < data.rows for span in spans) < 2:
+    def around(self, step: TrainingStep) -> None:
+        """Have the batch kept if it is one that is looked at and is cut."""
+        if sum(span.start < step.rows for span in self._pipeline.engine.plan.spans(Kind.F, 0)) < 2:
             return
         if _is_due(self._batches):
-            data.entered = {}
-            data.loaded = move_data_to_device(copied(data.batch), HOST)
+            step.entered = {}
+            step.loaded = move_data_to_device(copied(step.batch), HOST)
         self._batches += 1
+
+    def checked(self, step: TrainingStep) -> None:
+        """Compare the batch on the stages that have run it."""
+        if not step.entered or step.item is None:
+            return
+        with trimmed_heap():  # a whole batch fits into no hole that micro-batches have left
+            for number, stage in self._pipeline.stages.items():
+                if number in step.entered:
+                    self.compare(stage, step.item)
 
     def compare(self, stage: Stage, item: Item) -> None:
         """Warn if something on this stage depends on several samples; with the weights that the batch has had."""

@@ -9,7 +9,7 @@ with copies of that micro-batch, distorted, in place of what is still to come.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,13 +26,15 @@ from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.rng import RngUse, comparable_state
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.ir import Span
+from lightning_pipes.trainer.loop.run import PipelineRun
+from lightning_pipes.trainer.loop.step_data import TrainingStep
+from lightning_pipes.trainer.loop.watcher import Watcher
 from lightning_pipes.trainer.module.batches import copied, join, take
 from lightning_pipes.trainer.module.generators import state_of
-from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.unchanged import generators, unchanged
 from lightning_pipes.trainer.step.logs import LogCall, LogKey, numbered, recorded, returned_calls
 from lightning_pipes.trainer.step.loss_weights import EXTREME, BatchWeights, LossWeights, disagree, usual_weights
-from lightning_pipes.trainer.step.steps import Kept, Steps, TrainingBatch, loss_of, no_room
+from lightning_pipes.trainer.step.steps import Kept, loss_of, no_room
 
 _HALF = 1e-4
 """By how much losses may differ, relatively, where they are computed from numbers with half the bits: batches of other
@@ -61,36 +63,33 @@ class _Losses(NamedTuple):
         return _differ(self.whole, mean, [self.whole, *(loss for loss, _ in parts)], self.kind, self.types)
 
 
-class LossCheck:
+class LossCheck(Watcher):
     """Compares the losses in the first batch of a run that is cut, on the rank of the last stage, and warns once.
 
     Args:
-        needed: bytes that the last stage takes for one sample, or None while that is not known.
         weights: gets told which candidates for the weights of micro-batches make the loss.
     """
 
-    def __init__(
-        self,
-        cut: CutModule,
-        steps: Steps,
-        device: torch.device,
-        needed: Callable[[], float | None],
-        weights: LossWeights,
-    ) -> None:
+    def __init__(self, run: PipelineRun, weights: LossWeights) -> None:
+        self._run = run
         self._weights = weights
-        self._cut = cut
-        self._module = cut.module
-        self._steps = steps
-        self._device = device
-        self._needed = needed
+        self._cut = run.cut
+        self._module = run.cut.module
+        self._steps = run.steps
+        self._device = run.device
         self._waits = True
         self._warned: set[LogKey] = set()
 
-    def begin(self, data: TrainingBatch, spans: Sequence[Span]) -> None:
-        """Has the batch kept if it is the first that is cut, into several of `spans`, or candidates disagree on it."""
-        data.look = self.look
-        if len(spans) > 1 and (self._waits or (data.weights is not None and data.weights.undecided)):
-            data.keep()
+    def around(self, step: TrainingStep) -> None:
+        """Have the batch kept if it is the first that is cut, or candidates disagree on it."""
+        step.look, weights = self.look, step.weights
+        if weights is not None and len(weights.spans) > 1 and (self._waits or weights.undecided):
+            step.keep()
+
+    def checked(self, step: TrainingStep) -> None:
+        """Compare the loss of the whole batch with those of its micro-batches."""
+        if step.kept is not None and step.item is not None:
+            self.compare(self._run.stages[self._run.engine.plan.n_stages - 1], step.item)
 
     def look(self, stage: Stage, item: Item) -> None:
         """Tells apart candidates for the weights of a batch, once its first micro-batch has left the layers."""
@@ -244,7 +243,7 @@ class LossCheck:
         Raises:
             _NotComparableError: they can't be compared.
         """
-        needed = self._needed()
+        needed = self._run.saved_bytes.of_a_sample(stage.number)
         crowded = no_room(int(needed * kept.rows)) if needed is not None and self._device.type == "cpu" else ""
         if crowded:
             raise _NotComparableError(crowded)

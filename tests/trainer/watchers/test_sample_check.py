@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_pipes.ir import Span
-from lightning_pipes.trainer.step.sample_check import SampleCheck, _differ, _is_due
+from lightning_pipes.trainer.watchers.sample_check import SampleCheck, _differ, _is_due
 
 SPANS = (Span(0, 3), Span(3, 6), Span(6, 8))
 
@@ -40,8 +40,17 @@ class InPlace(nn.Module):
         return x
 
 
+def sample_check(spans: list[Span] | None = None) -> SampleCheck:
+    holdings, plan = SimpleNamespace(rank=0), SimpleNamespace(spans=lambda kind, stage: spans)
+    part, engine = SimpleNamespace(holdings=holdings), SimpleNamespace(plan=plan)
+    run: Any = SimpleNamespace(
+        cut=None, steps=None, device=torch.device("cpu"), global_ranks=(0,), part=part, engine=engine
+    )
+    return SampleCheck(run)
+
+
 def outputs(layer: nn.Module) -> Any:
-    check = SampleCheck(None, None, torch.device("cpu"), 0)  # type: ignore[arg-type]
+    check = sample_check()
     torch.manual_seed(0)
     parts = {s: {"x": torch.randn(s.rows, 4), "mask": torch.ones(4, 4)} for s in SPANS}
     return check._outputs(layer, parts)
@@ -81,8 +90,10 @@ def test_what_differs():
 
 def test_it_looks_at_first_batches_and_seldom_later():
     assert [n for n in range(70) if _is_due(n)] == [0, 1, 2, 4, 8, 16, 32, 64]
-    check = SampleCheck(None, None, torch.device("cpu"), 0)  # type: ignore[arg-type]
-    data = [SimpleNamespace(rows=8, entered=None, loaded=None, batch=torch.zeros(8)) for _ in range(5)]
+    spans = [Span(0, 8)]
+    check = sample_check(spans)
+    data: list[Any] = [SimpleNamespace(rows=8, entered=None, loaded=None, batch=torch.zeros(8)) for _ in range(5)]
     for each in data:
-        check.begin(each, SPANS if each is not data[0] else [Span(0, 8)])  # type: ignore[arg-type]
+        spans[:] = SPANS if each is not data[0] else [Span(0, 8)]
+        check.around(each)
     assert [each.entered is None for each in data] == [True, False, False, False, True]

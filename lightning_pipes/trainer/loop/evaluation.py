@@ -1,0 +1,133 @@
+"""Batches that are evaluated: forward through the pipeline, around it the user's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.ir import PipelineError, Span
+from lightning_pipes.trainer.loop.run import PipelineRun
+from lightning_pipes.trainer.loop.step_data import EvaluationStep
+from lightning_pipes.trainer.module.batches import rows_of
+from lightning_pipes.trainer.module.capture import NoCallError
+from lightning_pipes.trainer.step.logs import merge, recorded
+from lightning_pipes.trainer.step.steps import Context
+
+
+class EvaluatedStep(NamedTuple):
+    """How an evaluation step goes through the layers, as its first batch has shown.
+
+    Attributes:
+        with_layers: whether it calls them.
+        whole: whether batches go through whole, for samples are not on axis 0 of all tensors.
+    """
+
+    with_layers: bool
+    whole: bool
+
+
+class Evaluation:
+    """Evaluates batches in a run. Collective: all ranks make one, and the same calls of it."""
+
+    def __init__(self, run: PipelineRun) -> None:
+        self._run = run
+        self._steps: dict[tuple[Any, ...], EvaluatedStep] = {}
+        """Of the user's steps, by name and loader, how they call the layers."""
+        self._trained, self._count = -1, 0
+
+    def evaluate(self, step: Callable[..., Any], context: Context, batch: Any, arguments: tuple[Any, ...]) -> Any:
+        """Run one batch through the user's `step`, which runs once on the whole batch; its result is on every rank."""
+        run, data = self._run, self._begin(step, context, batch, arguments)
+        watchers = run.watchers.of_evaluation
+        watchers.before(data)
+        item = Item(self._number(), data.rows, data, training=False, use=run.training.use(batch))
+        run.steps.begin_batch()
+        with watchers.around(data):
+            message = self._forward(step, item, batch, arguments)
+        out, changes, logged, data.last_mark = run.control.broadcast(message, run.last_rank)
+        run.steps.settle(None if run.last else changes)
+        watchers.after(data)
+        with context():
+            run.replay.replay(logged)
+        return move_data_to_device(out, run.device)
+
+    def _begin(
+        self, step: Callable[..., Any], context: Context, batch: Any, arguments: tuple[Any, ...]
+    ) -> EvaluationStep:
+        trained = self._run.trainer.fit_loop.total_batch_idx
+        if trained != self._trained:
+            self._trained, self._count = trained, 0
+        batch_idx = arguments[0] if arguments else 0
+        return EvaluationStep(
+            context, batch=batch, rows=rows_of(batch), name=step.__name__, batch_idx=batch_idx, first=not self._count
+        )
+
+    def _number(self) -> int:
+        """Return a number that differs from batch to batch, and is the same after a resume at the same place."""
+        self._count += 1
+        return (self._trained + 1 << 20) + self._count
+
+    def _forward(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
+        """Run the step, and return the message for the other ranks, on the rank of the last stage."""
+        run, data = self._run, item.data
+        end = self._capture(step, item, batch, arguments)
+        with_layers, whole = self._steps[_key_of(step, item, arguments)]
+        outputs = run.engine.evaluate(item, 1 if whole else None) if with_layers else ()
+        if not run.last:
+            return None
+        with data.context(), recorded(run.cut.module) as calls:
+            if end is not None:  # it has run to its end here
+                out, calls = end.out, end.calls
+            elif with_layers:
+                out = run.steps.finish(step, item, batch, arguments, outputs)
+            else:
+                out = run.steps.run_without_layers(step, item, batch, arguments)
+        logs = run.trainer.state.fn != TrainerFn.PREDICTING
+        if end is not None or not with_layers:
+            run.state.note_microbatch(Span(0, item.rows))
+        return out, run.steps.changes(), run.replay.pack(merge([calls], [item.rows])) if logs else [], data.mark
+
+    def _capture(
+        self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]
+    ) -> NoCallError | None:
+        """Get what an evaluation step calls the layers with, on the first stage.
+
+        In the first batch all ranks learn whether the step calls them: one that does not runs as it is, on the last
+        stage. They learn whether its samples are on axis 0 of all tensors: a batch goes through the layers whole
+        otherwise. Return how it ended without the call, where it need not run again.
+        """
+        run, key, data, end = self._run, _key_of(step, item, arguments), item.data, None
+        known = self._steps.get(key)
+        if run.first and (known is None or known.with_layers):
+            try:
+                with data.context():
+                    run.steps.capture(step, item, batch, arguments)
+            except NoCallError as error:
+                if known is not None:
+                    raise
+                end = error
+        if known is None:
+            first_rank = run.global_ranks[run.engine.plan.ranks[0]]
+            found = EvaluatedStep(*run.control.broadcast((end is None, data.elsewhere), first_rank))
+            self._steps[key] = found
+            if found.whole:
+                rank_zero_info(
+                    f"{step.__name__} gives the layers tensors whose samples are not on axis 0: batches of evaluation "
+                    "go through them whole, in one micro-batch"
+                )
+        elif data.elsewhere and not known.whole:
+            raise PipelineError(
+                f"{step.__name__} gives the layers tensors whose samples are not on axis 0 in this batch, and did not "
+                "in the first one; give them tensors with samples on axis 0, or take microbatches=1"
+            )
+        return end
+
+
+def _key_of(step: Callable[..., Any], item: Item, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the name of the step and the number of its loader; single samples, which need no cut, by themselves."""
+    return step.__name__, *arguments[1:2], item.rows == 1

@@ -1,0 +1,1 @@
+"""Checks, statistics and safety nets beside the step: one watcher each."""

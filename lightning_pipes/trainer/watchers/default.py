@@ -1,0 +1,53 @@
+"""The watchers of a run, in their order."""
+
+from __future__ import annotations
+
+from lightning_pipes.trainer.loop.run import PipelineRun
+from lightning_pipes.trainer.loop.streaming import Streaming
+from lightning_pipes.trainer.loop.watcher import Watcher, Watchers
+from lightning_pipes.trainer.plan.prediction import Prediction
+from lightning_pipes.trainer.watchers.buffers import BufferBroadcast
+from lightning_pipes.trainer.watchers.deferred_errors import DeferredErrors
+from lightning_pipes.trainer.watchers.first_batch import FirstBatch
+from lightning_pipes.trainer.watchers.hook_changes import HookChanges
+from lightning_pipes.trainer.watchers.layers_in_place import LayersInPlace
+from lightning_pipes.trainer.watchers.loss_check import LossCheck
+from lightning_pipes.trainer.watchers.one_step import OneStep
+from lightning_pipes.trainer.watchers.overlap import OverlapWarning
+from lightning_pipes.trainer.watchers.prediction import PredictionCheck
+from lightning_pipes.trainer.watchers.replanning import Replanning, StreamReplanning
+from lightning_pipes.trainer.watchers.same_batch import SameBatch
+from lightning_pipes.trainer.watchers.sample_check import SampleCheck
+from lightning_pipes.trainer.watchers.shared_state import SharedState
+from lightning_pipes.trainer.watchers.statistics import RunStatistics
+
+
+def default_watchers(run: PipelineRun, check_loss: bool, prediction: Prediction | None) -> Watchers:
+    """Return the watchers of a run, in the order in which each moment calls them.
+
+    The order matters where a comment says so. A watcher reads what those before it have left; a collective call must
+    come at the same place on all ranks, so what decides whether a watcher is here must be the same on all of them.
+
+    Args:
+        check_loss: whether first batches are compared with their micro-batches.
+        prediction: of the steps of the run; None where there is none.
+    """
+    training = run.training
+    watchers: list[Watcher] = [
+        LayersInPlace(run),
+        SameBatch(run),  # before anything that depends on the batch: ranks with other batches would wait for ever
+    ]
+    if isinstance(training, Streaming):
+        watchers += [OneStep(run), HookChanges(training), StreamReplanning(run, training), OverlapWarning(run)]
+    else:
+        watchers += [Replanning(run)]
+    watchers += [BufferBroadcast(run), FirstBatch(run)]
+    watchers += [SharedState(run), DeferredErrors(run)]  # errors of ranks come before what only warns
+    if check_loss and run.fitting:
+        watchers.append(SampleCheck(run))
+        if run.loss_weights is not None:
+            watchers.append(LossCheck(run, run.loss_weights))
+    watchers.append(RunStatistics(run))
+    if prediction is not None:
+        watchers.append(PredictionCheck(run, prediction))  # it reads the windows of RunStatistics
+    return Watchers(watchers)

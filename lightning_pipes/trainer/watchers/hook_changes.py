@@ -1,0 +1,34 @@
+"""Hooks that run while batches overlap do not change what these use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning_pipes.trainer.loop.step_data import TrainingStep
+from lightning_pipes.trainer.loop.streaming import Streaming
+from lightning_pipes.trainer.loop.watcher import Around, Watcher
+
+
+class HookChanges(Watcher):
+    """Compares parameters that batches under way use before and after the hooks between two batches."""
+
+    def __init__(self, training: Streaming) -> None:
+        self._training = training
+
+    def before(self, step: TrainingStep) -> None:
+        """Look whether a hook has changed one of them since the last batch.
+
+        Raises:
+            PipelineError: it has.
+        """
+        self._training.between.check()
+
+    def around(self, step: TrainingStep) -> Around:
+        """Take note of them once the batch has run, where schedules promise results of one batch after another."""
+        return self._noting() if self._training.orders_uses else None
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        yield
+        self._training.between.begin(item.use for item in self._training.unstepped.values())

@@ -1,0 +1,72 @@
+"""The planner is asked again while training goes on, and layers travel to where it wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_pipes.sim.units import bytes_text
+from lightning_pipes.trainer.loop.run import PipelineRun
+from lightning_pipes.trainer.loop.seen import batches_left
+from lightning_pipes.trainer.loop.step_data import TrainingStep
+from lightning_pipes.trainer.loop.streaming import Streaming
+from lightning_pipes.trainer.loop.watcher import Watcher
+from lightning_pipes.trainer.plan.plans import Plans
+from lightning_pipes.trainer.reports.report import Window
+
+
+class Replanning(Watcher):
+    """Gives each batch its plans: those of the run, which the planner may revise, unless layers travel meanwhile."""
+
+    def __init__(self, run: PipelineRun) -> None:
+        self._run = run
+
+    def before(self, step: TrainingStep) -> None:
+        """Ask the planner where it is due, and begin or end the move that its answer calls for."""
+        run, moving = self._run, self._run.moving
+        if not moving.under_way:
+            run.plans = self._revised_plans(step)
+        elif moving.is_over(run.plans, step.number):
+            run.finish_move(step.number)
+        step.plans = moving.plans_for(run.plans, step.number)
+
+    def _revised_plans(self, step: TrainingStep) -> Plans:
+        run, plans = self._run, self._run.plans
+        if not plans.due(step.number):
+            return plans
+        looks = run.looks.look(plans.for_rows(step.rows)[0])
+        return plans.revised(step.rows, looks, batches_left(run.trainer))
+
+
+class StreamReplanning(Replanning):
+    """Replans where batches overlap: the planner answers once all ranks are known to have told what they have seen."""
+
+    def __init__(self, run: PipelineRun, training: Streaming) -> None:
+        super().__init__(run)
+        self._training = training
+        self._seen_by = run.plans
+
+    def _revised_plans(self, step: TrainingStep) -> Plans:
+        run, plans, engine, looks = self._run, self._run.plans, self._run.engine, self._training.looks
+        if plans is not self._seen_by:  # layers have moved since
+            looks.forget()
+            self._seen_by = plans
+        if plans.due(step.number) and not looks.pending:
+            plan, order = plans.for_rows(engine.plan.jobs[0].rows if engine.open else step.rows)
+            looks.begin(step.number, Window(plan, order, engine.under_way))
+        found = looks.answer(step.number, step.rows, flushed=not engine.open)
+        if found is None:
+            return plans
+        self._throttle(plans.throttles(found), found[-1].free if found else ())
+        return plans.revised(step.rows, found, batches_left(run.trainer))
+
+    def _throttle(self, throttled: bool, free: Sequence[int | None]) -> None:
+        """Have batches run one by one while memory is short."""
+        if throttled != self._training.throttled:
+            known = ", ".join(f"{bytes_text(each)} on rank {n}" for n, each in enumerate(free) if each is not None)
+            rank_zero_warn(
+                f"batches {'run one by one' if throttled else 'overlap again'}: memory is "
+                f"{'getting short' if throttled else 'free again'}, {known}"
+            )
+        self._training.throttled = throttled

@@ -1,0 +1,108 @@
+"""All ranks of a pipeline load the same batches, and have them use the same layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.loop.run import PipelineRun
+from lightning_pipes.trainer.loop.step_data import Step
+from lightning_pipes.trainer.loop.watcher import EvaluationWatcher
+from lightning_pipes.trainer.module.batches import check_same, fingerprint, sample_fingerprint
+from lightning_pipes.trainer.module.optimizers import check_same_settings, settings_of
+from lightning_pipes.trainer.ranks.control import Coming
+
+CHECKED_BATCHES = 2
+"""Batches at the start of every epoch, and of a run, whose checksums all ranks compare."""
+MARKED_ON_DEVICE = 16
+"""Of so many batches on a GPU one is marked: the host waits for the values."""
+
+
+class SameBatch(EvaluationWatcher):
+    """Compares the batches of all ranks, and the settings of their optimizers.
+
+    The first batches are compared as a whole, before they run. Of each later one every rank compares a small checksum
+    with that of the last stage, which comes with the result.
+    """
+
+    def __init__(self, run: PipelineRun) -> None:
+        self._run = run
+        self._trained = 0  # batches, or begun to be
+        self._comparing = False
+
+    def before(self, step: Step) -> None:
+        """Compare the first batches of all ranks.
+
+        Raises:
+            PipelineError: now or a batch later: they differ.
+        """
+        run = self._run
+        before = len(run.windows)
+        if step.training:  # a window may hold any number of batches, and ranks would wait for each other at each
+            before = self._trained
+            self._trained += 1
+        self._comparing = min(step.batch_idx, before) < CHECKED_BATCHES and run.control.size > 1
+        if not self._comparing:
+            return
+        settings = settings_of(run.trainer.optimizers) if step.training else {}
+        found = run.control.start_all_gather((fingerprint(step.batch), settings))
+        check = partial(_check_same, found, run.control.ranks, f"{step.name}, batch {step.batch_idx}")
+        if step.training:
+            run.connections.check_later(found.come, check, late=1)
+        else:
+            check()
+
+    def around(self, step: Step) -> None:
+        """Take the checksums of a batch; None for most on a GPU. Compare the layers that the first ones use.
+
+        Raises:
+            PipelineError: ranks have the batch use different layers.
+        """
+        control, use = self._run.control, step.use
+        if control.size == 1:
+            return
+        if use is not None and self._comparing:
+            self._check_layers(step, sorted(name for names in use.layers for name in names))
+        if self._run.device.type == "cpu" or step.batch_idx % MARKED_ON_DEVICE == 0:
+            step.mark = sample_fingerprint(step.batch), 0 if use is None else use.fingerprint
+
+    def after(self, step: Step) -> None:
+        """Compare the checksums of this rank with those of the last stage.
+
+        Raises:
+            PipelineError: they differ.
+        """
+        own, last = step.mark, step.last_mark
+        if own is not None and last is not None and own != last:
+            self._refuse(own, last, f"{step.name}, batch {step.batch_idx}")
+
+    def _refuse(self, own: tuple[int, int], last: tuple[int, int], where: str) -> None:
+        run = self._run
+        ranks = (run.global_ranks[run.part.holdings.rank], run.last_rank)
+        check_same([f"{mark[0]:08x}" for mark in (own, last)], ranks, where)
+        raise _other_layers(where, [f"checksum {mark[1]:08x}" for mark in (own, last)], ranks)
+
+    def _check_layers(self, step: Step, own: list[str]) -> None:
+        control = self._run.control
+        said = control.all_gather(own)
+        if any(names != said[0] for names in said[1:]):
+            common = set(said[0]).intersection(*said[1:])
+            others = [[name for name in names if name not in common] for names in said]
+            where = f"{step.name}, batch {step.batch_idx}"
+            raise _other_layers(where, [", ".join(names[:5]) or "none" for names in others], control.ranks)
+
+
+def _check_same(found: Coming[list[tuple[str, dict[str, str]]]], ranks: Sequence[int], where: str) -> None:
+    batches, settings = zip(*found(), strict=True)
+    check_same_settings(settings, ranks)
+    check_same(batches, ranks, where)
+
+
+def _other_layers(where: str, said: Sequence[str], ranks: Sequence[int]) -> PipelineError:
+    listed = "; ".join(f"{layers} on rank {rank}" for layers, rank in zip(said, ranks, strict=True))
+    return PipelineError(
+        f"{where}: the ranks of one pipeline have the batch use different layers ({listed}), so that stages would be "
+        "trained by different subnets. layers_of_batch must depend on the batch, or on numbers that are the same on "
+        "all ranks: give explorers and spaces one seed"
+    )
