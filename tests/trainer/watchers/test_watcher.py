@@ -1,0 +1,135 @@
+"""Watchers: their order, what they cost, and that a step is the same without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from tempfile import mkdtemp
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.loop.step_data import Step, TrainingStep
+from lightning_pipes.trainer.loop.watcher import Around, EvaluationWatcher, Watcher, Watchers
+from tests.trainer.lit import Case, differences, train
+
+STEP: Any = SimpleNamespace()
+SCHEDULES = ["1f1b", "pipedream"]
+
+
+class Noting(Watcher):
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name, self.notes = name, notes
+
+    def before(self, step: TrainingStep) -> None:
+        self.notes.append(f"before {self.name}")
+
+    def around(self, step: TrainingStep) -> Around:
+        self.notes.append(f"around {self.name}")
+        return self._inside()
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        self.notes.append(f"enter {self.name}")
+        yield
+        self.notes.append(f"leave {self.name}")
+
+
+class OnlyAfter(EvaluationWatcher):
+    def __init__(self, notes: list[str]) -> None:
+        self.notes = notes
+
+    def after(self, step: Step) -> None:
+        self.notes.append("after")
+
+
+def test_moments_come_in_the_order_of_the_list() -> None:
+    notes: list[str] = []
+    watchers = Watchers([Noting("a", notes), OnlyAfter(notes), Noting("b", notes)])
+    watchers.before(STEP)
+    with watchers.around(STEP):
+        notes.append("batch")
+    watchers.checked(STEP)
+    watchers.after(STEP)
+    inside = ["around a", "around b", "enter a", "enter b", "batch", "leave b", "leave a"]
+    assert notes == ["before a", "before b", *inside, "after"]
+
+
+def test_a_context_is_left_if_the_next_one_can_not_be_entered() -> None:
+    notes: list[str] = []
+
+    class Failing(Watcher):
+        def around(self, step: TrainingStep) -> Around:
+            return self._inside()
+
+        @contextmanager
+        def _inside(self) -> Iterator[None]:
+            raise ValueError("no")
+            yield
+
+    class Closing(Noting):
+        @contextmanager
+        def _inside(self) -> Iterator[None]:
+            try:
+                yield
+            finally:
+                self.notes.append("left")
+
+    with pytest.raises(ValueError, match="no"):
+        Watchers([Closing("a", notes), Failing()]).around(STEP)
+    assert notes[-1] == "left"
+
+
+def test_moments_that_nobody_overrides_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, step: Any) -> None:
+        raise AssertionError("called")
+
+    for moment in ("before", "checked"):
+        monkeypatch.setattr(Watcher, moment, fail)
+    watchers = Watchers([OnlyAfter([])])
+    watchers.checked(STEP)
+    with watchers.around(STEP):
+        watchers.after(STEP)
+
+
+def test_evaluated_batches_are_seen_by_those_that_say_so() -> None:
+    notes: list[str] = []
+    watchers = Watchers([Noting("a", notes), OnlyAfter(notes)]).of_evaluation
+    watchers.before(STEP)
+    watchers.after(STEP)
+    assert notes == ["after"]
+    assert watchers.of_evaluation is watchers
+
+
+class Unwatched(Callback):
+    """Takes all watchers away."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        trainer.strategy.running.watchers = Watchers()
+
+
+def runs(rank: int, folder: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    def kept(schedule: str, name: str, callbacks: list[Callback]) -> dict[str, Any]:
+        case = Case(strategy={"schedule": schedule, "microbatches": 2}, trainer={"callbacks": callbacks})
+        return train(case, 2, f"{folder}/{schedule}/{name}")
+
+    return [(kept(s, "watched", []), kept(s, "unwatched", [Unwatched()])) for s in SCHEDULES]
+
+
+@cache
+def results() -> list[list[tuple[dict[str, Any], dict[str, Any]]]]:
+    return run_ranks(runs, 2, mkdtemp(), timeout=180)
+
+
+@pytest.mark.parametrize("number", range(len(SCHEDULES)), ids=SCHEDULES)
+@pytest.mark.parametrize("rank", range(2))
+def test_a_step_is_the_same_without_watchers(number: int, rank: int) -> None:
+    watched, unwatched = results()[rank][number]
+    kept = ("weights", "gradients", "metrics", "rows", "steps")  # the first result in a stream is no number yet
+    watched, unwatched = ({k: found[k] for k in kept if k in found} for found in (watched, unwatched))
+    assert watched["steps"] > 0
+    assert differences(watched, unwatched, tolerance=0.0) == []
