@@ -11,10 +11,9 @@ from lightning_pipes.cost import CostModel, Deployment, ModelProfile
 from lightning_pipes.ir import Cut, Plan, PlanError, Policy, Schedule, Span, adapt_plan
 from lightning_pipes.planning.replanning.seen import Observation
 
-Way = Literal["drain", "ahead", "buffered"]
-"""How layers move: while everybody waits; or beside the batches, whose steps both ranks take, or which wait."""
-WAYS: tuple[str, ...] = get_args(Way)
-DRAIN, AHEAD, BUFFERED = WAYS
+Relocation = Literal["blocking", "overlapped", "buffered"]
+"""How layers move: while all ranks wait; or beside the batches, whose steps both ranks take, or which wait."""
+BLOCKING, OVERLAPPED, BUFFERED = get_args(Relocation)
 MICROBATCHES_PER_STAGE = 2
 """Where nobody says how many pieces a batch is cut into."""
 
@@ -39,7 +38,7 @@ class Problem:
         remaining: batches that are left in the run; None where nobody knows.
         tied: numbers of layers that share a parameter: together in one stage they can go to another one together, and
             otherwise they stay.
-        moves: how layers would move.
+        relocation: how layers would move.
         fallback: the layers of each stage where nothing is known for which it is worth to leave them, as a cut that is
             even by parameters, or the one that runs; empty where there are none.
         least: the fewest samples that a micro-batch is to have, where the batch has so many.
@@ -58,7 +57,7 @@ class Problem:
     before: tuple[tuple[Plan, Observation], ...] = ()
     remaining: int | None = None
     tied: tuple[tuple[int, ...], ...] = ()
-    moves: str = DRAIN
+    relocation: str = BLOCKING
     least: int = 1
     fallback: tuple[Span, ...] = ()
 

@@ -125,7 +125,7 @@ def prepare(
     holdings = Holdings(ranks.grid, decision.ranks, decision.layers)
     holdings.look_at(module, path)
     checkpointing.placement = lambda: Placement(holdings.layers, holdings.ranks, request.partition)
-    plans = decision.plans(request.replanner, holdings.tied, settings.moves)
+    plans = decision.plans(request.replanner, holdings.tied, settings.relocation)
     plan, order = plans.for_rows(plans.trial_rows)
     if fitting and plans.microbatches > 1:
         warn_about_pieces(full)
@@ -177,7 +177,7 @@ def prepare(
         settings.transport,
         settings.check_loss,
         training,
-        settings.moves,
+        settings.relocation,
     )
     stays = bool(holdings.tied) or shares_ranks
     prediction = Prediction(decision, ranks, links.trainings == 1, stays, profiles.forget) if fitting else None

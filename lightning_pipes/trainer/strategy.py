@@ -30,7 +30,7 @@ from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.launcher import exit_with_launcher
 from lightning_pipes.engine.watch.process_exit import skip_final_gc
 from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, check_type
-from lightning_pipes.planning.planner import DRAIN
+from lightning_pipes.planning.planner import BLOCKING
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.checkpoint.checkpoints import load_model
 from lightning_pipes.trainer.checkpoint.writing import Writing
@@ -108,10 +108,10 @@ class PipelineStrategy(PipelineHost):
         timeout: how long ranks wait for each other outside the pipeline.
         heartbeat_timeout: seconds without a sign of life after which a rank is given up, at least 2. A process gives
             them while it computes, too, except inside a call that keeps Python's lock all that time.
-        moves: how layers change ranks while training goes on. "drain" has all ranks wait; with "ahead" their states
-            leave while batches go on, then the gradients of every step, which the ranks that they come to step again;
-            with "buffered" no optimizer steps meanwhile, and all take the steps of these batches afterwards. The
-            weights are those of a training in which nothing moves, but for the last, whose batches read older ones.
+        relocation: how layers change ranks while training goes on. "blocking" has all ranks wait. With "overlapped"
+            their states leave while batches go on, then the gradients of each step, by which the new ranks step again.
+            With "buffered" no optimizer steps meanwhile, and all take the steps of these batches afterwards: they read
+            older weights. The first two give the weights of a training in which nothing moves.
         process_group_backend: of the default process group; ours use gloo.
 
     Raises:
@@ -140,7 +140,7 @@ class PipelineStrategy(PipelineHost):
         replan: bool | dict[str, Any] = False,
         timeout: timedelta = timedelta(minutes=30),
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
-        moves: str = DRAIN,
+        relocation: str = BLOCKING,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -169,7 +169,7 @@ class PipelineStrategy(PipelineHost):
             check_loss=check_loss,
             timeout=timeout,
             heartbeat_timeout=heartbeat_timeout,
-            moves=moves,
+            relocation=relocation,
             process_group_backend=process_group_backend,
             verify=parse_verify(verify),
         )
@@ -466,9 +466,9 @@ class PipelineStrategy(PipelineHost):
         better.
 
         Collective: all ranks call it with the same arguments, at the same batch. Layers stay where they are, unless the
-        plan has them in other stages: then they move before that batch, or during the next ones, as `moves` says, with
-        their buffers, gradients and optimizer states. What is trained does not change, but for moves="buffered" and for
-        schedules whose stages miss different numbers of updates.
+        plan has them in other stages: then they move before that batch, or during the next ones, as `relocation` says,
+        with their buffers, gradients and optimizer states. What is trained does not change, but for
+        relocation="buffered" and for schedules whose stages miss different numbers of updates.
 
         Args:
             schedule: the name of an installed schedule, or one of your own with its settings.

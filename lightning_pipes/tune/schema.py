@@ -40,7 +40,7 @@ class PipelineSettings:
     heartbeat_timeout: float = 120.0  # seconds without a sign of life after which a process is given up
     checkpoint: str = "full"  # or sharded
     async_checkpoint: bool = False
-    moves: str = "drain"  # how layers change ranks: or ahead, buffered
+    relocation: str = "blocking"  # how layers change ranks: or overlapped, buffered
     gather: str = "auto"  # or all, rank0, none: the ranks that have the whole module after training
     check_loss: bool = True  # how losses of micro-batches make that of their batch
     verify: Any = 0  # batches that one plain process trains, too; or warn

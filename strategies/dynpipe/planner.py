@@ -13,7 +13,7 @@ import numpy as np
 
 from lightning_pipes.cost import Deployment, ModelProfile
 from lightning_pipes.ir import Plan, Program, Schedule, Span
-from lightning_pipes.planning.planner import DRAIN, EvenPlanner, Problem
+from lightning_pipes.planning.planner import BLOCKING, EvenPlanner, Problem
 from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, Interference, Observation
 from lightning_pipes.strategies.dynpipe.history import History
 from lightning_pipes.strategies.dynpipe.interference.refit import Learning
@@ -177,7 +177,7 @@ class DynPlanner(EvenPlanner):
         left = self.horizon if seen.remaining is None else min(seen.remaining, self.horizon)
         assert seen.profile is not None
         waits = travels = move_seconds(seen.profile, plan, change.layers, seen.deployment)
-        if seen.moves == DRAIN:
+        if seen.relocation == BLOCKING:
             travels = 0.0
         else:  # only for the gradients of the last batch that ran meanwhile
             waits = move_seconds(seen.profile, plan, change.layers, seen.deployment, ("gradients",))

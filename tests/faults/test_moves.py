@@ -24,10 +24,10 @@ SAVED = 1
 """The last checkpoint is that of this batch."""
 WAYS = {
     "buffered": Waiting(saved=(SAVED,), slow=0.03, saves=True),
-    "ahead": Waiting(moves="ahead", saved=(SAVED,), slow=0.03, saves=True),
-    "drain": Waiting(moves="drain", saved=(SAVED,), slow=0.03, saves=True),
+    "ahead": Waiting(relocation="overlapped", saved=(SAVED,), slow=0.03, saves=True),
+    "drain": Waiting(relocation="blocking", saved=(SAVED,), slow=0.03, saves=True),
     "pipedream, buffered": Waiting("pipedream", saved=(SAVED,), slow=0.03, saves=True),
-    "pipedream, ahead": Waiting("pipedream", "ahead", saved=(SAVED,), slow=0.03, saves=True),
+    "pipedream, ahead": Waiting("pipedream", "overlapped", saved=(SAVED,), slow=0.03, saves=True),
 }
 
 

@@ -113,7 +113,7 @@ def moving_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
     rng = random.Random(f"moves {seed}")
     # An average in a dict of the rank does not go with its layer, and is refused by name when layers have moved.
     made = replace(made, pieces=tuple(piece for piece in made.pieces if piece.cause != "average:in a dict"))
-    return replace(made, base=replace(made.base, moves=rng.choice(("drain", "ahead")), epochs=2, siblings=0))
+    return replace(made, base=replace(made.base, moves=rng.choice(("blocking", "overlapped")), epochs=2, siblings=0))
 
 
 UNIQUE = {"optimizer_step", "zero_grad", "groups", "scheduler", "clipping", "returned"}

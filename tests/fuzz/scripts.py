@@ -29,7 +29,7 @@ def script(seed: int, base: Base, pieces: Sequence[Piece]) -> str:
         "microbatches": None if "forward" in base.schedule_args else base.microbatches,
         "partition": "parameters",
         **({"schedule_args": dict(base.schedule_args)} if base.schedule_args else {}),
-        **({"moves": base.moves} if base.moves else {}),
+        **({"relocation": base.moves} if base.moves else {}),
     }
     for each in pieces:
         settings |= each.strategy

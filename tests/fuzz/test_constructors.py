@@ -175,7 +175,7 @@ DOORS = [
             "async_checkpoint": flag,
             "timeout": lambda v: isinstance(v, timedelta) and v > timedelta(0),
             "heartbeat_timeout": lambda v: number(v) and v >= 2,
-            "moves": lambda v: isinstance(v, str) and v in ("drain", "ahead", "buffered"),
+            "relocation": lambda v: isinstance(v, str) and v in ("blocking", "overlapped", "buffered"),
             "process_group_backend": lambda v: v is None,
             "accelerator": lambda v: v is None,
             "parallel_devices": lambda v: v is None or (isinstance(v, list | tuple) and not v),

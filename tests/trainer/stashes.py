@@ -34,7 +34,7 @@ class Stashing:
     options: dict[str, Any] = field(default_factory=dict)
     resumes: bool = False
     gpu: bool = False
-    moves: str = "drain"
+    relocation: str = "blocking"
 
 
 class Counts(Callback):
@@ -70,7 +70,7 @@ def fit(case: Stashing, folder: str, memory: MemorySwap | None, resume: str | No
         partition=CUTS[case.ranks],
         recompute=True,
         schedule_args=arguments,
-        moves=case.moves,
+        relocation=case.relocation,
         **shared,
     )
     trainer = make_trainer(

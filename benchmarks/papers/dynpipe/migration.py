@@ -6,7 +6,7 @@ there (DynPipe, S V-C and table III): two emulated stages, on two hosts. Needs r
 Each round has a step of each kind, with transfers under way all the time: none, chunks that wait for training's
 messages ("gate"), and chunks that do not. The second table has a state of Adam's size move once while training goes on:
 packed as a whole first, as torch.save does, while training waits, or on its way; pressing on, or behind training. The
-third has a layer move in a training by the Trainer, in each way that `PipelineStrategy(moves=...)` knows.
+third has a layer move in a training by the Trainer, in each way that `PipelineStrategy(relocation=...)` knows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine import Engine, Item, make_transport
 from lightning_pipes.engine.messages.bulk_transfer import BulkTransfer
 from lightning_pipes.ir import Plan, Span
-from lightning_pipes.planning.planner import WAYS as WAYS_OF_MOVING
+from lightning_pipes.planning.planner import BLOCKING, BUFFERED, OVERLAPPED
 from lightning_pipes.strategies.deep import Deep
 from lightning_pipes.testing.emulated import Emulation, sleeping_layer
 from lightning_pipes.testing.netlab import NetLab, lab_unavailable_reason
@@ -239,7 +239,7 @@ def trains(rank: int, way: str, batches: int) -> tuple[float, float, float, int]
         accelerator="cpu",
         devices=2,
         max_steps=batches,
-        strategy=PipelineStrategy("1f1b", 4, partition=[2], moves=way, check_loss=False),
+        strategy=PipelineStrategy("1f1b", 4, partition=[2], relocation=way, check_loss=False),
         callbacks=[moves],
         **QUIET,
     )
@@ -280,11 +280,11 @@ def main() -> None:
     print("A layer of 256 KiB and Adam's states of it move in a training, 1 MB/s: seconds until it is there, those in")
     print("which no batch could run, and the batches whose steps were late, or taken by both ranks")
     with NetLab(2, 1e6) as lab:
-        for move in WAYS_OF_MOVING:
+        for move, key in ((BLOCKING, "drain"), (OVERLAPPED, "ahead"), (BUFFERED, "buffered")):
             both = lab.run_ranks(trains, move, 12, timeout=120)
             seconds, waited, step, late = (max(values) for values in zip(*both, strict=True))
-            headline[f"waited_{move}"] = round(waited, 3)
-            print(f"  {move:9} {seconds:6.2f}  {waited:6.2f}  {late:4}   (a step takes {step:.2f})")
+            headline[f"waited_{key}"] = round(waited, 3)
+            print(f"  {move:10} {seconds:6.2f}  {waited:6.2f}  {late:4}   (a step takes {step:.2f})")
     if options.json:
         print(json.dumps(headline))
 

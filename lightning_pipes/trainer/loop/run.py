@@ -21,7 +21,7 @@ from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.messages.transport import make_transport
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import Kind, LayerUse, Plan, Policy, Program, Span
-from lightning_pipes.planning.planner import DRAIN
+from lightning_pipes.planning.planner import BLOCKING
 from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.seen import Looks
 from lightning_pipes.trainer.loop.step_data import TrainingStep
@@ -129,7 +129,7 @@ class PipelineRun:
         transport: how messages travel, as `make_transport` names it.
         check_loss: find out in first batches by what losses of micro-batches are weighed.
         training: makes what trains, when all else is made.
-        moves: how layers move while training goes on.
+        relocation: how layers move while training goes on.
 
     Attributes:
         windows: the last batches.
@@ -159,7 +159,7 @@ class PipelineRun:
         transport: str,
         check_loss: bool,
         training: Callable[[PipelineRun], Training],
-        moves: str = DRAIN,
+        relocation: str = BLOCKING,
     ) -> None:
         self.part = part
         self.cut = cut = part.cut
@@ -205,7 +205,7 @@ class PipelineRun:
             watch=connections.engine_watch,
             turns=connections.turns,
         )
-        self.moving = Moving(trainer, part, ranks.control, moves, plans)
+        self.moving = Moving(trainer, part, ranks.control, relocation, plans)
         self.watchers = Watchers()
         self.decision: Decision | None = None
         self.training = training(self)

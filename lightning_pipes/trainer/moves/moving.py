@@ -1,11 +1,11 @@
 """When layers change ranks in a run, and what its batches do meanwhile.
 
-    drain       before the next batch; nothing goes on until the layers are there
-    ahead       their states leave, then their gradients of every step; the target takes those steps, too
+    blocking    before the next batch; nothing goes on until the layers are there
+    overlapped  their states leave, then their gradients of every step; the target takes those steps, too
     buffered    their states leave and no layer steps any more: gradients wait for the switch (DynPipe, S V-C1)
 
     batch       4     5     6     7     8     9      The plan says before batch 5 that layers move.
-    ahead       step  step  step  step  step  step   The target takes the steps of 5 to 7 before batch 8 begins.
+    overlapped  step  step  step  step  step  step   The target takes the steps of 5 to 7 before batch 8 begins.
     buffered    step  step  -     -     step  step   All take those of 6 and 7 before batch 8, which ran without them.
 
 In the first two ways every weight is at every batch what it would be if nothing moved. In the third the gradients of
@@ -31,7 +31,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_pipes.ir import PipelineError, Span
-from lightning_pipes.planning.planner import AHEAD, BUFFERED, DRAIN
+from lightning_pipes.planning.planner import BLOCKING, BUFFERED, OVERLAPPED
 from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.trainer.moves.journey import Journey, move
 from lightning_pipes.trainer.moves.late_steps import LateSteps
@@ -114,8 +114,9 @@ class Moving:
         self._hooks: list[Any] = []
         if way == BUFFERED and getattr(trainer.precision_plugin, "scaler", None) is not None:
             raise PipelineError(
-                "moves='buffered' lets optimizer steps wait, and the scaler of precision='16-mixed' looks at the "
-                "gradients of each step before the next batch: use 'bf16-mixed', or moves='ahead', or 'drain'"
+                "relocation='buffered' lets optimizer steps wait, and the scaler of precision='16-mixed' looks at the "
+                "gradients of each step before the next batch: use 'bf16-mixed', or relocation='overlapped', or "
+                "'blocking'"
             )
 
     def check_layers_stay(self, why: str) -> None:
@@ -124,8 +125,10 @@ class Moving:
         Raises:
             PipelineError: the way is one of them.
         """
-        if self._way != DRAIN:
-            raise PipelineError(f"moves={self._way!r} has layers travel while batches go on, and {why}; use 'drain'")
+        if self._way != BLOCKING:
+            raise PipelineError(
+                f"relocation={self._way!r} has layers travel while batches go on, and {why}; use 'blocking'"
+            )
 
     @property
     def under_way(self) -> bool:
@@ -140,7 +143,7 @@ class Moving:
     def plans_for(self, wanted: Plans, number: int) -> Plans:
         """Return the plans that order batch `number`: those `wanted`, unless layers travel to where these have them."""
         if self._journey is None:
-            if self._way == DRAIN or wanted.layers in ((), self._part.holdings.layers):
+            if self._way == BLOCKING or wanted.layers in ((), self._part.holdings.layers):
                 self._plans = wanted
             else:
                 self._begin(wanted, number)
@@ -216,7 +219,7 @@ class Moving:
             return
         optimizers = self._part.optimizers
         self._hooks = [o.register_step_post_hook(partial(self._stepped, n)) for n, o in enumerate(optimizers)]
-        if self._way == AHEAD:
+        if self._way == OVERLAPPED:
             self._journey.launch()
 
     def _stepped(self, which: int, optimizer: Optimizer, *_: Any) -> None:
@@ -224,7 +227,7 @@ class Moving:
         journey, part = self._journey, self._part
         assert journey is not None
         if journey.launched:
-            if self._way == AHEAD:
+            if self._way == OVERLAPPED:
                 self.takes(self._trainer.fit_loop.total_batch_idx, which, optimizer, part.holdings.local)
         elif which == len(part.optimizers) - 1:
             journey.launch()  # steps wait from the next batch on

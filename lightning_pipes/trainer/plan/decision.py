@@ -8,7 +8,7 @@ from lightning_pipes.cost import Deployment, ModelProfile
 from lightning_pipes.ir import Policy, Schedule, Span
 from lightning_pipes.planning.balance import BalancedPlanner
 from lightning_pipes.planning.fit import evaluate_plan
-from lightning_pipes.planning.planner import DRAIN, Planner, Problem, Solution, planner_of
+from lightning_pipes.planning.planner import BLOCKING, Planner, Problem, Solution, planner_of
 from lightning_pipes.trainer.plan.plans import Plans
 
 
@@ -85,15 +85,15 @@ class Decision:
         self,
         replanner: Planner | None = None,
         tied: tuple[tuple[int, ...], ...] = (),
-        moves: str = DRAIN,
+        relocation: str = BLOCKING,
     ) -> Plans:
         """The plans of its batches.
 
         Args:
             replanner: see `Plans`.
-            tied, moves: see `Problem`.
+            tied, relocation: see `Problem`.
         """
-        return Plans(replace(self.problem(), tied=tied, moves=moves), replanner)
+        return Plans(replace(self.problem(), tied=tied, relocation=relocation), replanner)
 
     def predicted(self, profile: ModelProfile) -> Decision:
         """The same decision with what it comes to by a profile, for its devices and batches of its size."""

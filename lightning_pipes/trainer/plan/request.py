@@ -144,7 +144,7 @@ class RunRequest:
         return made.predicted(profile) if schedule.flushes else made
 
 
-_SAME_SETTINGS = ("module", "seed", "transport", "checkpoint", "gather", "check_loss", "verify", "moves")
+_SAME_SETTINGS = ("module", "seed", "transport", "checkpoint", "gather", "check_loss", "verify", "relocation")
 
 
 def describe_arguments(request: RunRequest, settings: Settings) -> dict[str, str]:

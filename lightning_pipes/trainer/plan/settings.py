@@ -24,7 +24,7 @@ from lightning_pipes.ir import (
     short_repr,
 )
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.planner import Planner, Way, planner_of
+from lightning_pipes.planning.planner import Planner, Relocation, planner_of
 
 AUTO = "auto"
 """The name of the schedule, and of the partition, that are chosen when training starts."""
@@ -212,7 +212,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "check_loss": _of_type(bool),
     "timeout": _check_timeout,
     "heartbeat_timeout": _check_heartbeat_timeout,
-    "moves": _of_type(Way),
+    "relocation": _of_type(Relocation),
     "process_group_backend": _check_backend,
 }
 """The check of each field of `Settings`: it takes the name and the value, and returns the value to keep."""
@@ -235,7 +235,7 @@ class Settings:
     check_loss: bool
     timeout: timedelta
     heartbeat_timeout: float
-    moves: str
+    relocation: str
     process_group_backend: str | None
     verify: Verify
 

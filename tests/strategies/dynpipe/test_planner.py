@@ -485,10 +485,10 @@ def test_the_price_of_a_move_depends_on_how_layers_move(name: str) -> None:
     step = float(seconds(slow, plan))
     flush = 0.0 if name == "1f1b" else step * 4 / 8
     for moves, least in {
-        "drain": (travels + flush) / saved,
-        "ahead": travels / step + (gradients + flush) / saved,
+        "blocking": (travels + flush) / saved,
+        "overlapped": travels / step + (gradients + flush) / saved,
         "buffered": travels / step + (gradients + flush) / saved,
     }.items():
         for remaining, wants in ((int(0.8 * least), False), (int(1.3 * least) + 1, True)):
-            problem = asked(slow, plan, remaining=remaining, moves=moves)
+            problem = asked(slow, plan, remaining=remaining, relocation=moves)
             assert (DynPlanner().replan(plan, problem) is not None) is wants, (moves, remaining)

@@ -22,7 +22,7 @@ from tests.trainer.stashes import LINEAR, Stashing, fit, turning
 CASES = {
     "2bw": Stashing(2, "pipedream_2bw", 2, {"accumulate_grad_batches": 2}),
     "moving": Stashing(2, "stashing_mover", 2),
-    "ahead": Stashing(2, "stashing_mover", 2, moves="ahead"),
+    "ahead": Stashing(2, "stashing_mover", 2, relocation="overlapped"),
     "pipedream": Stashing(3, "pipedream", 1, {"val_check_interval": 5}, resumes=True),
     "dynpipe": Stashing(3, "dynpipe", 2, {"accumulate_grad_batches": 2}),
 }

@@ -27,28 +27,28 @@ CASES = {
     "to an empty stage and back": Waiting("kfkb", cuts={-1: (3,), 1: (0,), 6: (4,)}, held={1: 4, 6: 9}),
     "past the end of an epoch": Waiting(cuts={-1: (3,), 8: (5,)}, held={8: 99}, epochs=2),
     "pipedream, buffered": Waiting("pipedream", trainer=VALUE),
-    "pipedream, ahead": Waiting("pipedream", "ahead", trainer=VALUE),
+    "pipedream, ahead": Waiting("pipedream", "overlapped", trainer=VALUE),
     "2bw, buffered": Waiting("pipedream_2bw", cuts={-1: (4,), 2: (2,)}, epochs=2),
-    "2bw, ahead": Waiting("pipedream_2bw", "ahead", held={2: 15}, epochs=2),
+    "2bw, ahead": Waiting("pipedream_2bw", "overlapped", held={2: 15}, epochs=2),
     "a stream that accumulates": Waiting("pipedream", held={2: 8}, trainer={"accumulate_grad_batches": 2, **VALUE}),
     "a stream that accumulates, ahead": Waiting(
-        "pipedream", "ahead", held={2: 7}, trainer={"accumulate_grad_batches": 2, **VALUE}
+        "pipedream", "overlapped", held={2: 7}, trainer={"accumulate_grad_batches": 2, **VALUE}
     ),
     "in opposite directions": Waiting("interleaved", cuts={-1: (1, 3, 5), 2: (2, 3, 4)}, trainer=TWO),
     "a validation comes": Waiting(held={2: 99}, free=(5,), trainer={"val_check_interval": 6, "limit_val_batches": 1}),
     "stopped": Waiting(held={2: 99}, free=(5,), stopped=5),
-    "stopped, ahead": Waiting(moves="ahead", held={2: 99}, free=(5,), stopped=5),
+    "stopped, ahead": Waiting(relocation="overlapped", held={2: 99}, free=(5,), stopped=5),
     "a stream is stopped": Waiting("pipedream", held={2: 99}, free=(5,), stopped=5),
-    "a stream is stopped, ahead": Waiting("pipedream", "ahead", held={2: 99}, free=(5,), stopped=5),
+    "a stream is stopped, ahead": Waiting("pipedream", "overlapped", held={2: 99}, free=(5,), stopped=5),
     "saved": Waiting(held={2: 99}, free=(5,), saved=(5,), saves=True),
     "a stream is saved": Waiting("pipedream", held={2: 99}, free=(5,), saved=(5,), saves=True),
-    "saved, ahead": Waiting(moves="ahead", held={2: 9}, saved=(5,), saves=True),
+    "saved, ahead": Waiting(relocation="overlapped", held={2: 9}, saved=(5,), saves=True),
     "somebody meddles": Waiting(meddles=5),
-    "somebody meddles, ahead": Waiting(moves="ahead", meddles=5),
-    "ahead": Waiting(moves="ahead", held={2: 15}, epochs=2, trainer={"accumulate_grad_batches": 2}),
+    "somebody meddles, ahead": Waiting(relocation="overlapped", meddles=5),
+    "ahead": Waiting(relocation="overlapped", held={2: 15}, epochs=2, trainer={"accumulate_grad_batches": 2}),
     "elsewhere while they travel": Waiting(cuts={-1: (3,), 2: (1,), 4: (5,)}, held={2: 99}, free=(4,)),
     "elsewhere while they travel, in a stream": Waiting(
-        "pipedream", "ahead", cuts={-1: (3,), 2: (1,), 4: (5,)}, held={2: 99}, free=(4,)
+        "pipedream", "overlapped", cuts={-1: (3,), 2: (1,), 4: (5,)}, held={2: 99}, free=(4,)
     ),
     "nothing moves": Waiting(cuts={-1: (3,)}, epochs=2, trainer={"accumulate_grad_batches": 2}),
 }
@@ -91,7 +91,7 @@ def test_as_in_one_process(name: str) -> None:
     moved = found(name)[0]["moved"]
     assert all(m["ended"] - m["began"] >= 2 and m["late"] >= 1 for m in moved)
     assert sum(m["again"] for ours in found(name) for m in ours["moved"]) == (
-        case.meddles >= 0 and case.moves == "ahead"
+        case.meddles >= 0 and case.relocation == "overlapped"
     )
     assert [m["ended"] for m in moved if name in ENDS] == [ENDS[name] for _ in moved if name in ENDS]
     flushes = [*(BATCHES * n for n in range(case.epochs)), *(n + 1 for n in case.saved)]
@@ -131,8 +131,8 @@ def test_a_checkpoint_in_the_middle_is_whole() -> None:
 
 
 PLACED = {
-    "full": Waiting("dynpipe", "drain", saved=(5,), saves=True),
-    "sharded": Waiting("pipedream", "drain", saved=(5,), saves=True, checkpoint="sharded"),
+    "full": Waiting("dynpipe", "blocking", saved=(5,), saves=True),
+    "sharded": Waiting("pipedream", "blocking", saved=(5,), saves=True, checkpoint="sharded"),
 }
 """Layers have moved to another stage, which steps with another delay, when the checkpoint is written."""
 
@@ -174,13 +174,13 @@ def moving(trainer: Any, way: str) -> Moving:
 
 def test_a_scaler_can_not_wait() -> None:
     trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=object()))
-    assert not moving(trainer, "ahead").pauses()
-    with pytest.raises(PipelineError, match="use 'bf16-mixed', or moves='ahead'"):
+    assert not moving(trainer, "overlapped").pauses()
+    with pytest.raises(PipelineError, match="use 'bf16-mixed', or relocation='overlapped'"):
         moving(trainer, "buffered")
 
 
 def test_layers_that_somebody_else_moves_do_not_travel() -> None:
     trainer = SimpleNamespace(precision_plugin=None)
-    moving(trainer, "drain").check_layers_stay("they take turns")
-    with pytest.raises(PipelineError, match="they take turns; use 'drain'"):
-        moving(trainer, "ahead").check_layers_stay("they take turns")
+    moving(trainer, "blocking").check_layers_stay("they take turns")
+    with pytest.raises(PipelineError, match="they take turns; use 'blocking'"):
+        moving(trainer, "overlapped").check_layers_stay("they take turns")

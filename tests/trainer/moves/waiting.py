@@ -57,7 +57,7 @@ class Waiting:
     """
 
     schedule: str = "1f1b"
-    moves: str = "buffered"
+    relocation: str = "buffered"
     cuts: dict[int, tuple[int, ...]] = field(default_factory=lambda: {-1: (3,), 2: (1,)})
     held: dict[int, int] = field(default_factory=lambda: {2: 7})
     epochs: int = 1
@@ -89,9 +89,9 @@ class Acts(Callback):
         case, strategy, number = self.case, trainer.strategy, trainer.fit_loop.total_batch_idx
         self.layers = strategy.running.part.holdings.layers
         time.sleep(case.slow)
-        if number in case.held and case.moves != "drain":
+        if number in case.held and case.relocation != "blocking":
             self.until = case.held[number]
-        if number in case.free or (trainer.is_last_batch and case.moves == "buffered"):
+        if number in case.free or (trainer.is_last_batch and case.relocation == "buffered"):
             self.until = -1
         if number in case.cuts:
             plan = strategy.running.engine.plan
@@ -126,7 +126,7 @@ def fit(case: Waiting, ranks: int, folder: str, resume: str | None = None) -> di
             case.schedule,
             1 if ranks == 2 else None,
             partition=list(case.cuts[-1]),
-            moves=case.moves,
+            relocation=case.relocation,
             check_loss=False,
             checkpoint=case.checkpoint,
         ),
@@ -165,7 +165,7 @@ def pauses(case: Waiting, moved: list[dict[str, Any]]) -> list[Pause]:
     """Those of a training, and where layers changed ranks in the others."""
     cuts = list(case.cuts.values())[1:]
     given = zip(moved, cuts, strict=True)
-    if case.moves != "buffered":
+    if case.relocation != "buffered":
         return [Pause(m["ended"], m["ended"], cut) for m, cut in given]
     # In a stream no stage steps for the first batch with which they travel; elsewhere that one has begun to step.
     return [Pause(m["began"] + (case.schedule in SYNCHRONOUS), m["ended"], cut) for m, cut in given]
