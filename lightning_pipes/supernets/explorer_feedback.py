@@ -10,7 +10,7 @@ from lightning_pipes.ir import PipelineError, check_type
 from lightning_pipes.supernets.stream import SubnetStream
 from lightning_pipes.supernets.subnet import Subnet
 from lightning_pipes.trainer.loop.host import PipelineHost
-from lightning_pipes.trainer.loop.run import Listener, PipelineRun
+from lightning_pipes.trainer.loop.run import PipelineRun, StageListener
 
 
 class ExplorerFeedback(pl.Callback):
@@ -46,11 +46,11 @@ class ExplorerFeedback(pl.Callback):
             run.drain()
 
 
-class _LossListener(Listener):
+class _LossListener(StageListener):
     def __init__(self, stream: SubnetStream) -> None:
         self._stream = stream
 
-    def heard(self, number: int, batch: Any, out: Any) -> None:
+    def after_result(self, number: int, batch: Any, out: Any) -> None:
         self._stream.report_loss(subnet_of_batch(batch), loss_of_output(out))
 
 

@@ -44,7 +44,7 @@ class Running:
         """The result of `closure`. The optimizer steps by `usual`, as Lightning has it, unless stages step by
         themselves, or no optimizer does while layers are on their way.
         """
-        run, moving = self.run, self.run.moving
+        run, moving = self.run, self.run.relocation
         if run.streams:
             with run.step_asked():
                 return closure()  # every stage steps by itself when a batch's gradients are complete

@@ -17,12 +17,12 @@ from lightning_pipes.ir import PipelineError, Policy, Program, Schedule
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.callbacks.schedule_tuner import with_tuner
 from lightning_pipes.trainer.checkpoint.writing import Writing
+from lightning_pipes.trainer.loop.asynchronous import AsynchronousTraining, check_streaming
 from lightning_pipes.trainer.loop.evaluation import Evaluation
-from lightning_pipes.trainer.loop.flushing import Flushing
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.run import PipelineRun, Training
 from lightning_pipes.trainer.loop.stopping import StopAgreement
-from lightning_pipes.trainer.loop.streaming import Streaming, check_streaming
+from lightning_pipes.trainer.loop.synchronous import SynchronousTraining
 from lightning_pipes.trainer.loop.wrapping import wrap_hooks
 from lightning_pipes.trainer.module.capture import CacheSwitch, Interceptor
 from lightning_pipes.trainer.module.checks import check_run, warn_about, warn_about_pieces
@@ -39,7 +39,6 @@ from lightning_pipes.trainer.module.pipelined import (
 )
 from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.module.step_probe import check_steps_apart
-from lightning_pipes.trainer.moves.part import Part
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.plan.container import find_container, warn_about_outside
 from lightning_pipes.trainer.plan.deciding import Deciding
@@ -50,6 +49,7 @@ from lightning_pipes.trainer.plan.profile_cache import ProfileCache, find_cache
 from lightning_pipes.trainer.plan.request import RunRequest, check_same_arguments, describe_arguments
 from lightning_pipes.trainer.plan.settings import Settings
 from lightning_pipes.trainer.ranks.holdings import Holdings
+from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 from lightning_pipes.trainer.reports.summary import show_module
 from lightning_pipes.trainer.running import Running
 from lightning_pipes.trainer.session import Session
@@ -170,7 +170,7 @@ def prepare(
         trainer,
         ranks,
         links,
-        Part(cut, holdings, hidden, session.layouts, session.replicas, ranks, shares_ranks),
+        LocalLayers(cut, holdings, hidden, session.layouts, session.replicas, ranks, shares_ranks),
         plans,
         steps,
         seed,
@@ -287,9 +287,9 @@ def choose_training(
             "use 'csp' for a supernet, or a schedule that stashes weights, such as 'pipedream' or 'dynpipe'"
         )
     if not streams:
-        return Flushing
+        return SynchronousTraining
     session.links.check_endless(schedule.name)
     named = trainer.lightning_module.named_parameters()
     tied = [n for n, p in named if p.requires_grad and len(holdings.holders.get(id(p), ())) > 1]
     check_streaming(trainer, schedule, session.ranks.grid, tied)
-    return partial(Streaming, control=session.ranks.control, memory=memory)
+    return partial(AsynchronousTraining, control=session.ranks.control, memory=memory)

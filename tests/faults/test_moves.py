@@ -17,7 +17,7 @@ from lightning_pipes.engine.watch.fault_points import Fault
 from lightning_pipes.testing.ranks import RankResult, run_ranks, watch_ranks
 from lightning_pipes.testing.timeouts import scale_timeout
 from tests.trainer.lit import differences
-from tests.trainer.moves.waiting import BATCHES, Waiting, expected, fit, pauses
+from tests.trainer.relocation.waiting import BATCHES, Waiting, expected, fit, pauses
 
 SOON = 10.0
 SAVED = 1

@@ -51,7 +51,7 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
         "step",
         "reports",
         "plan",
-        "moves",
+        "relocation",
         "loop",
         "watchers",
         "verify",

@@ -33,7 +33,7 @@ from lightning_pipes.supernets import (
     Uniform,
     bulk_synchronous,
 )
-from lightning_pipes.trainer.loop.run import Listener
+from lightning_pipes.trainer.loop.run import StageListener
 from tests.trainer.lit import quiet
 from tests.trainer.one_gpu import SHARED, on_one_gpu
 from tests.trainers import make_trainer
@@ -146,7 +146,7 @@ def loader(count: int) -> DataLoader[Any]:
     return DataLoader(Batches(count), batch_size=None)
 
 
-class Losses(Callback, Listener):
+class Losses(Callback, StageListener):
     """Each subnet's loss as it is, by number."""
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ class Losses(Callback, Listener):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         trainer.strategy.running.listeners.append(self)
 
-    def heard(self, number: int, batch: Any, out: Any) -> None:
+    def after_result(self, number: int, batch: Any, out: Any) -> None:
         self.found[batch[-1].id] = float(out).hex()
 
 

@@ -96,7 +96,7 @@ def train(rank: int, ranks: int, subnets: int, by_subnet: bool) -> tuple[float, 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             begun.append(time.monotonic())
             part = trainer.strategy.running.part
-            begun.append(part.parcels.traffic.sent if by_subnet else 0)
+            begun.append(part.bulk_transfer.traffic.sent if by_subnet else 0)
 
     stream = SubnetStream(Uniform(module.net.space, seed=1))
     batches: Any = [torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(n)) for n in range(subnets)]

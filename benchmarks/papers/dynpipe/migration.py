@@ -214,7 +214,7 @@ class Moves(pl.Callback):
     """Has the first layer move, and back."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.moved = trainer.strategy.running.moving.moved
+        self.moved = trainer.strategy.running.relocation.moved
         self.began = time.monotonic()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -34,7 +34,7 @@ from lightning_pipes.sim.loops.kernel import KERNEL
 from lightning_pipes.testing.emulated import EmulatedLayer, request_realtime_priority, sleeping_layer
 from lightning_pipes.testing.netlab import NetLab, lab_unavailable_reason
 from lightning_pipes.trainer.callbacks.schedule_tuner import FIRST
-from lightning_pipes.trainer.loop.adopting import adopt_told
+from lightning_pipes.trainer.loop.adopting import adopt_candidate
 
 FORWARD, X = 0.005, 0.5
 EACH = 3
@@ -81,7 +81,7 @@ class Changes(L.Callback):
             schedule = make_schedule(name, **settings)
             change = Candidate(schedule, solve_plan(Problem(schedule, STAGES, MICROBATCHES, MICROBATCHES)), ())
             since = time.perf_counter()
-            adopt_told(trainer.strategy.running, change)  # type: ignore[attr-defined]
+            adopt_candidate(trainer.strategy.running, change)  # type: ignore[attr-defined]
             self.took.append(time.perf_counter() - since)
 
 

@@ -92,7 +92,7 @@ class InterferenceMonitor(PipelineCallback):
         self._own: RankState | None = None
         self._said = self._until = 0
         self._batches = 0
-        strategy.running.looks.monitor = monitor
+        strategy.running.statistics.monitor = monitor
         monitor.start()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:

@@ -16,10 +16,10 @@ from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.ir import PipelineError, check_count
 from lightning_pipes.sim.shown.training_record import FOLDER
 from lightning_pipes.trainer.callbacks.pipeline_callback import PipelineCallback
-from lightning_pipes.trainer.loop.run import Listener
+from lightning_pipes.trainer.loop.run import StageListener
 
 
-class ReproducibilityLog(PipelineCallback, Listener):
+class ReproducibilityLog(PipelineCallback, StageListener):
     """Writes each batch's loss, who read and stepped which layer in what order, and, every `every_n_batches`, a hash of
     all parameters and buffers of the layers that the batch has stepped, at the end of an epoch of all: with
     `lightning-pipes compare RUN RUN` one sees where two runs part.
@@ -68,10 +68,10 @@ class ReproducibilityLog(PipelineCallback, Listener):
             self._file.close()
             self._file = None
 
-    def began(self, stage: Stage, item: Item) -> None:
+    def before_first_forward(self, stage: Stage, item: Item) -> None:
         self._write({"F": item.number, "layers": sorted(_used(stage, item))})
 
-    def stepped(self, stage: Stage, item: Item) -> None:
+    def after_optimizer_step(self, stage: Stage, item: Item) -> None:
         names = sorted(_stepped(stage, item))
         self._seen.update(names)
         if item.use is not None:  # others step what is at home here
@@ -82,7 +82,7 @@ class ReproducibilityLog(PipelineCallback, Listener):
         hashes = {name: hash_of(stage.named_tensors(name)) if chosen else None for name in names}
         self._write({"B": item.number, "layers": hashes})
 
-    def heard(self, number: int, batch: Any, out: Any) -> None:
+    def after_result(self, number: int, batch: Any, out: Any) -> None:
         if self._tells:
             loss = float(out["loss"] if isinstance(out, dict) else out)
             choices = getattr(batch[-1], "choices", None) if isinstance(batch, (list, tuple)) else None

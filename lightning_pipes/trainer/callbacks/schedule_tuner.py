@@ -31,9 +31,9 @@ from lightning_pipes.planning.tuning import HYSTERESIS, Chooser, TuningDecision
 from lightning_pipes.sim import load_kernel
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.callbacks.pipeline_callback import PipelineCallback
-from lightning_pipes.trainer.loop.adopting import adopt_told
+from lightning_pipes.trainer.loop.adopting import adopt_candidate
 from lightning_pipes.trainer.loop.host import PipelineHost
-from lightning_pipes.trainer.loop.seen import sample_of
+from lightning_pipes.trainer.loop.step_statistics import sample_of
 from lightning_pipes.trainer.plan.deciding import device_memory
 from lightning_pipes.trainer.reports.report import Window
 from lightning_pipes.trainer.reports.stage_bytes import StageBytes, with_bytes
@@ -181,7 +181,7 @@ class ScheduleTuner(PipelineCallback):
         if order.set_clocks:
             strategy.running.engine.set_clocks()
         if order.change is not None:
-            adopt_told(strategy.running, order.change)
+            adopt_candidate(strategy.running, order.change)
             strategy.schedule = order.change.schedule
         for logger in trainer.loggers:  # silent everywhere but on rank 0
             logger.log_metrics(order.metrics, trainer.global_step)

@@ -14,8 +14,8 @@ from lightning_pipes.engine.allocator import read_peak_bytes
 from lightning_pipes.planning.formatting import schedule_settings
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.run import PipelineRun
-from lightning_pipes.trainer.moves.gathering import gather_layers
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.relocation.gathering import gather_layers
 from lightning_pipes.trainer.reports.report import About, Window
 
 
@@ -62,8 +62,8 @@ def gather_run(
         about: the facts that this rank knows by itself.
     """
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    curves = None if run.looks.monitor is None else run.looks.monitor.to_curves()
-    moved = "; ".join(map(str, run.moving.moved))
+    curves = None if run.statistics.monitor is None else run.statistics.monitor.to_curves()
+    moved = "; ".join(map(str, run.relocation.moved))
     if moved:
         about = replace(about, facts={**about.facts, "moved": moved})
     facts = None

@@ -46,7 +46,7 @@ def adopt(
     _change(run, plans)
 
 
-def adopt_told(run: PipelineRun, chosen: Candidate) -> None:
+def adopt_candidate(run: PipelineRun, chosen: Candidate) -> None:
     """The same for what one rank has chosen, verified, and told all ranks: nobody need ask or verify again, which would
     hold up the next batch. Batches of the size of its plan are cut as that says; layers stay where they are.
 

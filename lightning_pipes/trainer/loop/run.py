@@ -23,17 +23,17 @@ from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import Kind, LayerUse, Plan, Policy, Program, Span
 from lightning_pipes.planning.planner import BLOCKING
 from lightning_pipes.trainer.loop.connections import Connections
-from lightning_pipes.trainer.loop.seen import Looks
 from lightning_pipes.trainer.loop.step_data import TrainingStep
+from lightning_pipes.trainer.loop.step_statistics import StepStatistics
 from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.loop.watcher import Watchers
 from lightning_pipes.trainer.module.batches import SampleLists
 from lightning_pipes.trainer.module.tape import TapedLayer
-from lightning_pipes.trainer.moves.moving import Moving
-from lightning_pipes.trainer.moves.part import Part
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.ranks.ranks import Ranks
+from lightning_pipes.trainer.relocation.local_layers import LocalLayers
+from lightning_pipes.trainer.relocation.relocation import LayerRelocation
 from lightning_pipes.trainer.reports.report import KEPT_WINDOWS, Window
 from lightning_pipes.trainer.reports.stage_bytes import SavedBytes, StageBytes
 from lightning_pipes.trainer.step.logs import LogReplay
@@ -92,25 +92,25 @@ class Training(ABC):
         """The run is over."""
 
 
-class Listener:
+class StageListener:
     """Sees what a run does on its rank, as it does it; in a stream, where ranks are at different batches."""
 
-    def injected(self, item: Item) -> None:
+    def before_inject(self, item: Item) -> None:
         """A training batch is about to be added to the window."""
 
-    def runs(self, stage: Stage, item: Item, span: Span) -> None:
+    def before_forward(self, stage: Stage, item: Item, span: Span) -> None:
         """A micro-batch is about to go forward through a stage."""
 
-    def began(self, stage: Stage, item: Item) -> None:
+    def before_first_forward(self, stage: Stage, item: Item) -> None:
         """The first forward of a training batch on a stage is about to run."""
 
-    def steps(self, stage: Stage, item: Item) -> None:
+    def before_optimizer_step(self, stage: Stage, item: Item) -> None:
         """A batch is about to step its layers on a stage."""
 
-    def stepped(self, stage: Stage, item: Item) -> None:
+    def after_optimizer_step(self, stage: Stage, item: Item) -> None:
         """A batch has stepped its layers on a stage."""
 
-    def heard(self, number: int, batch: Any, out: Any) -> None:
+    def after_result(self, number: int, batch: Any, out: Any) -> None:
         """The result of batch `number` is known here: what the user's step gave. In the order of batches."""
 
 
@@ -152,7 +152,7 @@ class PipelineRun:
         trainer: pl.Trainer,
         ranks: Ranks,
         connections: Connections,
-        part: Part,
+        part: LocalLayers,
         plans: Plans,
         steps: Steps,
         seed: int,
@@ -169,8 +169,8 @@ class PipelineRun:
         self.global_ranks = global_ranks = tuple(part.holdings.global_ranks)
         self.windows: deque[Window] = deque(maxlen=KEPT_WINDOWS)
         self.took: list[int] = []
-        self.listeners: list[Listener] = []
-        self.looks = Looks(ranks)
+        self.listeners: list[StageListener] = []
+        self.statistics = StepStatistics(ranks)
         self.steps_asked = False
         self.replay = LogReplay(cut.module)
         self.fitting = trainer.state.fn == TrainerFn.FITTING
@@ -205,11 +205,11 @@ class PipelineRun:
             watch=connections.engine_watch,
             turns=connections.turns,
         )
-        self.moving = Moving(trainer, part, ranks.control, relocation, plans)
+        self.relocation = LayerRelocation(trainer, part, ranks.control, relocation, plans)
         self.watchers = Watchers()
         self.decision: Decision | None = None
         self.training = training(self)
-        self.moving.streams = self.training.streams
+        self.relocation.streams = self.training.streams
         fault_point("transport.made")
 
     @contextmanager
@@ -230,7 +230,7 @@ class PipelineRun:
         """Run what is left of the batches under way, and bring weights up to date. Collective."""
         with self.cut.scope.suspended():
             self.end_window()
-            if self.moving.delays_steps:
+            if self.relocation.delays_steps:
                 self.finish_move()
 
     def finish_move(self, number: int | None = None) -> None:
@@ -239,7 +239,7 @@ class PipelineRun:
         Args:
             number: of the batch that comes next; by default the one after that of the Trainer.
         """
-        moving = self.moving
+        moving = self.relocation
         if not moving.under_way:
             return
         self.end_window()
@@ -270,7 +270,7 @@ class PipelineRun:
         if plan is self.engine.plan:
             return
         if plan.layers != self.part.holdings.layers:
-            self.moving.turn(plan.layers)
+            self.relocation.turn(plan.layers)
         if plan.layers == self.engine.plan.layers:
             self.engine.adopt(plan, order)
             return
@@ -301,8 +301,8 @@ class PipelineRun:
         def telling(stage: Stage, item: Item, span: Span, received: Any) -> Any:
             for listener in self.listeners:
                 if item.training and not stage.recomputing and not span.start:
-                    listener.began(stage, item)
-                listener.runs(stage, item, span)
+                    listener.before_first_forward(stage, item)
+                listener.before_forward(stage, item, span)
             return body(stage, item, span, received)
 
         return telling
@@ -316,7 +316,7 @@ class PipelineRun:
         plan = self.engine.plan
         step.item = item = Item(step.number, step.rows, step, use=use)
         for listener in self.listeners:
-            listener.injected(item)
+            listener.before_inject(item)
         if self.last:
             number = plan.n_stages - 1
             spans = [span.clip_to(item.rows) for span in plan.spans(Kind.F, number)]

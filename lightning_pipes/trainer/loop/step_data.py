@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.ir import LayerUse, Policy, Program
-from lightning_pipes.trainer.moves.late_steps import Settings
 from lightning_pipes.trainer.plan.plans import Plans
+from lightning_pipes.trainer.relocation.late_steps import Settings
 from lightning_pipes.trainer.reports.report import Window
 from lightning_pipes.trainer.step.steps import EvaluationBatch, TrainingBatch
 

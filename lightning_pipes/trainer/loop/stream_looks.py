@@ -13,12 +13,12 @@ from dataclasses import replace
 from lightning_pipes.ir import Kind, Plan
 from lightning_pipes.planning.replanning import Observation
 from lightning_pipes.sim import Event
-from lightning_pipes.trainer.loop.seen import Looks, Sight
+from lightning_pipes.trainer.loop.step_statistics import RankStatistics, StepStatistics
 from lightning_pipes.trainer.ranks.notices import Notices
 from lightning_pipes.trainer.reports.report import Window
 
 
-class StreamLooks:
+class StreamStatistics:
     """The looks of a stream, one at a time.
 
     Collective: all ranks make one, and the same calls for the same batches.
@@ -31,9 +31,9 @@ class StreamLooks:
         late: batches that ranks may be apart.
     """
 
-    def __init__(self, looks: Looks, notices: Notices, ranks: Sequence[int], rank: int, late: int) -> None:
+    def __init__(self, looks: StepStatistics, notices: Notices, ranks: Sequence[int], rank: int, late: int) -> None:
         self._looks, self._notices, self._ranks, self._rank, self._late = looks, notices, ranks, rank, late
-        self._begun: tuple[int, Plan, Sight] | None = None
+        self._begun: tuple[int, Plan, RankStatistics] | None = None
         self._left: deque[int] = deque()  # batches of looks whose notices are there
         self._ended: list[Window] = []
         self._from = 0  # events that end before were looked at
@@ -63,7 +63,7 @@ class StreamLooks:
         self.ended(window)
         self._from = max((e.end for each in (*self._ended, window) for e in each.events), default=self._from)
         first = replace(window, events=[])  # a sample is that of a window after another one
-        sight = self._looks.sight(plan, [first, *(each for each in self._ended if each.plan is plan)])
+        sight = self._looks.own_statistics(plan, [first, *(each for each in self._ended if each.plan is plan)])
         self._ended.clear()
         # The one after it has begun everywhere, so all have read it.
         while len(self._left) > 1 and self._left[1] <= batch - self._late:

@@ -13,7 +13,7 @@ SHOWN_BATCHES = 50
 """Of a window that a policy ordered, the last ones: asking it again about thousands, to predict them, takes minutes."""
 
 
-class StreamWindow:
+class WindowRecorder:
     """The batches since the last flush."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 
-class OwnSteps:
+class PartialSteps:
     """Where the parameters of some optimizers are; made anew when these get others.
 
     Args:

@@ -33,7 +33,7 @@ from torch import nn
 from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS, forked_rng
 from lightning_pipes.ir import Span
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.loop.run import Listener
+from lightning_pipes.trainer.loop.run import StageListener
 from lightning_pipes.trainer.module.batches import fingerprint
 from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.verify.comparison import Rounding
@@ -196,7 +196,9 @@ def _become_reference(
 
 def _needs_pipeline(callback: pl.Callback) -> bool:
     rooms = ("lightning_pipes.trainer.", "lightning_pipes.arrays.")
-    return isinstance(callback, Listener) or any(kind.__module__.startswith(rooms) for kind in type(callback).__mro__)
+    return isinstance(callback, StageListener) or any(
+        kind.__module__.startswith(rooms) for kind in type(callback).__mro__
+    )
 
 
 def _die_with_parent() -> None:

@@ -17,7 +17,7 @@ from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.ir import F, Kind, PipelineError, Plan, Policy, Schedule, Span
 from lightning_pipes.ir.passes import run_spans
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.loop.run import Listener, PipelineRun
+from lightning_pipes.trainer.loop.run import PipelineRun, StageListener
 from lightning_pipes.trainer.module.batches import fingerprint
 from lightning_pipes.trainer.plan.settings import Verify
 from lightning_pipes.trainer.ranks.control import Control
@@ -60,7 +60,7 @@ def check_verifiable(schedule: Schedule | Policy) -> None:
         )
 
 
-class Verifier(Listener):
+class Verifier(StageListener):
     """Keeps the values of the first batches on this rank, and compares them with the reference's.
 
     Collective: all ranks make one, and the same calls of it.
@@ -104,7 +104,7 @@ class Verifier(Listener):
 
     # ---- what the run says
 
-    def injected(self, item: Item) -> None:
+    def before_inject(self, item: Item) -> None:
         """A batch is about to go through."""
         if self._over or not item.training:
             return
@@ -119,17 +119,17 @@ class Verifier(Listener):
             spans = spans_of_layers(plan, self._run.part.holdings.layers, item.rows)
             self._reference.send(Order(item.number, item.rows, cut.path, self._seed, item.job, spans))
 
-    def runs(self, stage: Stage, item: Item, span: Span) -> None:
+    def before_forward(self, stage: Stage, item: Item, span: Span) -> None:
         """A micro-batch is about to go through a stage."""
         record = self._records.get(item.number)
         new = item.training and not stage.recomputing and record is not None
         self._current = (record, span) if new and record is not None else None
         self._running = span if item.training and record is not None else None
 
-    def heard(self, number: int, batch: Any, out: Any) -> None:
+    def after_result(self, number: int, batch: Any, out: Any) -> None:
         self._keep_result(number, out)
 
-    def steps(self, stage: Stage, item: Item) -> None:
+    def before_optimizer_step(self, stage: Stage, item: Item) -> None:
         """A stage of a stream is about to step by the gradients of a batch."""
         record = self._records.get(item.number)
         self._stepping = {}
@@ -141,7 +141,7 @@ class Verifier(Listener):
             self._stepping[id(parameter)] = Key(Phase.STEP_GRADIENT, *key)
         self._stepped_record = record
 
-    def stepped(self, stage: Stage, item: Item) -> None:
+    def after_optimizer_step(self, stage: Stage, item: Item) -> None:
         record = self._records.get(item.number)
         self._stepping = {}
         if record is None:

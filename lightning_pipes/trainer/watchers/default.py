@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_pipes.trainer.loop.asynchronous import AsynchronousTraining
 from lightning_pipes.trainer.loop.run import PipelineRun
-from lightning_pipes.trainer.loop.streaming import Streaming
 from lightning_pipes.trainer.loop.watcher import Watcher, Watchers
 from lightning_pipes.trainer.plan.prediction import Prediction
 from lightning_pipes.trainer.watchers.buffers import BufferBroadcast
@@ -37,7 +37,7 @@ def default_watchers(run: PipelineRun, check_loss: bool, prediction: Prediction 
         LayersInPlace(run),
         SameBatch(run),  # before anything that depends on the batch: ranks with other batches would wait for ever
     ]
-    if isinstance(training, Streaming):
+    if isinstance(training, AsynchronousTraining):
         watchers += [OneStep(run), HookChanges(training), StreamReplanning(run, training), OverlapWarning(run)]
     else:
         watchers += [Replanning(run)]

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lightning_pipes.trainer.loop.asynchronous import AsynchronousTraining
 from lightning_pipes.trainer.loop.step_data import TrainingStep
-from lightning_pipes.trainer.loop.streaming import Streaming
 from lightning_pipes.trainer.loop.watcher import Around, Watcher
 
 
 class HookChanges(Watcher):
     """Compares parameters that batches under way use before and after the hooks between two batches."""
 
-    def __init__(self, training: Streaming) -> None:
+    def __init__(self, training: AsynchronousTraining) -> None:
         self._training = training
 
     def before(self, step: TrainingStep) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_pipes.sim.units import bytes_text
+from lightning_pipes.trainer.loop.asynchronous import AsynchronousTraining
 from lightning_pipes.trainer.loop.run import PipelineRun
-from lightning_pipes.trainer.loop.seen import batches_left
 from lightning_pipes.trainer.loop.step_data import TrainingStep
-from lightning_pipes.trainer.loop.streaming import Streaming
+from lightning_pipes.trainer.loop.step_statistics import batches_left
 from lightning_pipes.trainer.loop.watcher import Watcher
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.reports.report import Window
@@ -35,14 +35,14 @@ class Replanning(Watcher):
         run, plans = self._run, self._run.plans
         if not plans.due(step.number):
             return plans
-        looks = run.looks.look(plans.for_rows(step.rows)[0])
+        looks = run.statistics.look(plans.for_rows(step.rows)[0])
         return plans.revised(step.rows, looks, batches_left(run.trainer))
 
 
 class StreamReplanning(Replanning):
     """Replans where batches overlap: the planner answers once all ranks are known to have told what they have seen."""
 
-    def __init__(self, run: PipelineRun, training: Streaming) -> None:
+    def __init__(self, run: PipelineRun, training: AsynchronousTraining) -> None:
         super().__init__(run)
         self._training = training
         self._seen_by = run.plans

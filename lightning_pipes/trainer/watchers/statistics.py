@@ -22,6 +22,6 @@ class RunStatistics(Watcher):
             return
         run.windows.append(window)
         if run.plans.every:
-            run.looks.add(window)
+            run.statistics.add(window)
         if len(run.took) < KEPT_STEPS:
             run.took.append(Share.of(window.events).took)

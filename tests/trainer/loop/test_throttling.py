@@ -38,13 +38,13 @@ class Watches(pl.Callback):
         self.windows: list[int] = []
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        trainer.strategy.running.looks.monitor = Fake(trainer.global_rank)
+        trainer.strategy.running.statistics.monitor = Fake(trainer.global_rank)
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         self.windows.append(len(trainer.strategy.running.windows))
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        trainer.strategy.running.looks.monitor = None
+        trainer.strategy.running.statistics.monitor = None
 
 
 def train(rank: int, guarded: bool) -> tuple[list[int], list[str], Any]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipes.trainer.step.own_steps import OwnSteps
+from lightning_pipes.trainer.step.own_steps import PartialSteps
 
 
 def layers() -> nn.ModuleList:
@@ -24,7 +24,7 @@ def adam(of: nn.ModuleList) -> torch.optim.Optimizer:
 def test_steps_are_those_of_what_has_gradients() -> None:
     ours, theirs = layers(), layers()
     own, plain = adam(ours), adam(theirs)
-    steps = OwnSteps([own])
+    steps = PartialSteps([own])
     for number, chosen in enumerate([(0, 3), (3, 5), (1,), (0, 3)]):
         for each in (ours, theirs):
             x = torch.full((2, 3), float(number + 1))
@@ -52,7 +52,7 @@ def test_all_is_as_before_after_a_failure() -> None:
     strange = nn.Parameter(torch.zeros(1))
 
     def failing() -> None:
-        with OwnSteps([optimizer]).only(0, optimizer, [strange]):
+        with PartialSteps([optimizer]).only(0, optimizer, [strange]):
             assert [group["params"] for group in optimizer.param_groups] == [[], []]
             raise ValueError
 

@@ -12,11 +12,11 @@ import pytest
 
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.moves.moving import Moving
 from lightning_pipes.trainer.plan.placement import Placement
 from lightning_pipes.trainer.plan.request import RunRequest
+from lightning_pipes.trainer.relocation.relocation import LayerRelocation
 from tests.trainer.lit import differences
-from tests.trainer.moves.waiting import BATCHES, Waiting, expected, fit, folder_of, pauses
+from tests.trainer.relocation.waiting import BATCHES, Waiting, expected, fit, folder_of, pauses
 
 NORM = {"gradient_clip_val": 0.05}
 VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
@@ -167,9 +167,9 @@ def test_which_runs_go_on_with_the_layers_of_their_checkpoint() -> None:
     assert cut("auto", ranks=3) == cut("auto", layers=7) == "auto"
 
 
-def moving(trainer: Any, way: str) -> Moving:
+def moving(trainer: Any, way: str) -> LayerRelocation:
     nothing: Any = None
-    return Moving(trainer, nothing, nothing, way, nothing)
+    return LayerRelocation(trainer, nothing, nothing, way, nothing)
 
 
 def test_a_scaler_can_not_wait() -> None:

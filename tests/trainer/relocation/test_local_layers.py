@@ -23,10 +23,10 @@ from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from lightning_pipes.testing.timeouts import scale_timeout
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.pipelined import CutModule
-from lightning_pipes.trainer.moves.part import Part
 from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.replicas import BufferSync
+from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 from tests.trainer.lit import (
     WIDTH,
     Case,
@@ -39,7 +39,7 @@ from tests.trainer.lit import (
     quiet,
     train,
 )
-from tests.trainer.moves.rich import LAYERS, LitRich
+from tests.trainer.relocation.rich import LAYERS, LitRich
 from tests.trainers import make_trainer
 
 CUTS = ((3,), (1,), (5,), (0,), (4,), (2,))
@@ -236,7 +236,7 @@ def test_layers_that_share_a_weight_stay_together() -> None:
 
 
 def test_layers_of_siblings_stay_where_their_memory_is() -> None:
-    part = object.__new__(Part)
+    part = object.__new__(LocalLayers)
     part.holdings, part._bound = Holdings(Grid(1, 2, 0), (0, 1), (Span(0, 3), Span(3, 5))), True
     part.check(part.holdings.layers)
     with pytest.raises(PlanError, match="siblings of a job array share the ranks"):

@@ -22,7 +22,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine.messages import bulk_transfer
 from lightning_pipes.ir import Span
 from tests.trainer.lit import WIDTH, Lit, data, plain_values, quiet
-from tests.trainer.moves.rich import LAYERS, Block
+from tests.trainer.relocation.rich import LAYERS, Block
 from tests.trainers import make_trainer
 
 BATCHES = 12
@@ -80,10 +80,10 @@ class Acts(Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         bulk_transfer.GATE_SECONDS = 1000.0
-        loop, self.moving = trainer.fit_loop, trainer.strategy.running.moving
+        loop, self.relocation = trainer.fit_loop, trainer.strategy.running.relocation
         # Where all wait for parcels of an earlier move that a busy machine has left late, nothing is held.
-        hold = lambda: loop.total_batch_idx < self.until and not self.moving.arriving  # noqa: E731
-        trainer.strategy.running.part.parcels.set_gate(hold)
+        hold = lambda: loop.total_batch_idx < self.until and not self.relocation.arriving  # noqa: E731
+        trainer.strategy.running.part.bulk_transfer.set_gate(hold)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         case, strategy, number = self.case, trainer.strategy, trainer.fit_loop.total_batch_idx

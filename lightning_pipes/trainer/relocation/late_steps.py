@@ -26,15 +26,15 @@ def settings_of(optimizer: Optimizer) -> Settings:
 
 
 @contextmanager
-def told(optimizer: Optimizer, settings: Settings) -> Iterator[None]:
+def with_settings(optimizer: Optimizer, settings: Settings) -> Iterator[None]:
     """Within the block its groups are told this."""
     now = settings_of(optimizer)
-    _tell(optimizer, settings)
+    _put_settings(optimizer, settings)
     yield
-    _tell(optimizer, now)
+    _put_settings(optimizer, now)
 
 
-def _tell(optimizer: Optimizer, settings: Settings) -> None:
+def _put_settings(optimizer: Optimizer, settings: Settings) -> None:
     for group, values in zip(optimizer.param_groups, settings, strict=True):
         group.update(values)
 
@@ -44,7 +44,7 @@ def _keep_gradients() -> float:
     return math.nan
 
 
-class LateSteps:
+class DeferredSteps:
     """Steps by batch and optimizer: the gradients of some parameters, and what the optimizer was told then."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class LateSteps:
             optimizer = optimizers[number]
             for p, gradient in gradients.items():
                 p.grad = gradient
-            with told(optimizer, settings):
+            with with_settings(optimizer, settings):
                 optimizer.step(_keep_gradients)
             for p in gradients:
                 p.grad = None

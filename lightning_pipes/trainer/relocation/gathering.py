@@ -18,9 +18,9 @@ from lightning_pipes.engine.private_torch import NoSubclassFunctions
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.elsewhere import give_values
 from lightning_pipes.trainer.module.pipelined import CutModule
-from lightning_pipes.trainer.moves.journey import go_home
-from lightning_pipes.trainer.moves.part import Part
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.relocation.local_layers import LocalLayers
+from lightning_pipes.trainer.relocation.transfer import go_home
 
 Description = tuple[str, tuple[int, ...], str]
 """The key, shape and type of a tensor."""
@@ -49,7 +49,7 @@ class Side(NamedTuple):
     extra: dict[str, Any]
 
 
-def gather_layers(part: Part, pipeline: Control, gather: str) -> None:
+def gather_layers(part: LocalLayers, pipeline: Control, gather: str) -> None:
     """Bring the layers of other ranks to the ranks that shall have the whole module.
 
     Collective over the ranks of a pipeline. Only one message more than the restored tensors is in memory at a time:

@@ -13,8 +13,14 @@ from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.moves.gathering import Side, choose_receivers, group_tensors, pack_tensors, unpack_tensors
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.relocation.gathering import (
+    Side,
+    choose_receivers,
+    group_tensors,
+    pack_tensors,
+    unpack_tensors,
+)
 from tests.trainer.lit import LitTied, data, differences, plain_values, quiet
 from tests.trainers import make_trainer
 

@@ -25,30 +25,30 @@ from lightning_pipes.engine.messages.bulk_transfer import TransferHandle
 from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import Span
-from lightning_pipes.trainer.moves.late_steps import LateSteps, settings_of
-from lightning_pipes.trainer.moves.part import Part
+from lightning_pipes.trainer.relocation.late_steps import DeferredSteps, settings_of
+from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 
 _log = logging.getLogger(__name__)
 
 
-class Journey:
+class LayerTransfer:
     """The layers that change ranks for the stages to have `layers`, as one rank sees them.
 
     Collective: all ranks make one, and the same calls of it, each of `stepped` for the same batches.
 
     Args:
-        pauses: the steps of all layers wait until the journey ends; otherwise those that travel step at the source.
-        number: tells journeys of a training apart.
+        pauses: the steps of all layers wait until the transfer ends; otherwise those that travel step at the source.
+        number: tells transfers of a training apart.
 
     Attributes:
         moves: who goes where.
         again: how many layers this rank was sent a second time.
 
     Raises:
-        PlanError: see `Part.check`, or a layer can't come here.
+        PlanError: see `LocalLayers.check`, or a layer can't come here.
     """
 
-    def __init__(self, part: Part, layers: Sequence[Span], pauses: bool = False, number: int = 0) -> None:
+    def __init__(self, part: LocalLayers, layers: Sequence[Span], pauses: bool = False, number: int = 0) -> None:
         part.check(layers)
         self.again = 0
         self._part, self._layers, self._pauses, self._number = part, layers, pauses, number
@@ -62,7 +62,7 @@ class Journey:
         self._steps: dict[tuple[int, int, int], TransferHandle] = {}
         if self.moves:
             fault_point("move")
-            assert part.parcels, "asked for by all ranks"
+            assert part.bulk_transfer, "asked for by all ranks"
             for layer in self._coming:
                 part.cut.check_arrival(layer)
             self._states = {layer: self._expect(source, layer, "state") for layer, source in self._coming.items()}
@@ -93,7 +93,9 @@ class Journey:
         steps = (handle for (batch, _, _), handle in self._steps.items() if batch < latest)
         return all(handle.is_done() for handle in (*self._states.values(), *steps))
 
-    def stepped(self, batch: int, number: int, optimizer: Optimizer, layers: Collection[int], late: LateSteps) -> None:
+    def stepped(
+        self, batch: int, number: int, optimizer: Optimizer, layers: Collection[int], late: DeferredSteps
+    ) -> None:
         """Optimizer `number` steps, or would step if nothing paused, these `layers` of the rank for a batch by the
         gradients that they have; where it pauses these are taken away."""
         fault_point("move.step")
@@ -113,7 +115,7 @@ class Journey:
                 for p in group["params"]:
                     p.grad = None
 
-    def end(self, late: LateSteps, gradients: bool = True) -> None:
+    def end(self, late: DeferredSteps, gradients: bool = True) -> None:
         """The layers are where they are to be, and no step is late any more. No window is open.
 
         Args:
@@ -178,25 +180,25 @@ class Journey:
                 state.put_optimizer_states(part.cut.full[layer], part.optimizers, part.device)
 
     def _send(self, target: int, layer: int, what: str, content: Any, *step: int) -> TransferHandle:
-        handle = self._part.parcels.send(target, (self._number, what, layer, *step), content)
+        handle = self._part.bulk_transfer.send(target, (self._number, what, layer, *step), content)
         self._sent.append(handle)
         return handle
 
     def _expect(self, source: int, layer: int, what: str, *step: int) -> TransferHandle:
-        return self._part.parcels.receive(source, (self._number, what, layer, *step))
+        return self._part.bulk_transfer.receive(source, (self._number, what, layer, *step))
 
 
-def move(part: Part, layers: Sequence[Span], gradients: bool = True) -> None:
+def move(part: LocalLayers, layers: Sequence[Span], gradients: bool = True) -> None:
     """From now on the stages have these layers; no window is open, and all ranks wait until they are there. Collective.
 
     Raises:
-        PlanError: see `Part.check`, or a layer has something that can't be sent.
+        PlanError: see `LocalLayers.check`, or a layer has something that can't be sent.
         PeerFailure: a rank has failed.
     """
     if layers != part.holdings.layers:
-        Journey(part, layers).end(LateSteps(), gradients)
+        LayerTransfer(part, layers).end(DeferredSteps(), gradients)
 
 
-def go_home(part: Part) -> None:
+def go_home(part: LocalLayers) -> None:
     """The layers go back to where they were when the run began, and the next one looks for them."""
     move(part, part.began)

@@ -24,7 +24,7 @@ from lightning_pipes.trainer.ranks.replicas import BufferSync, Replicas
 from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
 
 
-class Part:
+class LocalLayers:
     """This rank's layers, and what follows from who has which.
 
     Collective: all ranks make one, and the same calls of it.
@@ -61,7 +61,7 @@ class Part:
         self.layouts, self._replicas, self._control, self.device = layouts, replicas, ranks.control, ranks.device
         self._bound = bound
         self.began = holdings.layers
-        self._parcels: BulkTransfer | None = None
+        self._bulk_transfer: BulkTransfer | None = None
         self._connect_gradients()
 
     def layers_of(self, stage: int) -> dict[int, nn.Module]:
@@ -115,16 +115,16 @@ class Part:
     def close(self) -> None:
         """Ends the connections by which layers moved, if any did."""
         self._disconnect_gradients()
-        if self._parcels is not None:
-            self._parcels.close()
+        if self._bulk_transfer is not None:
+            self._bulk_transfer.close()
 
     @property
-    def parcels(self) -> BulkTransfer:
+    def bulk_transfer(self) -> BulkTransfer:
         """Those by which layers go; all ranks have to ask for them the first time at one place of training."""
-        if self._parcels is None:
+        if self._bulk_transfer is None:
             grid, watch = self.holdings.grid, self._control.watch
-            self._parcels = BulkTransfer(dist.get_rank(), grid.pipeline, watch)
-        return self._parcels
+            self._bulk_transfer = BulkTransfer(dist.get_rank(), grid.pipeline, watch)
+        return self._bulk_transfer
 
     def group_of(self, optimizer: int, layer: int, name: str) -> int | None:
         """The group in which an optimizer has a parameter, wherever that is; None if it has it not.

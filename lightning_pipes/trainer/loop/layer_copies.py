@@ -17,7 +17,7 @@ from lightning_pipes.trainer.module.tape import TapedLayer
 from lightning_pipes.trainer.step.cuts import Cuts, SaysCosts
 
 
-class Mirroring:
+class LayerCopies:
     """That of one training on this rank. Collective: all ranks make one.
 
     Raises:
@@ -40,7 +40,7 @@ class Mirroring:
         self._mirrors = Mirrors(
             dict(enumerate(full)),
             lambda number: holdings.position_of_layer[number] == here,
-            BulkTreeTransport(part.parcels, run.global_ranks),
+            BulkTreeTransport(part.bulk_transfer, run.global_ranks),
             lambda: self._optimizers,
             cache(part.group_of),
             run.device,

@@ -27,26 +27,26 @@ from lightning_pipes.engine.residency.layer_memory import LayerMemory, StateMemo
 from lightning_pipes.engine.residency.version_memory import VersionMemory
 from lightning_pipes.ir import LayerUse, PipelineError, Plan, Policy, Schedule
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.loop.mirroring import Mirroring
+from lightning_pipes.trainer.loop.layer_copies import LayerCopies
 from lightning_pipes.trainer.loop.run import PipelineRun, Training
 from lightning_pipes.trainer.loop.step_data import StreamedStep
 from lightning_pipes.trainer.loop.stopping import LateAgreement, StopAgreement
-from lightning_pipes.trainer.loop.stream_looks import StreamLooks
-from lightning_pipes.trainer.loop.stream_window import StreamWindow
+from lightning_pipes.trainer.loop.stream_looks import StreamStatistics
+from lightning_pipes.trainer.loop.stream_window import WindowRecorder
 from lightning_pipes.trainer.module.batches import rows_of
 from lightning_pipes.trainer.module.elsewhere import Elsewhere
-from lightning_pipes.trainer.moves.late_steps import settings_of, told
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.notices import Notices
+from lightning_pipes.trainer.relocation.late_steps import settings_of, with_settings
 from lightning_pipes.trainer.step.between_steps import BATCH_HOOKS, BetweenSteps
 from lightning_pipes.trainer.step.cuts import Cuts
 from lightning_pipes.trainer.step.hook_view import has_hooks
-from lightning_pipes.trainer.step.own_steps import OwnSteps
+from lightning_pipes.trainer.step.own_steps import PartialSteps
 from lightning_pipes.trainer.step.uses import SaysLayers, check_layers, check_room, use_of, warn_without_uses
 
 
-class Streaming(Training):
+class AsynchronousTraining(Training):
     """Trains by a schedule that does not flush.
 
     Args:
@@ -78,19 +78,19 @@ class Streaming(Training):
             for number in run.stages:
                 layers = run.part.layers_of(number)
                 check_room(number, layers, plain, memory.device_bytes, run.device.type == "cpu")
-            run.moving.check_layers_stay("MemorySwap has them take turns on the device")
+            run.relocation.check_layers_stay("MemorySwap has them take turns on the device")
             self._memory = LayerMemory(memory, run.device, lambda: run.trainer.optimizers)
             run.engine.take_turns(self._memory)
         schedule = run.plans.schedule
         depth = schedule.depth if isinstance(schedule, Policy) else 0
-        self._apart = run.moving.apart = max(len(run.global_ranks), depth)
+        self._apart = run.relocation.apart = max(len(run.global_ranks), depth)
         notices = Notices(run.control)
         self._results = Results(notices, run.control.ranks[0], self._apart)
         here = run.global_ranks[run.part.holdings.rank]
-        self.looks = StreamLooks(run.looks, notices, control.ranks, here, self._apart)
+        self.statistics = StreamStatistics(run.statistics, notices, control.ranks, here, self._apart)
         self._under_way: deque[StreamedStep] = deque()
         self._unsaid: deque[StreamedStep] = deque()  # those that the last stage has not told of
-        self._window = StreamWindow()
+        self._window = WindowRecorder()
         warn_without_uses(run.cut.module, schedule, len(run.global_ranks))
         self.between = BetweenSteps(
             schedule.name,
@@ -110,14 +110,14 @@ class Streaming(Training):
         several = len(run.global_ranks) > 1
         run.state.expect_overlap(schedule.name, alone=not several)
         run.steps.left.expect_overlap(schedule.name)
-        self._mirroring = Mirroring(run) if several and Cuts.wanted(run.cut.module, schedule) else None
+        self._mirroring = LayerCopies(run) if several and Cuts.wanted(run.cut.module, schedule) else None
         if self._mirroring is not None:
-            run.moving.check_layers_stay("batches have cuts of their own")
+            run.relocation.check_layers_stay("batches have cuts of their own")
         self._ordering = run.plans
         self.throttled = False
         self._optimizers: Sequence[Optimizer] = ()
         self._last_number = -1
-        self._steps: OwnSteps | None = None  # of this window: layers move between windows
+        self._steps: PartialSteps | None = None  # of this window: layers move between windows
         self.unstepped: dict[int, Item] = {}
         self._recent: dict[int, Item] = {}  # those, and later ones that have overtaken them
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -204,7 +204,7 @@ class Streaming(Training):
         window = self._window.ended(engine, self._ordering)
         run.windows.append(window)
         if run.plans.every:
-            self.looks.ended(window)
+            self.statistics.ended(window)
 
     def agreement(self, stops: StopAgreement) -> Callable[[], None]:
         run = self._run
@@ -224,11 +224,11 @@ class Streaming(Training):
                 run.trainer.precision_plugin.post_backward(torch.zeros(()), run.cut.module)
             if data.complete:
                 for listener in run.listeners:
-                    listener.steps(stage, item)
+                    listener.before_optimizer_step(stage, item)
                 self._step(stage, item, mine)
         if data.complete:
             for listener in run.listeners:
-                listener.stepped(stage, item)
+                listener.after_optimizer_step(stage, item)
         self._say()
 
     @contextmanager
@@ -256,14 +256,14 @@ class Streaming(Training):
 
     def _step(self, stage: Stage, item: Item, mine: Sequence[nn.Parameter]) -> None:
         run, data = self._run, item.data
-        steps = self._steps = self._steps or OwnSteps(self._optimizers)
-        run.moving.before_step(item.number)
+        steps = self._steps = self._steps or PartialSteps(self._optimizers)
+        run.relocation.before_step(item.number)
         for number, (optimizer, settings) in enumerate(zip(self._optimizers, data.settings, strict=True)):
             with steps.only(number, optimizer, mine), self._stepping(stage, item):
-                with told(optimizer, settings):
+                with with_settings(optimizer, settings):
                     with self._hooks(item, mine):
                         private.before_step(run.trainer.precision_plugin, run.cut.module, optimizer)
-                    if not run.moving.takes(item.number, number, optimizer, stage.layers):
+                    if not run.relocation.takes(item.number, number, optimizer, stage.layers):
                         optimizer.step()
                 optimizer.zero_grad()
         if data.stepped == len(run.stages):
@@ -380,7 +380,7 @@ class Streaming(Training):
                 run.replay.replay(logged)
             self._latest = move_data_to_device(out, run.device)
             for listener in run.listeners:
-                listener.heard(step.number, step.batch, self._latest)
+                listener.after_result(step.number, step.batch, self._latest)
 
     def _is_known(self, data: StreamedStep) -> bool:
         return data.message is not None if self._run.last else data.stepped == len(self._run.stages)

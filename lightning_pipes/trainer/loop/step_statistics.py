@@ -41,7 +41,7 @@ class DeviceMonitor(Protocol):
         """All that it has seen, in time."""
 
 
-class Sight(NamedTuple):
+class RankStatistics(NamedTuple):
     """One rank's part of a look.
 
     Attributes:
@@ -55,7 +55,7 @@ class Sight(NamedTuple):
     free: int | None
 
 
-class Looks:
+class StepStatistics:
     """The sights of all ranks of the plan that runs, look by look. Collective: all ranks make one, and ask it after
     the same batch.
 
@@ -81,14 +81,16 @@ class Looks:
         if len(own) < 2:
             return tuple(self._seen) if plan is self._plan else ()
         self._windows.clear()
-        return self.together(self._ranks.control.all_gather(self.sight(plan, own)), plan)
+        return self.together(self._ranks.control.all_gather(self.own_statistics(plan, own)), plan)
 
-    def sight(self, plan: Plan, own: Sequence[Window]) -> Sight:
+    def own_statistics(self, plan: Plan, own: Sequence[Window]) -> RankStatistics:
         """This rank's part of a look, by windows of `plan`; nobody is asked for it."""
         device, free = ({}, None) if self.monitor is None else self.monitor.since_last()
-        return Sight([sample_of(*pair) for pair in pairwise(own[-AVERAGED:])], operations_of(own), device, free)
+        return RankStatistics(
+            [sample_of(*pair) for pair in pairwise(own[-AVERAGED:])], operations_of(own), device, free
+        )
 
-    def together(self, sights: Sequence[Sight], plan: Plan) -> tuple[Observation, ...]:
+    def together(self, sights: Sequence[RankStatistics], plan: Plan) -> tuple[Observation, ...]:
         """All looks at `plan`, as `look`, with one that consists of the parts of all ranks."""
         if plan is not self._plan:
             self._plan = plan
@@ -99,7 +101,7 @@ class Looks:
         return tuple(self._seen)
 
 
-def seen_of(sights: Sequence[Sight], pipelines: Sequence[Sequence[int]], plan: Plan) -> Observation | None:
+def seen_of(sights: Sequence[RankStatistics], pipelines: Sequence[Sequence[int]], plan: Plan) -> Observation | None:
     """All sights together; of replicas what was slowest, for they wait for each other at every step. None where
     there were not two windows. Where batches overlap ranks are at different ones: of each the last ones count, as many
     as all have seen.

@@ -14,7 +14,7 @@ the learning rate and all else that its batch was told, clipped as it would have
 
 All ranks switch at one batch, where the pipeline is drained: when all have what comes to them, or, if that takes more
 than MOST_BATCHES, as soon as it is there. Where weights have to be up to date, no step stays late: validation,
-checkpoints, the end of an epoch and of training wait for the journey to end if steps wait for it.
+checkpoints, the end of an epoch and of training wait for the transfer to end if steps wait for it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from torch.optim import Optimizer
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.planning.planner import BLOCKING, BUFFERED, OVERLAPPED
 from lightning_pipes.sim.units import seconds_text
-from lightning_pipes.trainer.moves.journey import Journey, move
-from lightning_pipes.trainer.moves.late_steps import LateSteps
-from lightning_pipes.trainer.moves.part import Part
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.relocation.late_steps import DeferredSteps
+from lightning_pipes.trainer.relocation.local_layers import LocalLayers
+from lightning_pipes.trainer.relocation.transfer import LayerTransfer, move
 
 MOST_BATCHES = 32
 """Batches during which layers travel: so many gradients of theirs are kept at most, or of all layers where steps
@@ -45,7 +45,7 @@ wait."""
 
 
 @dataclass(frozen=True)
-class Moved:
+class MoveRecord:
     """A move that is over.
 
     Attributes:
@@ -76,7 +76,7 @@ class Moved:
         )
 
 
-class Moving:
+class LayerRelocation:
     """The moves of one run on this rank. Collective: all ranks make one, and the same calls of it.
 
     Before each batch: `is_over`, or a new answer of the planner; then `plans_for`, which may have layers leave. A run
@@ -98,16 +98,16 @@ class Moving:
         PipelineError: steps can't wait with this precision.
     """
 
-    def __init__(self, trainer: pl.Trainer, part: Part, control: Control, way: str, plans: Plans) -> None:
-        self.moved: list[Moved] = []
+    def __init__(self, trainer: pl.Trainer, part: LocalLayers, control: Control, way: str, plans: Plans) -> None:
+        self.moved: list[MoveRecord] = []
         self.apart = 1
         self.gradients = True
         self.streams = False
         self.arriving = False
         self._trainer, self._part, self._control, self._way = trainer, part, control, way
         self._plans = self._wanted = plans  # of the last batch; where layers travel to
-        self._journey: Journey | None = None
-        self._late = LateSteps()
+        self._transfer: LayerTransfer | None = None
+        self._late = DeferredSteps()
         self._told: set[int] = set()
         self._began, self._since, self._waits_since = 0, 0.0, 0.0
         self._asked: deque[Callable[[], list[bool]]] = deque()
@@ -133,7 +133,7 @@ class Moving:
     @property
     def under_way(self) -> bool:
         """Whether layers travel."""
-        return self._journey is not None
+        return self._transfer is not None
 
     @property
     def delays_steps(self) -> bool:
@@ -142,7 +142,7 @@ class Moving:
 
     def plans_for(self, wanted: Plans, number: int) -> Plans:
         """Return the plans that order batch `number`: those `wanted`, unless layers travel to where these have them."""
-        if self._journey is None:
+        if self._transfer is None:
             if self._way == BLOCKING or wanted.layers in ((), self._part.holdings.layers):
                 self._plans = wanted
             else:
@@ -160,24 +160,24 @@ class Moving:
         moves = self._part.holdings.moves(layers)
         move(self._part, layers, self.gradients)
         number, took = self._trainer.fit_loop.total_batch_idx, time.monotonic() - begun
-        self._over(Moved(tuple(m.layer for m in moves), number, number, 0, 0, took, took, _sizes(layers)))
+        self._over(MoveRecord(tuple(m.layer for m in moves), number, number, 0, 0, took, took, _sizes(layers)))
 
     def pauses(self) -> bool:
         """Return whether steps wait, where all stages step at the same time."""
-        return self._way == BUFFERED and self._journey is not None and self._journey.launched
+        return self._way == BUFFERED and self._transfer is not None and self._transfer.launched
 
     def before_step(self, number: int) -> None:
         """Send the states of layers that travel, for a stage of a stream is about to step for that batch."""
-        if self._journey is not None and number >= self._began and not self._journey.launched:
-            self._journey.launch()
+        if self._transfer is not None and number >= self._began and not self._transfer.launched:
+            self._transfer.launch()
 
     def takes(self, number: int, which: int, optimizer: Optimizer, layers: Collection[int]) -> bool:
         """Return whether the step of these layers of the rank by optimizer `which` for a batch waits, with the
         gradients that their parameters had."""
-        if self._journey is None or not self._journey.launched:
+        if self._transfer is None or not self._transfer.launched:
             return False
         self._told.add(number)
-        self._journey.stepped(number, which, optimizer, layers, self._late)
+        self._transfer.stepped(number, which, optimizer, layers, self._late)
         return self._way == BUFFERED
 
     def stop_sending(self) -> None:
@@ -191,27 +191,27 @@ class Moving:
 
     def arrive(self) -> Plans:
         """Wait until all layers are where they are to be and no step is late, and return the plans of the run now."""
-        journey = self._journey
-        assert journey is not None
-        journey.end(self._late, self.gradients)
+        transfer = self._transfer
+        assert transfer is not None
+        transfer.end(self._late, self.gradients)
         self._plans = self._wanted
         return self._plans
 
     def end(self, number: int) -> None:
         """Keep the record of the move that has ended before batch `number`."""
-        journey, self._journey, self.arriving = self._journey, None, False
-        assert journey is not None
-        now, layers = time.monotonic(), tuple(m.layer for m in journey.moves)
+        transfer, self._transfer, self.arriving = self._transfer, None, False
+        assert transfer is not None
+        now, layers = time.monotonic(), tuple(m.layer for m in transfer.moves)
         since, late = now - self._since, len(self._told)
         stages, waited = _sizes(self._part.holdings.layers), now - self._waits_since
-        self._over(Moved(layers, self._began, number, late, journey.again, since, waited, stages))
+        self._over(MoveRecord(layers, self._began, number, late, transfer.again, since, waited, stages))
 
-    def _over(self, moved: Moved) -> None:
+    def _over(self, moved: MoveRecord) -> None:
         self.moved.append(moved)
         rank_zero_info(str(moved).capitalize())
 
     def _begin(self, wanted: Plans, number: int) -> None:
-        self._journey = Journey(self._part, wanted.layers, self._way == BUFFERED, len(self.moved))
+        self._transfer = LayerTransfer(self._part, wanted.layers, self._way == BUFFERED, len(self.moved))
         self._since, self._began, self._wanted = time.monotonic(), number, wanted
         self._asked.clear()
         self._told.clear()
@@ -220,22 +220,22 @@ class Moving:
         optimizers = self._part.optimizers
         self._hooks = [o.register_step_post_hook(partial(self._stepped, n)) for n, o in enumerate(optimizers)]
         if self._way == OVERLAPPED:
-            self._journey.launch()
+            self._transfer.launch()
 
     def _stepped(self, which: int, optimizer: Optimizer, *_: Any) -> None:
         """Follow the step of an optimizer of a schedule that flushes."""
-        journey, part = self._journey, self._part
-        assert journey is not None
-        if journey.launched:
+        transfer, part = self._transfer, self._part
+        assert transfer is not None
+        if transfer.launched:
             if self._way == OVERLAPPED:
                 self.takes(self._trainer.fit_loop.total_batch_idx, which, optimizer, part.holdings.local)
         elif which == len(part.optimizers) - 1:
-            journey.launch()  # steps wait from the next batch on
+            transfer.launch()  # steps wait from the next batch on
 
     def _is_to_end(self, number: int) -> bool:
         """Whether all ranks know that everything has arrived, or it takes too long."""
-        assert self._journey is not None
-        self._asked.append(self._control.start_any(not self._journey.arrived))
+        assert self._transfer is not None
+        self._asked.append(self._control.start_any(not self._transfer.arrived))
         if number - self._began >= MOST_BATCHES:
             return True
         return len(self._asked) > self.apart and not self._asked.popleft()()[0]

@@ -24,7 +24,7 @@ from lightning_pipes.trainer.step.logs import LogCall
 from lightning_pipes.trainer.step.parameter_hooks import ParameterHooks
 
 
-class Flushing(Training):
+class SynchronousTraining(Training):
     """Trains by a schedule that flushes."""
 
     def __init__(self, run: PipelineRun) -> None:
@@ -58,7 +58,7 @@ class Flushing(Training):
             batch_idx=batch_idx,
             first=batch_idx % divisor == 0,
         )
-        run.moving.gradients = self._keep_old or not step.first
+        run.relocation.gradients = self._keep_old or not step.first
         return step
 
     def _plan(self, step: TrainingStep) -> None:
@@ -66,7 +66,7 @@ class Flushing(Training):
         run = self._run
         plan, step.order = (step.plans or run.plans).for_rows(step.rows)
         run.turn_to(plan, step.order)
-        run.moving.gradients = True
+        run.relocation.gradients = True
         step.samples = run.lists.of(step.batch, step.rows)
         run.steps.begin_batch()
         run.weigh_losses(step)

@@ -17,7 +17,14 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.planning.replanning import Observation
 from lightning_pipes.sim import simulate
-from lightning_pipes.trainer.loop.seen import Looks, Sight, batches_left, operations_of, sample_of, seen_of
+from lightning_pipes.trainer.loop.step_statistics import (
+    RankStatistics,
+    StepStatistics,
+    batches_left,
+    operations_of,
+    sample_of,
+    seen_of,
+)
 from lightning_pipes.trainer.reports.report import Window
 
 STAGES, ROWS = 2, 8
@@ -56,7 +63,7 @@ def test_batches_of_a_stream_are_counted_through_its_windows() -> None:
     assert found[Kind.F, 1].tolist() == [[1.0] * 4] * 3 + [[5.0] * 4] * 3 + [[1.0] * 4] * 3
 
 
-def sights(plan: Plan, slow: tuple[float, ...], free: tuple[int | None, ...] = (None, 7)) -> list[Sight]:
+def sights(plan: Plan, slow: tuple[float, ...], free: tuple[int | None, ...] = (None, 7)) -> list[RankStatistics]:
     """Of two replicas, whose last stages are on global ranks 0 and 2."""
     found = []
     for replica, factor in enumerate(slow):
@@ -64,7 +71,7 @@ def sights(plan: Plan, slow: tuple[float, ...], free: tuple[int | None, ...] = (
             own = of_rank(rank, plan, factor)
             device = {"wait": 0.25 * (1 + replica + rank), "silent": math.nan}
             samples = [sample_of(a, b) for a, b in pairwise(own)]
-            found.append(Sight(samples, operations_of(own), device, free[rank]))
+            found.append(RankStatistics(samples, operations_of(own), device, free[rank]))
     return found
 
 
@@ -97,11 +104,11 @@ def test_ranks_of_a_stream_are_at_different_batches() -> None:
     assert seen_of([last, first._replace(samples=[])], [[0, 1]], plan) is None
 
 
-def looks(answers: list[Any]) -> Looks:
+def looks(answers: list[Any]) -> StepStatistics:
     """Of one process that is all ranks of a pipeline of one stage."""
     control = SimpleNamespace(all_gather=lambda thing: [thing])
     ranks: Any = SimpleNamespace(control=control, grid=SimpleNamespace(pipelines=((0,),)))
-    made = Looks(ranks)
+    made = StepStatistics(ranks)
     made.monitor = SimpleNamespace(since_last=lambda: answers.pop(0))
     return made
 
