@@ -13,7 +13,8 @@ from lightning_pipes.planning.replanning.seen import Observation
 
 Relocation = Literal["blocking", "overlapped", "buffered"]
 """How layers move: while all ranks wait; or beside the batches, whose steps both ranks take, or which wait."""
-BLOCKING, OVERLAPPED, BUFFERED = get_args(Relocation)
+RELOCATIONS: tuple[str, ...] = get_args(Relocation)
+BLOCKING, OVERLAPPED, BUFFERED = RELOCATIONS
 MICROBATCHES_PER_STAGE = 2
 """Where nobody says how many pieces a batch is cut into."""
 

@@ -285,7 +285,7 @@ class PipelineRun:
             made[number] = Stage(
                 number,
                 {n: TapedLayer(layer, n, self.hidden.layer) for n, layer in layers.items()},
-                self._told(self.saved_bytes.around(number, self.steps.body(number))),
+                self._watched(number, self.steps.body(number)),
                 partial(self._batch_complete, number),
                 recompute=bool(plan.recompute) and plan.recompute[number],
                 last_backward=None if self.part.reducer is None else partial(self._reducing, self.part.reducer, number),
@@ -297,15 +297,18 @@ class PipelineRun:
     def _reducing(reducer: Reducer, stage: int, item: Item) -> AbstractContextManager[None]:
         return reducer.last_backward(stage) if item.data.complete else nullcontext()
 
-    def _told(self, body: Body) -> Body:
-        def telling(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+    def _watched(self, number: int, body: Body) -> Body:
+        """Return the body of a stage of which listeners hear, and whose first micro-batch is measured."""
+        measured, seen = self.saved_bytes.around(number, body), self.saved_bytes.seen
+
+        def run(stage: Stage, item: Item, span: Span, received: Any) -> Any:
             for listener in self.listeners:
                 if item.training and not stage.recomputing and not span.start:
                     listener.before_first_forward(stage, item)
                 listener.before_forward(stage, item, span)
-            return body(stage, item, span, received)
+            return (body if number in seen else measured)(stage, item, span, received)
 
-        return telling
+        return run
 
     def inject(self, step: TrainingStep, use: LayerUse | None = None) -> Item:
         """Add a training batch to the window; its size has the plan of the engine.
@@ -329,7 +332,8 @@ class PipelineRun:
         if self.loss_weights is None:
             return
         plan = self.engine.plan
-        forward, backward = (plan.spans(kind, plan.n_stages - 1) for kind in (Kind.F, Kind.B))
+        last = plan.n_stages - 1
+        forward, backward = plan.spans(Kind.F, last), plan.spans(Kind.B, last)
         spans = [span.clip_to(step.rows) for span in (forward if len(forward) > len(backward) else backward)]
         step.weights = self.loss_weights.of(step.batch, step.rows, [span for span in spans if span.rows])
 

@@ -124,6 +124,10 @@ class HiddenState:
     def _ranks(self) -> Sequence[int]:
         return self._holdings.rank_of_layer
 
+    def is_due(self, training: bool) -> bool:
+        """Return whether the next batch of training, or of evaluation, is watched."""
+        return training not in self._seen
+
     @contextmanager
     def batch(self, training: bool) -> Iterator[None]:
         """Around everything that a batch runs; a collective call.

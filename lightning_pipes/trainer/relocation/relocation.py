@@ -92,6 +92,7 @@ class LayerRelocation:
         apart: how many batches ranks may be apart.
         gradients: whether those that parameters have between two batches still count.
         streams: stages step apart.
+        under_way: layers travel.
         arriving: a move is about to end: no further batch runs before it does.
 
     Raises:
@@ -103,7 +104,7 @@ class LayerRelocation:
         self.apart = 1
         self.gradients = True
         self.streams = False
-        self.arriving = False
+        self.arriving = self.under_way = False
         self._trainer, self._part, self._control, self._way = trainer, part, control, way
         self._plans = self._wanted = plans  # of the last batch; where layers travel to
         self._transfer: LayerTransfer | None = None
@@ -129,11 +130,6 @@ class LayerRelocation:
             raise PipelineError(
                 f"relocation={self._way!r} has layers travel while batches go on, and {why}; use 'blocking'"
             )
-
-    @property
-    def under_way(self) -> bool:
-        """Whether layers travel."""
-        return self._transfer is not None
 
     @property
     def delays_steps(self) -> bool:
@@ -199,7 +195,7 @@ class LayerRelocation:
 
     def end(self, number: int) -> None:
         """Keep the record of the move that has ended before batch `number`."""
-        transfer, self._transfer, self.arriving = self._transfer, None, False
+        transfer, self._transfer, self.arriving, self.under_way = self._transfer, None, False, False
         assert transfer is not None
         now, layers = time.monotonic(), tuple(m.layer for m in transfer.moves)
         since, late = now - self._since, len(self._told)
@@ -212,7 +208,7 @@ class LayerRelocation:
 
     def _begin(self, wanted: Plans, number: int) -> None:
         self._transfer = LayerTransfer(self._part, wanted.layers, self._way == BUFFERED, len(self.moved))
-        self._since, self._began, self._wanted = time.monotonic(), number, wanted
+        self._since, self._began, self._wanted, self.under_way = time.monotonic(), number, wanted, True
         self._asked.clear()
         self._told.clear()
         if self.streams:  # which tells of every step

@@ -34,22 +34,26 @@ class _Seen:
 
 
 class SavedBytes:
-    """Sees what the first micro-batch of every stage saves for its backward; later ones run as they are."""
+    """Measures the bytes that the first micro-batch of every stage saves for its backward; later ones run as they are.
+
+    Attributes:
+        seen: by stage, what was measured.
+    """
 
     def __init__(self) -> None:
-        self._seen: dict[int, _Seen] = {}
+        self.seen: dict[int, _Seen] = {}
 
     def around(self, number: int, body: Body) -> Body:
         """The body of stage `number`, watched once."""
 
         def watched(stage: Stage, item: Item, span: Span, received: Any) -> Any:
-            if number in self._seen or not torch.is_grad_enabled() or not item.training:
+            if number in self.seen or not torch.is_grad_enabled() or not item.training:
                 return body(stage, item, span, received)
             there = {storage_of(t) for layer in stage.layers.values() for t in _state(layer)}
             there |= {storage_of(t) for t in tensors_in(item.data.batch)}  # whole, whatever is saved of it
             with saved_for_backward() as found:
                 out = body(stage, item, span, received)
-            self._seen[number] = _Seen(
+            self.seen[number] = _Seen(
                 sum(size for _, size in found.keys() - there) / span.rows,
                 sum(t.nbytes for t in tensors_in(out)) / span.rows,
             )
@@ -59,11 +63,11 @@ class SavedBytes:
 
     def forget(self) -> None:
         """Stages have other layers now."""
-        self._seen.clear()
+        self.seen.clear()
 
     def of_a_sample(self, number: int) -> float | None:
         """Bytes that stage `number` keeps from forward to backward of one sample; None before it was seen."""
-        seen = self._seen.get(number)
+        seen = self.seen.get(number)
         return None if seen is None else seen.activations
 
     def of(self, stages: Mapping[int, Iterable[nn.Module]], optimizers: Iterable[Optimizer]) -> dict[int, StageBytes]:
@@ -74,15 +78,15 @@ class SavedBytes:
                 states[parameter] = sum(t.nbytes for t in values.values() if isinstance(t, torch.Tensor))
         found = {}
         for number, layers in stages.items():
-            if number not in self._seen:
+            if number not in self.seen:
                 continue
             tensors = {id(t): t for layer in layers for t in _state(layer)}.values()
             trained = [t for t in tensors if isinstance(t, nn.Parameter) and t.requires_grad]
             found[number] = StageBytes(
                 sum(t.nbytes for t in tensors),
                 sum(p.nbytes + states.get(p, 0) for p in trained),
-                self._seen[number].activations,
-                self._seen[number].output,
+                self.seen[number].activations,
+                self.seen[number].output,
             )
         return found
 

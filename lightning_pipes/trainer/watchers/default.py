@@ -41,8 +41,11 @@ def default_watchers(run: PipelineRun, check_loss: bool, prediction: Prediction 
         watchers += [OneStep(run), HookChanges(training), StreamReplanning(run, training), OverlapWarning(run)]
     else:
         watchers += [Replanning(run)]
-    watchers += [BufferBroadcast(run), FirstBatch(run)]
-    watchers += [SharedState(run), DeferredErrors(run)]  # errors of ranks come before what only warns
+    if run.part.reducer is not None:  # there are replicas
+        watchers.append(BufferBroadcast(run))
+    watchers += [FirstBatch(run), SharedState(run)]
+    if run.connections.turns is not None:  # a training alone compares at once
+        watchers.append(DeferredErrors(run))  # errors of ranks come before what only warns
     if check_loss and run.fitting:
         watchers.append(SampleCheck(run))
         if run.loss_weights is not None:

@@ -24,12 +24,12 @@ class Replanning(Watcher):
 
     def before(self, step: TrainingStep) -> None:
         """Ask the planner where it is due, and begin or end the move that its answer calls for."""
-        run, moving = self._run, self._run.moving
-        if not moving.under_way:
+        run, relocation = self._run, self._run.relocation
+        if not relocation.under_way:
             run.plans = self._revised_plans(step)
-        elif moving.is_over(run.plans, step.number):
+        elif relocation.is_over(run.plans, step.number):
             run.finish_move(step.number)
-        step.plans = moving.plans_for(run.plans, step.number)
+        step.plans = relocation.plans_for(run.plans, step.number)
 
     def _revised_plans(self, step: TrainingStep) -> Plans:
         run, plans = self._run, self._run.plans
@@ -48,14 +48,14 @@ class StreamReplanning(Replanning):
         self._seen_by = run.plans
 
     def _revised_plans(self, step: TrainingStep) -> Plans:
-        run, plans, engine, looks = self._run, self._run.plans, self._run.engine, self._training.looks
+        run, plans, engine, statistics = self._run, self._run.plans, self._run.engine, self._training.statistics
         if plans is not self._seen_by:  # layers have moved since
-            looks.forget()
+            statistics.forget()
             self._seen_by = plans
-        if plans.due(step.number) and not looks.pending:
+        if plans.due(step.number) and not statistics.pending:
             plan, order = plans.for_rows(engine.plan.jobs[0].rows if engine.open else step.rows)
-            looks.begin(step.number, Window(plan, order, engine.under_way))
-        found = looks.answer(step.number, step.rows, flushed=not engine.open)
+            statistics.begin(step.number, Window(plan, order, engine.under_way))
+        found = statistics.answer(step.number, step.rows, flushed=not engine.open)
         if found is None:
             return plans
         self._throttle(plans.throttles(found), found[-1].free if found else ())

@@ -15,4 +15,4 @@ class SharedState(EvaluationWatcher):
 
     def around(self, step: Step) -> Around:
         """Run the batch with its shared objects watched, where they are."""
-        return self._hidden.batch(step.training)
+        return self._hidden.batch(step.training) if self._hidden.is_due(step.training) else None

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Subset
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
-from lightning_pipes.trainer.loop import run
+from lightning_pipes.trainer.watchers import same_batch
 from tests.trainer.lit import Keeper, Lit, LitOutside, LitTied, data, differences, plain_values, quiet
 from tests.trainers import make_trainer
 
@@ -239,15 +239,15 @@ def test_other_ranks_know_losses_later() -> None:
 def compared(rank: int) -> int:
     """How many batches of an epoch the ranks compare, for which each waits for the others."""
     quiet()
-    fingerprint, seen = run.fingerprint, []
-    run.fingerprint = lambda batch: seen.append(1) or fingerprint(batch)  # type: ignore[assignment, func-returns-value]
+    fingerprint, seen = same_batch.fingerprint, []
+    same_batch.fingerprint = lambda batch: seen.append(1) or fingerprint(batch)  # type: ignore[assignment, func-returns-value]
     trainer = make_trainer(strategy=PipelineStrategy("pipedream", microbatches=2), max_epochs=1)
     trainer.fit(Lit().double(), DataLoader(data(8 * 10), batch_size=8))
     return len(seen)
 
 
 def test_ranks_compare_the_first_batches_only_for_they_would_go_in_step() -> None:
-    assert run_ranks(compared, 2, timeout=60) == [run.CHECKED_BATCHES] * 2
+    assert run_ranks(compared, 2, timeout=60) == [same_batch.CHECKED_BATCHES] * 2
 
 
 def test_validates_where_it_should() -> None:

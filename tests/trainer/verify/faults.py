@@ -25,7 +25,7 @@ from lightning_pipes.engine.compute.rng import stream_seed
 from lightning_pipes.supernets import ChoiceBlock, SubnetStream, Supernet, Uniform
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 from lightning_pipes.trainer import setup
-from lightning_pipes.trainer.loop import flushing, step_data
+from lightning_pipes.trainer.loop import step_data, synchronous
 from lightning_pipes.trainer.module import proxy
 from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
 from lightning_pipes.trainer.state.module_state import ModuleState
@@ -551,7 +551,7 @@ def equal_weights_of_parts(rank: int) -> Iterator[None]:
         def divisor(self, value: int) -> None:
             self._divisor = value
 
-    with patched(flushing, "TrainingStep", Rows):
+    with patched(synchronous, "TrainingStep", Rows):
         yield
 
 
