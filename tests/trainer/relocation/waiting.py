@@ -142,7 +142,7 @@ def fit(case: Waiting, ranks: int, folder: str, resume: str | None = None) -> di
         "metrics": plain_values(dict(trainer.callback_metrics)),
         "steps": trainer.global_step,
         "rate": trainer.optimizers[0].param_groups[0]["lr"],
-        "moved": [vars(m) for m in acts.moving.moved],
+        "moved": [vars(m) for m in acts.relocation.moved],
         "cuts": tuple(span.start for span in acts.layers[1:]),
     }
 
