@@ -77,7 +77,11 @@ class Watchers:
 
     def around(self, step: Any) -> AbstractContextManager[Any]:
         """Call `around` of each watcher, and return one context made of theirs."""
-        contexts = [context for watch in self._around if (context := watch(step)) is not None]
+        contexts: list[AbstractContextManager[None]] = []
+        for watch in self._around:
+            context = watch(step)
+            if context is not None:
+                contexts.append(context)
         if len(contexts) < 2:
             return contexts[0] if contexts else _NOTHING
         with ExitStack() as stack:

@@ -64,7 +64,8 @@ class SampleCheck(Watcher):
 
     def around(self, step: TrainingStep) -> None:
         """Have the batch kept if it is one that is looked at and is cut."""
-        if sum(span.start < step.rows for span in self._pipeline.engine.plan.spans(Kind.F, 0)) < 2:
+        spans = self._pipeline.engine.plan.spans(Kind.F, 0)
+        if len(spans) < 2 or spans[1].start >= step.rows:
             return
         if _is_due(self._batches):
             step.entered = {}
