@@ -231,7 +231,11 @@ BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
         "PipelineStrategy has other arguments on rank 1: microbatches=5, rank 0 4",
     ),
     (Lit, {"schedule": EachRank(("gpipe", "1f1b"))}, "on rank 1: schedule=1f1b, rank 0 gpipe"),
-    (Lit, {"relocation": EachRank(("blocking", "overlapped"))}, "on rank 1: relocation='overlapped', rank 0 'blocking'"),
+    (
+        Lit,
+        {"relocation": EachRank(("blocking", "overlapped"))},
+        "on rank 1: relocation='overlapped', rank 0 'blocking'",
+    ),
     (OtherBatches, {}, "loaded different batches (checksums rank 0:"),
     (OtherBatchesLater, {}, "training, batch 2: the ranks of one pipeline loaded different batches"),
     (OtherBatchesLater, {"schedule": "pipedream"}, "training, batch 2: the ranks of one pipeline loaded different"),
