@@ -128,3 +128,26 @@ class CountsInPlace(Annealed):
         if self.reads:
             self.beta = sum((n + 1) * layer.count for n, layer in enumerate(list(self.model)[:5])) / 1000
             self.log("count", self.beta)
+
+
+class KeepsOutput(nn.Module):
+    """Keeps what it has returned, with its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.out = nn.Linear(WIDTH, WIDTH), torch.zeros(())
+
+    def forward(self, x: Any) -> Any:
+        self.out = self.linear(x).tanh().repeat(1, 2000)
+        return self.out[:, :WIDTH]
+
+
+class ReadsLargeOutputs(Annealed):
+    """A hook reads tensors that are too large to be sent to all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(KeepsOutput() for _ in range(5)), nn.Linear(WIDTH, 3))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("mean", float(sum(layer.out.detach().mean() for layer in list(self.model)[:5])))

@@ -60,6 +60,12 @@ state(
     module=values.Kept,
 )
 state("lists that layers fill, read in hooks", THREE, module=values.ReadLists)
+state(
+    "large tensors that layers keep, read in hooks",
+    module=values.ReadsLargeOutputs,
+    refused="of layer",
+    reason="a tensor of more than 64 KiB is not sent to ranks which may never read it",
+)
 for what in ("saved", "unsaved", "plain", "dict", "object"):
     for reads in (False, True):
         state(

@@ -323,3 +323,23 @@ class AveragesWeights(LitSupernet):
         with torch.no_grad():
             for name, p in self.named_parameters():
                 p.copy_(self.averages[name])
+
+
+class CountsSteps(LitSupernet):
+    """Hooks set something between batches, and read a list of the steps at the end of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[float] = []
+        self.number = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.number = batch_idx
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.steps.append(1.0 + self.number)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("steps", sum(self.steps))
+        self.steps.clear()

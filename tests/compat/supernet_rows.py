@@ -126,3 +126,8 @@ supernet(
     warned="looks at layers while batches are under way",
     reason="average them in on_train_epoch_end",
 )
+supernet(
+    "a list of steps, read in on_train_epoch_end",
+    module=nets.CountsSteps,
+    strategy={**CSP, "microbatches": 1},
+)

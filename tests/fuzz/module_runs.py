@@ -26,7 +26,8 @@ from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 from tests.compat.runs import Keeper, rows_of_csv
 from tests.fuzz.modules import Made, moving_module, padded_module, random_module, source
 from tests.fuzz.moving import MovesLayers
-from tests.fuzz.supernets import supernet_module
+from tests.fuzz.old_weights import ReadsOldWeights
+from tests.fuzz.supernets import STREAM_CUT, streamed_module, supernet_module
 from tests.trainer.lit import differences, plain_values, quiet
 
 EQUAL, REFUSED, WARNED, ALIKE, WRONG = "equal", "refused", "warned", "fails alike", "WRONG"
@@ -102,7 +103,8 @@ def _trained(made: Made, strategy: Callable[[], Any], ranks: int, folder: str, l
     for epochs in (1, 2) if resumes else (None,):
         keeper, made_strategy = Keeper(), strategy()
         moves = [MovesLayers(made.seed)] if made.base.moves and made_strategy != "auto" else []
-        trainer, module = script.make(folder, made_strategy, ranks, [keeper, *moves], lr, epochs)
+        late = [ReadsOldWeights(STREAM_CUT)] if made.base.place == "headless" and made_strategy == "auto" else []
+        trainer, module = script.make(folder, made_strategy, ranks, [*late, keeper, *moves], lr, epochs)
         resume = {"ckpt_path": f"{folder}/first.ckpt", "weights_only": False} if epochs == 2 else {}
         trainer.fit(module, **script.data(), **resume)
         if epochs == 1:
@@ -279,7 +281,12 @@ def main(arguments: Sequence[str]) -> None:
     counts: dict[str, int] = {}
     for start in range(0, len(seeds), 25):
         most = 1 if "--alone" in options else 6
-        kinds = {"--moving": moving_module, "--padded": padded_module, "--supernet": supernet_module}
+        kinds = {
+            "--moving": moving_module,
+            "--padded": padded_module,
+            "--supernet": supernet_module,
+            "--stream": streamed_module,
+        }
         make = next((kinds[each] for each in options if each in kinds), random_module)
         cases = [make(seed, pieces_at_most=most) for seed in seeds[start : start + 25]]
         if len(seeds) == 1 and "--quiet" not in options:

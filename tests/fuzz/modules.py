@@ -25,8 +25,8 @@ class Made:
 
     @property
     def uncompared(self) -> frozenset[str]:
-        """Findings that are not compared: with csp hooks get the latest result that is known, and logs come late."""
-        return frozenset({"outputs", "rows", "logged"} if self.base.place == "supernet" else ())
+        """Findings that are not compared: where batches overlap hooks get the latest result that is known."""
+        return frozenset({"outputs", "rows", "logged"} if self.base.place in ("supernet", "headless") else ())
 
     @property
     def causes(self) -> tuple[str, ...]:

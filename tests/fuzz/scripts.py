@@ -189,6 +189,7 @@ def module_source(base: Base, code: Places) -> list[str]:
             f"nn.Linear(WIDTH, 3), shared={base.shared!r})",
             ["h = self.layers((x, subnet))"],
         ),
+        "headless": (f"self.layers = nn.Sequential(*{made}, nn.Linear(WIDTH, 3))", ["h = self.layers(x)"]),
         "masked": (
             f"self.layers = nn.ModuleList({made})",
             ["h, mask = x, (x > -1).to(x.dtype)", "for layer in self.layers:", "    h = layer(h, mask, scale=0.9)"],
@@ -236,7 +237,7 @@ def module_source(base: Base, code: Places) -> list[str]:
             hooks += [f"    def {signature}:", "        module = self", *lines, ""]
     optimizer = OPTIMIZERS[base.optimizer].format(groups=code.one("groups", "parameters"), lr="self.lr")
     step = code.lines.get("step_begin", []) + code.lines.get("step_end", [])
-    supernet = base.place == "supernet"
+    supernet, headless = base.place == "supernet", base.place in ("supernet", "headless")
     out = f"self(inputs(batch){', batch[-1]' * supernet})"
     says = ["    def layers_of_batch(self, batch):", "        return self.layers.layers_of(batch[-1])", ""]
     uses = ["        module = self"] if any("module" in line for line in step) else []
@@ -251,7 +252,7 @@ def module_source(base: Base, code: Places) -> list[str]:
         f"        {layers}",
         *(small if base.place == "several" else []),
         *(embeds if tokens else []),
-        *([] if supernet else ["        self.head = nn.Linear(WIDTH, 3)"]),
+        *([] if headless else ["        self.head = nn.Linear(WIDTH, 3)"]),
         *code.at("init_end", 8),
         "",
         *(says if supernet else []),
@@ -260,7 +261,7 @@ def module_source(base: Base, code: Places) -> list[str]:
         *code.at("before", 8),
         *[f"        {line}" for line in call],
         *code.at("after", 8),
-        "        return h" if supernet else "        return self.head(h)",
+        "        return h" if headless else "        return self.head(h)",
         "",
         "    def training_step(self, batch, batch_idx):",
         *uses,

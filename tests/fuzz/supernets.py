@@ -1,4 +1,4 @@
-"""Random supernets, of which each batch trains a path; schedule csp has batches overlap."""
+"""Random modules whose batches overlap: supernets of which each batch trains a path, and streams with old weights."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ LEFT_OUT = {
     r"value:.*:on_before_backward:loss": "hooks get the latest result that is known",
     r"collected:.*on_train_batch_end": "steps fill the list late",
     r"rate:plateau": "logs of steps come late",
+    r"^metric": "what is known of it at a validation depends on the batches whose logs have come",
     r"steps:|val interval:": "they end a window in the middle of an epoch, as tests/strategies/csp has it",
 }
 """Causes that no supernet has, by regular expression, and why."""
@@ -75,5 +76,26 @@ def supernet_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
 def _as_with_csp(piece: Piece) -> Piece:
     """Return the piece with what csp may say of it."""
     refused = "." if re.search(MAY_REFUSE, piece.cause) else piece.refused
+    if re.search(r"^value:.*:(on_after_backward|on_before_optimizer_step):", piece.cause):
+        refused = "the optimizers of one pipeline differ"  # where learning rates are set by it
     warned = next((text for cause, text in MAY_WARN if re.search(cause, piece.cause)), piece.warned)
     return replace(piece, refused=refused, warned=warned)
+
+
+STREAM_CUT = (4,)
+"""The layers at which later stages of a stream begin."""
+LEFT_OUT_OF_STREAMS = {
+    r"gradients:.*:(norm|norm by hand|of groups)": "each stage clips by the norm of its own layers",
+    r"^(weights|average|zero_grad|optimizer_step|clips|accumulates)": "stages are at different batches",
+}
+"""Causes that no stream has, besides those of `LEFT_OUT`, and why."""
+
+
+def streamed_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
+    """The module of a seed whose batches overlap, each with weights that miss the latest steps."""
+    made = supernet_module(seed, ranks, pieces_at_most)
+    rng = random.Random(f"stream {seed}")
+    schedule = rng.choice(("pipedream", "dynpipe"))
+    base = replace(made.base, place="headless", schedule=schedule, schedule_args={}, microbatches=rng.choice((1, 2, 4)))
+    kept = [each for each in made.pieces if not any(re.search(cause, each.cause) for cause in LEFT_OUT_OF_STREAMS)]
+    return Made(seed, base, (*kept, Piece("partition:fixed", strategy={"partition": list(STREAM_CUT)})))

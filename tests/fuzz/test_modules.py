@@ -12,7 +12,7 @@ import pytest
 from tests.fuzz.module_runs import ALIKE, EQUAL, WARNED, WRONG, Verdict, alone, verdict, verdicts
 from tests.fuzz.modules import Made, moving_module, padded_module, random_module, source
 from tests.fuzz.pieces import MAKERS, OFF, Base, Piece, is_off
-from tests.fuzz.supernets import supernet_module
+from tests.fuzz.supernets import streamed_module, supernet_module
 
 FEW, MANY, TOGETHER = 100, 400, 50
 
@@ -52,7 +52,12 @@ def test_modules_with_padded_labels(first):
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 106, 25))])
 def test_supernets(first):
-    look(range(first, first + (25 if first else 6)), supernet_module, 0.5)
+    look(range(first, first + (25 if first else 6)), supernet_module, 0.3)
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 106, 25))])
+def test_streams_with_old_weights(first):
+    look(range(first, first + (25 if first else 6)), streamed_module)
 
 
 @pytest.mark.slow

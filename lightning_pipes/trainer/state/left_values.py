@@ -238,9 +238,9 @@ class LeftValues:
             else:
                 content = self._content(place)
                 content = None if content is _ABSENT else content
-                found[place] = (
-                    _sendable(value) if place in self._in_place and isinstance(value, torch.Tensor) else content
-                )
+                found[place] = content
+                if place in self._in_place and isinstance(value, torch.Tensor):
+                    found[place] = value if value.requires_grad else _sendable(value)
                 if self._active:
                     self._noted.setdefault(place, {})[span] = content
         if watch.outside is not None:
@@ -463,8 +463,7 @@ def _tail(before: Any, content: Any) -> Any:
 
 
 def _sendable(tensor: torch.Tensor) -> torch.Tensor | Unsent:
-    small = tensor.nbytes <= _SMALL or tensor.requires_grad
-    return tensor.detach() if small else Unsent(tuple(tensor.shape), tensor.dtype)
+    return tensor.detach() if tensor.nbytes <= _SMALL else Unsent(tuple(tensor.shape), tensor.dtype)
 
 
 def _may_count(value: Any) -> bool:

@@ -132,37 +132,69 @@ class _Changed:
 
 
 class BatchState:
-    """The state that a batch began with, for its steps: those of later batches may have begun meanwhile.
+    """The state that hooks had left when a batch came, for its steps: hooks of later batches may have run meanwhile.
 
     Args:
         contents: objects with their entries.
         copies: tensors with versions and values, by their ids.
+        set_by_steps: object and key of each entry, and id of each tensor, that steps have set so far; they are no
+            hook's, and stay as they are. It grows.
     """
 
     def __init__(
-        self, contents: Sequence[tuple[Any, Content]], copies: Mapping[int, tuple[torch.Tensor, int, torch.Tensor]]
+        self,
+        contents: Sequence[tuple[Any, Content]],
+        copies: Mapping[int, tuple[torch.Tensor, int, torch.Tensor]],
+        set_by_steps: set[Any],
     ) -> None:
         self._contents = contents
         self._copies = copies
+        self._set_by_steps = set_by_steps
 
     @contextmanager
     def restore_entries(self) -> Iterator[None]:
         """Give the objects these entries in the block; afterwards they have the later ones, with its changes."""
-        old = {key: copy.clone() for key, (t, version, copy) in self._copies.items() if tensor_version(t) != version}
-        swapped = []
+        own = self._set_by_steps
+        old = {
+            key: copy.clone()
+            for key, (t, version, copy) in self._copies.items()
+            if tensor_version(t) != version and key not in own
+        }
+        given: list[tuple[Any, Content, Content]] = []
         for thing, kept in self._contents:
-            changed = bool(old) and any(id(value) in old for value in entry_values(kept))
-            if changed or not have_same_entries(read_entries(thing), kept):
-                given: Any = kept
-                if changed and not isinstance(kept, set):
-                    given = map_entries(kept, lambda _, value: old.get(id(value), value))
-                swapped.append((thing, given, read_entries(thing)))
-                write_entries(thing, given)
+            later = read_entries(thing)
+            entries = _merge_entries(later, kept, lambda key, thing=thing: (id(thing), key) in own)
+            if old and not isinstance(entries, set):
+                entries = map_entries(entries, lambda _, value: old.get(id(value), value))
+            if not have_same_entries(entries, later):
+                write_entries(thing, entries)
+            given.append((thing, entries, later))
+        tensors = [t for _, entries, _ in given for t in entry_values(entries) if _is_tensor(t)]
+        versions = [(t, tensor_version(t)) for t in tensors]
         try:
             yield
         finally:
-            for thing, given, later in swapped:
-                write_entries(thing, _with_changes(later, given, read_entries(thing)))
+            own.update(id(t) for t, version in versions if tensor_version(t) != version)
+            for thing, entries, later in given:
+                after = read_entries(thing)
+                if not have_same_entries(after, entries):
+                    own.update((id(thing), key) for key in _changed_keys(after, entries))
+                if after is not entries and not have_same_entries(later, entries):
+                    write_entries(thing, _with_changes(later, entries, after))
+
+
+def _merge_entries(later: Content, kept: Content, is_own: Callable[[Any], bool]) -> Any:
+    """Return the entries `later` with those of `kept`, but for the step's own."""
+    if isinstance(later, dict) and isinstance(kept, dict):
+        return {**later, **{key: value for key, value in kept.items() if not is_own(key)}}
+    return later if is_own(None) else kept
+
+
+def _changed_keys(after: Content, before: Content) -> list[Any]:
+    """Return the keys of entries that differ; None stands for all of a list or set."""
+    if isinstance(after, dict):
+        return [key for key, value in after.items() if entry_at(before, key) is not value]
+    return [None]
 
 
 def _with_changes(later: Content, given: Content, after: Content) -> Content:
@@ -210,6 +242,8 @@ class ModuleState:
         self._overlapping, self._alone, self._watched, self._watched_hooks = "", True, 0, 0
         self._statistics: list[tuple[int, list[int]]] = []
         """Of batch norms ids of their counters, and of what torch changes in place without a new version."""
+        self._captured: dict[int, tuple[Any, Content]] = {}
+        self._set_by_steps: set[Any] = set()
         self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         """Of small tensors, with their versions, for `capture_state`."""
         self._results: dict[Span, dict[int, Content]] = {}
@@ -394,19 +428,23 @@ class ModuleState:
 
     def capture_state(self) -> BatchState:
         """Return the present state, as hooks have left it for the steps of one of several batches that overlap."""
-        found = []
-        for holder in self._holders:
-            if holder.merged:
-                if not holder.is_unchanged():
-                    holder.remember_entries()
-                found.append((holder.thing, holder.kept))
-        tensors = {id(t): t for holder in self._holders if holder.merged for t in holder.tensors}
+        before, self._captured = self._captured, {}
+        for thing in (holder.thing for holder in self._holders if holder.merged):
+            content, known = read_entries(thing), before.get(id(thing))
+            if known is not None and have_same_entries(content, known[1]):
+                content = known[1]
+            self._captured[id(thing)] = thing, content
+        tensors = {
+            id(t): t
+            for _, content in self._captured.values()
+            for t in entry_values(content)
+            if _is_tensor(t) and t.nbytes <= _SMALL
+        }
         self._copies = {
             key: self._copies[key] if self._is_copied(t) else (t, tensor_version(t), t.detach().clone())
             for key, t in tensors.items()
-            if t.nbytes <= _SMALL
         }
-        return BatchState(found, dict(self._copies))
+        return BatchState(list(self._captured.values()), dict(self._copies), self._set_by_steps)
 
     def _is_copied(self, tensor: torch.Tensor) -> bool:
         known = self._copies.get(id(tensor))

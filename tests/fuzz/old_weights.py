@@ -1,0 +1,56 @@
+"""One process that trains with weights as old as those of a pipeline whose batches overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+
+
+class ReadsOldWeights(Callback):
+    """Batch n goes through stage s of p with the weights after n - (p - 1 - s) updates, but none older than the last
+    flush: before validation, and at the end of an epoch.
+
+    Args:
+        cut: the layers at which stages 1, 2, ... begin.
+    """
+
+    def __init__(self, cut: Sequence[int]) -> None:
+        self._cut = cut
+        self._versions: list[list[torch.Tensor]] = []
+        self._parameters: list[tuple[torch.nn.Parameter, int]] = []
+        self._present: list[torch.Tensor] = []
+        self._since = 0
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        layers = list(module.layers)
+        stages = [layers[a:b] for a, b in pairwise([0, *self._cut, len(layers)])]
+        self._parameters = [
+            (p, len(stages) - 1 - s) for s, stage in enumerate(stages) for layer in stage for p in layer.parameters()
+        ]
+        self._keep()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        now = len(self._versions) - 1
+        self._present = [p.data for p, _ in self._parameters]
+        for number, (p, delay) in enumerate(self._parameters):
+            p.data = self._versions[max(self._since, now - delay)][number].clone()
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        for (p, _), present in zip(self._parameters, self._present, strict=True):
+            p.data = present
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._keep()
+
+    def on_validation_start(self, *_: Any) -> None:
+        self._since = max(0, len(self._versions) - 1)
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self._since = len(self._versions) - 1
+
+    def _keep(self) -> None:
+        self._versions.append([p.detach().clone() for p, _ in self._parameters])
