@@ -155,6 +155,7 @@ class BatchState:
     def restore_entries(self) -> Iterator[None]:
         """Give the objects these entries in the block; afterwards they have the later ones, with its changes."""
         own = self._set_by_steps
+        own_entries = [each for each in own if isinstance(each, tuple)]
         old = {
             key: copy.clone()
             for key, (t, version, copy) in self._copies.items()
@@ -163,7 +164,7 @@ class BatchState:
         given: list[tuple[Any, Content, Content]] = []
         for thing, kept in self._contents:
             later = read_entries(thing)
-            entries = _merge_entries(later, kept, lambda key, thing=thing: (id(thing), key) in own)
+            entries = _merge_entries(later, kept, {key for place, key in own_entries if place == id(thing)})
             if old and not isinstance(entries, set):
                 entries = map_entries(entries, lambda _, value: old.get(id(value), value))
             if not have_same_entries(entries, later):
@@ -183,11 +184,11 @@ class BatchState:
                     write_entries(thing, _with_changes(later, entries, after))
 
 
-def _merge_entries(later: Content, kept: Content, is_own: Callable[[Any], bool]) -> Any:
+def _merge_entries(later: Content, kept: Content, own: Collection[Any]) -> Any:
     """Return the entries `later` with those of `kept`, but for the step's own."""
     if isinstance(later, dict) and isinstance(kept, dict):
-        return {**later, **{key: value for key, value in kept.items() if not is_own(key)}}
-    return later if is_own(None) else kept
+        return {**later, **{key: value for key, value in kept.items() if key not in own}}
+    return later if None in own else kept
 
 
 def _changed_keys(after: Content, before: Content) -> list[Any]:
