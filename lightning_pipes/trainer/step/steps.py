@@ -372,7 +372,7 @@ class Steps:
     ) -> Any:
         """The same; `draws` sees whether random numbers are drawn for it."""
         self.state.restore_state()
-        with forked_rng(self._device), recorded(self._module):
+        with forked_rng(self._device), recorded(self._module), item.data.state:
             self._seed_user_code(item, BEFORE_LAYERS)
             draws.start()
             x = self._interceptor.capture(step, batch, *arguments)

@@ -314,7 +314,7 @@ class LossCheck(Watcher):
 
         own = generators(self._module, skip=None if inside else self._cut.proxy)
         before = _states(own)
-        with torch.no_grad(), self._steps.context():
+        with torch.no_grad(), self._steps.context(), item.data.state:
             draws = RngUse(self._device)
             out = self._steps.around(step, item, batch, arguments, layers, draws)
             self._steps.left.take_back()
