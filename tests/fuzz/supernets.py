@@ -17,6 +17,7 @@ KINDS = (
 
 LEFT_OUT = {
     r"around:(inlet|outlet|scale)": "parameters outside of the layers are refused",
+    r"^logs:.*:outputs:": "hooks get the latest result that is known",
     r"around:residual": "a supernet returns what a loss is made of, which is narrower than what enters",
     r"groups:layers$": "a supernet has no head",
     r"weights:.*:(one layer|init|zeros|head|fill|copy|random|reset)": "a choice block has no weights of its own",
