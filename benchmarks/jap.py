@@ -23,7 +23,7 @@ from benchmarks.papers.jap import run as jap_run
 from benchmarks.papers.jap.jobs import random_array, random_costs
 from benchmarks.papers.jap.schemes import Costs, Epoch
 from benchmarks.papers.jap.single import Ordered, Spent
-from lightning_pipes.arrays.array_size import pieces
+from lightning_pipes.arrays.array_size import choose_microbatches
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import SENDS, Kind
 from lightning_pipes.sim import load_kernel
@@ -76,7 +76,7 @@ def methods(problem: ArrayProblem, seconds: float, genetic: bool) -> dict[str, A
         "algorithm 1": solve_array(problem, "algorithm 1"),
         **({f"genetic {1.5 * seconds:g} s": solve_array(problem, "genetic", limit(1.5 * seconds))} if genetic else {}),
         "longest first": solve_array(problem, "longest first"),
-        "pyramid": solve_array(problem, "pyramid"),
+        "order_first_batches": solve_array(problem, "order_first_batches"),
         f"search {0.1 * seconds:g} s": solve_array(problem, "search", limit(0.1 * seconds)),
         f"search {seconds:g} s": solve_array(problem, "search", limit(seconds)),
     }
@@ -123,7 +123,9 @@ def epoch_table(sizes: Sequence[int], all_schemes: bool) -> tuple[list[str], flo
     rows: dict[str, Callable[[Epoch, int], Spent]] = {"no rounds": lambda e, a: e.streamed(a)}
     if all_schemes:
         rows |= {
-            "no rounds, batches cut where jobs are few": lambda e, a: e.streamed(a, microbatches=pieces(STAGES, a)),
+            "no rounds, batches cut where jobs are few": lambda e, a: e.streamed(
+                a, microbatches=choose_microbatches(STAGES, a)
+            ),
             "rounds, arrays in random order (the paper's)": lambda e, a: e.in_rounds(a),
             "rounds, arrays grouped by batch size": lambda e, a: e.in_rounds(a, grouped=True),
         }

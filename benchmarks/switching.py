@@ -133,10 +133,10 @@ class Timed(MemorySwap):
                 with suppress(OSError):
                     os.sched_setscheduler(thread.native_id, os.SCHED_RR, os.sched_param(5))
 
-    def leave(self, index: int) -> None:
+    def release_sibling(self, index: int) -> None:
         """No steady state any more."""
         self._ended = self._ended or self._turns[index] > CHECKED_BATCHES
-        super().leave(index)
+        super().release_sibling(index)
 
     def _begin(self, index: int, begin: Callable[[], None]) -> None:
         before = {name: getattr(self.statistics, name) for name in self.switches}

@@ -28,18 +28,18 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipes.arrays.array_display import ArrayDisplay
 from lightning_pipes.arrays.array_record import ArrayRecord
-from lightning_pipes.arrays.array_size import AUTO, decided_size, pieces
+from lightning_pipes.arrays.array_size import AUTO, choose_microbatches, choose_size
 from lightning_pipes.arrays.arrivals import Arrivals
-from lightning_pipes.arrays.first_batches import pyramid
+from lightning_pipes.arrays.first_batches import order_first_batches
 from lightning_pipes.arrays.interrupts import Interrupts
 from lightning_pipes.arrays.memory_swap import MemorySwap
 from lightning_pipes.arrays.rounds import RoundOrder, Rounds
 from lightning_pipes.arrays.sibling_memory import SiblingMemory
-from lightning_pipes.arrays.siblings.baton import own_random_state, set_own_random_state
+from lightning_pipes.arrays.siblings.baton import read_random_state, restore_random_state
 from lightning_pipes.arrays.siblings.connections import join
 from lightning_pipes.arrays.siblings.shared import Shared
 from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, Outcome, Sibling, current_sibling
-from lightning_pipes.arrays.siblings.sibling_board import Board, Failure, NoMore, Return
+from lightning_pipes.arrays.siblings.sibling_board import Failure, JobCount, PeerStore, Return
 from lightning_pipes.engine.allocator import kept_heap, share_heap
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.watch.fault_points import fault_point
@@ -107,7 +107,7 @@ class JobArray(Generic[T]):
         self._decides = memory if decides else None
         """The memory that decides the size; None where it is given."""
         self._deciding = False
-        self._asked = -1
+        self._last_asked = -1
         """The sibling after which all ranks were asked last."""
         self.timeline: Timeline | None = None
         self._progress = sys.stderr.isatty() if progress is None else progress
@@ -117,12 +117,12 @@ class JobArray(Generic[T]):
         self._queue: deque[Sibling[T] | None] = deque()
         """Who has a turn next; None where a sibling has ended one turn earlier than on other ranks."""
         self._arrivals: Arrivals[Sibling[T]] = Arrivals()
-        self._living: dict[int, Sibling[T]] = {}
-        self._heard: defaultdict[int, list[tuple[int, Failure | Return, float]]] = defaultdict(list)
+        self._running: dict[int, Sibling[T]] = {}
+        self._news_of_peers: defaultdict[int, list[tuple[int, Failure | Return, float]]] = defaultdict(list)
         """News of other ranks about siblings that have not ended here: who, what, and when it was heard."""
-        self._jobs_elsewhere: dict[int, int] = {}
+        self._job_counts_of_peers: dict[int, int] = {}
         """Of ranks that have no more than these."""
-        self._begun = 0
+        self._started = 0
         self._home: Mapping[str, Any] = {}
         self._interrupts = Interrupts(lambda: self.shared.has_met)
         self._terminated = False
@@ -130,7 +130,7 @@ class JobArray(Generic[T]):
         self._looked = 0.0
 
     def run(self, jobs: Iterable[Callable[[], T]]) -> Iterator[Outcome[T]]:
-        """How each sibling ended, as they end. The next job is asked for when a slot is free.
+        """Yield the outcome of each sibling as it ends. The next job is taken when a slot is free.
 
         A sibling that raises ends alone; whoever iterates decides whether the others go on.
 
@@ -143,10 +143,10 @@ class JobArray(Generic[T]):
         """
         if current_sibling() is not None:
             raise InputError("a sibling of an array can't run an array itself; give the outer one all the jobs")
-        source, self._home = iter(jobs), own_random_state()
+        source, self._home = iter(jobs), read_random_state()
         self._display = ArrayDisplay(self._progress and os.environ.get("LOCAL_RANK", "0") == "0")
         if self._decides is not None:
-            self.size, self._deciding, self._asked = 1, True, -1
+            self.size, self._deciding, self._last_asked = 1, True, -1
         self.memory.open(several=self._deciding or self.size > 1)
         self._interrupts.open()
         heap = ExitStack()
@@ -156,34 +156,34 @@ class JobArray(Generic[T]):
             more = filling = True
             while True:
                 while more and not self._terminated and len(self._queue) < self.size:
-                    set_own_random_state(self._home)
+                    restore_random_state(self._home)
                     job = next(source, _NO_MORE)
                     if job is _NO_MORE:
                         more = False
-                        self.shared.board.tell_news(NoMore(self._begun))
+                        self.shared.board.post_news(JobCount(self._started))
                         break
                     if not callable(job):
-                        raise InputError(f"job {self._begun} of the array is {job!r}, and must be a function")
-                    sibling = Sibling(self._begun, partial(_together, job), self, self._home)
-                    self._living[self._begun] = sibling
-                    self._begun += 1
-                    yield from self._have_turn(sibling, filling)
+                        raise InputError(f"job {self._started} of the array is {job!r}, and must be a function")
+                    sibling = Sibling(self._started, partial(_run_with_connections, job), self, self._home)
+                    self._running[self._started] = sibling
+                    self._started += 1
+                    yield from self._give_turn(sibling, filling)
                 if filling:
                     self._order_first_batches()
                     filling = False
                 if not self._queue and self._terminated:
                     raise terminated()
                 if not self._queue:
-                    self.timeline = self._record.timeline(self._gathered())
+                    self.timeline = self._record.timeline(self._gather_events())
                     break
                 if self._rounds is not None:
                     self._compute_round(self._rounds)
                 head = self._queue[0]
                 if head is not None:
-                    self._work_until(head.ready)
+                    self._work_until(head.is_ready)
                 self._queue.popleft()
                 if head is not None:
-                    yield from self._have_turn(head)
+                    yield from self._give_turn(head)
         except GeneratorExit:  # whoever iterates has enough, or has failed
             raise
         except BaseException as error:
@@ -192,7 +192,7 @@ class JobArray(Generic[T]):
         finally:
             if not self._interrupts.raised_at_once:  # else a sibling may be running
                 self._cancel(end)
-            set_own_random_state(self._home)
+            restore_random_state(self._home)
             self._interrupts.close()
             self._close()
             heap.close()
@@ -200,49 +200,53 @@ class JobArray(Generic[T]):
 
     # ---- what its siblings ask for
 
-    def microbatches(self, stages: int) -> int:
-        """In how many a batch is cut where a sibling does not say it: as few as keep all stages busy, of siblings with
-        batches of different sizes, too."""
-        return 1 if self._rounds is not None or self._decides is not None else pieces(stages, self.size)
+    def count_default_microbatches(self, stages: int) -> int:
+        """Return the micro-batches of a batch by default: as few as keep all stages busy, also where siblings have
+        batches of different sizes."""
+        return 1 if self._rounds is not None or self._decides is not None else choose_microbatches(stages, self.size)
 
     @property
-    def told_to_end(self) -> bool:
+    def is_terminated(self) -> bool:
         """Whether this process got SIGTERM."""
         return self._interrupts.terminated
 
-    def keep(self, index: int, engine: Engine) -> None:
-        """Writes down what was computed for a batch of sibling number `index`."""
+    def record_window(self, index: int, engine: Engine) -> None:
+        """Record the computations of a batch of sibling number `index`."""
         self._record.add(index, engine)
 
-    def release(self, index: int) -> None:
-        """Its weights and optimizers are its own again, and lie in no memory that siblings share."""
-        self.memory.leave(index)
+    def release_sibling(self, index: int) -> None:
+        """Move the sibling's weights and optimizers out of shared memory."""
+        self.memory.release_sibling(index)
 
     # ---- turns
 
-    def _have_turn(self, sibling: Sibling[T], filling: bool = False) -> Iterator[Outcome[T]]:
+    def _give_turn(self, sibling: Sibling[T], filling: bool = False) -> Iterator[Outcome[T]]:
         """A turn of a sibling. While the array is `filling` nobody computes meanwhile: a rank that computes keeps all
         others waiting, and the first siblings would start one by one, each some computations after the one before."""
         self._work_until(lambda: self.memory.has_room(sibling.index))
         self.memory.begin_turn(sibling.index)
-        self.memory.look_ahead(self._coming())
+        self.memory.look_ahead(self._upcoming_indices())
         sibling.begin_turn()
-        while not sibling.go_on():
-            self._work_until(sibling.ready, idle=filling)
+        while not sibling.resume_turn():
+            self._work_until(sibling.is_ready, idle=filling)
         if sibling.outcome is None:
             self._end_turn(sibling)
-        self._show(sibling)
-        if self._deciding and self._asked < sibling.index and (sibling.outcome is not None or _has_stepped(sibling)):
+        self._update_display(sibling)
+        if (
+            self._deciding
+            and self._last_asked < sibling.index
+            and (sibling.outcome is not None or _has_stepped(sibling))
+        ):
             self._agree_on_size(sibling)
         if sibling.outcome is None:
             self._queue.append(sibling)
             return
         self._terminated |= isinstance(sibling.outcome.error, SIGTERMException)  # on all ranks, in the same turn
-        del self._living[sibling.index]
-        self._heard.pop(sibling.index, None)
-        if self._ends_later_elsewhere(sibling):
+        del self._running[sibling.index]
+        self._news_of_peers.pop(sibling.index, None)
+        if self._fails_later_on_peers(sibling):
             self._queue.append(None)
-        set_own_random_state(self._home)
+        restore_random_state(self._home)
         yield sibling.outcome
 
     def _order_first_batches(self) -> None:
@@ -252,10 +256,10 @@ class JobArray(Generic[T]):
             return
         board = self.shared.board
         mine = [0 if s is None or s.engine is None else s.engine.plan.jobs[0].rows for s in self._queue]
-        board.tell("rows", json.dumps(mine))
-        self._work_until(lambda: board.all_told("rows"), idle=True)
+        board.post_value("rows", json.dumps(mine))
+        self._work_until(lambda: board.have_all_posted("rows"), idle=True)
         told = [json.loads(each) for each in board.values("rows")] if board.others else [mine]
-        order = pyramid([max(each) for each in zip(*told, strict=True)])
+        order = order_first_batches([max(each) for each in zip(*told, strict=True)])
         self._queue = deque(self._queue[n] for n in order)
 
     def _end_turn(self, sibling: Sibling[T]) -> None:
@@ -271,49 +275,49 @@ class JobArray(Generic[T]):
         """Decides with all ranks, unless the sibling has ended on one: each says so, or for how many it has room."""
         memory, board, engine = self._decides, self.shared.board, sibling.engine
         assert memory is not None
-        self._asked = sibling.index
-        trainer = None if sibling.outcome is not None or sibling.failing else sibling.trainer
-        rooms = [0 if trainer is None else memory.room(trainer.num_devices)]
+        self._last_asked = sibling.index
+        trainer = None if sibling.outcome is not None or sibling.is_failing else sibling.trainer
+        rooms = [0 if trainer is None else memory.count_states_that_fit(trainer.num_devices)]
         room = f"room/{sibling.index}"
-        board.tell(room, str(rooms[0]))
-        self._work_until(lambda: board.all_told(room))
+        board.post_value(room, str(rooms[0]))
+        self._work_until(lambda: board.have_all_posted(room))
         if board.others:
             rooms = [int(each) for each in board.values(room)]
         if all(rooms):
             assert engine is not None
-            self.size, self._deciding = decided_size(rooms, engine.plan.n_ranks), False
+            self.size, self._deciding = choose_size(rooms, engine.plan.n_ranks), False
 
-    def _show(self, sibling: Sibling[T]) -> None:
+    def _update_display(self, sibling: Sibling[T]) -> None:
         assert self._display is not None
         if sibling.outcome is None:
-            self._display.after_turn(sibling.index, sibling.trainer)
+            self._display.update_sibling(sibling.index, sibling.trainer)
         else:
-            self._display.ended(sibling.index, sibling.counts)
+            self._display.end_sibling(sibling.index, sibling.counts)
 
-    def _ends_later_elsewhere(self, sibling: Sibling[T]) -> bool:
+    def _fails_later_on_peers(self, sibling: Sibling[T]) -> bool:
         """Whether a sibling that has ended here goes on to its next turn on other ranks, so that its slot is taken
         until then. One that has returned does the same everywhere, or fails by the same turn."""
         board, later = self.shared.board, False
         ended, late = f"ended/{sibling.index}", f"late/{sibling.index}"
-        board.tell(ended)
-        if not sibling.failed:
+        board.post_value(ended)
+        if not sibling.has_failed:
             return False
         for rank in board.others:
-            self._work_until(partial(_either, board, ended, late, rank))
-            later |= board.told(late, rank)
+            self._work_until(partial(_has_posted_either, board, ended, late, rank))
+            later |= board.has_posted(late, rank)
         return later
 
     # ---- work
 
     def _compute_round(self, rounds: Rounds[Sibling[T]]) -> None:
-        """Computes all that siblings have handed in, once each has; then all of them have a turn."""
-        if not rounds.to_come:
+        """Compute all batches of a round, once each sibling has handed one in; then each has a turn."""
+        if not rounds.turns_left:
             siblings = [s for s in self._queue if s is not None]
-            rounds.begin(siblings)
+            rounds.begin_round(siblings)
             for sibling in siblings:
-                self._work_until(sibling.ready)
-            rounds.end(len(self._queue))
-        rounds.to_come -= 1
+                self._work_until(sibling.is_ready)
+            rounds.end_round(len(self._queue))
+        rounds.turns_left -= 1
 
     def _work_until(self, ready: Callable[[], bool], idle: bool = False) -> None:
         """Computes for siblings between their turns until `ready()`; sleeps where there is nothing to do, or always if
@@ -325,32 +329,36 @@ class JobArray(Generic[T]):
                 self._sleep()
 
     def _work(self) -> bool:
-        """Runs one computation with what it sends; whether there was one."""
-        chosen = self._arrivals.choose(self._queue, self.memory) if self._rounds is None else self._rounds.next()
+        """Run one computation and its messages; return whether there was one."""
+        chosen = (
+            self._arrivals.choose_sibling(self._queue, self.memory)
+            if self._rounds is None
+            else self._rounds.next_sibling()
+        )
         if chosen is None:
             return False
         started = time.monotonic()
-        if not chosen.failing:
+        if not chosen.is_failing:
             self._compute_here(chosen)
         assert self._display is not None
-        self._display.computed(time.monotonic() - started)
+        self._display.add_busy_seconds(time.monotonic() - started)
         return True
 
     def _compute_here(self, sibling: Sibling[T]) -> None:
-        """Runs a computation with the sibling's weights on the device, while those that come next are brought."""
+        """Run a computation with the sibling's weights on the device, and prefetch the next ones."""
         engine, memory = sibling.engine, self.memory
         assert engine is not None
         i = engine.upcoming()
         if i is None:  # more has come since, and its policy waits for better
             return
         memory.begin_block(sibling.index, i.stage)
-        memory.look_ahead(self._coming())
+        memory.look_ahead(self._upcoming_indices())
         sibling.compute()
-        memory.end_block(sibling.index, keep=engine.holds_weights or sibling.failing)
+        memory.end_block(sibling.index, keep=engine.holds_weights or sibling.is_failing)
 
-    def _coming(self) -> list[int]:
-        """Whose weights will be wanted next, the first one first."""
-        return [*self._arrivals.indices, *(s.index for s in self._queue if s is not None)]
+    def _upcoming_indices(self) -> list[int]:
+        """Return the indices of the next siblings, in order."""
+        return [*self._arrivals.waiting_indices, *(s.index for s in self._queue if s is not None)]
 
     def _sleep(self) -> None:
         shared = self.shared
@@ -363,51 +371,51 @@ class JobArray(Generic[T]):
         now = time.monotonic()
         if now > self._looked + _NOTICE_SECONDS:
             self._looked = now
-            self._hear(now)
+            self._handle_news(now)
 
-    def _hear(self, now: float) -> None:
-        """Takes note of how siblings end on other ranks, of those also that have not begun here."""
-        for rank, news in self.shared.board.news():
-            if isinstance(news, NoMore):
-                self._jobs_elsewhere[rank] = news.jobs
-            elif news.index >= self._begun or news.index in self._living:
-                self._heard[news.index].append((rank, news, now))
-        for rank, jobs in self._jobs_elsewhere.items():
-            if self._begun > jobs:
+    def _handle_news(self, now: float) -> None:
+        """Handle news of siblings that ended on other ranks, also of siblings that have not begun here."""
+        for rank, news in self.shared.board.read_news():
+            if isinstance(news, JobCount):
+                self._job_counts_of_peers[rank] = news.jobs
+            elif news.index >= self._started or news.index in self._running:
+                self._news_of_peers[news.index].append((rank, news, now))
+        for rank, jobs in self._job_counts_of_peers.items():
+            if self._started > jobs:
                 raise InputError(
                     f"rank {rank} has {jobs} jobs for the array, and rank {self.shared.board.rank} has begun another "
                     "one: all ranks need the same jobs in the same order, so they can't depend on the rank, or on "
                     "files that only some of them see"
                 )
-        for index in self._heard.keys() & self._living.keys():
-            for rank, news, since in self._heard[index]:
-                self._living[index].hear(rank, news, now - since)
+        for index in self._news_of_peers.keys() & self._running.keys():
+            for rank, news, since in self._news_of_peers[index]:
+                self._running[index].handle_news(rank, news, now - since)
 
     # ---- ends
 
-    def _gathered(self) -> Sequence[Sequence[Event]]:
-        """The events of each rank."""
+    def _gather_events(self) -> Sequence[Sequence[Event]]:
+        """Return the events of each rank."""
         shared, board, events = self.shared, self.shared.board, self._record.events
         if not board.others:
             return [events]
         fault_point("array.gather")
-        board.tell("last", shared.greeting(self.size))
-        self._work_until(lambda: board.all_told("last"))
-        return shared.gathered(board.values("last"), events)
+        board.post_value("last", shared.describe_free_controls(self.size))
+        self._work_until(lambda: board.have_all_posted("last"))
+        return shared.gather_events(board.values("last"), events)
 
     def _cancel(self, error: BaseException) -> None:
-        """Ends all siblings that are left, none of which may count on other ranks any more."""
+        """End all remaining siblings; none of them may wait for other ranks any more."""
         watch = self.shared.watch
-        if self._living and watch is not None and watch.error is None:
+        if self._running and watch is not None and watch.error is None:
             watch.report_failure(error)
-        for sibling in self._living.values():
-            self.release(sibling.index)
+        for sibling in self._running.values():
+            self.release_sibling(sibling.index)
         cancelled = error
         if not isinstance(error, ArrayCancelledError):
             cancelled = ArrayCancelledError(f"the array has ended: {type(error).__name__} {error}".rstrip())
-        for sibling in self._living.values():
-            sibling.cancel(cancelled)
-        self._living.clear()
+        for sibling in self._running.values():
+            sibling.end_by_error(cancelled)
+        self._running.clear()
         self._queue.clear()
 
     def _close(self) -> None:
@@ -419,16 +427,16 @@ class JobArray(Generic[T]):
         shared.close()
 
 
-def _either(board: Board, one: str, other: str, rank: int) -> bool:
-    return board.told(one, rank) or board.told(other, rank)
+def _has_posted_either(board: PeerStore, one: str, other: str, rank: int) -> bool:
+    return board.has_posted(one, rank) or board.has_posted(other, rank)
 
 
 def _has_stepped(sibling: Sibling[Any]) -> bool:
     return sibling.trainer is not None and sibling.trainer.global_step > 0
 
 
-def _together(job: Callable[[], T]) -> T:
-    """The value that a sibling's function returns, whose trainings get the connections of its array."""
+def _run_with_connections(job: Callable[[], T]) -> T:
+    """Return the value of a sibling's function; its trainings get the connections of the array."""
     sibling = current_sibling()
     assert sibling is not None, "a sibling runs it"
     with in_company(partial(join, sibling)):

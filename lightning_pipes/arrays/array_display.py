@@ -31,12 +31,12 @@ class ArrayDisplay:
         self._whole = tqdm(bar_format="{desc}", file=sys.stderr, leave=True, disable=not shown)
         self._shown = shown
 
-    def computed(self, seconds: float) -> None:
-        """This rank has computed for that long."""
+    def add_busy_seconds(self, seconds: float) -> None:
+        """Add seconds in which this rank has computed."""
         self._computed += seconds
 
-    def after_turn(self, index: int, trainer: pl.Trainer | None) -> None:
-        """A sibling has had a turn."""
+    def update_sibling(self, index: int, trainer: pl.Trainer | None) -> None:
+        """Show the progress of a sibling after its turn."""
         if not self._shown or trainer is None:
             return
         if index not in self._bars:
@@ -51,8 +51,8 @@ class ArrayDisplay:
             bar.refresh()
             self._draw()
 
-    def ended(self, index: int, counts: bool) -> None:
-        """A sibling has ended."""
+    def end_sibling(self, index: int, counts: bool) -> None:
+        """Remove the line of a sibling that has ended."""
         self._ended += counts
         bar = self._bars.pop(index, None)
         if bar is not None:
@@ -61,7 +61,7 @@ class ArrayDisplay:
         self._draw()
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Close all lines."""
         for bar in self._bars.values():
             bar.close()
         self._whole.close()
@@ -74,7 +74,7 @@ class ArrayDisplay:
 
 
 def _batches(trainer: pl.Trainer) -> int | None:
-    """How many it trains on in all; None where that is not known, as before and during the sanity check."""
+    """Return the number of training batches; None where it is unknown, as during the sanity check."""
     steps, epochs = trainer.max_steps, trainer.max_epochs
     by_epochs = float("inf") if epochs in (None, -1) else trainer.num_training_batches * epochs
     by_steps = float("inf") if steps == -1 else steps * trainer.accumulate_grad_batches

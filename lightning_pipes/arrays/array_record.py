@@ -24,7 +24,7 @@ class ArrayRecord:
         self._ranks: tuple[int, ...] = ()
 
     def add(self, index: int, engine: Engine) -> None:
-        """Takes in what was done in the window that is open in the engine of sibling number `index`, if it trains."""
+        """Add the computations of the engine's open window to sibling number `index`, if it trains."""
         if not engine.training:
             return
         batch, plan = self._batches[index], engine.plan

@@ -13,18 +13,18 @@ _PER_STAGE = 2
 """Siblings for each stage that keep all stages busy, as simulated."""
 
 
-def enough_siblings(stages: int) -> int:
-    """As many as keep all stages busy."""
+def count_useful_siblings(stages: int) -> int:
+    """Return the number of siblings that keep all stages busy."""
     return _PER_STAGE * stages
 
 
-def pieces(stages: int, siblings: int) -> int:
-    """In how many micro-batches each of so many siblings cuts its batches: as few as keep all stages busy."""
-    return -(-enough_siblings(stages) // siblings)
+def choose_microbatches(stages: int, siblings: int) -> int:
+    """Return the micro-batches of a batch with so many siblings: as few as keep all stages busy."""
+    return -(-count_useful_siblings(stages) // siblings)
 
 
-def decided_size(rooms: Sequence[int], stages: int) -> int:
-    """As many siblings as are of use on so many stages and all ranks have room for, S V-B1 of ArrayPipe; it is logged.
+def choose_size(rooms: Sequence[int], stages: int) -> int:
+    """Return the size of an array: the useful siblings that fit on all ranks, S V-B1 of ArrayPipe. The size is logged.
 
     Args:
         rooms: states for which each rank has room.
@@ -32,7 +32,7 @@ def decided_size(rooms: Sequence[int], stages: int) -> int:
     Raises:
         PlanError: a rank has no room for two.
     """
-    fits, useful = min(rooms), enough_siblings(stages)
+    fits, useful = min(rooms), count_useful_siblings(stages)
     if fits < 2:
         raise PlanError(
             f"the host of rank {rooms.index(fits)} has room for the states of {fits} sibling, and an array needs two. "

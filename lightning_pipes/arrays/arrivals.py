@@ -25,21 +25,21 @@ class Arrivals(Generic[S]):
         self._waiting: list[S] = []  # with something to compute, in the order in which it was seen
 
     @property
-    def indices(self) -> list[int]:
-        """Of siblings that could be computed for, the first one first."""
+    def waiting_indices(self) -> list[int]:
+        """Indices of siblings with a computation that is ready, in order of arrival."""
         return [sibling.index for sibling in self._waiting]
 
-    def choose(self, siblings: Iterable[S | None], memory: SiblingMemory) -> S | None:
-        """Who is computed for next; None where nobody can be."""
+    def choose_sibling(self, siblings: Iterable[S | None], memory: SiblingMemory) -> S | None:
+        """Return the sibling that computes next; None where none can."""
         found: list[tuple[int, S]] = []
         for sibling in siblings:
-            if sibling is None or sibling.engine is None or sibling.failing or sibling in self._waiting:
+            if sibling is None or sibling.engine is None or sibling.is_failing or sibling in self._waiting:
                 continue
             since = sibling.engine.upcoming_since()
             if since is not None:
                 found.append((since, sibling))
         self._waiting.extend(sibling for _, sibling in sorted(found, key=itemgetter(0)))
-        chosen = next((s for s in self._waiting if s.failing or memory.holds(s.index)), None)
+        chosen = next((s for s in self._waiting if s.is_failing or memory.is_leased(s.index)), None)
         if chosen is None:  # who holds its place on the device comes first, to give it free
             chosen = next((s for s in self._waiting if memory.has_room(s.index)), None)
         if chosen is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def pyramid(rows: Sequence[int]) -> list[int]:
-    """Places in `rows` in the order in which their batches begin: small ones at both ends, large ones between them.
+def order_first_batches(rows: Sequence[int]) -> list[int]:
+    """Return places in `rows` in their starting order: small batches at both ends, large ones between them.
 
     Whoever comes first stays first, so this is the order for long. Simulated on 8 stages, 16 siblings with batches of 8
     to 32 in turn keep the busiest stage computing 94 % of the time from their third batches to their eighth, and

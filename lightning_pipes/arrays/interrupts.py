@@ -13,7 +13,7 @@ from lightning_pipes.trainer.loop.stopping import terminated
 
 
 class Interrupts:
-    """From `open` to `close` Ctrl-C is taken note of, to be raised where nothing runs; the second one raises
+    """Counts Ctrl-C between `open` and `close`, to raise it where nothing runs; the second one raises
     KeyboardInterrupt at once. SIGTERM is taken note of, too, where that is heeded, and else raised at once. Other
     threads than the main one get none.
 
@@ -34,7 +34,7 @@ class Interrupts:
         self._opened = False
 
     def open(self) -> None:
-        """Counts from 0."""
+        """Count from 0."""
         self.count, self.terminated, self.raised_at_once = 0, False, False
         if threading.current_thread() is threading.main_thread():
             self._opened = True
@@ -43,7 +43,7 @@ class Interrupts:
             signal.signal(signal.SIGTERM, self._note_sigterm)
 
     def close(self) -> None:
-        """From now on the signals are what they were before."""
+        """Restore the previous signal handlers."""
         if self._opened:
             self._opened = False
             interrupt, terminate = self._before
@@ -51,7 +51,7 @@ class Interrupts:
             signal.signal(signal.SIGTERM, terminate)
 
     def raise_later(self) -> None:
-        """Called after `close`: SIGTERM comes now, if it came before."""
+        """Raise SIGTERM after `close`, if it came before."""
         if self.terminated:
             signal.raise_signal(signal.SIGTERM)
 

@@ -27,8 +27,8 @@ from lightning_pipes.trainer.ranks.notices import Notices
 
 
 class MemorySwap(SiblingMemory, PipelineCallback):
-    """Keeps states on the host, and those that are needed on the device: of an array's siblings, of the layers of a
-    supernet, or of weight versions.
+    """Keeps states on the host and moves them to the device when they are used: states of siblings, of a supernet's
+    layers, or of weight versions.
 
     A state is what a sibling has on a rank: weights, buffers and what its optimizers remember of them. It is on the
     device while something is computed for the sibling and while it has its turn, in which its optimizers step; those
@@ -115,7 +115,7 @@ class MemorySwap(SiblingMemory, PipelineCallback):
         self._notices = Notices(self.pipeline(trainer).control)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Every rank leaves what it has counted, and the first one logs what it finds: nobody waits."""
+        """Publish this rank's counts; rank 0 logs the counts that it finds, without waiting."""
         every: int = getattr(trainer, "log_every_n_steps")  # noqa: B009  # Lightning sets it where no type checker looks
         if self._notices is None or trainer.global_step % every:
             return
@@ -178,8 +178,8 @@ class MemorySwap(SiblingMemory, PipelineCallback):
             + ("" if self.switching is None or not found.stall_ns else f". {self.switching}")
         )
 
-    def room(self, ranks: int) -> int:
-        """States like the largest for which this rank's host has memory, with those that are there.
+    def count_states_that_fit(self, ranks: int) -> int:
+        """Return the number of states like the largest that fit on this rank's host, those there included.
 
         Args:
             ranks: on this host.
@@ -190,7 +190,7 @@ class MemorySwap(SiblingMemory, PipelineCallback):
             most = held + psutil.virtual_memory().available // 2 // ranks
         return most // max(1, self._largest)
 
-    def holds(self, index: int) -> bool:
+    def is_leased(self, index: int) -> bool:
         return self._swap is not None and self._swap.is_leased(index)
 
     def has_room(self, index: int) -> bool:
@@ -208,7 +208,7 @@ class MemorySwap(SiblingMemory, PipelineCallback):
             swap.release(index)
             swap.write_back(index)
             return
-        self.leave(index)
+        self.release_sibling(index)
         found = Binding(module, optimizers, device)
         self._largest = max(self._largest, swap.add(index, found, lambda size: self._check(index, size)))
 
@@ -233,7 +233,7 @@ class MemorySwap(SiblingMemory, PipelineCallback):
             if self.prefetch:
                 self._swap.prefetch_states()
 
-    def leave(self, index: int) -> None:
+    def release_sibling(self, index: int) -> None:
         if self._swap is not None:
             self._swap.remove(index)
 

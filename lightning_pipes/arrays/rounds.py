@@ -20,19 +20,19 @@ S = TypeVar("S", bound=Sibling[Any])
 
 
 class Rounds(Generic[S]):
-    """Who computes next on this rank.
+    """The order of computations on this rank.
 
     Attributes:
-        to_come: siblings that have a turn yet before the round is computed.
+        turns_left: siblings that have a turn yet before the round is computed.
     """
 
     def __init__(self, order: RoundOrder) -> None:
-        self.to_come = 0
+        self.turns_left = 0
         self._order = order
         self._row: deque[tuple[S, Kind]] = deque()
 
-    def begin(self, siblings: Sequence[S]) -> None:
-        """All of them have handed in what they had; those that have ended, or are failing, have none.
+    def begin_round(self, siblings: Sequence[S]) -> None:
+        """Begin a round after all siblings have handed in their batches; ended and failing ones have none.
 
         Raises:
             PlanError: a batch is cut into micro-batches.
@@ -56,17 +56,17 @@ class Rounds(Generic[S]):
             if i.kind is not Kind.STEP
         )
 
-    def end(self, turns: int) -> None:
-        """All is computed, and so many turns come before the next round."""
-        self.to_come = turns
+    def end_round(self, turns: int) -> None:
+        """End the round; so many turns come before the next one."""
+        self.turns_left = turns
         self._row.clear()
 
-    def next(self) -> S | None:
-        """Whose block comes next; None where it has to wait, or nothing is left."""
+    def next_sibling(self) -> S | None:
+        """Return the sibling of the next block; None where it has to wait, or nothing is left."""
         while self._row:
             sibling, kind = self._row[0]
             engine = sibling.engine
-            over = sibling.failing or engine is None or engine.satisfied or (kind is Kind.B and not engine.training)
+            over = sibling.is_failing or engine is None or engine.satisfied or (kind is Kind.B and not engine.training)
             if not over:
                 assert engine is not None
                 if engine.upcoming() is None:

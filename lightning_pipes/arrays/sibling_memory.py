@@ -21,12 +21,12 @@ class SiblingMemory:
     def close(self) -> None:
         """It has ended."""
 
-    def holds(self, index: int) -> bool:
-        """Whether the sibling's state has to stay on the device."""
+    def is_leased(self, index: int) -> bool:
+        """Return whether the sibling's state has to stay on the device."""
         return True
 
     def has_room(self, index: int) -> bool:
-        """Whether the sibling's state is or can be on the device beside those that stay there."""
+        """Return whether the sibling's state fits on the device beside the states that stay there."""
         return True
 
     def begin_turn(self, index: int) -> None:
@@ -52,5 +52,5 @@ class SiblingMemory:
     def look_ahead(self, coming: Iterable[int]) -> None:
         """Siblings that will probably compute or have turns next, the first one first."""
 
-    def leave(self, index: int) -> None:
-        """The sibling's tensors are to be its own again, on the host."""
+    def release_sibling(self, index: int) -> None:
+        """Move the sibling's tensors back to the host, out of shared memory."""

@@ -25,9 +25,9 @@ def trainer(batch: int, **more: Any) -> Any:
 def test_a_line_for_each_sibling(capsys: pytest.CaptureFixture[str]) -> None:
     display = ArrayDisplay(shown=True)
     for sibling in (0, 1):
-        display.after_turn(sibling, trainer(13))
-    display.ended(0, counts=True)
-    display.after_turn(2, trainer(0))  # takes the free line
+        display.update_sibling(sibling, trainer(13))
+    display.end_sibling(0, counts=True)
+    display.update_sibling(2, trainer(0))  # takes the free line
     display.close()
     text = capsys.readouterr().err
     for part in ("sibling 0, epoch 1", "sibling 1, epoch 1", "sibling 2, epoch 0", "14/20", "loss=0.5", "1 ended"):
@@ -36,8 +36,8 @@ def test_a_line_for_each_sibling(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_nothing_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
     display = ArrayDisplay(shown=False)
-    display.after_turn(0, trainer(1))
-    display.ended(0, counts=True)
+    display.update_sibling(0, trainer(1))
+    display.end_sibling(0, counts=True)
     display.close()
     assert capsys.readouterr().err == ""
 
@@ -45,8 +45,8 @@ def test_nothing_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
 def test_endless_data_have_no_total(capsys: pytest.CaptureFixture[str]) -> None:
     display = ArrayDisplay(shown=True)
     endless = trainer(3, num_training_batches=float("inf"))
-    display.after_turn(0, endless)
-    display.after_turn(1, None)
+    display.update_sibling(0, endless)
+    display.update_sibling(1, None)
     display.close()
     assert "4batch" in capsys.readouterr().err
 
@@ -57,17 +57,17 @@ def test_endless_data_have_no_total(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_total_is_that_of_the_run(more: dict[str, int], total: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Also where a sanity check comes first, during which Lightning does not know it."""
     display = ArrayDisplay(shown=True)
-    display.after_turn(0, trainer(-1, num_training_batches=float("inf")))
+    display.update_sibling(0, trainer(-1, num_training_batches=float("inf")))
     display._drawn.clear()
-    display.after_turn(0, trainer(5, **more))
+    display.update_sibling(0, trainer(5, **more))
     display.close()
     assert f"6/{total}" in capsys.readouterr().err
 
 
 def test_who_had_nothing_to_do_has_not_ended(capsys: pytest.CaptureFixture[str]) -> None:
     display = ArrayDisplay(shown=True)
-    display.ended(0, counts=True)
-    display.ended(1, counts=False)
+    display.end_sibling(0, counts=True)
+    display.end_sibling(1, counts=False)
     display.close()
     text = capsys.readouterr().err
     assert "1 ended" in text

@@ -1,10 +1,10 @@
 """Small batches at both ends of the first ones."""
 
-from lightning_pipes.arrays.first_batches import pyramid
+from lightning_pipes.arrays.first_batches import order_first_batches
 
 
 def test_large_batches_are_in_the_middle() -> None:
-    assert pyramid([]) == []
-    assert pyramid([8, 16, 24, 32, 8, 16, 24]) == [0, 1, 2, 3, 6, 5, 4]
-    assert pyramid([32, 8, 8]) == [1, 0, 2]
-    assert pyramid([5, 5, 5]) == [0, 2, 1]
+    assert order_first_batches([]) == []
+    assert order_first_batches([8, 16, 24, 32, 8, 16, 24]) == [0, 1, 2, 3, 6, 5, 4]
+    assert order_first_batches([32, 8, 8]) == [1, 0, 2]
+    assert order_first_batches([5, 5, 5]) == [0, 2, 1]

@@ -138,7 +138,7 @@ def sized(rank: int, jobs: list[Job], rooms: list[int]) -> Any:
     begin_turn = memory.begin_turn
 
     def counted_turn(index: int) -> None:
-        living.append(len(array._living))
+        living.append(len(array._running))
         memory._largest = state
         begin_turn(index)
 

@@ -14,7 +14,7 @@ import torch
 from lightning_pipes.arrays.array import JobArray
 from lightning_pipes.arrays.siblings.shared import Shared
 from lightning_pipes.arrays.siblings.sibling import RETURN_SECONDS, Sibling
-from lightning_pipes.arrays.siblings.sibling_board import Board, Failure, Return
+from lightning_pipes.arrays.siblings.sibling_board import Failure, PeerStore, Return
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.module.optimizers import check_same_settings, settings_of
@@ -137,15 +137,15 @@ def test_connections_that_were_left_on_some_ranks_only_are_given_up() -> None:
         return control
 
     def meet() -> list[Any]:
-        greetings = [each.greeting(2) for each in ranks]
-        return [each.control(greetings, make(name)) for each, name in zip(ranks, "ab", strict=True)]
+        descriptions = [each.describe_free_controls(2) for each in ranks]
+        return [each.control(descriptions, make(name)) for each, name in zip(ranks, "ab", strict=True)]
 
     ranks = Shared(), Shared()
     first, second = meet(), meet()
     assert [c.name for c in (*first, *second)] == ["a1", "b1", "a2", "b2"]
-    ranks[0].take_back(first[0])  # and not on the other rank
+    ranks[0].return_control(first[0])  # and not on the other rank
     for shared, control in zip(ranks, second, strict=True):
-        shared.take_back(control)
+        shared.return_control(control)
     assert [c.name for c in (*meet(), *meet())] == ["a2", "b2", "a3", "b3"]
 
 
@@ -167,10 +167,10 @@ class Store(dict[str, bytes]):
         return all(key in self for key in keys)
 
 
-def boards() -> tuple[Board, Board]:
-    store, one, two = Store(), Board(), Board()
-    one.tell("early", "word")
-    one.tell_news(Failure(3, 1, "ValueError: x"))
+def boards() -> tuple[PeerStore, PeerStore]:
+    store, one, two = Store(), PeerStore(), PeerStore()
+    one.post_value("early", "word")
+    one.post_news(Failure(3, 1, "ValueError: x"))
     for rank, board in enumerate((one, two)):
         watch: Any = SimpleNamespace(sub_store=lambda: store)
         board.open(watch, rank, 2)
@@ -179,41 +179,41 @@ def boards() -> tuple[Board, Board]:
 
 def test_what_was_told_before_there_is_a_board_is_told_then() -> None:
     one, two = boards()
-    assert two.told("early", 0)
-    two.tell("early", "too")
+    assert two.has_posted("early", 0)
+    two.post_value("early", "too")
     assert two.values("early") == ["word", "too"]
-    assert list(two.news()) == [(0, Failure(3, 1, "sibling 3 failed on rank 0: ValueError: x"))]
-    assert list(two.news()) == []
-    assert list(one.news()) == []
-    alone = Board()
+    assert list(two.read_news()) == [(0, Failure(3, 1, "sibling 3 failed on rank 0: ValueError: x"))]
+    assert list(two.read_news()) == []
+    assert list(one.read_news()) == []
+    alone = PeerStore()
     nobody: Any = None
     alone.open(nobody, 0, 1)
-    alone.tell("word")
-    assert alone.all_told("word")
+    alone.post_value("word")
+    assert alone.have_all_posted("word")
 
 
 def test_news_of_a_sibling_that_begins_later_is_kept() -> None:
     """A rank that is ahead may fail in a sibling that this rank has not begun."""
     array = JobArray[Any](2)
     *_, array.shared.board = boards()
-    array._hear(0.0)
-    array._begun = 4
-    array._living[3] = sibling = Sibling(3, lambda: None, array, {})
+    array._handle_news(0.0)
+    array._started = 4
+    array._running[3] = sibling = Sibling(3, lambda: None, array, {})
     sibling.begin_turn()
-    array._hear(1.0)
-    assert sibling.failing
+    array._handle_news(1.0)
+    assert sibling.is_failing
 
 
 def test_going_on_after_a_return_elsewhere() -> None:
     """In the same turn it may lag, but not for ever; in a later one, or at another meeting, it can't."""
     sibling = Sibling[Any](0, lambda: None, JobArray[Any](2), {})
     sibling.begin_turn()
-    sibling.hear(1, Return(0, 1, 0), 0.0)
+    sibling.handle_news(1, Return(0, 1, 0), 0.0)
     sibling._meetings = 1
-    sibling.hear(1, Return(0, 1, 1), RETURN_SECONDS - 1)
+    sibling.handle_news(1, Return(0, 1, 1), RETURN_SECONDS - 1)
     for news, seconds in ((Return(0, 1, 0), 0.0), (Return(0, 0, 1), 0.0), (Return(0, 1, 1), RETURN_SECONDS + 1)):
         with pytest.raises(PlanError, match="has returned on rank 1"):
-            sibling.hear(1, news, seconds)
+            sibling.handle_news(1, news, seconds)
 
 
 def test_settings_of_optimizers() -> None:

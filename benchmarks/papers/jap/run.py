@@ -26,7 +26,7 @@ from benchmarks.engine import gpt_parts
 from benchmarks.harness.silence import QUIET, hush
 from benchmarks.papers.jap.peers import Single, by_torch, data_parallel, side_by_side, singles
 from lightning_pipes import JobArray, PipelineStrategy
-from lightning_pipes.arrays.first_batches import pyramid
+from lightning_pipes.arrays.first_batches import order_first_batches
 from lightning_pipes.cost import CostModel, LayerProfile, ModelProfile
 from lightning_pipes.cost.table import Table
 from lightning_pipes.engine.allocator import describe_allocator
@@ -106,7 +106,7 @@ class Case:
         """The array in virtual time, when nothing but blocks takes any: many times, with blocks of each stage that take
         `UNEVEN` more or less, for who comes first is often a matter of less than that, and what follows differs by some
         percent."""
-        order = pyramid([self.rows(n) for n in range(self.siblings)])
+        order = order_first_batches([self.rows(n) for n in range(self.siblings)])
         jobs = [Job(Cut.even(self.rows(n), 1, self.ranks), self.batches) for n in order]
         found = []
         for seed in range(SIMULATIONS):

@@ -23,7 +23,7 @@ class SiblingAgreement:
         self._stops = stops
         self._control = control
         self._sibling = sibling
-        self._asked: tuple[int, Coming[list[bool]]] | None = None
+        self._last_answer: tuple[int, Coming[list[bool]]] | None = None
 
     def agree(self) -> None:
         """After this call every rank stops, or none.
@@ -34,12 +34,12 @@ class SiblingAgreement:
         """
         flags = self._stops.flags()
         batch = self._trainer.fit_loop.batch_idx
-        before, self._asked = self._asked, (batch, self._control.start_any(*flags, not flags[0]))
+        before, self._last_answer = self._last_answer, (batch, self._control.start_any(*flags, not flags[0]))
         if before is not None:
             self._stops.settle(_agreed(*before), before[0])
-        batch, answer = self._asked
+        batch, answer = self._last_answer
         if flags[0]:
-            self._asked = None
+            self._last_answer = None
             self._stops.settle(_agreed(batch, answer), batch)
         else:
             self._sibling.check_later(answer.come, lambda: _agreed(batch, answer), late=0)

@@ -1,4 +1,4 @@
-"""Functions in threads of which one runs at a time: whoever holds the baton."""
+"""Functions in threads of which one runs at a time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lightning_pipes.engine.watch.fault_points import fault_point
 
 
 class Runner:
-    """A function in a thread of its own, which runs only between `go` and the next `pause` in it.
+    """A function in a thread of its own, which runs only between `resume_thread` and the next `pause_thread` in it.
 
-    The random state of torch, Python and NumPy belongs to who holds the baton: a function finds it after a pause as it
+    The random state of torch, Python and NumPy belongs to the running function: a function finds it after a pause as it
     was before, whatever ran meanwhile. So do context variables, which start as copies of the caller's. The GPU that a
     function has chosen is the caller's, too, from then on, as if it had run there: a thread begins with number 0, which
     may be another rank's.
@@ -37,20 +37,20 @@ class Runner:
         self._thread.start()
 
     @property
-    def running(self) -> bool:
-        """Whether the caller is the function's thread."""
+    def is_current_thread(self) -> bool:
+        """Return whether the caller is the function's thread."""
         return threading.current_thread() is self._thread
 
-    def go(self) -> None:
-        """Lets the function run, and returns when it pauses or has ended."""
+    def resume_thread(self) -> None:
+        """Let the function run until it pauses or ends."""
         self._go.release()
         self._back.acquire()
         _choose(self._device)
         if self.ended:
             self._thread.join()
 
-    def pause(self) -> None:
-        """Called by the function: returns at the next `go`. The random state may be another then."""
+    def pause_thread(self) -> None:
+        """Called by the function: returns at the next `resume_thread`. The random state may be another then."""
         self._device = _device()
         fault_point("sibling.pause")
         self._back.release()
@@ -68,13 +68,13 @@ class Runner:
             self._back.release()
 
 
-def own_random_state() -> Mapping[str, Any]:
-    """The state of all generators that code on this thread draws from."""
+def read_random_state() -> Mapping[str, Any]:
+    """Return the state of all generators that this thread uses."""
     return random_state(_device())
 
 
-def set_own_random_state(state: Mapping[str, Any]) -> None:
-    """The other direction of `own_random_state`."""
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Restore a state of `read_random_state`."""
     set_random_state(state, _device())
 
 

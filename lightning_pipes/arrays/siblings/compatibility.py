@@ -29,16 +29,16 @@ class CompatibilityError(PlanError):
         self.first = first
 
 
-def microbatches_among(request: RunRequest, sibling: Sibling[object], ranks: int) -> RunRequest:
-    """The run that a sibling asks for, in as many micro-batches as its array says where it does not."""
+def with_default_microbatches(request: RunRequest, sibling: Sibling[object], ranks: int) -> RunRequest:
+    """Return a sibling's request, with the array's micro-batches where the sibling names none."""
     if request.microbatches is not None or request.chooses or planner_of(request.schedule).user_chose_microbatches:
         return request
     stages = len(request.schedule.place_stages(ranks))
-    return replace(request, microbatches=sibling.array.microbatches(stages))
+    return replace(request, microbatches=sibling.array.count_default_microbatches(stages))
 
 
-def same_container(sibling: Sibling[object], module: pl.LightningModule, find: Callable[[], str]) -> str:
-    """The path of the first sibling's container, where this one's module has it too; else what `find()` gives."""
+def find_shared_container(sibling: Sibling[object], module: pl.LightningModule, find: Callable[[], str]) -> str:
+    """Return the path of the first sibling's container if this module has it, else `find()`."""
     facts = sibling.array.shared.facts
     if "container" not in facts:
         facts["container"] = find()
@@ -46,10 +46,10 @@ def same_container(sibling: Sibling[object], module: pl.LightningModule, find: C
     return path if path in dict(module.named_modules()) else find()
 
 
-def decide_alike(
+def decide_shared_cut(
     sibling: Sibling[object], module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]
 ) -> Decision:
-    """The decision for a sibling: the first one's cut, with the sibling's own schedule and micro-batches.
+    """Return the decision for a sibling: the first one's cut, with the sibling's own schedule and micro-batches.
 
     Raises:
         CompatibilityError: its parameters, its stages or the cut that it asks for are not those of the first.

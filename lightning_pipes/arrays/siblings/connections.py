@@ -11,7 +11,11 @@ from typing_extensions import override
 
 from lightning_pipes.arrays.siblings.agreement import SiblingAgreement
 from lightning_pipes.arrays.siblings.barriers import has_purpose
-from lightning_pipes.arrays.siblings.compatibility import decide_alike, microbatches_among, same_container
+from lightning_pipes.arrays.siblings.compatibility import (
+    decide_shared_cut,
+    find_shared_container,
+    with_default_microbatches,
+)
 from lightning_pipes.arrays.siblings.sibling import Sibling, SiblingWatch, wait_in_turn
 from lightning_pipes.engine.engine import Turns, Watch
 from lightning_pipes.engine.messages.mailbox import Transport
@@ -28,8 +32,8 @@ from lightning_pipes.trainer.ranks.control import Control
 def join(
     sibling: Sibling[Any], trainer: pl.Trainer, rank: int, ranks: int, make_watch: Callable[[], FailureWatch]
 ) -> Connections:
-    """Those of a training that a sibling begins, before they are made; the first one makes the watch."""
-    return SiblingConnections(sibling, trainer, sibling.array.shared.watched(make_watch, rank, ranks))
+    """Return the connections for a sibling's run, created lazily; the first sibling creates the watch."""
+    return SiblingConnections(sibling, trainer, sibling.array.shared.get_watch(make_watch, rank, ranks))
 
 
 class SiblingConnections(Connections):
@@ -48,8 +52,8 @@ class SiblingConnections(Connections):
     @override
     def connect(self, make: Make) -> Control:
         array = self.sibling.array
-        greetings = self.sibling.meet(array.shared.greeting(array.size))
-        control = array.shared.control(greetings, partial(make, self.watch, wait_in_turn))
+        descriptions = self.sibling.meet_peers(array.shared.describe_free_controls(array.size))
+        control = array.shared.take_control(descriptions, partial(make, self.watch, wait_in_turn))
         self.sibling.trainer = self.trainer
         private.remove_progress_bars(self.trainer)
         return control
@@ -65,19 +69,19 @@ class SiblingConnections(Connections):
     @property
     @override
     def told_to_end(self) -> bool:
-        return self.sibling.array.told_to_end
+        return self.sibling.array.is_terminated
 
     @override
     def requested(self, request: RunRequest, ranks: int) -> RunRequest:
-        return microbatches_among(request, self.sibling, ranks)
+        return with_default_microbatches(request, self.sibling, ranks)
 
     @override
     def container(self, module: pl.LightningModule, find: Callable[[], str]) -> str:
-        return same_container(self.sibling, module, find)
+        return find_shared_container(self.sibling, module, find)
 
     @override
     def decide(self, module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]) -> Decision:
-        return decide_alike(self.sibling, module, plain, decide)
+        return decide_shared_cut(self.sibling, module, plain, decide)
 
     @override
     def check_endless(self, schedule: str) -> None:
@@ -88,7 +92,7 @@ class SiblingConnections(Connections):
 
     @override
     def transport(self, make: Callable[[], Transport]) -> Transport:
-        return self.sibling.array.shared.connected(make)
+        return self.sibling.array.shared.get_transport(make)
 
     @property
     @override
@@ -114,12 +118,12 @@ class SiblingConnections(Connections):
 
     @override
     def go_home(self) -> None:
-        self.sibling.array.release(self.sibling.index)
+        self.sibling.array.release_sibling(self.sibling.index)
 
     @override
     def leave(self, control: Control | None, down: bool) -> None:
         if control is not None and not down:
-            self.sibling.array.shared.take_back(control)
+            self.sibling.array.shared.return_control(control)
 
     @override
     def renew(self, control: Control) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from lightning_pipes.arrays.siblings.sibling_board import Board
+from lightning_pipes.arrays.siblings.sibling_board import PeerStore
 from lightning_pipes.engine.messages.mailbox import Key, Mailbox, Transport
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.ir import InputError
@@ -31,7 +31,7 @@ class Shared:
     def __init__(self) -> None:
         self.watch: FailureWatch | None = None
         self.transport: Transport | None = None
-        self.board = Board()
+        self.board = PeerStore()
         self.facts: dict[str, Any] = {}
         self._free: dict[int, Control] = {}
         """Connections that siblings have left, by number."""
@@ -44,34 +44,34 @@ class Shared:
         """Whether all ranks have met, and siblings agree on what ends them."""
         return self._made > 0
 
-    def watched(self, make: Callable[[], FailureWatch], rank: int, ranks: int) -> FailureWatch:
+    def get_watch(self, make: Callable[[], FailureWatch], rank: int, ranks: int) -> FailureWatch:
         """The watch of all siblings; the first one makes it."""
         if self.watch is None:
             self.watch = make()
             self.board.open(self.watch, rank, ranks)
         return self.watch
 
-    def connected(self, make: Callable[[], Transport]) -> Transport:
+    def get_transport(self, make: Callable[[], Transport]) -> Transport:
         """The transport of all siblings, which no single one closes; the first one makes it."""
         if self.transport is None:
             self.transport = make()
         return _Kept(self.transport)
 
-    def greeting(self, size: int) -> str:
-        """The word that ranks have to hear from each other before they take `control`, by the meeting of a sibling."""
+    def describe_free_controls(self, size: int) -> str:
+        """Return the facts that ranks exchange before `take_control`, as JSON."""
         return json.dumps([size, sorted(self._free)])
 
-    def control(self, greetings: Sequence[str], make: Callable[[], Control]) -> Control:
+    def take_control(self, descriptions: Sequence[str], make: Callable[[], Control]) -> Control:
         """Connections for one sibling, made unless one that has ended left its own on all ranks. Collective. Those that
         it left on some ranks only are given up: it has failed on others before it was through with them.
 
         Args:
-            greetings: of all ranks, by rank.
+            descriptions: of all ranks, by rank.
 
         Raises:
             InputError: arrays of other ranks have other sizes.
         """
-        sizes, free = zip(*map(json.loads, greetings), strict=True)
+        sizes, free = zip(*map(json.loads, descriptions), strict=True)
         if len(set(sizes)) > 1:
             each = ", ".join(f"{size} on rank {rank}" for rank, size in enumerate(sizes))
             raise InputError(
@@ -89,14 +89,14 @@ class Shared:
         self._numbers[control] = number
         return control
 
-    def take_back(self, control: Control) -> None:
-        """A sibling has no use for its connections any more: all calls on them were made by this rank."""
+    def return_control(self, control: Control) -> None:
+        """Take back connections that a sibling needs no longer: all calls on them were made by this rank."""
         self._free[self._numbers.pop(control)] = control
 
-    def gathered(self, greetings: Sequence[str], events: Sequence[Event]) -> Sequence[Sequence[Event]]:
-        """The events that each rank gives. Collective."""
-        control = self.control(greetings, self._last)
-        self.take_back(control)
+    def gather_events(self, descriptions: Sequence[str], events: Sequence[Event]) -> Sequence[Sequence[Event]]:
+        """Return the events of each rank. Collective."""
+        control = self.take_control(descriptions, self._last)
+        self.return_control(control)
         return control.all_gather(events)
 
     def _last(self) -> Control:
@@ -104,7 +104,7 @@ class Shared:
         return Control(range(len(self.board.others) + 1), self.watch, _GATHER_TIMEOUT)
 
     def close(self) -> None:
-        """Ends them."""
+        """Close all connections."""
         close_all(self._free.values())
         if self.transport is not None:
             self.transport.close()

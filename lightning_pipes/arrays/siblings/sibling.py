@@ -15,10 +15,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_pipes.arrays.siblings.baton import Runner, own_random_state, set_own_random_state
+from lightning_pipes.arrays.siblings.baton import Runner, read_random_state, restore_random_state
 from lightning_pipes.arrays.siblings.shared import Shared
 from lightning_pipes.arrays.siblings.sibling_board import Failure, Return
-from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure, error_elsewhere, packed_error
+from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure, error_from_peer, packed_error
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.fault_points import fault_point
@@ -70,17 +70,17 @@ class Host(Protocol):
     shared: Shared
 
     @property
-    def told_to_end(self) -> bool:
+    def is_terminated(self) -> bool:
         """Whether this process got SIGTERM."""
 
-    def keep(self, index: int, engine: Engine) -> None:
-        """Writes down what was computed for a batch of sibling number `index`."""
+    def record_window(self, index: int, engine: Engine) -> None:
+        """Record the computations of a batch of sibling number `index`."""
 
-    def release(self, index: int) -> None:
-        """Its weights and optimizers are its own again, and lie in no memory that siblings share."""
+    def release_sibling(self, index: int) -> None:
+        """Move the sibling's weights and optimizers out of shared memory."""
 
-    def microbatches(self, stages: int) -> int:
-        """In how many micro-batches a batch is cut where a sibling does not say it."""
+    def count_default_microbatches(self, stages: int) -> int:
+        """Return the micro-batches of a batch by default."""
 
 
 class Sibling(Generic[T]):
@@ -89,16 +89,16 @@ class Sibling(Generic[T]):
     state          seen by             runs meanwhile      next, and by what
     -------------  ------------------  ------------------  ---------------------------------------------------
     new            `turns` is 0        nothing             in turn: `begin_turn`
-    in turn        `in_turn`           its own function    waiting: `wait_until`, `meet`
+    in turn        `in_turn`           its own function    waiting: `wait_until`, `meet_peers`
                                                            between turns: `finish`, with a batch handed in
                                                            ended: the function returns or raises
-    waiting        `in_turn`           others' batches     in turn: `go_on`, when `ready`
-    between turns  `engine` is set     all batches, its    in turn: `begin_turn`, when `ready` and its turn comes
+    waiting        `in_turn`           others' batches     in turn: `resume_turn`, when `is_ready`
+    between turns  `engine` is set     all batches, its    in turn: `begin_turn`, when `is_ready` and its turn comes
                                        own by `compute`
-    failing        `failing`           the same            in turn: `go_on`, where it raises the error
+    failing        `is_failing`           the same            in turn: `resume_turn`, where it raises the error
     ended          `outcome` is set    all the others'
 
-    `fail_at` and `hear`, of a failure elsewhere, make it failing in any state; `cancel` ends it in any state.
+    `fail_at` and `handle_news`, of a failure on a peer, make it failing in any state; `end_by_error` ends it at once.
 
     Attributes:
         index: counts the siblings in the order in which they began.
@@ -127,7 +127,7 @@ class Sibling(Generic[T]):
         self._ready: Callable[[], bool] = lambda: True
         self._task: Callable[[], None] | None = None
         self._end: tuple[int, BaseException] | None = None  # the turn that it does not survive, and what ends it
-        self._heard: BaseException | None = None  # what ends it, if another rank has said so
+        self._error_of_peer: BaseException | None = None  # what ends it, if another rank has said so
         self._runner = Runner(self._body, f"sibling {index}", state)
 
     # ---- called on its own thread
@@ -144,21 +144,21 @@ class Sibling(Generic[T]):
             self._pause(lambda: engine.satisfied)
         finally:
             self.engine = None
-        self.array.keep(self.index, engine)
+        self.array.record_window(self.index, engine)
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
         """Returns when `ready()`; its turn goes on, and meanwhile this rank computes for others."""
-        if self._runner.running and not ready():
+        if self._runner.is_current_thread and not ready():
             self._pause(ready)
 
-    def meet(self, word: str) -> Sequence[str]:
+    def meet_peers(self, word: str) -> Sequence[str]:
         """Returns when all ranks have come here, so that calls that block find their like; a failure of this sibling
         elsewhere ends it. What each rank says, by rank; `word` where there are no others.
 
         Raises:
             InputError: it has failed before; ranks may be in different turns since.
         """
-        if self.failed:
+        if self.has_failed:
             raise InputError(
                 f"sibling {self.index} of the array has failed, and its function goes on to train: ranks are not at "
                 "one place any more. Return, or raise, and try again in another job, or trial"
@@ -166,13 +166,13 @@ class Sibling(Generic[T]):
         board = self.array.shared.board
         self._meetings += 1
         meeting = f"meetings/{self.index}/{self._meetings}"
-        board.tell(meeting, word)
+        board.post_value(meeting, word)
         fault_point("sibling.meet")
-        self.wait_until(lambda: board.all_told(meeting))
+        self.wait_until(lambda: board.have_all_posted(meeting))
         return board.values(meeting) if board.others else [word]
 
     def check_later(self, come: Callable[[], bool], check: Callable[[], object], late: int) -> None:
-        """Has `check` called when `come()`, to raise what is wrong. All ranks ask for it in the same turn, go on as if
+        """Call `check` when `come()`, to raise errors later. All ranks ask for it in the same turn, go on as if
         nothing was, and find the same: an error ends the sibling `late` turns after this one, or in the middle of what
         it waits for. In that turn they call `check`, unless they can't go on without each other. `check` waits by
         itself where it is called before that."""
@@ -185,29 +185,31 @@ class Sibling(Generic[T]):
             check()
 
     def report_failure(self, error: BaseException, where: str = "") -> None:
-        """Tells the other ranks that it ends by `error`, unless they know."""
-        heard = error is self._heard or isinstance(error, (SiblingFailure, ArrayCancelledError, SIGTERMException))
+        """Report to the other ranks that it ends by `error`, unless they know."""
+        heard = error is self._error_of_peer or isinstance(
+            error, (SiblingFailure, ArrayCancelledError, SIGTERMException)
+        )
         if not self._failed and not heard:
             text = f"{type(error).__name__}: {error}" + (f", in {where}" if where else "")
-            self.array.shared.board.tell_news(Failure(self.index, self.next_turn, text, packed_error(error)))
+            self.array.shared.board.post_news(Failure(self.index, self.next_turn, text, packed_error(error)))
         self._failed = True
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether it has failed on any rank, as far as this one knows, also if its function has caught the error."""
-        return self._failed or self._heard is not None
+        return self._failed or self._error_of_peer is not None
 
     def _pause(self, ready: Callable[[], bool]) -> None:
         self._ready = ready
-        self._tell_if_late()
-        state = own_random_state()
+        self._post_if_late()
+        state = read_random_state()
         while True:
-            self._runner.pause()
+            self._runner.pause_thread()
             if self._task is None:
                 break
             self._task()
             self._task = None
-        set_own_random_state(state)
+        restore_random_state(state)
         if self._end is not None and self._end[0] <= self.turns:
             raise self._end[1]
 
@@ -216,36 +218,36 @@ class Sibling(Generic[T]):
         try:
             value = self._fn()
             fault_point("sibling.ended")
-            self.array.shared.board.tell_news(Return(self.index, self.turns, self._meetings))
+            self.array.shared.board.post_news(Return(self.index, self.turns, self._meetings))
             self.outcome = Outcome(self.index, value=value)
         except BaseException as error:  # SystemExit of one sibling must not end the others
             self.report_failure(error)
             self.outcome = Outcome(self.index, error=error)
             self._checks.clear()
         finally:
-            self.array.release(self.index)
+            self.array.release_sibling(self.index)
             _current.reset(token)
 
     # ---- called by its array
 
-    def ready(self) -> bool:
-        """Whether what it waits for has come about, or never will."""
-        return self.failing or self._ready() or self._wrong()
+    def is_ready(self) -> bool:
+        """Return whether its condition holds, or the sibling is failing."""
+        return self.is_failing or self._ready() or self._check_failed()
 
     @property
-    def failing(self) -> bool:
+    def is_failing(self) -> bool:
         """Whether it ends when it runs next."""
         return self._end is not None and self._end[0] <= self.next_turn
 
     def begin_turn(self) -> None:
-        """Its next turn comes now; `go_on` until it is over."""
+        """Its next turn comes now; `resume_turn` until it is over."""
         fault_point("sibling.turn")
         self.turns += 1
         self.in_turn = True
 
-    def go_on(self) -> bool:
+    def resume_turn(self) -> bool:
         """Lets it run until it waits; whether its turn is over."""
-        self._runner.go()
+        self._runner.resume_thread()
         return self.outcome is not None or not self.in_turn
 
     def compute(self) -> None:
@@ -257,21 +259,21 @@ class Sibling(Generic[T]):
             try:
                 engine.advance()
             except BaseException as error:
-                if not self._wrong(_REASON_SECONDS):  # else that is the reason, and other ranks find it, too
+                if not self._check_failed(_REASON_SECONDS):  # else that is the reason, and other ranks find it, too
                     self.report_failure(error)
                     self.fail_at(self.next_turn, error)
 
         self._task = task
-        self._runner.go()
+        self._runner.resume_thread()
 
     def fail_at(self, turn: int, error: BaseException) -> None:
         """It gets `error` in turn number `turn`: at its start, or in its middle where it waits there already. Where
         that turn is over it is the next one, and the other ranks hear of it."""
         if self._end is None:
             self._end = turn, error
-            self._tell_if_late()
+            self._post_if_late()
 
-    def hear(self, rank: int, news: Failure | Return, seconds: float) -> None:
+    def handle_news(self, rank: int, news: Failure | Return, seconds: float) -> None:
         """It has ended on another rank, which is known here for so many seconds; of an error it gets the same here.
 
         Raises:
@@ -279,10 +281,10 @@ class Sibling(Generic[T]):
                 partner any more then.
         """
         if isinstance(news, Failure):
-            if self._heard is None:
-                self._heard = error_elsewhere(news.text, news.error)
-                self.fail_at(news.turn, self._heard)
-        elif not self.failing and (
+            if self._error_of_peer is None:
+                self._error_of_peer = error_from_peer(news.text, news.error)
+                self.fail_at(news.turn, self._error_of_peer)
+        elif not self.is_failing and (
             self.next_turn > news.turn or self._meetings > news.meetings or seconds > RETURN_SECONDS
         ):
             raise InputError(
@@ -291,15 +293,15 @@ class Sibling(Generic[T]):
                 "called for, and how often, can't depend on the rank, the time, or unseeded random numbers"
             )
 
-    def cancel(self, error: BaseException) -> None:
-        """Ends it by `error`, wherever it waits."""
+    def end_by_error(self, error: BaseException) -> None:
+        """End it by `error`, wherever it waits."""
         self._end, self._failed = (0, error), True
         for _ in range(_PATIENCE):
             if self.outcome is None:
-                self._runner.go()
+                self._runner.resume_thread()
 
-    def _wrong(self, patience: float = 0.0) -> bool:
-        """Whether one of the things to be checked later turns out to be wrong, which ends it."""
+    def _check_failed(self, patience: float = 0.0) -> bool:
+        """Run the pending checks that have answers; return whether one failed, which ends the sibling."""
         until = time.monotonic() + patience
         while self._checks and self._end is None:
             turn, come, check = self._checks[0]
@@ -313,7 +315,7 @@ class Sibling(Generic[T]):
             except PipelineError as error:
                 self._checks.clear()
                 self.fail_at(turn, error)
-                return self.failing
+                return self.is_failing
         return False
 
     @property
@@ -321,9 +323,9 @@ class Sibling(Generic[T]):
         """The number of the turn in which it runs next: the one it is in, or the one after."""
         return self.turns if self.in_turn else self.turns + 1
 
-    def _tell_if_late(self) -> None:
+    def _post_if_late(self) -> None:
         if self._end is not None and 0 < self._end[0] < self.next_turn:
-            self.array.shared.board.tell(f"late/{self.index}")
+            self.array.shared.board.post_value(f"late/{self.index}")
 
 
 class SiblingWatch:
@@ -351,5 +353,5 @@ def wait_in_turn(ready: Callable[[], bool]) -> None:
 
 
 def current_sibling() -> Sibling[Any] | None:
-    """The sibling whose function is running; None outside of arrays."""
+    """Return the running sibling of this context; None outside of arrays."""
     return _current.get()

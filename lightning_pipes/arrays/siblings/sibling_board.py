@@ -1,4 +1,4 @@
-"""The board on which the ranks of an array tell each other how siblings fare."""
+"""A key-value board on which the ranks of an array publish the state of siblings."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ class Return:
 
 
 @dataclass(frozen=True)
-class NoMore:
+class JobCount:
     """A rank has no more jobs than these."""
 
     jobs: int
 
 
-News = Failure | Return | NoMore
+News = Failure | Return | JobCount
 
 
-class Board:
+class PeerStore:
     """A part of the ranks' store. What is told before `open` is told then; nothing is where there is a single rank.
 
     Where the store has ended nobody can be told any more, and who asks gets a PeerFailure.
@@ -71,44 +71,44 @@ class Board:
         self.rank = 0
         self._watch: FailureWatch | None = None
         self._store: Any = None
-        self._early: list[Callable[[], None]] | None = []
+        self._unposted: list[Callable[[], None]] | None = []
         self._news = 0
 
     def open(self, watch: FailureWatch, rank: int, ranks: int) -> None:
-        """This is rank number `rank` of so many."""
-        early, self._early = self._early or [], None
+        """Open the board as rank number `rank` of `ranks`."""
+        early, self._unposted = self._unposted or [], None
         if ranks > 1:
             self.others = [other for other in range(ranks) if other != rank]
             self.rank, self._watch, self._store = rank, watch, watch.sub_store()
             for say in early:
                 say()
 
-    def tell(self, what: str, value: str = "") -> None:
-        """This rank has something to say, once."""
-        if self._early is not None:
-            self._early.append(partial(self.tell, what, value))
+    def post_value(self, what: str, value: str = "") -> None:
+        """Publish a value of this rank under a key, once."""
+        if self._unposted is not None:
+            self._unposted.append(partial(self.post_value, what, value))
         elif self._store is not None:
             with suppress(RuntimeError):
                 self._store.set(f"{what}/{self.rank}", value)
 
-    def told(self, what: str, rank: int) -> bool:
-        """Whether another rank has said it."""
+    def has_posted(self, what: str, rank: int) -> bool:
+        """Return whether another rank has published the key."""
         return self._has([f"{what}/{rank}"])
 
-    def all_told(self, what: str) -> bool:
-        """Whether all ranks have said it, this one having done so."""
+    def have_all_posted(self, what: str) -> bool:
+        """Return whether all ranks have published the key, after this one has."""
         return self._store is None or self._has([f"{what}/{rank}" for rank in self.others])
 
     def values(self, what: str) -> list[str]:
-        """The words of all ranks, by rank, with this one's."""
-        with self._asked():
+        """Return the values of all ranks, this one's included."""
+        with self._answering_store():
             found = self._store.multi_get([f"{what}/{rank}" for rank in range(len(self.others) + 1)])
         return [bytes(each).decode() for each in found]
 
-    def tell_news(self, news: News) -> None:
-        """Tells the others what they have to know and do not ask for."""
-        if self._early is not None:
-            self._early.append(partial(self.tell_news, news))
+    def post_news(self, news: News) -> None:
+        """Publish news that other ranks read without asking for a key."""
+        if self._unposted is not None:
+            self._unposted.append(partial(self.post_news, news))
         elif self._store is not None:
             if isinstance(news, Failure):
                 news = replace(news, text=f"sibling {news.index} failed on rank {self.rank}: {news.text}")
@@ -117,21 +117,21 @@ class Board:
                 while self._store.compare_set(f"news/{number}", "", packed).decode() != packed:
                     number += 1
 
-    def news(self) -> Iterator[tuple[int, News]]:
-        """The news of other ranks since this was asked last, with their numbers."""
+    def read_news(self) -> Iterator[tuple[int, News]]:
+        """Yield news of other ranks since the last call, with the ranks."""
         while self._store is not None and self._has([f"news/{self._news + 1}"]):
             self._news += 1
-            with self._asked():
+            with self._answering_store():
                 rank, news = _unpacked(self._store.get(f"news/{self._news}"))
             if rank != self.rank:
                 yield rank, news
 
     def _has(self, keys: list[str]) -> bool:
-        with self._asked():
+        with self._answering_store():
             return bool(self._store.check(keys))
 
     @contextmanager
-    def _asked(self) -> Iterator[None]:
+    def _answering_store(self) -> Iterator[None]:
         """Raises PeerFailure where the store does not answer the block: the watch's, which says who has ended."""
         try:
             yield
@@ -155,4 +155,4 @@ def _unpacked(packed: bytes) -> tuple[int, News]:
         fields["error"] = base64.b64decode(fields["error"])
         fields["text"] = to_printable(fields["text"])
         return rank, Failure(**fields)
-    return rank, Return(**fields) if kind == Return.__name__ else NoMore(**fields)
+    return rank, Return(**fields) if kind == Return.__name__ else JobCount(**fields)

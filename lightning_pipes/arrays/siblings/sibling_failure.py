@@ -26,7 +26,7 @@ def packed_error(error: BaseException) -> bytes:
     return b""
 
 
-def error_elsewhere(text: str, packed: bytes) -> Exception:
+def error_from_peer(text: str, packed: bytes) -> Exception:
     """The error to raise here: a copy of the other rank's, so that `except`, and `catch` of a study, do the same on all
     ranks, whichever was first; its cause is a SiblingFailure that says `text`. That itself where there is no copy."""
     failure = SiblingFailure(text)

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from lightning_pipes.arrays.siblings.baton import Runner, own_random_state, set_own_random_state
+from lightning_pipes.arrays.siblings.baton import Runner, read_random_state, restore_random_state
 
 
 class Gpus(threading.local):
@@ -20,13 +20,13 @@ def test_random_state_belongs_to_the_holder() -> None:
     torch.manual_seed(7)
     expected = [float(torch.rand(())) for _ in range(2)]
     torch.manual_seed(7)
-    state, drawn = own_random_state(), []
+    state, drawn = read_random_state(), []
 
     def fn() -> None:
         drawn.append(float(torch.rand(())))
-        mine = own_random_state()
+        mine = read_random_state()
         runner.pause()
-        set_own_random_state(mine)
+        restore_random_state(mine)
         drawn.append(float(torch.rand(())))
 
     runner = Runner(fn, "draws", state)
@@ -40,7 +40,7 @@ def test_random_state_belongs_to_the_holder() -> None:
 def test_nobody_touches_the_gpu_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a function has chosen a GPU, its caller and those that begin later are on that one."""
     gpus, touched = Gpus(), set[int]()
-    before = own_random_state()
+    before = read_random_state()
     generator = torch.Generator()
 
     def read(device: torch.device) -> torch.Tensor:
@@ -59,13 +59,13 @@ def test_nobody_touches_the_gpu_of_another_rank(monkeypatch: pytest.MonkeyPatch)
         runners[0].pause()
 
     def second() -> None:
-        own_random_state()
+        read_random_state()
 
     runners = [Runner(first, "first", before)]
     runners[0].go()
     touched.clear()
-    set_own_random_state(own_random_state())
-    runners.append(Runner(second, "second", own_random_state()))
+    restore_random_state(read_random_state())
+    runners.append(Runner(second, "second", read_random_state()))
     runners[1].go()
     runners[0].go()
     assert touched == {3}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from lightning_pipes.arrays.siblings.sibling_board import Board, Failure
+from lightning_pipes.arrays.siblings.sibling_board import Failure, PeerStore
 from lightning_pipes.engine.watch.failure import FailureWatch, PeerFailure
 
 
@@ -25,19 +25,19 @@ def test_a_store_that_has_gone_is_a_peer_that_failed(monkeypatch: pytest.MonkeyP
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     watch = FailureWatch(store, 1, 2)
     monkeypatch.setattr(watch, "sub_store", Gone)
-    board = Board()
+    board = PeerStore()
     board.open(watch, 1, 2)
     try:
-        board.tell_news(Failure(0, 1, "of no use to anybody"))
-        board.tell("ended/0")
+        board.post_news(Failure(0, 1, "of no use to anybody"))
+        board.post_value("ended/0")
         with pytest.raises(PeerFailure, match=r"does not answer \(Connection reset"):
-            board.told("ended/0", 0)
+            board.has_posted("ended/0", 0)
         watch.report_lost_peer(0, OSError("closed"))
         for ask in (
-            lambda: board.told("ended/0", 0),
-            lambda: board.all_told("ended/0"),
+            lambda: board.has_posted("ended/0", 0),
+            lambda: board.have_all_posted("ended/0"),
             lambda: board.values("room/0"),
-            lambda: [*board.news()],
+            lambda: [*board.read_news()],
         ):
             with pytest.raises(PeerFailure, match="rank 0 has ended"):
                 ask()

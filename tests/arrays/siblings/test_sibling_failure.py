@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.arrays.siblings.sibling import current_sibling
-from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure, error_elsewhere, packed_error
+from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure, error_from_peer, packed_error
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainers import make_trainer
 
@@ -127,7 +127,7 @@ def test_one_error_on_all_ranks() -> None:
     ],
 )
 def test_an_error_is_the_same_elsewhere(error: Exception) -> None:
-    copy = error_elsewhere("rank 1", packed_error(error))
+    copy = error_from_peer("rank 1", packed_error(error))
     assert (type(copy), str(copy), copy.args, vars(copy)) == (type(error), str(error), error.args, vars(error))
     assert isinstance(copy.__cause__, SiblingFailure)
     assert str(copy.__cause__) == "rank 1"
@@ -144,6 +144,6 @@ def test_errors_that_do_not_travel() -> None:
     for error in (LocalError("text"), HoldingError(), SystemExit(1), KeyboardInterrupt()):
         assert packed_error(error) == b""
     for packed in (b"", b"no pickle"):
-        failure = error_elsewhere("rank 1", packed)
+        failure = error_from_peer("rank 1", packed)
         assert type(failure) is SiblingFailure
         assert str(failure) == "rank 1"
