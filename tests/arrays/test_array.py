@@ -158,12 +158,12 @@ def test_what_came_first_is_computed_first() -> None:
 
     def sibling(index: int) -> Any:
         engine = SimpleNamespace(upcoming_since=lambda: since[index])
-        return SimpleNamespace(index=index, engine=engine, failing=False)
+        return SimpleNamespace(index=index, engine=engine, is_failing=False)
 
     siblings = [sibling(index) for index in range(4)]
-    first = arrivals.choose(siblings, SiblingMemory())
+    first = arrivals.choose_sibling(siblings, SiblingMemory())
     since[first.index], since[1] = None, 5
-    later = [arrivals.choose(siblings, SiblingMemory()) for _ in range(3)]
+    later = [arrivals.choose_sibling(siblings, SiblingMemory()) for _ in range(3)]
     assert [first.index, *(s.index for s in later)] == [2, 3, 0, 1]
 
 

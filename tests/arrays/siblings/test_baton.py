@@ -25,14 +25,14 @@ def test_random_state_belongs_to_the_holder() -> None:
     def fn() -> None:
         drawn.append(float(torch.rand(())))
         mine = read_random_state()
-        runner.pause()
+        runner.pause_thread()
         restore_random_state(mine)
         drawn.append(float(torch.rand(())))
 
     runner = Runner(fn, "draws", state)
-    runner.go()
+    runner.resume_thread()
     torch.rand(100)
-    runner.go()
+    runner.resume_thread()
     assert runner.ended
     assert drawn == expected
 
@@ -56,17 +56,17 @@ def test_nobody_touches_the_gpu_of_another_rank(monkeypatch: pytest.MonkeyPatch)
 
     def first() -> None:
         torch.cuda.set_device(torch.device("cuda", 3))
-        runners[0].pause()
+        runners[0].pause_thread()
 
     def second() -> None:
         read_random_state()
 
     runners = [Runner(first, "first", before)]
-    runners[0].go()
+    runners[0].resume_thread()
     touched.clear()
     restore_random_state(read_random_state())
     runners.append(Runner(second, "second", read_random_state()))
-    runners[1].go()
-    runners[0].go()
+    runners[1].resume_thread()
+    runners[0].resume_thread()
     assert touched == {3}
     assert gpus.chosen == 3
