@@ -28,6 +28,6 @@ def test_effort_in_seconds():
     """Of a clock that goes on by one at each look."""
     ticks = iter(range(1000))
     effort = Effort.from_seconds(5, clock=lambda: next(ticks))
-    assert [effort.left for _ in range(8)] == [True] * 5 + [False] * 3
+    assert [effort.is_left for _ in range(8)] == [True] * 5 + [False] * 3
     problem = random_array(8, 4)
     assert solve_array(problem, effort=0.05).makespan <= order_by_rule(problem, "pyramid").makespan

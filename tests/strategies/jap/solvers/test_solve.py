@@ -38,7 +38,7 @@ def test_auto_proves_small_arrays_and_searches_large_ones():
 
 def test_auto_is_at_least_as_good_as_every_other_method():
     """Arrays with more jobs than are searched for a proof, on few stages: branch and bound proves some at once."""
-    prove_order = []
+    proven = []
     for seed in range(12):
         problem = random_problem(seed, 5 + seed % 3, 2, most=60, late=20)
         found = solve_array(problem, effort=Effort(2_000))
@@ -48,9 +48,9 @@ def test_auto_is_at_least_as_good_as_every_other_method():
         ]
         assert found.makespan <= min(other.makespan for other in others)
         assert found.bound >= lower_bound(problem)
-        prove_order += [found.method] * (found.gap == 0)
-    assert len(prove_order) > 6
-    assert "branch and bound" in prove_order
+        proven += [found.method] * (found.gap == 0)
+    assert len(proven) > 6
+    assert "branch and bound" in proven
 
 
 def test_auto_begins_with_algorithm_1s_order(monkeypatch):
