@@ -5,6 +5,7 @@ Each is pinned by a test, so that a new version that renames or changes one is n
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
@@ -201,3 +202,52 @@ def works_in_place(operation: Any) -> bool:
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:
     """All that runs before and after the step of an optimizer."""
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
+def packet_of(operation: Any) -> Any:
+    """Return an operation of torch without the overload, as `aten.mm` for `aten.mm.default`."""
+    return operation._overloadpacket
+
+
+def in_functorch() -> bool:
+    """Return whether a transform of torch.func, such as vmap, is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_top_function_mode(mode: Any) -> bool:
+    """Return whether of all TorchFunctionModes this one is asked first."""
+    overrides: Any = torch.overrides
+    return overrides._get_current_function_mode() is mode
+
+
+def without_top_function_mode() -> Any:
+    """Return a context without the TorchFunctionMode that is asked first."""
+    return torch.overrides._pop_mode_temporarily()
+
+
+def in_checkpoint() -> bool:
+    """Return whether a block of `torch.utils.checkpoint` is running that is not reentrant."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and "checkpoint" in str(hooks[0])
+
+
+def count_python_references(tensor: Any) -> int:
+    """Return how many references to a tensor Python code holds, those of this call aside."""
+    return sys.getrefcount(tensor) - _OF_CALL - (_HELD_BY_GRAPH if tensor._use_count() > 1 else 0)
+
+
+def _measure_references() -> tuple[int, int]:
+    """Return the references of a call, and whether one is counted for all that C++ code holds."""
+
+    def count(tensor: torch.Tensor) -> int:
+        return sys.getrefcount(tensor)
+
+    table = {0: torch.ones((), requires_grad=True) * 1}
+    alone = count(table[0])
+    product = table[0] * table[0]  # its node in the graph holds the factors
+    held = count(table[0])
+    del product
+    return alone - 1, held - alone
+
+
+_OF_CALL, _HELD_BY_GRAPH = _measure_references()

@@ -33,6 +33,7 @@ from lightning_pipes.trainer.module.optimizers import OptimizerLayout, parameter
 from lightning_pipes.trainer.module.pipelined import (
     LEAST_FOR_STATISTICS,
     CutModule,
+    NoContainerError,
     batch_statistics,
     find_pipelined,
     layer_sizes,
@@ -58,6 +59,9 @@ from lightning_pipes.trainer.state.module_state import ModuleState
 from lightning_pipes.trainer.step.clipping import GradientAgreement
 from lightning_pipes.trainer.step.logs import limit_metric_sync
 from lightning_pipes.trainer.step.steps import Steps
+from lightning_pipes.trainer.unit_setup import UnitSetup
+from lightning_pipes.trainer.units.cut import WHOLE
+from lightning_pipes.trainer.units.hidden_state import NoHiddenState
 from lightning_pipes.trainer.verify.reference import ReferenceProcess
 from lightning_pipes.trainer.verify.verifier import Verifier, check_verifiable
 from lightning_pipes.trainer.watchers.default import default_watchers
@@ -104,13 +108,17 @@ def prepare(
     # 2. What is cut, and how.
     path = choose_container(trainer, module, session, settings.module)
     checkpointing.container = path
-    full = module.get_submodule(path)
+    units = UnitSetup(trainer, module, session, settings, request) if path == WHOLE else None
+    full = module.get_submodule(path) if units is None else units.weights
     assert isinstance(full, Layers)
     warn_about(module, full)
     deferred = DeferredWeights(module, path)
     profiles = find_cache(trainer)
     _log.debug("decide: layers of %s over %d ranks", path, ranks.grid.length)
-    decision = decide(trainer, module, path, session, settings.transport, request, profiles)
+    if units is None:
+        decision = decide(trainer, module, path, session, settings.transport, request, profiles)
+    else:
+        decision = units.decide(request)
     _log.debug("decided: %s, layers %s on ranks %s", decision.schedule, decision.layers, decision.ranks)
     strategy.take_decision(decision)
     if fitting:
@@ -123,25 +131,36 @@ def prepare(
             "run this training alone"
         )
     holdings = Holdings(ranks.grid, decision.ranks, decision.layers)
-    holdings.look_at(module, path)
+    if units is None:
+        holdings.look_at(module, path)
+    else:
+        units.note_weights(holdings)
     checkpointing.placement = lambda: Placement(holdings.layers, holdings.ranks, request.partition)
     plans = decision.plans(request.replanner, holdings.tied, settings.relocation)
     plan, order = plans.for_rows(plans.trial_rows)
     if fitting and plans.microbatches > 1:
-        warn_about_pieces(full)
+        warn_about_pieces(full if units is None else module)
     ranks.control.watch.stages = dict(holdings.stages_of_processes())
-    hidden = HiddenState(module, path, holdings, ranks.pipeline, links.check_later)
+    hidden = (
+        HiddenState(module, path, holdings, ranks.pipeline, links.check_later)
+        if units is None
+        else NoHiddenState(holdings, ranks.pipeline, links.check_later)
+    )
     training = choose_training(trainer, session, decision.schedule, settings, memory, holdings, order)
 
     # 4. The module is cut: this rank keeps its layers. It is shown before, while it is whole.
     _log.debug("cut: layers %s stay on rank %d", list(holdings.local), ranks.grid.rank)
     show_module(trainer, module, patches)
-    caches = CacheSwitch(module)
-    caches.log()
-    interceptor = Interceptor(f"self.{path}", isinstance(full, nn.ModuleList), caches)
-    if is_spread:
-        check_same_cut(module, path, holdings.local, ranks.control)
-    session.cut = cut = CutModule(module, path, holdings.local, interceptor, ranks.device)
+    cut: CutModule
+    if units is None:
+        caches = CacheSwitch(module)
+        caches.log()
+        interceptor = Interceptor(f"self.{path}", isinstance(full, nn.ModuleList), caches)
+        if is_spread:
+            check_same_cut(module, path, holdings.local, ranks.control)
+        session.cut = cut = CutModule(module, path, holdings.local, interceptor, ranks.device)
+    else:
+        session.cut = cut = by_units = units.cut(holdings.local)
     deferred.make(holdings.local, holdings.position_of_layer, settings.seed, ranks.device, ranks.pipeline)
     checkpointing.load_waiting(cut)
     session.layouts = [OptimizerLayout(o, names) for o, names in zip(strategy.optimizers, named_groups, strict=True)]
@@ -153,18 +172,21 @@ def prepare(
     _log.debug("start: schedule %s", decision.schedule.name)
     stops = StopAgreement(trainer, ranks.control, writing.at_once, lambda: links.told_to_end, patches)
     seed = replica_seed(settings.seed, ranks.grid.replica)
-    state = ModuleState(module, (cut.proxy, *full.modules()), hidden.objects_of_layers, ranks.device)
-    steps = Steps(
-        module,
-        precision,
-        interceptor,
-        plan,
-        holdings.rank,
-        seed,
-        ranks.device,
-        state,
-        LeftValues(module, layers_by_number(full), lambda: holdings.local, state, cut.scope),
-    )
+    if units is None:
+        state = ModuleState(module, (cut.proxy, *full.modules()), hidden.objects_of_layers, ranks.device)
+        steps = Steps(
+            module,
+            precision,
+            interceptor,
+            plan,
+            holdings.rank,
+            seed,
+            ranks.device,
+            state,
+            LeftValues(module, layers_by_number(full), lambda: holdings.local, state, cut.scope),
+        )
+    else:
+        steps = units.make_steps(precision, plan, holdings.rank, seed, by_units)
     shares_ranks = links.turns is not None
     run = PipelineRun(
         trainer,
@@ -175,13 +197,13 @@ def prepare(
         steps,
         seed,
         settings.transport,
-        settings.check_loss,
+        settings.check_loss and units is None,
         training,
         settings.relocation,
     )
     stays = bool(holdings.tied) or shares_ranks
     prediction = Prediction(decision, ranks, links.trainings == 1, stays, profiles.forget) if fitting else None
-    run.watchers = default_watchers(run, settings.check_loss, prediction)
+    run.watchers = default_watchers(run, settings.check_loss and units is None, prediction)
     session.running = Running(run, stops, Evaluation(run))
     strategy.setup_precision_plugin()
     if memory is None or not isinstance(decision.schedule, Policy):  # else layers take turns on the device
@@ -217,12 +239,21 @@ def _make_optimizers(strategy: PipelineHost, module: pl.LightningModule) -> Sequ
 
 
 def choose_container(trainer: pl.Trainer, module: pl.LightningModule, session: Session, named: str | None) -> str:
-    """Return the path of what is cut: as named, as before in a run that goes on, or as it is found. Collective."""
+    """Return the path of what is cut: as named, as before in a run that goes on, or as it is found. Collective.
+
+    It is that of the module itself where there is no container of layers that is clearly the largest.
+    """
     before = session.checkpointing.resumed_container()
-    if named is not None or before in dict(module.named_modules()):
-        return find_pipelined(module, before if named is None else named)
+    if named is None and before in dict(module.named_modules()):
+        named = before
+    if named is not None:
+        return named if named == WHOLE else find_pipelined(module, named)
     find = partial(find_container, trainer, module, session.control, session.ranks.device)
-    return session.links.container(module, find)
+    try:
+        return session.links.container(module, find)
+    except NoContainerError as why:
+        rank_zero_info(f"{str(why).partition('. ')[0]}: it is cut by units")
+        return WHOLE
 
 
 def decide(

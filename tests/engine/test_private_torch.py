@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -196,3 +197,46 @@ def test_operations():
     assert not private.works_in_place(torch.ops.aten.bernoulli.default)
     assert not private.works_in_place(torch.ops.aten.bernoulli.out)
     assert torch.Tag.nondeterministic_seeded in torch.ops.aten.bernoulli_.float.tags
+
+
+def test_functions_within_modes_and_transforms() -> None:
+    class Mode(TorchFunctionMode):
+        seen: ClassVar[list[bool]] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(private.in_functorch())
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(3)
+    with Mode() as mode:
+        assert private.is_top_function_mode(mode)
+        with private.without_top_function_mode():
+            assert not private.is_top_function_mode(mode)
+            x.sin()
+        x.cos()
+        torch.vmap(torch.sin)(x)
+    assert mode.seen[0] is False
+    assert mode.seen[-1] is True
+
+
+def test_a_checkpoint_is_seen_inside() -> None:
+    seen: list[bool] = []
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        seen.append(private.in_checkpoint())
+        return x * x
+
+    checkpoint(inside, torch.ones(3, requires_grad=True), use_reentrant=False)
+    inside(torch.ones(3))
+    assert seen == [True, False]
+
+
+def test_references_of_python_are_counted_without_those_of_the_graph() -> None:
+    held = {0: torch.ones(3, requires_grad=True) * 1}
+    assert private.count_python_references(held[0]) == 1
+    product = held[0] * held[0]
+    assert private.count_python_references(held[0]) == 1
+    name = held[0]
+    assert private.count_python_references(held[0]) == 2
+    assert name.shape == product.shape
+    assert private.packet_of(torch.ops.aten.mm.default) is torch.ops.aten.mm

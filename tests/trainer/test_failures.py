@@ -210,7 +210,7 @@ BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (Lit, {"module": "encoder"}, "Lit has no module 'encoder'; it has 'model', 'mean'"),
     (Penalty, {}, "a step goes through all modules or parameters of self.model"),
     (Lit, {"module": "mean"}, "Lit.mean is a MeanOfAll; only an nn.Sequential, or an nn.ModuleList"),
-    (NoSequential, {}, "clearly the largest. Name one: PipelineStrategy(module=...); there are 'net.encoder'"),
+    (NoSequential, {}, "its training_step can't be recorded to cut it by units: AttributeError"),
     (OwnForward, {}, "with a forward of its own"),
     (Twice, {}, "calls self.model(...) more than once"),
     (Never, {}, "training_step ended without a call of self.model(...)"),

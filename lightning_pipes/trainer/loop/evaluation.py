@@ -15,7 +15,7 @@ from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.step_data import EvaluationStep
 from lightning_pipes.trainer.module.batches import rows_of
 from lightning_pipes.trainer.module.capture import NoCallError
-from lightning_pipes.trainer.step.logs import merge, recorded
+from lightning_pipes.trainer.step.logs import LogCall, merge, recorded
 from lightning_pipes.trainer.step.steps import Context
 
 
@@ -64,7 +64,14 @@ class Evaluation:
             self._trained, self._count = trained, 0
         batch_idx = arguments[0] if arguments else 0
         return EvaluationStep(
-            context, batch=batch, rows=rows_of(batch), name=step.__name__, batch_idx=batch_idx, first=not self._count
+            context,
+            step,
+            batch,
+            arguments,
+            rows=rows_of(batch),
+            name=step.__name__,
+            batch_idx=batch_idx,
+            first=not self._count,
         )
 
     def _number(self) -> int:
@@ -75,6 +82,12 @@ class Evaluation:
     def _forward(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
         """Run the step, and return the message for the other ranks, on the rank of the last stage."""
         run, data = self._run, item.data
+        if run.steps.runs_whole_evaluation:
+            ended = run.engine.evaluate(item, 1)
+            if not run.last:
+                return None
+            out, calls = ended[0][1]
+            return self._message(out, calls, item)
         end = self._capture(step, item, batch, arguments)
         with_layers, whole = self._steps[_key_of(step, item, arguments)]
         outputs = run.engine.evaluate(item, 1 if whole else None) if with_layers else ()
@@ -87,10 +100,16 @@ class Evaluation:
                 out = run.steps.finish(step, item, batch, arguments, outputs)
             else:
                 out = run.steps.run_without_layers(step, item, batch, arguments)
-        logs = run.trainer.state.fn != TrainerFn.PREDICTING
         if end is not None or not with_layers:
             run.state.note_microbatch(Span(0, item.rows))
-        return out, run.steps.changes(), run.replay.pack(merge([calls], [item.rows])) if logs else [], data.mark
+        return self._message(out, calls, item)
+
+    def _message(self, out: Any, calls: list[LogCall], item: Item) -> Any:
+        """Return what the other ranks get of the last stage: the result, changes of state, and what was logged."""
+        run = self._run
+        logs = run.trainer.state.fn != TrainerFn.PREDICTING
+        packed = run.replay.pack(merge([calls], [item.rows])) if logs else []
+        return out, run.steps.changes(), packed, item.data.mark
 
     def _capture(
         self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]

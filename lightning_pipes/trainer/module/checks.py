@@ -96,7 +96,7 @@ def check_module(module: pl.LightningModule, fitting: bool) -> None:
             raise PipelineError(f"{owner}.{name} has no shape yet; initialise lazy layers with a first forward")
 
 
-def warn_about_pieces(full: Layers) -> None:
+def warn_about_pieces(full: nn.Module) -> None:
     """Warns of layers that differ where training batches are cut into micro-batches."""
     names = [name for name in batch_statistics(full) if full.get_submodule(name).training]
     if names:

@@ -35,6 +35,10 @@ CLEARLY_LARGER = 1.5
 _CPU = torch.device("cpu")
 
 
+class NoContainerError(PipelineError):
+    """There is no container of layers that is clearly the largest."""
+
+
 def find_pipelined(module: pl.LightningModule, path: str | None, seconds: Mapping[str, float] | None = None) -> str:
     """The path of what to spread over the stages: `path`, or the largest of all nn.Sequential and nn.ModuleList in the
     module that are in no other, wherever they are. Which is largest is said by parameters, those of embeddings aside;
@@ -117,7 +121,7 @@ def _largest(module: pl.LightningModule, seconds: Mapping[str, float] | None) ->
     if by_size is None:
         single = [(_size(m), n) for n, m in module.named_children() if isinstance(m, nn.Sequential)]
         if not single or (found and max(single)[0] < found[0][1]):
-            raise PipelineError(
+            raise NoContainerError(
                 f"{type(module).__name__} has no attribute that is an nn.Sequential, and there is no other container "
                 f"of layers that is clearly the largest. {_candidates(module)}"
             )
@@ -195,7 +199,7 @@ LEAST_FOR_STATISTICS = 2
 """Samples that a micro-batch needs for a mean and a variance: a short last batch is cut into fewer."""
 
 
-def batch_statistics(full: Layers) -> list[str]:
+def batch_statistics(full: nn.Module) -> list[str]:
     """Names of layers whose result depends on which samples share a micro-batch."""
     return [name for name, m in full.named_modules() if isinstance(m, BatchNorm)]
 
@@ -360,7 +364,7 @@ class CutModule:
         vars(self.module).pop(SPREAD, None)
         for slot in self._absent.slots:
             whole = ended and not (self.stays_spread and slot.tensor.untyped_storage().nbytes() == 0)
-            slot.table[slot.name] = slot.tensor if whole else _meta(slot.table[slot.name])
+            slot.table[slot.name] = slot.tensor if whole else on_meta(slot.table[slot.name])
         if ended and self.stays_spread:
             self.module.__dict__[SPREAD] = (self.path, tuple(self.local))
         elif not ended and self._absent.slots:
@@ -391,7 +395,8 @@ class CutModule:
                     yield number, key, part
 
 
-def _meta(tensor: torch.Tensor) -> torch.Tensor:
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without values in the place of another one."""
     meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
 

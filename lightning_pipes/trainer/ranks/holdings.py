@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import lightning.pytorch as pl
@@ -53,10 +53,22 @@ class Holdings:
     def look_at(self, module: pl.LightningModule, path: str) -> None:
         """Learns which parameters are in which layers, from a module that is whole; `path` is that of the layers."""
         layer_of = {name: number for number, name in enumerate(module.get_submodule(path)._modules)}
+
+        def layers(name: str, parameter: torch.Tensor) -> Iterable[int]:
+            inside = name.startswith(f"{path}.")
+            return [layer_of[name[len(path) + 1 :].partition(".")[0]]] if inside else ()
+
+        self.look_at_weights(module, layers)
+
+    def look_at_weights(self, module: pl.LightningModule, layers: Callable[[str, torch.Tensor], Iterable[int]]) -> None:
+        """Learn which parameters are in which layers.
+
+        Args:
+            layers: returns the layers that have a parameter under a name; none where it is outside of them.
+        """
         found: dict[int, set[int]] = defaultdict(set)
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            inside = name.startswith(f"{path}.")
-            found[id(parameter)].add(layer_of[name[len(path) + 1 :].partition(".")[0]] if inside else OUTSIDE)
+            found[id(parameter)].update(list(layers(name, parameter)) or [OUTSIDE])
             self._names.setdefault(id(parameter), name)
         self._parts_of = {key: frozenset(parts) for key, parts in found.items()}
         self._numbers = {key: number for number, key in enumerate(found)}

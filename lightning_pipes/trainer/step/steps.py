@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import lightning.pytorch as pl
 import psutil
@@ -207,12 +207,16 @@ class EvaluationBatch:
     """The input that the first stage captured from the user's step, for the whole batch.
 
     Attributes:
+        step: the user's, which takes `batch` and `arguments`.
         whole: ids of the tensors of `x` that belong to every sample, however many entries they have.
         elsewhere: whether a tensor of `x` has its samples on another axis than 0, so that `x` can't be cut.
         left: on the last stage what layers have left for the code after them, by micro-batch.
     """
 
     context: Context
+    step: Callable[..., Any] | None = None
+    batch: Any = None
+    arguments: tuple[Any, ...] = ()
     x: Any = None
     whole: frozenset[int] = frozenset()
     elsewhere: bool = False
@@ -238,6 +242,9 @@ class Steps:
         state: that of the module around its layers.
         left: what layers leave for the code after them.
     """
+
+    runs_whole_evaluation: ClassVar[bool] = False
+    """Whether the stages run an evaluation step as a whole, each its part; else around the layers."""
 
     def __init__(
         self,
@@ -513,14 +520,39 @@ class Steps:
                     raise
         self.left.end_step(span)
         self.state.note_microbatch(span)
+        return self.scaled_loss(item, span, out, logged, tensors_in(y), partial(self._tell_apart, stage, item))
+
+    @staticmethod
+    def _tell_apart(stage: Stage, item: Item) -> None:
+        """Have candidates for the weights of micro-batches told apart, once one has run."""
+        if item.data.weights.undecided and item.data.look is not None:
+            item.data.look(stage, item)
+
+    def scaled_loss(
+        self,
+        item: Item,
+        span: Span,
+        out: Any,
+        logged: list[LogCall],
+        leaving: Iterable[torch.Tensor],
+        look: Callable[[], None] = lambda: None,
+    ) -> torch.Tensor:
+        """Keep the result of a training step, and return its loss as it counts in that of the batch.
+
+        Args:
+            out: what the step returned.
+            logged: what it logged.
+            leaving: tensors that a loss of zero is made of, where the micro-batch has none.
+            look: called before weights of micro-batches are asked for.
+        """
+        data = item.data
         loss, extras = loss_of(out)
         data.results[span] = StepResult(loss.detach(), extras, logged)
         factor = span.rows / item.rows
         if data.weights is not None:
-            if data.weights.undecided and data.look is not None:
-                data.look(stage, item)
+            look()
             factor = data.weights.factor(span)
-        scaled = loss * (factor / data.divisor) if factor else _no_loss(y)
+        scaled = loss * (factor / data.divisor) if factor else _no_loss(leaving)
         scaler = getattr(self._precision, "scaler", None)
         return scaled if scaler is None else scaler.scale(scaled)
 
@@ -608,9 +640,9 @@ def loss_of(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     return loss.reshape(()) if loss.ndim else loss, extras
 
 
-def _no_loss(output: Any) -> torch.Tensor:
+def _no_loss(leaving: Iterable[torch.Tensor]) -> torch.Tensor:
     """A loss of zero from what leaves the layers; a loss of no token at all may be no number, and so its gradients."""
-    trained = [t for t in tensors_in(output) if t.requires_grad]
+    trained = [t for t in leaving if t.requires_grad]
     return torch.stack([t.reshape(-1)[:0].sum() for t in trained]).sum()
 
 

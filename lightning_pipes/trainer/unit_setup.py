@@ -1,0 +1,225 @@
+"""The part of a setup that differs where the module is cut by units, for it has no one container of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+
+from lightning_pipes.engine.compute.rng import forked_rng, seed_all
+from lightning_pipes.ir import PipelineError, Plan, PlanError
+from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.module.batches import copied
+from lightning_pipes.trainer.module.capture import named_step
+from lightning_pipes.trainer.module.deferred import has_meta
+from lightning_pipes.trainer.module.pipelined import LEAST_FOR_STATISTICS, batch_statistics
+from lightning_pipes.trainer.module.unchanged import unchanged
+from lightning_pipes.trainer.plan.decision import Decision
+from lightning_pipes.trainer.plan.measuring import NotMeasuredError, Together, without_loggers
+from lightning_pipes.trainer.plan.request import RunRequest
+from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch
+from lightning_pipes.trainer.plan.settings import AUTO, PARAMETERS, Settings
+from lightning_pipes.trainer.ranks.holdings import Holdings
+from lightning_pipes.trainer.session import Session
+from lightning_pipes.trainer.state.module_state import ModuleState
+from lightning_pipes.trainer.step.logs import recorded
+from lightning_pipes.trainer.units.borders import Borders
+from lightning_pipes.trainer.units.cut import UnitCut, weights_of_stages
+from lightning_pipes.trainer.units.layout import UnitLayout
+from lightning_pipes.trainer.units.recording import StepRecord, find_atomic, record_step
+from lightning_pipes.trainer.units.steps import UnitSteps, stage_modules
+
+ORDERS = ("gpipe", "1f1b", "kfkb")
+"""Schedules that can order stages of units."""
+
+
+class UnitSetup:
+    """How a module is cut by units. Collective: all ranks make one, and the same calls of it.
+
+    Args:
+        request: the run that the user asks for.
+
+    Raises:
+        PlanError: the run asks for what works with one container of layers only.
+        PipelineError: weights are on `meta`, or parts of the module are compiled; or the step can't be recorded, or
+            differs between ranks.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        session: Session,
+        settings: Settings,
+        request: RunRequest,
+    ) -> None:
+        self._trainer = trainer
+        self._fitting = trainer.state.fn == TrainerFn.FITTING
+        self._module = module
+        self._ranks = session.ranks
+        self._links = session.links
+        self._settings = settings
+        owner = type(module).__name__
+        if session.control.any(has_meta(module))[0]:
+            raise PipelineError(
+                f"weights of {owner} are on meta, and its step has to run once before it is cut by units. Make them "
+                "with values, or put the layers into one nn.Sequential, which needs none"
+            )
+        compiled = next((path for path, part in module.named_modules() if private.is_compiled(part)), None)
+        if compiled is not None:
+            raise PipelineError(
+                f"{owner}.{compiled}".rstrip(".") + " is compiled, and modules that are cut by units can't be: leave "
+                "out compile, or put the layers into one nn.Sequential and compile each by itself"
+            )
+        stages = self._ranks.grid.length
+        self._refuse(request)
+        self._layout = self._lay_units(request, stages)
+        self.weights = weights_of_stages(module, self._layout)
+        """The weights of each stage, in the place of layers."""
+
+    def decide(self, request: RunRequest) -> Decision:
+        """Return the decision: one stage for each rank."""
+        stages = self._ranks.grid.length
+        least = LEAST_FOR_STATISTICS if batch_statistics(self._module) else 1
+        partition = PARAMETERS if stages == 1 else list(range(1, stages))
+        return replace(request, partition=partition).unmeasured([1] * stages, stages, least)
+
+    def note_weights(self, holdings: Holdings) -> None:
+        """Tell who holds which weights."""
+        names = {id(p): name for name, p in self._module.named_parameters()}
+        holdings.look_at_weights(self._module, lambda _, p: self._layout.stages_of.get(names[id(p)], ()))
+
+    def cut(self, local: Collection[int]) -> UnitCut:
+        """Return the module with the weights of the `local` stages alone."""
+        return UnitCut(self._module, self._layout, self.weights, local, self._ranks.device)
+
+    def make_steps(self, precision: Precision, plan: Plan, rank: int, seed: int, cut: UnitCut) -> UnitSteps:
+        """Return what runs the user's steps on the stages of this rank."""
+        device = self._ranks.device
+        state = ModuleState(self._module, stage_modules(self._module, self._layout), frozenset(), device)
+        return UnitSteps(self._module, precision, plan, rank, seed, device, state, cut, self._layout)
+
+    def _refuse(self, request: RunRequest) -> None:
+        """Refuse what needs one container of layers.
+
+        Raises:
+            PlanError: the run asks for it.
+        """
+        schedule, wanted = request.schedule, []
+        if schedule.name not in ORDERS or request.chooses:
+            name = AUTO if request.chooses else schedule.name
+            wanted.append(f"schedule {name!r} (schedules {', '.join(map(repr, ORDERS))} do)")
+        if request.recompute:
+            wanted.append("recompute=True (torch.utils.checkpoint in the module does)")
+        if request.replanner is not None:
+            wanted.append("replan")
+        if self._links.turns is not None:
+            wanted.append("a job array on shared ranks")
+        if self._settings.verify.batches:
+            wanted.append("verify")
+        if not isinstance(request.partition, str):
+            wanted.append("partition by numbers of layers")
+        if wanted:
+            raise PlanError(
+                f"{type(self._module).__name__} has no one container of layers that is called in order, so it is cut "
+                f"by units, and {' and '.join(wanted)} does not work with these. Leave it out, or put the layers into "
+                "one nn.Sequential: PipelineStrategy(module='path.to.it')"
+            )
+
+    def _lay_units(self, request: RunRequest, stages: int) -> UnitLayout:
+        """Return the cut of the recorded step; where nothing is trained the last stage has all weights."""
+        if not self._fitting or self._trainer.limit_train_batches == 0 or stages == 1:
+            return self._undivided(stages)
+        record = self._record(request, stages)
+        ranks = self._ranks.control.ranks
+        names = self._ranks.control.all_gather([unit.name for unit in record.units])
+        for rank, other in zip(ranks, names, strict=True):
+            if other != names[0]:
+                at = next((n for n, pair in enumerate(zip(names[0], other, strict=False)) if pair[0] != pair[1]), -1)
+                raise PipelineError(
+                    f"training_step runs otherwise on rank {rank} than on rank {ranks[0]}, from unit {at} on, with the "
+                    "same samples. Control flow must depend on the batch, on weights and on random numbers of torch "
+                    "alone"
+                )
+        borders = Borders(record)
+        starts = borders.choose(stages)
+        shares = [borders.share(a, b) for a, b in zip(starts, (*starts[1:], len(record.units)), strict=True)]
+        listed = ", ".join(f"{record.units[start].name!r}" for start in starts[1:])
+        rank_zero_info(
+            f"{type(self._module).__name__} is cut by units, of which its training_step has {len(record.units)}. "
+            f"Stages after the first begin at {listed}; of the operations the stages have "
+            f"{', '.join(f'{share:.0%}' for share in shares)}"
+        )
+        return UnitLayout.from_record(record, starts)
+
+    def _undivided(self, stages: int) -> UnitLayout:
+        """Return a layout in which the last stage has all weights."""
+        named = (*self._module.named_parameters(), *self._module.named_buffers())
+        atomic = tuple(find_atomic(self._module))
+        of_atomic = {id(t) for path in atomic for t in self._module.get_submodule(path).buffers(recurse=False)}
+        placed = {name: (stages - 1,) for name, t in named if isinstance(t, nn.Parameter) or id(t) in of_atomic}
+        drawing = frozenset(atomic)  # whichever of them draws random numbers
+        return UnitLayout((0,) * stages, (), atomic, drawing, placed, clones=True)
+
+    def _record(self, request: RunRequest, stages: int) -> StepRecord:
+        """Return the record of a training step with as many samples as a micro-batch has. Collective."""
+        trainer = self._trainer
+        data = private.training_data(trainer)  # on all ranks: it may draw random numbers
+        if private.training_data_come_later(trainer):
+            private.forget_training_data(trainer)
+
+        def run() -> StepRecord:
+            try:
+                rows = batch_rows(data)
+                size = -(-rows // min(rows, request.microbatches or 2 * stages))
+                with forked_rng(self._ranks.device):
+                    batch = example_batch(data, max(size, 1))
+            except NoSampleError as why:
+                raise NotMeasuredError(str(why)) from None
+            return self._record_with(batch)
+
+        try:
+            return Together(self._ranks.control)(run)[self._ranks.control.position]
+        except NotMeasuredError as why:
+            raise PipelineError(
+                f"{type(self._module).__name__} has no one container of layers that is called in order, and its "
+                f"training_step can't be recorded to cut it by units: {why}. Give `fit` a DataLoader with a batch_size "
+                "and a dataset of known length, or put the layers into one nn.Sequential"
+            ) from why
+
+    def _record_with(self, batch: Any) -> StepRecord:
+        module, device = self._module, self._ranks.device
+        if device.type != "cpu":
+            module.to(device)
+        batch = private.on_device(self._trainer, batch)
+        step = named_step(module, "training_step")
+        arguments = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
+
+        def run(recording: Any) -> StepRecord:
+            with ExitStack() as stack:
+                stack.enter_context(forked_rng(device))
+                for context in (unchanged(module), recorded(module), without_loggers()):
+                    stack.enter_context(context)
+                stack.enter_context(self._trainer.precision_plugin.train_step_context())
+                stack.enter_context(torch.enable_grad())
+                seed_all(self._settings.seed, device, everything=True)
+                training = {part: part.training for part in module.modules()}
+                module.train()
+                try:
+                    found: StepRecord = recording()
+                finally:
+                    for part, mode in training.items():
+                        part.training = mode
+                return found
+
+        return record_step(module, run, step, partial(copied, batch), arguments, device)

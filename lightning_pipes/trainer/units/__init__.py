@@ -1,0 +1,1 @@
+"""Models without a container of layers, cut between the units of their steps."""

@@ -1,0 +1,119 @@
+"""Where a recorded step is cut: borders that are possible, and those that are chosen."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate
+
+from lightning_pipes.ir import PlanError
+from lightning_pipes.trainer.units.recording import StepRecord
+
+_NEAR = 0.1
+"""How far a border may be from the ideal place, as a share of a stage's operations."""
+
+
+class Borders:
+    """The places between the units of a record. Border n is in front of unit n."""
+
+    def __init__(self, record: StepRecord) -> None:
+        self._record = record
+        self._last_use: dict[int, int] = {key: len(record.units) for key in record.results}
+        self._made: dict[int, int] = {}
+        self._written: dict[int, int] = {}
+        uses: dict[str, list[int]] = defaultdict(list)
+        for number, unit in enumerate(record.units):
+            for key in (*unit.reads, *unit.writes):
+                self._last_use[key] = max(number, self._last_use.get(key, 0))
+            for key in unit.writes:
+                self._written[key] = number
+            for key in (*unit.makes, *unit.writes):
+                self._made.setdefault(key, number)
+            for name in unit.weights:
+                uses[name].append(number)
+        self._uses = uses
+        costs = [0.0 if unit.pure else unit.operations + 1 for unit in record.units]
+        self._before = [0.0, *accumulate(costs)]
+
+    def live(self, border: int) -> list[int]:
+        """Return the keys of the values that are made before a border and used behind it."""
+        return [k for k, made in self._made.items() if made < border <= self._last_use.get(k, -1)]
+
+    def bytes(self, border: int) -> int:
+        """Return the bytes of the values that cross a border."""
+        return sum(self._record.bytes.get(key, 0) for key in self.live(border))
+
+    def divided(self, border: int) -> int:
+        """Return how many weights are used on both sides of a border, so that two stages hold them."""
+        return sum(used[0] < border <= used[-1] for used in self._uses.values())
+
+    def is_possible(self, border: int) -> bool:
+        """Return whether a step can be cut there: not within a checkpoint, and not between a value and a change of its
+        memory under another name."""
+        units = self._record.units
+        if units[border].pure or units[border].held or units[border - 1].held:  # a checkpoint holds on to its inputs
+            return False
+        live = self.live(border)
+        memory = [m for key in live if (m := self._record.memory.get(key)) is not None]
+        shared = {m for m in memory if memory.count(m) > 1}
+        changed = (k for k in live if self._record.memory.get(k) in shared)
+        return not any(self._written.get(key, -1) >= border for key in changed)
+
+    def share(self, start: int, stop: int) -> float:
+        """Return the share of a step's operations that units from `start` to `stop` have."""
+        return (self._before[stop] - self._before[start]) / (self._before[-1] or 1)
+
+    def choose(self, stages: int) -> tuple[int, ...]:
+        """Return the first unit of each stage, so that stages have about as many operations.
+
+        Near each ideal place the border is taken that divides the uses of the fewest weights, and that the fewest
+        bytes cross.
+
+        Raises:
+            PlanError: there are too few possible borders.
+        """
+        before, units = self._before, self._record.units
+        possible = [border for border in range(1, len(units)) if self.is_possible(border)]
+        if len(possible) < stages - 1:
+            raise PlanError(
+                f"the step has {len(units)} units with {len(possible)} possible borders between them, too few for "
+                f"{stages} stages: take fewer processes, or split modules that compute much into several"
+            )
+        starts = [0]
+        for stage in range(1, stages):
+            left = stages - stage
+            goal = before[starts[-1]] + (before[-1] - before[starts[-1]]) / (left + 1)
+            options = [border for border in possible if border > starts[-1]]
+            options = options[: len(options) - left + 1]
+            off = {border: abs(before[border] - goal) / (before[-1] or 1) * stages for border in options}
+            nearest = min(off.values())
+            near = [border for border in options if off[border] <= max(_NEAR, nearest)]
+            starts.append(min(near, key=lambda b: (self.divided(b), self.bytes(b), off[b])))
+        return tuple(starts)
+
+    def at(self, places: Sequence[str]) -> tuple[int, ...]:
+        """Return the first unit of each stage, where stages after the first begin at the modules `places`.
+
+        Raises:
+            PlanError: the step does not enter such a module, or not in this order; or it can't be cut there.
+        """
+        starts = [0]
+        for place in places:
+            entered = self._record.entered.get(place)
+            if entered is None:
+                known = ", ".join(repr(path) for path in list(self._record.entered)[:20])
+                raise PlanError(f"a stage is to begin at {place!r}, which the step does not call; it calls {known}")
+            units = range(entered, len(self._record.units))
+            border = next((n for n in units if not self._record.units[n].pure), None)
+            if border is None or border <= starts[-1]:
+                raise PlanError(
+                    f"a stage is to begin at {place!r}, where the step has nothing left to compute, or which comes no "
+                    "later than the stage before; name modules in the order in which the step calls them"
+                )
+            if not self.is_possible(border):
+                raise PlanError(
+                    f"a stage can't begin at {place!r}: it lies in a checkpoint, or a tensor that crosses the border "
+                    "is changed behind it under another name; name a module before or after it"
+                )
+            starts.append(border)
+        return tuple(starts)

@@ -1,0 +1,194 @@
+"""A module that is cut by units: this rank has the weights of its stages, wherever they are in it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_pipes.engine.allocator import release_free_memory
+from lightning_pipes.engine.private_torch import unsaved_buffers
+from lightning_pipes.ir import PlanError
+from lightning_pipes.trainer.module.elsewhere import Absent, HookScope, Slot
+from lightning_pipes.trainer.module.pipelined import INCOMPLETE, CutModule, on_meta
+from lightning_pipes.trainer.units.layout import UnitLayout
+
+WHOLE = ""
+"""The path of what is cut: the module itself."""
+
+
+class StageWeights(nn.Module):
+    """The weights and buffers of one stage, by their names in the user's module."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._parameters.update(parameters)
+        self._buffers.update(buffers)
+
+
+def weights_of_stages(module: nn.Module, layout: UnitLayout) -> nn.ModuleList:
+    """Return the weights of each stage; what several stages use is in each of them."""
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    return nn.ModuleList(
+        StageWeights(
+            {name: p for name, p in parameters.items() if stage in layout.stages_of.get(name, ())},
+            {name: b for name, b in buffers.items() if stage in layout.stages_of.get(name, ())},
+        )
+        for stage in range(layout.n_stages)
+    )
+
+
+class UnitCut(CutModule):
+    """A LightningModule of which this rank has the weights of some stages, and what no stage uses.
+
+    Outside of steps the other weights are not there; while a step runs, stand-ins are in their places.
+
+    Args:
+        module: the user's module, whole.
+        layout: says which stages use which weights.
+        full: the weights of each stage, as `weights_of_stages` gives them.
+        local: the stages of this rank.
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        layout: UnitLayout,
+        full: nn.ModuleList,
+        local: Collection[int],
+        device: torch.device,
+    ) -> None:
+        self.module = module
+        self.path = WHOLE
+        self.keys = list(module.state_dict())
+        self.full = full
+        self.local = sorted(local)
+        self.scope = HookScope(device)
+        self.stays_spread = False
+        self._stages_of = layout.stages_of
+        self._absent = Absent(self.scope)
+        named = (*module.named_parameters(), *module.named_buffers())
+        self._by_id = {id(t): layout.stages_of[name] for name, t in named if name in layout.stages_of}
+        self._slots = [
+            Slot(stages[0], table, name, tensor, key)
+            for key, table, name, tensor in _places(module)
+            if (stages := self._stages(tensor))
+        ]
+        here = {id(s.tensor) for s in self._slots if {*self._stages(s.tensor)} & {*self.local}}
+        foreign = [slot for slot in self._slots if id(slot.tensor) not in here]
+        self._absent.add(foreign)
+        self._foreign_keys = {slot.key for slot in foreign}
+        self._hidden: list[tuple[dict[str, Any], list[tuple[str, Any]]]] = []
+        self._hide()
+        release_free_memory()
+
+    def check_in_place(self) -> None:
+        """Nothing can take the place of the module itself."""
+
+    def check_arrival(self, layer: int) -> None:
+        """Refuse a move.
+
+        Raises:
+            PlanError: always.
+        """
+        raise PlanError(
+            f"stage {layer} can't change its rank: {type(self.module).__name__} is cut by units, whose weights stay. "
+            "Leave out what moves layers, as replan, or put the layers into one nn.Sequential"
+        )
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """In the block the stand-ins of other stages' weights are in their places."""
+        self._show()
+        try:
+            yield
+        finally:
+            self._hide()
+
+    @property
+    def layers(self) -> dict[int, nn.Module]:
+        """The weights of the local stages by number."""
+        return {number: self.full[number] for number in self.local}
+
+    def local_state(self, outside: bool) -> dict[str, Any]:
+        """This rank's part of the state dict: the weights of its stages, and with `outside` what no stage uses."""
+        of_stages = {slot.key for slot in self._slots}
+        return {
+            key: value
+            for key, value in self.module.state_dict().items()
+            if (key in of_stages and key not in self._foreign_keys) or (outside and key not in of_stages)
+        }
+
+    def find_gaps(self) -> dict[str, list[Slot]]:
+        """Return the slots of each tensor by its key, with the stand-ins in them; none where the tensor is here."""
+        gaps: dict[str, list[Slot]] = {slot.key: [] for slot in self._slots}
+        whole = {id(table): dict(entries) for table, entries in self._hidden}
+        for slot in self._absent.slots:
+            gaps[slot.key].append(slot._replace(table=whole[id(slot.table)]))
+        return gaps
+
+    def take_unsaved(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Give modules of other stages the buffers that `unsaved` gave there."""
+        for name, buffer in buffers.items():
+            owner, _, own_name = name.rpartition(".")
+            self.module.get_submodule(owner)._buffers[own_name] = buffer.to("cpu")
+
+    def unsaved(self, layers: Collection[int]) -> dict[str, torch.Tensor]:
+        """Return the buffers of these stages that are in no state dict, by name."""
+        found = {}
+        for path, part in self.module.named_modules():
+            for name in unsaved_buffers(part):
+                key, buffer = f"{path}.{name}".lstrip("."), part._buffers.get(name)
+                if buffer is not None and {*self._stages_of.get(key, ())} & {*layers}:
+                    found[key] = buffer
+        return found
+
+    def restore(self, ended: bool) -> None:
+        """Put the whole module back; see CutModule."""
+        self._show()
+        self._absent.put_back()
+        for slot in self._absent.slots:
+            whole = ended and not (self.stays_spread and slot.tensor.untyped_storage().nbytes() == 0)
+            slot.table[slot.name] = slot.tensor if whole else on_meta(slot.table[slot.name])
+        if self._absent.slots and (not ended or self.stays_spread):
+            self.module.__dict__[INCOMPLETE] = True
+
+    def _stages(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        return self._by_id.get(id(tensor), ())
+
+    def _hide(self) -> None:
+        """Take the stand-ins out of the module, so that its weights are those of this rank."""
+        tables = {id(slot.table): slot.table for slot in self._absent.slots}
+        names = {(id(slot.table), slot.name) for slot in self._absent.slots}
+        self._hidden = [(table, list(table.items())) for table in tables.values()]
+        for key, name in names:
+            del tables[key][name]
+
+    def _show(self) -> None:
+        for table, whole in self._hidden:
+            own = dict(table)
+            table.clear()
+            table.update((name, own.pop(name, tensor)) for name, tensor in whole)
+            table.update(own)
+        self._hidden = []
+
+    def _slots_of(self, layers: Collection[int]) -> Iterator[Slot]:
+        for slot in self._slots:
+            if {*self._stages(slot.tensor)} & {*layers}:
+                yield slot
+
+
+def _places(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
+    """Yield where a module keeps parameters and saved buffers: key, table, name and tensor."""
+    for path, part in module.named_modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                yield f"{path}.{name}".lstrip("."), part._parameters, name, parameter
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in unsaved_buffers(part):
+                yield f"{path}.{name}".lstrip("."), part._buffers, name, buffer

@@ -1,0 +1,207 @@
+"""A user's step as one stage runs it: other stages' units are passed over.
+
+units before the stage   nothing is computed: placeholders stand for what they make
+the border before        placeholders become the values that the stage before has sent
+units of the stage       run as they are
+the border behind        the step is unwound, and what the user's code still holds is sent on
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipes.engine.private_torch import in_checkpoint
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.units.layout import UnitLayout
+from lightning_pipes.trainer.units.mode import Function
+from lightning_pipes.trainer.units.trace import Done, Trace
+from lightning_pipes.trainer.units.traced_step import TracedStep, refuse_unit
+from lightning_pipes.trainer.units.trees import tensors_of
+from lightning_pipes.trainer.units.values import storage_of
+
+Values = tuple[torch.Tensor, ...]
+Crossing = tuple[Values, Trace]
+"""What a stage sends on."""
+
+
+class _Border(BaseException):
+    """Unwinds the user's step at the end of a stage; `except Exception` must not stop it."""
+
+
+class LazyStep(TracedStep):
+    """Runs steps of a module whose other weights are on `meta`.
+
+    A step that is like the recorded one ends where the record is cut. Any other one ends in front of the first unit
+    whose weights are not here: stages need no record of it.
+
+    Args:
+        module: the user's module, with the weights of this stage.
+        stage: its number.
+        seed: called with the number of a unit before it may draw random numbers.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: UnitLayout,
+        stage: int,
+        device: torch.device,
+        seed: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__(layout.modules(module), layout.drawing, device, seed)
+        self._names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
+        self._layout = layout
+        self._stage = stage
+        self._ends = stage == layout.n_stages - 1
+        self._border = layout.border_of(stage)
+        self._received: Crossing = ((), Trace())
+        self._as_recorded = True
+        self._watched: list[tuple[torch.Tensor, int]] = []
+        self._crossing: Crossing | None = None
+
+    def run(
+        self, step: Callable[..., Any], batch: Any, arguments: Sequence[Any], received: Crossing | None
+    ) -> Crossing | Any:
+        """Return what the next stage gets; on the last stage the result of the step.
+
+        Args:
+            received: what the stage before has sent; None on the first stage.
+
+        Raises:
+            PipelineError: the step runs otherwise than on the stage before, or needs weights of an earlier stage.
+        """
+        self.begin(batch)
+        self._received = received or ((), Trace())
+        self._as_recorded, self._watched, self._crossing = True, [], None
+        try:
+            with self:
+                out = step(batch, *arguments)
+            if len(self.units) < len(self._received[1].units):
+                raise self._other_way(f"ended after {len(self.units)} units")
+            if not self._ends:
+                self._crossing = self._pack()  # it has none of its weights on later stages
+        except _Border:
+            out = None
+        finally:
+            self._check_shared()
+            self.begin(())
+        return out if self._ends else self._crossing
+
+    def run_unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
+        number, (_, trace) = len(self.units), self._received
+        names = self._layout.names
+        self._as_recorded = self._as_recorded and number < len(names) and names[number] == name
+        if number >= len(trace.units):
+            return self._run_own(number, name, path, function, args, kwargs)
+        done = trace.units[number]
+        if done.name != name:
+            raise self._other_way(f"comes to {name} as unit {number}, which was {done.name}")
+        given = tensors_of((args, kwargs))
+        if done.pure:
+            if self.placed(path, given) or any(map(self.values.is_value, given)):
+                raise self._other_way(f"gives unit {number}, {name}, tensors that depend on weights")
+            out = self.run_here(name, path, function, args, kwargs).out
+            self.units.append(Done(name))
+        else:
+            out = self._pass_over(done, given)
+        if len(self.units) == len(trace.units):  # at once: code before the next unit may keep values
+            self._arrive()
+        return out
+
+    def _run_own(self, number: int, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
+        foreign = [t for t in self.placed(path, tensors_of((args, kwargs))) if t.is_meta]
+        if not self._ends and (foreign or (self._as_recorded and number >= self._border)):
+            if in_checkpoint():
+                raise refuse_unit(
+                    number,
+                    name,
+                    "is in a checkpoint of torch.utils.checkpoint, and its weights are on another stage than those "
+                    "before it. A checkpoint runs again as a whole: let it have weights of one stage",
+                )
+            self._crossing = self._pack()
+            raise _Border
+        if foreign:
+            weight = next((self._names[id(t)] for t in foreign if id(t) in self._names), "weights")
+            raise refuse_unit(
+                number,
+                name,
+                f"needs {weight}, which an earlier stage has: this step calls modules in another order than the "
+                "training step that was recorded. Call them in the same order, or name other borders by "
+                "PipelineStrategy(partition=[...])",
+            )
+        ran = self.run_here(name, path, function, args, kwargs)
+        self.units.append(ran.done)
+        self.values.prune()
+        return ran.out
+
+    def _pass_over(self, done: Done, given: Sequence[torch.Tensor]) -> Any:
+        """Return placeholders for what a unit of an earlier stage has made."""
+        self.values.meet(given)
+        for number, key in done.written:
+            if self.values.taint(number) != key:
+                raise self._other_way(f"numbers what {done.name} changes otherwise")
+        try:
+            out = self.values.stand_for(done.out, self._device)
+        except LookupError as error:
+            raise self._other_way(f"has lost a tensor that {done.name} returned once more") from error
+        self.units.append(done)
+        return out
+
+    def _arrive(self) -> None:
+        """Put the received values in the place of what stands for them, wherever the user's code holds that."""
+        values, trace = self._received
+        with torch.enable_grad():  # the border may be in a block without gradients
+            for key, value in zip(trace.keys, values, strict=True):
+                self._put(self.values.value(key), value)
+        groups = [self.values.value(key) for group in trace.shared for key in group]
+        self._watched = [(t, t._version) for t in groups]
+
+    def _put(self, stand: torch.Tensor, value: torch.Tensor) -> None:
+        if not value.requires_grad and not stand.is_meta and not stand.requires_grad and stand.shape == value.shape:
+            stand.copy_(value)  # a buffer stays the same object
+            return
+        if self._layout.clones:  # a unit may change it, which a leaf can't be
+            value = value.clone()
+        else:
+            value = value.view_as(value) if value.requires_grad else value.detach()
+        try:
+            torch.utils.swap_tensors(stand, value)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise PipelineError(
+                f"a tensor of shape {tuple(value.shape)} that crosses the border in front of unit {len(self.units)} is "
+                "held by a checkpoint, a weak reference or code in C++, and can't be replaced there. Name another "
+                "border by PipelineStrategy(partition=[...])"
+            ) from error
+
+    def _pack(self) -> Crossing:
+        """Return what the next stage needs: the values that the user's code holds, and the units so far."""
+        keys = tuple(self.values.alive())
+        found = tuple(self.values.value(key) for key in keys)
+        memory: dict[int, list[int]] = defaultdict(list)
+        for key, value in zip(keys, found, strict=True):
+            where = storage_of(value)
+            if where is not None:
+                memory[where].append(key)
+        shared = tuple(tuple(group) for group in memory.values() if len(group) > 1)
+        return found, Trace(list(self.units), keys, shared)
+
+    def _check_shared(self) -> None:
+        """Refuse a change of a value that shared memory with others on the stage before."""
+        if any(t._version != version for t, version in self._watched):
+            raise PipelineError(
+                "the step changes a tensor in place that it also holds under another name, as a view, and a border "
+                "between stages lies between: the other one would keep its old values. Change a copy, or name another "
+                "border by PipelineStrategy(partition=[...])"
+            )
+        self._watched = []
+
+    def _other_way(self, what: str) -> PipelineError:
+        return PipelineError(
+            f"stage {self._stage} runs the step otherwise than the stage before it: the step {what}. What it does must "
+            "depend on the batch, on weights, and on random numbers of torch alone, which are the same on all ranks"
+        )

@@ -1,0 +1,133 @@
+"""The user's code split into units, while a step runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from threading import get_ident
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_pipes.engine.private_torch import in_functorch, is_top_function_mode, without_top_function_mode
+
+_LOOKING_NAMES = (
+    "size dim numel nelement ndimension stride storage_offset is_contiguous element_size dim_order get_device "
+    "is_floating_point is_complex is_signed is_tensor is_storage is_inference is_shared is_pinned is_neg is_conj "
+    "is_nested is_same_size is_set_to _is_view __len__ __hash__ __repr__ __format__ __set__ register_hook "
+    "retain_grad requires_grad_ untyped_storage data_ptr broadcast_shapes finfo iinfo result_type promote_types "
+    "can_cast set_grad_enabled is_grad_enabled _set_grad_enabled get_default_dtype _use_cudnn_rnn_flatten_weight "
+    "__torch_function__ _use_count"
+)
+_LOOKING = frozenset(_LOOKING_NAMES.split())
+"""Functions that compute no tensor and read no values."""
+_MAKING = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
+"""Properties of a tensor that are tensors; all others only look."""
+DEVICES = frozenset(("device", "is_meta", "is_cpu", "is_cuda"))
+
+Function = Callable[..., Any]
+
+
+class UnitMode(TorchFunctionMode, ABC):
+    """Calls `run_unit` for every unit of the code in its block, in order.
+
+    A unit is what no border divides: a call of an atomic module, of a torch function between such calls, or of an
+    autograd.Function. Calls within a unit are none.
+
+    Args:
+        atomic: modules whose calls are units, by path.
+    """
+
+    def __init__(self, atomic: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._atomic = atomic
+        self._inside = 0
+        self._thread = 0
+        self._forwards: list[tuple[dict[str, Any], Any]] = []
+
+    @abstractmethod
+    def run_unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
+        """Return the result of a unit.
+
+        Args:
+            name: of the function, or the path of the module.
+            path: of the module; None for a function.
+        """
+
+    def look(self, name: str, function: Function, args: Any) -> Any:
+        """Return a property of a tensor that is no tensor."""
+        return function(*args)
+
+    def see_inner(self, args: Any, out: Any) -> None:  # most don't look
+        """See an operation within a unit; called only where units are not run without the mode."""
+
+    @property
+    def sees_inner(self) -> bool:
+        """Whether `see_inner` is to be called, which costs time for each operation."""
+        return False
+
+    def __enter__(self) -> UnitMode:
+        self._thread, self._inside = get_ident(), 0
+        for path, module in self._atomic.items():
+            table = vars(module)
+            self._forwards.append((table, table.get("forward")))
+            table["forward"] = partial(self._call_module, path, module.forward)
+        self._apply = torch.autograd.Function.__dict__["apply"]  # no torch function, though it makes tensors
+        before = self._apply
+
+        def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+            function = before.__get__(None, cls)
+            if self._inside or self._thread != get_ident():
+                return function(*args, **kwargs)
+            return self._unit(f"{cls.__name__}.apply", None, function, args, kwargs)
+
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        torch.autograd.Function.apply = self._apply  # type: ignore[method-assign]
+        for table, forward in self._forwards:
+            if forward is None:
+                del table["forward"]
+            else:
+                table["forward"] = forward
+        self._forwards = []
+
+    def __torch_function__(self, function: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._inside or in_functorch():
+            out = function(*args, **kwargs)
+            if self.sees_inner:
+                self.see_inner((args, kwargs), out)
+            return out
+        name = getattr(function, "__name__", str(function))
+        if name == "__get__":
+            name = function.__self__.__name__  # type: ignore[attr-defined]
+            if name not in _MAKING:
+                return self.look(name, function, args)
+        elif name in _LOOKING or (not isinstance(function, type) and name.startswith("_assert")):
+            return function(*args, **kwargs)
+        return self._unit(name, None, function, args, kwargs)
+
+    def _call_module(self, path: str, forward: Function, /, *args: Any, **kwargs: Any) -> Any:
+        if self._inside or self._thread != get_ident():
+            return forward(*args, **kwargs)
+        alone = not self.sees_inner and is_top_function_mode(self)
+        with without_top_function_mode() if alone else nullcontext():  # its operations cost what they did
+            return self._unit(path, path, forward, args, kwargs)
+
+    def _unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
+        self._inside += 1
+        try:
+            return self.run_unit(name, path, function, args, kwargs)
+        finally:
+            self._inside -= 1

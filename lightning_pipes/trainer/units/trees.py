@@ -1,0 +1,50 @@
+"""Trees of what functions take and return: tuples, lists, dicts and dataclasses, with tensors in them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class TemplateLeaf:
+    """A leaf of a template: it stands for a tensor."""
+
+
+_LEAVES = (torch.Tensor, TemplateLeaf, str, bytes, int, float, complex, type(None))
+
+
+def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the tree with every leaf changed; unknown objects are leaves."""
+    if isinstance(tree, _LEAVES):
+        return change(tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_leaves(entry, change) for entry in tree))
+    if type(tree) in (list, tuple):
+        return type(tree)([map_leaves(entry, change) for entry in tree])
+    if type(tree) is dict:
+        return {key: map_leaves(entry, change) for key, entry in tree.items()}
+    if isinstance(tree, dict):  # an OrderedDict, or the output of a Hugging Face model
+        new = copy.copy(tree)
+        for key, entry in tree.items():
+            new[key] = map_leaves(entry, change)
+        return new
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        anything: Any = tree
+        made = copy.copy(anything)
+        for field in dataclasses.fields(tree):
+            object.__setattr__(made, field.name, map_leaves(getattr(tree, field.name), change))
+        return made
+    return change(tree)
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors of a tree, in order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    found: list[torch.Tensor] = []
+    map_leaves(tree, lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None)
+    return found

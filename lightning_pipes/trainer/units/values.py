@@ -1,0 +1,161 @@
+"""The tensors of a step: which depend on weights, which every stage computes, and under which number they are known."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipes.engine.private_torch import count_python_references
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.units.trace import KnownPure, KnownValue, Made
+from lightning_pipes.trainer.units.trees import map_leaves
+
+_PRUNED = 64
+"""Values after which those are looked for that nobody holds any more."""
+
+
+class Values:
+    """Numbers the tensors of one step. All stages number them alike.
+
+    A *value* depends on weights or random numbers, and belongs to the stage that makes it. All other tensors are
+    *pure*: they depend on the batch and on buffers, and every stage computes them.
+
+    Args:
+        placed: ids of the buffers that belong to atomic modules, which one stage has, as it has parameters.
+    """
+
+    def __init__(self, placed: Collection[int]) -> None:
+        self._placed = placed
+        self._keys: dict[int, int] = {}
+        self._held: dict[int, torch.Tensor] = {}
+        self._pure: list[torch.Tensor] = []
+        self._numbers: dict[int, int] = {}
+        self._next = 0
+        self._limit = _PRUNED
+
+    def is_placed(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is a weight, or a buffer that belongs to an atomic module."""
+        return isinstance(tensor, nn.Parameter) or id(tensor) in self._placed
+
+    def is_value(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor depends on weights or random numbers."""
+        return id(tensor) in self._keys
+
+    def key_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the key of a value; None for a pure tensor."""
+        return self._keys.get(id(tensor))
+
+    def value(self, key: int) -> torch.Tensor:
+        """Return the value of that key."""
+        return self._held[key]
+
+    def meet(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Number the tensors that no unit has made: those of the batch, buffers, and what the user's code holds."""
+        for tensor in tensors:
+            if id(tensor) not in self._keys and id(tensor) not in self._numbers and not self.is_placed(tensor):
+                self.add_pure(tensor)
+
+    def add_pure(self, tensor: torch.Tensor) -> None:
+        """Number a pure tensor."""
+        if id(tensor) not in self._keys and id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = len(self._pure)
+            self._pure.append(tensor)
+
+    def taint(self, number: int) -> int:
+        """Make a pure tensor a value, for a unit of one stage has changed it, and return its key."""
+        tensor = self._pure[number]
+        return self._add(tensor)
+
+    def sharing_pure(self, tensor: torch.Tensor) -> list[int]:
+        """Return the numbers of the pure tensors that lie in the memory of `tensor`, itself included."""
+        where = storage_of(tensor)
+        return [
+            number
+            for number, pure in enumerate(self._pure)
+            if id(pure) not in self._keys and (pure is tensor or (where is not None and storage_of(pure) == where))
+        ]
+
+    def describe(self, tensor: torch.Tensor, host: torch.device) -> Made | KnownValue | KnownPure:
+        """Return what stands for a tensor that a unit of one stage returned; a new one gets a key.
+
+        Raises:
+            PipelineError: it is of a kind that can't travel between stages.
+        """
+        if id(tensor) in self._keys:
+            return KnownValue(self._keys[id(tensor)])
+        if id(tensor) in self._numbers:
+            return KnownPure(self._numbers[id(tensor)])
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout)
+            raise PipelineError(
+                f"a step makes a tensor of layout {kind} from weights; between stages travel strided tensors only. "
+                "Convert it by to_dense(), or make it in one module with what uses it"
+            )
+        on_host = tensor.device.type == "cpu" and host.type != "cpu"
+        return Made(
+            self._add(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, on_host, tensor.requires_grad
+        )
+
+    def stand_for(self, out: Any, device: torch.device) -> Any:
+        """Return what a unit of another stage returned, with placeholders for the values that it made."""
+
+        def fill(leaf: Any) -> Any:
+            if isinstance(leaf, Made):
+                made = placeholder(leaf, device)
+                self._register(leaf.key, made)
+                return made
+            if isinstance(leaf, KnownValue):
+                return self._held[leaf.key]
+            return self._pure[leaf.number] if isinstance(leaf, KnownPure) else leaf
+
+        return map_leaves(out, fill)
+
+    def alive(self) -> list[int]:
+        """Return the keys of the values that the user's code still holds."""
+        return [key for key in self._held if self._references(key) > 1]
+
+    def prune(self) -> None:
+        """Let go of values that nobody else holds, from time to time."""
+        if len(self._held) < self._limit:
+            return
+        for key in [key for key in self._held if self._references(key) <= 1]:
+            del self._keys[id(self._held[key])]
+            del self._held[key]
+        self._limit = 2 * len(self._held) + _PRUNED
+
+    def _references(self, key: int) -> int:
+        return count_python_references(self._held[key])
+
+    def _add(self, tensor: torch.Tensor) -> int:
+        key = self._next
+        self._register(key, tensor)
+        return key
+
+    def _register(self, key: int, tensor: torch.Tensor) -> None:
+        self._next = max(self._next, key + 1)
+        self._held[key] = tensor
+        self._keys[id(tensor)] = key
+
+
+def placeholder(made: Made, device: torch.device) -> torch.Tensor:
+    """Return a tensor without values that looks like the one that another stage has made."""
+    found = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+    found.requires_grad_(made.requires_grad)
+    found.__dict__["stands_on"] = torch.device("cpu") if made.on_host else device
+    return found
+
+
+def stands_on(tensor: torch.Tensor) -> torch.device | None:
+    """Return the device of what a placeholder stands for; None for any other tensor."""
+    found: torch.device | None = tensor.__dict__.get("stands_on")
+    return found
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """Return where the memory of a tensor begins; None where it has none."""
+    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,63 @@
+"""The plain modules of the zoo through `Trainer` on two processes, beside one process of plain Lightning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_pipes.testing.ranks import run_ranks
+from tests.trainer.lit import differences
+from tests.trainer.units.lit_zoo import CUT, DRAWING, WHOLE, train_many, train_zoo
+
+ALIKE = [
+    ("nine linears", CUT),
+    ("siamese", CUT),
+    ("multi-task heads", CUT),
+    ("cell in a time loop", CUT),
+    ("tied by functions", CUT),
+    ("dense skips in a dataclass", CUT),
+    ("autograd.Function and complex numbers", CUT),
+    ("experts by hand", CUT),
+    ("u-net", WHOLE),
+    ("resnet by hand", WHOLE),
+    (".item() control flow", WHOLE),
+    ("parametrizations", WHOLE),
+]
+PARTS = ("losses", "val", "weights", "saved", "optimizer")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By case, what each of two ranks has."""
+    folder = str(tmp_path_factory.mktemp("two"))
+    cases = [*ALIKE, *DRAWING.items()]
+    ranks = run_ranks(train_many, 2, cases, 2, folder, timeout=300)
+    return [dict(zip([name for name, _ in cases], found, strict=True)) for found in ranks]
+
+
+def compare(found: list[dict[str, Any]], name: str, expected: dict[str, Any]) -> None:
+    for rank, of_rank in enumerate(found):
+        for part in PARTS if rank == 0 else PARTS[:3]:
+            assert differences(expected[part], of_rank[name][part], 1e-10, f"{name}, rank {rank}, {part}") == []
+
+
+@pytest.mark.parametrize("name", [name for name, _ in ALIKE])
+def test_two_stages_are_one_process(name: str, trained: list[dict[str, Any]], tmp_path: Path) -> None:
+    compare(trained, name, train_zoo(name, 0, str(tmp_path)))
+
+
+@pytest.mark.parametrize(("name", "settings"), DRAWING.items())
+def test_random_numbers_do_not_depend_on_the_borders(
+    name: str, settings: dict[str, Any], trained: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    (alone,) = run_ranks(train_many, 1, [(name, settings)], 1, str(tmp_path), timeout=120)
+    compare(trained, name, alone[0])
+
+
+def test_stages_have_their_own_weights_only(trained: list[dict[str, Any]]) -> None:
+    first, last = (found["nine linears"]["here"] for found in reversed(trained))
+    assert set(first) & set(last) == set()
+    assert {name.split(".")[1] for name in first} == {f"fc{n}" for n in range(1, len(first) // 2 + 1)}
+    assert len(first) + len(last) == 18

@@ -1,0 +1,137 @@
+"""Stages of one process, one after the other, beside the unsplit model."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipes.trainer.module.unchanged import unchanged
+from lightning_pipes.trainer.units.borders import Borders
+from lightning_pipes.trainer.units.layout import UnitLayout
+from lightning_pipes.trainer.units.lazy_step import LazyStep
+from lightning_pipes.trainer.units.recording import StepRecord, record_step
+from lightning_pipes.trainer.units.trees import map_leaves
+from tests.trainer.units.zoo import CASES, Case
+
+CPU = torch.device("cpu")
+
+
+def cloned(batch: Any) -> Any:
+    return map_leaves(batch, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def record(case: Case) -> StepRecord:
+    def run(recording: Any) -> Any:
+        with unchanged(case.model), torch.random.fork_rng():
+            return recording()
+
+    def step(batch: Any) -> torch.Tensor:
+        return case.step(case.model, batch)
+
+    return record_step(case.model, run, step, lambda: cloned(case.batch), (), CPU)
+
+
+class Stages:
+    """The stages of a model in one process, each with a copy that has no other weights."""
+
+    def __init__(self, case: Case, layout: UnitLayout) -> None:
+        self.case = case
+        self.models = [copy.deepcopy(case.model) for _ in layout.starts]
+        for stage, model in enumerate(self.models):
+            keep(model, {name for name, stages in layout.stages_of.items() if stage in stages})
+        self.steps = [LazyStep(model, layout, stage, CPU) for stage, model in enumerate(self.models)]
+
+    def train(self, batch: Any) -> torch.Tensor:
+        """Run one batch, forward and backward, and return its loss."""
+        sent: Any = None
+        entered: list[list[torch.Tensor]] = []
+        left: list[Any] = []
+        for lazy, model in zip(self.steps, self.models, strict=True):
+            if sent is not None:
+                sent = (tuple(t.detach().requires_grad_(t.requires_grad) for t in sent[0]), sent[1])
+                entered.append(list(sent[0]))
+            sent = lazy.run(lambda given, model=model: self.case.step(model, given), cloned(batch), (), sent)
+            left.append(sent)
+        sent.backward()
+        for values, (outputs, _) in zip(reversed(entered), reversed(left[:-1]), strict=True):
+            pairs = [(o, v.grad) for o, v in zip(outputs, values, strict=True) if v.grad is not None]
+            if pairs:
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        return sent.detach()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        total: dict[str, torch.Tensor] = {}
+        for model in self.models:
+            for name, p in model.named_parameters():
+                if p.grad is not None and not p.is_meta:
+                    total[name] = total[name] + p.grad if name in total else p.grad
+        return total
+
+
+def keep(model: nn.Module, names: set[str]) -> None:
+    """Have all weights but some on meta, the same for all names of one."""
+    made: dict[int, nn.Parameter] = {}
+    canonical = {id(p): name for name, p in model.named_parameters()}
+    for part in model.modules():
+        for name, p in part._parameters.items():
+            if p is not None and canonical.get(id(p), "") not in names:
+                stand = made.setdefault(id(p), nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad))
+                part._parameters[name] = stand
+
+
+def batches(case: Case) -> list[Any]:
+    """Return three batches: as recorded, with one sample less, and with other values."""
+    rows = len(case.batch[0])
+
+    def change(number: int, tensor: torch.Tensor) -> torch.Tensor:
+        if len(tensor) != rows:
+            return tensor
+        return tensor[:-1] if number == 1 else tensor.flip(-1) if number == 2 else tensor
+
+    return [tuple(change(number, t) for t in case.batch) for number in range(3)]
+
+
+def check_exact(name: str, case: Case, layout: UnitLayout, given: list[Any]) -> None:
+    stages, whole = Stages(case, layout), copy.deepcopy(case.model)
+    for number, batch in enumerate(given):
+        torch.manual_seed(number)
+        loss = stages.train(batch)
+        torch.manual_seed(number)
+        expected = case.step(whole, cloned(batch))
+        expected.backward()
+        assert abs(float(loss - expected)) < 1e-12, (name, number)
+    found = stages.gradients()
+    for weight, p in whole.named_parameters():
+        if p.grad is not None:
+            assert weight in found or not p.grad.any(), f"{name}: no stage has a gradient of {weight}"
+            worst = float((found[weight] - p.grad).abs().max()) if weight in found else 0.0
+            assert worst < 1e-12, f"{name}: {weight} is off by {worst}"
+    for buffer, value in whole.named_buffers():
+        users = layout.stages_of.get(buffer, range(layout.n_stages))
+        assert torch.equal(stages.models[users[-1]].get_buffer(buffer), value), f"{name}: {buffer}"
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_stages_are_exact(name: str, stages: int) -> None:
+    case = CASES[name]()
+    found = record(case)
+    layout = UnitLayout.from_record(found, Borders(found).choose(stages))
+    check_exact(name, case, layout, batches(case))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_borders_anywhere_are_exact(name: str) -> None:
+    found = record(CASES[name]())
+    borders = Borders(found)
+    possible = [n for n in range(1, len(found.units)) if borders.is_possible(n)]
+    for seed in range(4):
+        choice = random.Random(seed)
+        starts = (0, *sorted(choice.sample(possible, min(len(possible), choice.randint(1, 3)))))
+        case = CASES[name]()
+        check_exact(f"{name} {starts}", case, UnitLayout.from_record(found, starts), [case.batch])
