@@ -1,4 +1,4 @@
-"""The work of a pipeline as data: plans, instructions, programs, and what they owe each other.
+"""The work of a pipeline as data: plans, instructions, programs and their dependencies.
 
 Standard library only. Everything here is frozen; state lives in the engine and in the simulator.
 """

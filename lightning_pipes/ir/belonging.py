@@ -1,4 +1,4 @@
-"""Programs that are of another plan, told before anybody waits for what never comes."""
+"""Detect programs of another plan before a rank waits for a message that never arrives."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ _WAY_OUT = "this is a program of another plan; make one by schedule.program(plan
 
 
 def check_program_matches_plan(program: Program, plan: Plan) -> None:
-    """Refuse a finite program with instructions that the plan does not have, or has elsewhere. What it lacks is not
-    looked for.
+    """Refuse a finite program with instructions that the plan does not have, or has on another rank.
+
+    Missing instructions are not looked for.
 
     Raises:
-        ProgramError: there is one; names it, and what the plan has instead.
+        ProgramError: there is one; the message names it, and what the plan has instead.
     """
     if program.n_ranks != plan.n_ranks:
         raise ProgramError(f"the program has {program.n_ranks} rows, the plan {plan.n_ranks} ranks; {_WAY_OUT}")
@@ -41,7 +42,7 @@ def check_program_matches_plan(program: Program, plan: Plan) -> None:
 
 
 def describe_absent_needs(program: Program, plan: Plan, waiting: Collection[Instruction]) -> str:
-    """A sentence on what those wait for and no rank has; empty where all of it is somewhere."""
+    """Return a sentence on the needs of `waiting` that no rank runs; empty if every need is in the program."""
     there = set(program.iter_instructions())
     never = [n for i in waiting for n in needs(i, plan) if (send_of(n) if n.kind in RECEIVES else n) not in there]
     if not never:

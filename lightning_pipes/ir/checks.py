@@ -1,7 +1,7 @@
-"""Whether values make sense, said in a sentence: which one, what is needed, what was got.
+"""Validate values from outside: an error names the value, what was needed and what was got.
 
-Python takes anything anywhere: a number as text ends ten calls later in somebody else's error, NaN passes every
-comparison it should fail, and True counts as 1. Whoever takes a value from outside asks here first.
+Without a check a number given as text fails ten calls later in another library, NaN passes every comparison that it
+should fail, and True counts as 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PLAIN = frozenset({int, bool, str, NoneType})
 
 
 def short_repr(value: object) -> str:
-    """A value as errors show it: short, whatever it is."""
+    """Return the repr of a value for error messages, at most 80 characters long."""
     try:
         text = repr(value)
     except Exception as error:  # an int of more digits than Python prints, or somebody's own __repr__
@@ -33,7 +33,11 @@ def short_repr(value: object) -> str:
 
 
 def check_count(what: str, value: object, hint: str = "", most: int | None = None) -> int:
-    """`value`, which counts something there is one of at least; `hint` ends the sentence if it does not.
+    """Return `value` as an int, at least 1 and at most `most`.
+
+    Args:
+        what: the name of the value, for the error.
+        hint: text at the end of the error.
 
     Raises:
         InputError: it is no whole number, less than one, or more than `most`.
@@ -51,13 +55,13 @@ def check_count(what: str, value: object, hint: str = "", most: int | None = Non
 def check_number(
     what: str, value: object, needs: str = "a number", fits: Callable[[float], bool] = math.isfinite, hint: str = ""
 ) -> float:
-    """`value`, a number that `fits`; NaN never does.
+    """Return `value`, a number for which `fits` holds; NaN never fits.
 
     Args:
-        needs: what it must be, in words.
+        needs: the condition in words, for the error.
 
     Raises:
-        InputError: it is none.
+        InputError: it is no number, or does not fit.
     """
     if not _is_number(value) or not fits(value):  # type: ignore[arg-type]
         raise InputError(f"{what} must be {needs}, got {short_repr(value)}{hint}")
@@ -65,13 +69,13 @@ def check_number(
 
 
 def check_type(what: str, value: object, hint: Any) -> Any:
-    """`value`, if it is what the type says; lists become tuples where that is a tuple.
+    """Return `value` if it has the type `hint`; lists become tuples where `hint` is a tuple.
 
-    Takes the types that settings and files have: numbers, texts, switches, None, their unions, literals, tuples, lists,
-    sequences, mappings, functions and classes. NaN is no number, True no whole one.
+    `hint` may be a type of settings and files: numbers, texts, booleans, None, their unions, literals, tuples, lists,
+    sequences, mappings, functions and classes. NaN is not a number, True not a whole number.
 
     Raises:
-        InputError: it is not; says which part.
+        InputError: it has another type; the message names the part.
     """
     made, wrong = _read(what, value, hint)
     if wrong:
@@ -80,13 +84,13 @@ def check_type(what: str, value: object, hint: Any) -> Any:
 
 
 def check_fields(made: Any, entries: bool = True) -> None:
-    """Looks at every field of a dataclass by its type; to be called first in `__post_init__`.
+    """Check every field of a dataclass by its type; to be called first in `__post_init__`.
 
     Args:
-        entries: look at those of tuples and mappings too, of which there may be a million.
+        entries: check the entries of tuples and mappings too, of which there may be a million.
 
     Raises:
-        InputError: one has another type.
+        InputError: a field has another type.
     """
     for name, hint in field_types(type(made)).items():
         value = getattr(made, name)
@@ -99,7 +103,7 @@ def check_fields(made: Any, entries: bool = True) -> None:
 
 
 def field_types(kind: type) -> Mapping[str, Any]:
-    """The types of the fields of a dataclass, by name."""
+    """Return the types of the fields of a dataclass, by name."""
     if kind not in _hints:
         known = get_type_hints(kind)
         _hints[kind] = {field.name: known[field.name] for field in fields(kind) if field.init}
@@ -107,7 +111,7 @@ def field_types(kind: type) -> Mapping[str, Any]:
 
 
 def type_name(hint: Any) -> str:
-    """A type in words."""
+    """Return a type in words."""
     origin, of = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         *first, last = [type_name(each) for each in of]
@@ -128,7 +132,7 @@ def type_name(hint: Any) -> str:
 
 
 def _holds(hint: Any, kind: type) -> bool:
-    """Whether something of the type is a tuple, or a dictionary."""
+    """Return whether values of the type `hint` may be of the class `kind`."""
     origin = get_origin(hint)
     return isinstance(origin, type) and issubclass(kind, origin)
 
@@ -143,7 +147,7 @@ def _is_number(value: object) -> bool:
 
 
 def _read(what: str, value: Any, hint: Any) -> tuple[Any, str]:
-    """The value, and what is wrong with it; empty if nothing is."""
+    """Return the converted value and the reason for which it is refused; empty if it is accepted."""
     origin, of = get_origin(hint), get_args(hint)
     if hint is Any or isinstance(hint, TypeVar):
         return value, ""

@@ -1,4 +1,4 @@
-"""Deadlocks, drawn: what every rank has run, in steps, above what it waits for.
+"""Draw deadlocks: the instructions that every rank has run, and those for which it waits.
 
 the ranks wait for each other: rank 0 waits at RB0[0:1] for SB1[0:1]; rank 1 waits at RF1[1:2] for SF0[1:2]; so far
 ran
@@ -16,18 +16,18 @@ from lightning_pipes.ir.instruction import COMPUTE, RECEIVES, Instruction, send_
 from lightning_pipes.ir.plan import Plan
 
 COLUMNS = 6
-"""Steps that are drawn, the last ones."""
+"""The number of steps that are drawn."""
 
 
 def deadlock_error(
     done: Iterable[Instruction], stuck: Mapping[int, Instruction], plan: Plan, why: str = ""
 ) -> DeadlockError:
-    """The error for ranks that wait for each other, with the drawing of what has run.
+    """Return the error for ranks that wait for each other, with a drawing of the finished instructions.
 
     Args:
-        done: what has run, in an order in which it could.
-        stuck: what each rank that is not through waits at.
-        why: a sentence on it, where one is known.
+        done: finished instructions, in a valid order.
+        stuck: the next instruction of each rank that has not finished.
+        why: a sentence on the reason, where one is known.
     """
     ran = dict.fromkeys(done)
     waits = []
@@ -39,10 +39,10 @@ def deadlock_error(
 
 
 def draw_grid(done: Iterable[Instruction], plan: Plan) -> str:
-    """A row for each rank and a column for each step in which something could run, the last ones.
+    """Return a row for each rank and a column for each of the last steps.
 
     Args:
-        done: what has run, in an order in which it could. Receives may be left out where sends are there.
+        done: finished instructions, in a valid order. Receives may be left out where sends are there.
     """
     steps: dict[Instruction, int] = {}
     last = [-1] * plan.n_ranks
@@ -64,5 +64,5 @@ def draw_grid(done: Iterable[Instruction], plan: Plan) -> str:
 
 
 def _sent(i: Instruction, steps: Mapping[Instruction, int]) -> int:
-    """The step after which a message was sent; -1 where `i` is none, or was not."""
+    """Return the step after which a message was sent; -1 where `i` is no receive, or was not sent."""
     return steps.get(send_of(i), -1) if i.kind in RECEIVES else -1

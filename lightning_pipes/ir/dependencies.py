@@ -14,7 +14,7 @@ Need = Instruction | Transfer
 
 
 def needs(i: Instruction, plan: Plan) -> list[Instruction]:
-    """Everything that must have ended before `i` starts, wherever it runs.
+    """Return everything that must have ended before `i` starts, on any rank.
 
     A stage whose neighbour is on another rank needs the message, and the message what it carries; on one rank it
     needs the neighbour's computation itself. Weights: see `Plan.versions`.
@@ -22,27 +22,27 @@ def needs(i: Instruction, plan: Plan) -> list[Instruction]:
     kind, stage, job, batch, span = i
     out = list(plan.after.get(i, ())) if plan.after else []
 
-    def over(other: Kind, at: int) -> None:
+    def add_overlapping(other: Kind, at: int) -> None:
         out.extend([Instruction(other, at, job, batch, s) for s in plan.overlapping_spans(other, at, job, span)])
 
     gradient = Kind.I if plan.split_backward else Kind.B
     if kind is Kind.F:
         if stage > 0:
-            over(*((Kind.RF, stage) if plan.is_remote_edge(stage - 1) else (Kind.F, stage - 1)))
+            add_overlapping(*((Kind.RF, stage) if plan.is_remote_edge(stage - 1) else (Kind.F, stage - 1)))
         if batch >= plan.versions[stage] and plan.shared_weights:
             out.append(Instruction(Kind.STEP, stage, job, batch - plan.versions[stage]))
     elif kind is Kind.B or kind is Kind.I:
-        over(Kind.F, stage)
+        add_overlapping(Kind.F, stage)
         if stage + 1 < plan.n_stages:
-            over(*((Kind.RB, stage) if plan.is_remote_edge(stage) else (gradient, stage + 1)))
+            add_overlapping(*((Kind.RB, stage) if plan.is_remote_edge(stage) else (gradient, stage + 1)))
         if batch > 0 and kind is Kind.B and plan.shared_weights:  # gradients of two batches must not mix
             out.append(Instruction(Kind.STEP, stage, job, batch - 1))
     elif kind is Kind.SF:
-        over(Kind.F, stage)
+        add_overlapping(Kind.F, stage)
     elif kind is Kind.RF:
         out.append(send_of(i))
     elif kind is Kind.SB:
-        over(gradient, stage)
+        add_overlapping(gradient, stage)
     elif kind is Kind.RB:
         out.append(send_of(i))
     elif kind is Kind.W:
@@ -58,10 +58,10 @@ def needs(i: Instruction, plan: Plan) -> list[Instruction]:
 
 
 class DependencyTracker:
-    """Which of the added instructions are ready, as others complete.
+    """Track which of the added instructions are ready, as others complete.
 
     Needs that were never added count as unmet until `complete` names them, so that a rank can track its own
-    instructions and be told of arrivals. Batches that are over can be forgotten, where nothing needs them any more.
+    instructions and report arrivals. Finished batches can be forgotten, where nothing needs them any more.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -73,7 +73,7 @@ class DependencyTracker:
     def add(
         self, instructions: Iterable[Instruction], waits: Mapping[Instruction, Sequence[Need]] | None = None
     ) -> list[Instruction]:
-        """Those of `instructions` that are ready already; `waits` are what some need besides."""
+        """Add instructions and return the ones that are ready already; `waits` has further needs of some."""
         ready = []
         for i in instructions:
             wanted: list[Need] = [*needs(i, self.plan)]
@@ -89,7 +89,7 @@ class DependencyTracker:
         return ready
 
     def complete(self, i: Need) -> list[Instruction]:
-        """Those that are ready now that `i` has ended."""
+        """Mark `i` as ended and return the instructions that become ready."""
         self._done[i.job, i.batch].add(i)
         ready = []
         for dependent in self._dependents.pop(i, ()):
@@ -100,11 +100,11 @@ class DependencyTracker:
         return ready
 
     def unmet_needs(self, i: Instruction) -> list[Instruction]:
-        """The instructions that `i` still waits for, by the plan."""
+        """Return the instructions for which `i` still waits, by the plan."""
         return [n for n in needs(i, self.plan) if not self._is_done(n)]
 
     def forget_batch(self, job: int, batch: int) -> None:
-        """All of the batch has ended, and what is added from now on needs nothing of it."""
+        """Forget a batch that has ended and that no later instruction needs."""
         self._done.pop((job, batch), None)
 
     def _is_done(self, i: Need) -> bool:
@@ -112,5 +112,5 @@ class DependencyTracker:
 
     @property
     def waiting_instructions(self) -> list[Instruction]:
-        """Added instructions that are not ready."""
+        """The added instructions that are not ready."""
         return list(self._waiting)

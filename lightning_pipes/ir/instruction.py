@@ -1,4 +1,4 @@
-"""One thing that one rank does."""
+"""Instructions: the smallest units of work of a rank."""
 
 # ruff: noqa: N802 - the field's letters
 
@@ -66,33 +66,33 @@ class Instruction(NamedTuple):
 
 
 def F(stage: int, span: Span, job: int = 0, batch: int = 0) -> Instruction:
-    """The forward of `span` on `stage`."""
+    """Return the forward of `span` on `stage`."""
     return Instruction(Kind.F, stage, job, batch, span)
 
 
 def B(stage: int, span: Span, job: int = 0, batch: int = 0) -> Instruction:
-    """The full backward of `span` on `stage`."""
+    """Return the full backward of `span` on `stage`."""
     return Instruction(Kind.B, stage, job, batch, span)
 
 
 def I(stage: int, span: Span, job: int = 0, batch: int = 0) -> Instruction:  # noqa: E743
-    """The input gradients of `span` on `stage`."""
+    """Return the input gradients of `span` on `stage`."""
     return Instruction(Kind.I, stage, job, batch, span)
 
 
 def W(stage: int, span: Span, job: int = 0, batch: int = 0) -> Instruction:
-    """The weight gradients of `span` on `stage`."""
+    """Return the weight gradients of `span` on `stage`."""
     return Instruction(Kind.W, stage, job, batch, span)
 
 
 def STEP(stage: int, job: int = 0, batch: int = 0) -> Instruction:
-    """The optimizer step of `stage` for one batch."""
+    """Return the optimizer step of `stage` for one batch."""
     return Instruction(Kind.STEP, stage, job, batch)
 
 
 @lru_cache(maxsize=4096)  # asked for every message, and the same come with every batch
 def receive_of(send: Instruction) -> Instruction:
-    """The receive, on the neighbouring stage, of what `send` sends."""
+    """Return the receive, on the neighbouring stage, that matches `send`."""
     if send.kind is Kind.SF:
         return send._replace(kind=Kind.RF, stage=send.stage + 1)
     return send._replace(kind=Kind.RB, stage=send.stage - 1)
@@ -100,7 +100,7 @@ def receive_of(send: Instruction) -> Instruction:
 
 @lru_cache(maxsize=4096)
 def send_of(receive: Instruction) -> Instruction:
-    """The send, on the neighbouring stage, of what `receive` receives."""
+    """Return the send, on the neighbouring stage, that matches `receive`."""
     if receive.kind is Kind.RF:
         return receive._replace(kind=Kind.SF, stage=receive.stage - 1)
     return receive._replace(kind=Kind.SB, stage=receive.stage + 1)

@@ -1,4 +1,4 @@
-"""From what is computed to what is done: transfers are added where neighbours sit on different ranks."""
+"""Lower programs: add transfers where neighbouring stages sit on different ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from lightning_pipes.ir.program import Program, Row, remember_results
 
 @remember_results(64)
 def lower(program: Program, plan: Plan) -> Program:
-    """The program with its transfers: a receive stands right before its first use, a send right after the
-    computation that completes its message.
+    """Return the program with its transfers.
+
+    A receive stands right before its first use, a send right after the computation that completes its message.
 
     Sends never block, so no order of them can deadlock. Lowering a lowered program returns it unchanged.
 
@@ -30,7 +31,7 @@ def lower(program: Program, plan: Plan) -> Program:
 
 
 def sends_after(i: Instruction, plan: Plan) -> list[Instruction]:
-    """The messages, if any, to which the computation `i` contributes samples."""
+    """Return the messages, if any, to which the computation `i` contributes samples."""
     kind, stage, job, batch, span = i
     if kind is Kind.F and stage + 1 < plan.n_stages and plan.is_remote_edge(stage):
         send = Kind.SF
@@ -63,7 +64,7 @@ def _lower_row(row: Row, plan: Plan) -> Row:
 
 
 def batch_instructions(plan: Plan, rank: int, job: int, batch: int) -> list[Instruction]:
-    """All instructions, transfers included, that one batch causes on one rank; in no particular order."""
+    """Return all instructions of one batch on one rank, transfers included, in no particular order."""
     out: list[Instruction] = []
     backward = (Kind.I, Kind.W) if plan.split_backward else (Kind.B,)
     for stage in plan.stages[rank]:

@@ -1,4 +1,4 @@
-"""The runs of one computation where forward and backward of its stage cut a batch differently.
+"""Passes through the layers where forward and backward of a stage cut a batch differently.
 
 Autograd frees a graph when it has been differentiated. So samples that belong to different forwards, or to different
 backwards, need graphs of their own:
@@ -26,7 +26,7 @@ CostKey = int | tuple[tuple["Pass", ...], "Concat"]
 
 
 class Pass(NamedTuple):
-    """One run through a stage's layers, or back.
+    """One pass through the layers of a stage, forward or backward.
 
     Attributes:
         rows: its samples.
@@ -38,7 +38,7 @@ class Pass(NamedTuple):
 
 
 def graph_spans(i: Instruction, plan: Plan) -> Spans:
-    """The samples of the forward or backward `i`, cut into those that share a forward and a backward."""
+    """Return the samples of the forward or backward `i`, one span for each autograd graph."""
     cut = plan.jobs[i.job]
     if cut.forward[i.stage] is cut.backward[i.stage]:  # as nearly always
         return (i.span,)
@@ -47,7 +47,7 @@ def graph_spans(i: Instruction, plan: Plan) -> Spans:
 
 
 def layer_passes(i: Instruction, plan: Plan) -> tuple[Pass, ...]:
-    """The runs of the computation `i`, one after the other; see `Plan.recompute` and `Plan.whole_forward`."""
+    """Return the passes of the computation `i` in order; see `Plan.recompute` and `Plan.whole_forward`."""
     if i.kind is Kind.STEP:
         return (Pass(0, False),)
     again = bool(plan.recompute) and plan.recompute[i.stage]
@@ -64,11 +64,11 @@ def layer_passes(i: Instruction, plan: Plan) -> tuple[Pass, ...]:
 
 
 class Concat(NamedTuple):
-    """Samples that a computation copies.
+    """The numbers of samples that a computation copies to concatenate them.
 
     Attributes:
-        arriving: that have come in smaller parts than they are needed in.
-        leaving: that were made in smaller parts than the message which takes them.
+        inputs: samples that arrive in smaller parts than the computation needs.
+        outputs: samples that are computed in smaller parts than the message sends.
     """
 
     inputs: int
@@ -79,8 +79,7 @@ _NOTHING = Concat(0, 0)
 
 
 def count_concatenated(i: Instruction, plan: Plan) -> Concat:
-    """The samples that the computation `i` joins from parts: of what it takes in, and of messages of which it makes the
-    last part."""
+    """Return the samples that the computation `i` concatenates: its inputs, and messages that it completes."""
     forward = i.kind is Kind.F
     if plan.uniform_jobs[i.job] or not (forward or i.kind is Kind.B or i.kind is Kind.I):
         return _NOTHING
@@ -98,12 +97,12 @@ def count_concatenated(i: Instruction, plan: Plan) -> Concat:
 
 
 def run_spans(i: Instruction, plan: Plan) -> Spans:
-    """The samples of every run of a computation."""
+    """Return the samples of every pass of a computation."""
     return (i.span,) if i.kind is Kind.F and len(layer_passes(i, plan)) == 1 else graph_spans(i, plan)
 
 
 def _parts_from(source: int, i: Instruction, part: Span, plan: Plan) -> Sequence[Span]:
-    """The parts in which samples of `i` come from the stage `source`: of messages, or as that stage has made them."""
+    """Return the parts in which samples of `i` come from the stage `source`: of messages, or as it computed them."""
     if plan.is_remote_edge(min(source, i.stage)):
         return plan.overlapping_spans(Kind.SF if i.kind is Kind.F else Kind.SB, source, i.job, part)
     spans = plan.overlapping_spans(i.kind, source, i.job, part)
@@ -112,12 +111,12 @@ def _parts_from(source: int, i: Instruction, part: Span, plan: Plan) -> Sequence
 
 
 def cost_key(i: Instruction, plan: Plan) -> CostKey:
-    """A value that computations of one kind, stage, job and batch have in common if they cost the same."""
+    """Return a key that computations of one kind, stage, job and batch share if they cost the same."""
     return i.span.rows if plan.uniform_jobs[i.job] else (layer_passes(i, plan), count_concatenated(i, plan))
 
 
 def cost_classes(kind: Kind, stage: int, plan: Plan) -> list[tuple[Instruction, int]]:
-    """One instruction of job 0 of every sort that costs the same, and how many of it there are."""
+    """Return one instruction of job 0 for each class of equal cost, and the size of the class."""
     spans = plan.spans(kind, stage)
     if kind not in COMPUTE or plan.uniform_jobs[0]:
         return [(Instruction(kind, stage, span=span), count) for span, count in _sizes(spans)]
@@ -128,6 +127,6 @@ def cost_classes(kind: Kind, stage: int, plan: Plan) -> list[tuple[Instruction, 
 
 @lru_cache(maxsize=64)
 def _sizes(spans: Spans) -> tuple[tuple[Span, int], ...]:
-    """A span of every size, and how many have it."""
+    """Return a span of every size, and the number of spans of that size."""
     counts = Counter(span.rows for span in spans)
     return tuple((span, counts[rows]) for rows, span in {span.rows: span for span in spans}.items())

@@ -1,4 +1,4 @@
-"""Every decision but order: who holds which stage, how batches are cut, how many weight versions may live."""
+"""Plans: every decision but order, as the ranks of stages, the cuts of batches and the weight versions."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Spans = tuple[Span, ...]
 _T = TypeVar("_T")
 
 MAX_STAGES = 2**12
-"""Stages of a plan, and devices of a cluster: a slip of the keyboard fills the memory with them otherwise."""
+"""The most stages of a plan, and devices of a cluster: the limit guards against typos that fill the memory."""
 MAX_MICROBATCHES = 2**16
-"""Of a batch; each holds a sample at least."""
+"""The most micro-batches of a batch; each holds a sample at least."""
 MAX_FORWARDS = 2**18
-"""Of a batch, on all stages together: an order of more takes gigabytes and minutes."""
+"""The most forwards of a batch, on all stages together: an order of more takes gigabytes and minutes."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the batches of one job are cut, in samples: per stage forward and backward, per link and direction.
+    """The cuts of the batches of one job, in samples: per stage forward and backward, per link and direction.
 
     `forward_links[s]` are the messages from stage s to s + 1, `backward_links[s]` those from s to s - 1. They default
     to what the sending stage computes.
@@ -77,7 +77,7 @@ class Cut:
 
     @classmethod
     def even(cls, rows: int, microbatches: int, stages: int) -> Cut:
-        """The same even cut everywhere; fewer micro-batches where the batch has fewer samples.
+        """Return the same even cut for all stages; fewer micro-batches where the batch has fewer samples.
 
         Raises:
             PlanError: no samples, micro-batches or stages, or more than can be ordered.
@@ -90,7 +90,7 @@ class Cut:
         return cls(rows, (even_spans(rows, min(rows, microbatches)),) * stages)
 
     def spans(self, kind: Kind, stage: int) -> Spans:
-        """The spans of all instructions of one kind on one stage, in order of samples; none for STEP."""
+        """Return the spans of all instructions of one kind on one stage, in order of samples; none for STEP."""
         match kind:
             case Kind.F:
                 return self.forward[stage]
@@ -207,8 +207,8 @@ class Plan:
             )
         if self.whole_forward and self.whole_forward[-1]:
             raise PlanError(
-                f"whole_forward {self.whole_forward} names the last stage, whose forward in one piece nobody would "
-                "use: it hands nothing on, and its backwards run it again. Leave it False there"
+                f"whole_forward {self.whole_forward} names the last stage, which has no use for a forward in one "
+                "piece: it sends nothing on, and its backwards run it again. Leave it False there"
             )
         for number, cut in enumerate(self.jobs):
             if len(cut.forward) != n:
@@ -234,7 +234,7 @@ class Plan:
         layers: Sequence[Span] = (),
         recompute: Sequence[bool] = (),
     ) -> Plan:
-        """One job, one batch of `rows` samples (default: one a micro-batch), cut the same everywhere."""
+        """Return a plan of one batch of `rows` samples (default: one a micro-batch), cut the same on all stages."""
         check_count("microbatches", microbatches)
         cut = Cut.even(microbatches if rows is None else rows, microbatches, stages)
         where = tuple(range(stages)) if ranks is None else _tuple_from_sequence("ranks", ranks)
@@ -263,26 +263,26 @@ class Plan:
         return tuple(tuple(s for s, r in enumerate(self.ranks) if r == rank) for rank in range(self.n_ranks))
 
     def spans(self, kind: Kind, stage: int, job: int = 0) -> Spans:
-        """The spans of all instructions of one kind on one stage for one batch of `job`."""
+        """Return the spans of all instructions of one kind on one stage for one batch of `job`."""
         return self.jobs[job].spans(kind, stage)
 
     @cached_property
     def uniform_jobs(self) -> tuple[bool, ...]:
-        """Of each job, whether all stages and links cut its batches alike."""
+        """Whether all stages and links cut the batches in the same way, for each job."""
         return tuple(map(_is_uniform, self.jobs))
 
     def is_remote_edge(self, stage: int) -> bool:
-        """Whether data from `stage` to `stage + 1`, and gradients back, go from one rank to another."""
+        """Return whether `stage` and `stage + 1` are on different ranks, so that they exchange messages."""
         return self.ranks[stage] != self.ranks[stage + 1]
 
     @cached_property
     def directed_links(self) -> tuple[tuple[int, int, Kind], ...]:
-        """Every (source rank, destination rank, SF or SB) between which messages go, in one order for all ranks."""
+        """Every (source rank, destination rank, SF or SB) with messages, in the same order on all ranks."""
         pairs = {(self.ranks[s], self.ranks[s + 1]) for s in range(self.n_stages - 1) if self.is_remote_edge(s)}
         return tuple(sorted([(a, b, Kind.SF) for a, b in pairs] + [(b, a, Kind.SB) for a, b in pairs]))
 
     def overlapping_spans(self, kind: Kind, stage: int, job: int, span: Span) -> Spans:
-        """Those spans of `kind` on `stage` that share samples with `span`."""
+        """Return the spans of `kind` on `stage` that share samples with `span`."""
         key = (kind, stage, job, span)
         found = self._overlaps.get(key)
         if found is None:

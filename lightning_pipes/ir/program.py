@@ -1,4 +1,4 @@
-"""Who does what in which order."""
+"""Programs: the instructions of every rank in their order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Rows = tuple[Row, ...]
 
 _Made = TypeVar("_Made")
 MAX_REMEMBERED = 2**19
-"""Instructions of all programs of which a function remembers what it made: each takes some hundred bytes."""
+"""The most instructions of all programs whose results a function remembers; each takes some hundred bytes."""
 _TOKEN = re.compile(
     r"(?:j(?P<job>\d+):)?(?P<kind>STEP|SF|RF|SB|RB|F|B|I|W)(?P<stage>\d+)(?:\.(?P<n>\d+))?(?:@(?P<batch>\d+))?"
 )
@@ -75,11 +75,11 @@ class Program:
 
     @cached_property
     def head_batches(self) -> int:
-        """How many batches of each job the head begins."""
+        """The number of batches of each job that the head begins."""
         return max((i.batch + 1 for row in self.head for i in row if i.kind is Kind.F), default=0)
 
     def unroll(self, batches: int) -> Program:
-        """The finite program of `batches` batches; itself where it has no cycle."""
+        """Return the finite program of `batches` batches; the program itself where it has no cycle."""
         if not self.is_endless:
             return self
         shift = max(0, batches - self.head_batches)  # fewer batches: those of the head that are left out, dropped
@@ -93,7 +93,7 @@ class Program:
         return Program(tuple(rows))
 
     def to_lines(self) -> list[str]:
-        """One line a rank, head only: `F2.0` is the forward on stage 2 of the first span of its batch.
+        """Return one line a rank, head only: `F2.0` is the forward on stage 2 of the first span of its batch.
 
         Spans are numbered among those of the same kind, stage, job and batch that the program holds.
         """
@@ -123,7 +123,7 @@ class Program:
 
     @classmethod
     def parse(cls, lines: Iterable[str], plan: Plan) -> Program:
-        """The program that `to_lines()` prints; the plan says which samples each number stands for.
+        """Return the program of the lines that `to_lines()` returns; the plan gives the samples of each number.
 
         Raises:
             ProgramError: a token can't be read or names a stage or span that the plan does not have.
@@ -131,12 +131,12 @@ class Program:
         return cls(tuple(tuple(_read_token(token, plan) for token in line.split()) for line in lines))
 
     def iter_instructions(self) -> Iterator[Instruction]:
-        """Every instruction of the head, rank after rank."""
+        """Yield every instruction of the head, rank after rank."""
         for row in self.head:
             yield from row
 
     def to_csv(self) -> str:
-        """One line an instruction with its span in samples; `from_csv` reads it back without a plan."""
+        """Return one line an instruction with its span in samples; `from_csv` reads it back without a plan."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(_COLUMNS)
@@ -147,7 +147,7 @@ class Program:
 
     @classmethod
     def from_csv(cls, text: str) -> Program:
-        """The program that `to_csv` wrote.
+        """Return the program that `to_csv` wrote.
 
         Raises:
             ProgramError: the columns or a value are not those that `to_csv` writes.
@@ -177,12 +177,12 @@ def remember_results(most: int) -> Callable[[Callable[[Program, Plan], _Made]], 
     It remembers `most` of them, fewer where the programs are large (`MAX_REMEMBERED`), and always the last one.
     """
 
-    def decorate(function: Callable[[Program, Plan], _Made]) -> Callable[[Program, Plan], _Made]:
+    def add_memory(function: Callable[[Program, Plan], _Made]) -> Callable[[Program, Plan], _Made]:
         known: OrderedDict[tuple[Program, Plan], _Made] = OrderedDict()
         lock = Lock()
 
         @wraps(function)
-        def remembering(program: Program, plan: Plan) -> _Made:
+        def recall_or_call(program: Program, plan: Plan) -> _Made:
             key = program, plan
             with lock:
                 if key in known:
@@ -197,13 +197,13 @@ def remember_results(most: int) -> Callable[[Callable[[Program, Plan], _Made]], 
                     size -= oldest.size
             return made
 
-        return remembering
+        return recall_or_call
 
-    return decorate
+    return add_memory
 
 
 def shift_batches(row: Sequence[Instruction], batches: int) -> Row:
-    """The same instructions, `batches` batches later."""
+    """Return the same instructions, `batches` batches later."""
     return tuple(i._replace(batch=i.batch + batches) for i in row) if batches else tuple(row)
 
 

@@ -1,4 +1,4 @@
-"""Schedules by name: whatever is installed under the entry point group `lightning_pipes.schedules`."""
+"""Look up installed schedules by name, in the entry point group `lightning_pipes.schedules`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ GROUP = "lightning_pipes.schedules"
 
 @cache
 def installed_schedules() -> Mapping[str, EntryPoint]:
-    """Entry points by name, sorted; ours and those of any other distribution."""
+    """Return the entry points of all distributions by name, sorted."""
     return {e.name: e for e in sorted(entry_points(group=GROUP), key=lambda e: e.name)}
 
 
 def schedule_factory(name: str) -> Any:
-    """The class or function that makes the schedule `name` from its settings.
+    """Return the class or function that makes the schedule `name` from its settings.
 
     Raises:
         PlanError: no such schedule is installed; lists what there is.
@@ -40,7 +40,7 @@ def schedule_factory(name: str) -> Any:
 
 
 def make_schedule(name: str, **settings: Any) -> Schedule | Policy:
-    """The schedule `name` with its settings.
+    """Return the schedule `name` with its settings.
 
     Raises:
         PlanError: no such schedule is installed, or it does not take these settings; lists what there is.
@@ -60,7 +60,7 @@ def make_schedule(name: str, **settings: Any) -> Schedule | Policy:
 
 
 def _unknown(factory: Any, settings: Mapping[str, Any]) -> str:
-    """Which of the settings there are not, and what there is; empty where there are all of them."""
+    """Return a sentence on the first unknown setting; empty where all are known."""
     try:
         known = inspect.signature(factory).parameters
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Policies that can be said in numbers: the simulator's kernel runs them without asking Python."""
+"""Policies as data: the simulator's kernel runs them without calling Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_pipes.ir.schedule import Policy, RankView
 
 @dataclass(frozen=True)
 class Rule:
-    """Run what is ready, the earliest by `ready_key` of its sort; forwards only as long as their stage has room.
+    """A rule that picks the ready instruction with the least `ready_key`; forwards only while their stage has room.
 
     Attributes:
         limits: most samples that each stage may hold between F and B, besides the plan's own limits; empty means none.
@@ -27,7 +27,7 @@ class Rule:
     weights_last: bool = False
 
     def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
-        """The instruction that a policy with this rule picks; see `Policy.pick`."""
+        """Return the instruction that a policy with this rule picks; see `Policy.pick`."""
         limits = self.limits
         if limits:
             ready = eligible_instructions(ready, lambda i: i.kind is not Kind.F or has_room(i, view.in_flight, limits))
@@ -41,11 +41,11 @@ class Rule:
 
 
 class RulePolicy(Policy):
-    """A policy that is a rule."""
+    """A policy that a `Rule` describes."""
 
     @abstractmethod
     def rule(self, plan: Plan) -> Rule:
-        """The rule by which it orders `plan`.
+        """Return the rule that orders `plan`.
 
         Raises:
             PlanError: it can't order such a plan.
@@ -56,10 +56,10 @@ class RulePolicy(Policy):
 
 
 def eligible_instructions(ready: Iterable[Instruction], fits: Callable[[Instruction], bool]) -> tuple[Instruction, ...]:
-    """Those of `ready`, sorted by `ready_key`, that a policy may pick.
+    """Return the instructions of `ready`, sorted by `ready_key`, that a policy may pick.
 
-    What does not fit holds back the later ones of its kind on its stage, so that gradients are summed in the order of
-    samples.
+    An instruction that does not fit holds back the later ones of its kind on its stage, so that gradients are summed in
+    the order of samples.
     """
     out: list[Instruction] = []
     held_back: set[tuple[Kind, int]] = set()

@@ -17,11 +17,10 @@ from lightning_pipes.ir.stream import LayerUse, LayerVersion
 
 
 class Traits:
-    """The things that a schedule or a policy says of itself besides order. Each has a default; a class overrides what
-    is otherwise with it, and everybody asks here.
+    """The properties of a schedule or a policy besides its order; each has a default that a class may override.
 
     Attributes:
-        name: under which people choose it.
+        name: the name by which users choose it.
         flushes: whether all stages end a batch before the next one begins; where they do not its window is endless.
     """
 
@@ -30,7 +29,7 @@ class Traits:
 
     @property
     def tunes_online(self) -> bool:
-        """Whether a run shall change, while it goes on, to what its planner offers."""
+        """Whether a run changes to other candidates of its planner while it trains."""
         return False
 
     @property
@@ -39,21 +38,25 @@ class Traits:
         return False
 
     def place_stages(self, n_ranks: int) -> tuple[int, ...]:
-        """The rank of each stage; one stage a rank, in order."""
+        """Return the rank of each stage; by default one stage a rank, in order."""
         return tuple(range(n_ranks))
 
     def weight_versions(self, plan: Plan) -> tuple[int, ...]:
-        """The weight versions that may live on each stage; one."""
+        """Return the number of weight versions that may live on each stage; by default one."""
         return (1,) * plan.n_stages
 
     @classmethod
     def list_variants(cls, n_ranks: int, microbatches: int) -> Sequence[Schedule | Policy]:
-        """The variants that a search over schedules tries: this one with its defaults, or nothing where it does not
-        flush, which gives another result than one process."""
+        """Return the variants that a search over schedules tries.
+
+        By default this is the schedule with its default settings. A schedule that does not flush has none, for it gives
+        another result than one process.
+        """
         return [cls()] if cls.flushes else []  # type: ignore[list-item]  # a subclass is a Schedule or a Policy
 
     def make_planner(self) -> object:
-        """The `planning.Planner` that decides how batches are cut for it; None for the default one, which cuts evenly.
+        """Return the `planning.Planner` that cuts batches for this schedule; None for the default one, which cuts
+        evenly.
 
         Typed as an object, for this layer knows nothing of costs; `planning.planner_of` checks it.
         """
@@ -61,11 +64,11 @@ class Traits:
 
 
 class Schedule(Traits, ABC):
-    """Turns a plan into a program. A subclass is frozen: its fields are its settings."""
+    """A fixed order: it turns a plan into a program. A subclass is frozen, and its fields are its settings."""
 
     @abstractmethod
     def program(self, plan: Plan) -> Program:
-        """Every compute instruction of the plan's window, one row a rank; transfers are added by `lower`.
+        """Return every compute instruction of the plan's window, one row a rank; `lower` adds transfers.
 
         Raises:
             PlanError: the schedule can't order such a plan.
@@ -74,14 +77,14 @@ class Schedule(Traits, ABC):
 
 @dataclass(frozen=True)
 class RankView:
-    """The view of one rank when a policy has to choose.
+    """The state of one rank when a policy has to choose.
 
     Attributes:
         rank: the rank.
-        last: what it ran last, None at the start.
+        last: its last instruction, None at the start.
         in_flight: samples between F and B, by stage; stages of other ranks are absent.
-        uses: in an endless window the layers that the batches under way use, by batch.
-        versions: in an endless window how far the layers of this rank are, by name; absent until first stepped.
+        uses: in an endless window the layers that the batches in flight use, by batch.
+        versions: in an endless window the versions of this rank's layers, by name; absent until first stepped.
     """
 
     rank: int
@@ -92,19 +95,19 @@ class RankView:
 
 
 class Policy(Traits, ABC):
-    """Picks what a rank does next where the order is not fixed in advance.
+    """An order that is not fixed in advance: a policy picks the next instruction of a rank.
 
     Frozen and without memory of its own, so that simulator and executor ask the same question and get the same
     answer.
 
-    Where it does not flush, batches come without end. Each says which layers it uses, see `LayerUse`, or else uses all
-    of them; a forward is ready when all that its batch uses on the stage is as the batches before it leave it. So
-    whatever is picked when, the weights are those of one batch after another.
+    Where it does not flush, batches come without end. Each has a `LayerUse`, or else uses all layers.
+    A forward is ready when the layers that its batch uses on the stage have the versions that earlier batches leave. So
+    the weights are those of one batch after another, in whatever order instructions are picked.
     """
 
     @property
     def depth(self) -> int:
-        """Batches from the oldest under way to the newest, on a rank; counts where it does not flush."""
+        """The most batches in flight on a rank, from the oldest to the newest; used where the policy does not flush."""
         return 1
 
     @property
@@ -114,24 +117,24 @@ class Policy(Traits, ABC):
 
     @property
     def cuts_batches(self) -> bool:
-        """Whether `cut` is asked: batches that do not flush may then be in other stages than the plan's."""
+        """Whether `cut` is called: batches that do not flush may then have other stages than the plan's."""
         return False
 
     def cut(self, use: LayerUse, cost: Callable[[str], float], plan: Plan) -> tuple[Span, ...] | None:
-        """The numbers of the layers that each stage runs for a batch that uses those; None for those of the plan.
+        """Return the layers of each stage for a batch, as spans of layer numbers; None for those of the plan.
 
-        A layer then goes to the rank that runs it, with what optimizers remember of it, see `Ledger.batch_transfers`.
-        Every rank asks its own and must get the same: it may depend on nothing that happens while batches run.
+        A layer then moves to the rank that runs it, with its optimizer state, see `Ledger.batch_transfers`. Every rank
+        calls it and must get the same result: it may not depend on anything that happens while batches run.
 
         Args:
-            use: by the stages of the plan.
-            cost: of what has a name in `use`: how long it takes, in any unit.
+            use: the layers of the batch, by the stages of the plan.
+            cost: returns the seconds of a layer of `use` by its name, in any unit.
         """
         return None
 
     @abstractmethod
     def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
-        """One of `ready`, or None to wait for more.
+        """Return one of `ready`, or None to wait for more.
 
         `ready` holds the compute instructions of this rank whose needs are met, sorted by `ready_key`: B, I, W and
         STEP before F, then by batch, job, stage and span; it is never empty. Returning None although nothing is on
@@ -140,7 +143,7 @@ class Policy(Traits, ABC):
 
 
 def ready_key(i: Instruction) -> tuple[bool, int, int, int, tuple[int, int], str]:
-    """Where `i` stands among the instructions that a policy may pick."""
+    """Return the sorting key of `i` among the instructions that a policy may pick."""
     return i.kind is Kind.F, i.batch, i.job, i.stage, i.span, i.kind
 
 
@@ -159,10 +162,10 @@ def check_one_batch(plan: Plan, name: str, split_backward: bool = False) -> None
 
 
 def check_placement(plan: Plan, schedule: Schedule) -> None:
-    """Refuse a plan whose stages sit on other ranks than the schedule places them.
+    """Refuse a plan that does not have its stages where the schedule places them.
 
     Raises:
-        PlanError: they do.
+        PlanError: the plan has other ranks.
     """
     wanted = schedule.place_stages(plan.n_ranks)
     if plan.ranks != wanted:
@@ -209,7 +212,7 @@ def check_stream(policy: Policy, plan: Plan) -> None:
 
 
 def adapt_plan(plan: Plan, schedule: Schedule | Policy) -> Plan:
-    """`plan` with the backward and the weight versions that the schedule asks for."""
+    """Return `plan` with the backward and the weight versions that the schedule needs."""
     if plan.split_backward != schedule.splits_backward:
         plan = replace(plan, split_backward=schedule.splits_backward)
     return plan if schedule.flushes else replace(plan, versions=tuple(schedule.weight_versions(plan)))

@@ -1,4 +1,4 @@
-"""Which samples of a batch something concerns."""
+"""Spans of samples of a batch."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Span(NamedTuple):
         return self.stop - self.start
 
     def overlaps(self, other: Span) -> bool:
-        """Whether both hold a sample in common."""
+        """Return whether both share a sample."""
         return self.start < other.stop and other.start < self.stop
 
     def clip_to(self, rows: int) -> Span:
-        """The part of this span inside a batch of `rows` samples; empty where the batch is too short for it."""
+        """Return the part of this span inside a batch of `rows` samples; empty where the batch is too short."""
         return self if self.stop <= rows else Span(min(self.start, rows), rows)
 
 
 def even_spans(rows: int, pieces: int) -> tuple[Span, ...]:
-    """`pieces` spans that cover `rows` samples in order, sizes differing by one at most; larger ones are spread out."""
+    """Return `pieces` spans that cover `rows` samples in order; sizes differ by one at most, larger ones are spread."""
     return tuple(Span(i * rows // pieces, (i + 1) * rows // pieces) for i in range(pieces))

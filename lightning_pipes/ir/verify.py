@@ -1,4 +1,4 @@
-"""Proof that a program is a correct order of its plan, before anything runs."""
+"""Verify that a program is a correct order of its plan, before it runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_pipes.ir.regular import IrregularError, Unit, is_regular, walk_pr
 
 @dataclass(frozen=True)
 class ProgramStats:
-    """The facts that `verify` learned, per stage.
+    """Statistics of a verified program, per stage.
 
     Attributes:
         peak_spans: most forward spans held at once between F and B.
@@ -34,7 +34,7 @@ class ProgramStats:
 
 
 def verify(program: Program, plan: Plan, batches: int | None = None) -> ProgramStats:
-    """Facts about a program that holds: complete, paired, free of deadlock, within versions and limits.
+    """Check that a program is complete, paired, free of deadlock and within versions and limits.
 
     An endless program is unrolled to `batches` batches, by default three more than its head begins.
 
@@ -69,7 +69,7 @@ def verify(program: Program, plan: Plan, batches: int | None = None) -> ProgramS
 
 
 def _regular_stats(program: Program, plan: Plan, least: int) -> ProgramStats | None:
-    """Return the facts about a program that holds, of a regular plan and without transfers; None about any other one.
+    """Return the statistics of a correct program of a regular plan without transfers; None for any other one.
 
     Transfers follow from complete computations: see `lower`. A stage's facts follow from the order of its rank alone.
     """
@@ -109,7 +109,7 @@ def _regular_stats(program: Program, plan: Plan, least: int) -> ProgramStats | N
 def _required_units(
     units: Collection[tuple[Kind, int, int, int]], plan: Plan, least: int
 ) -> set[tuple[Kind, int, int, int]]:
-    """Return the kind, stage, job and batch of all that a program has to have with those that it has."""
+    """Return the (kind, stage, job, batch) keys of a complete program with these units."""
     kinds = (Kind.F, Kind.I, Kind.W, Kind.STEP) if plan.split_backward else (Kind.F, Kind.B, Kind.STEP)
     batches = [least] * len(plan.jobs)
     for _, _, job, batch in units:
@@ -148,7 +148,7 @@ def _check_complete(program: Program, plan: Plan, least: int) -> None:
 
 
 def _run(program: Program, plan: Plan) -> list[Instruction]:
-    """One order in which all ranks together can run the program."""
+    """Return one order in which all ranks together can run the program."""
     done: dict[Instruction, None] = {}
     at = [0] * program.n_ranks
     moved = True

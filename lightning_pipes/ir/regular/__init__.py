@@ -1,4 +1,4 @@
-"""Programs of regular plans: those whose stages, directions and links cut a batch alike."""
+"""Programs of regular plans, where all stages, directions and links cut a batch in the same way."""
 
 from lightning_pipes.ir.regular.walk import IrregularError, Unit, is_regular, walk_program
 

@@ -1,4 +1,4 @@
-"""A walk through a program in an order in which it can run, without asking for each micro-batch what it needs.
+"""Walk through a program in a valid order, without looking up the needs of each micro-batch.
 
 Where every stage, direction and link cuts a batch alike, micro-batches do not mix before the STEP: what the first one
 needs, every other needs likewise. So `ir.needs` is asked once a kind and stage, which makes a walk through a large
@@ -16,7 +16,7 @@ from lightning_pipes.ir.program import Program
 
 
 class IrregularError(Exception):
-    """The program can't run, or the plan is not regular; a look at each instruction says why."""
+    """The program can't run, or the plan is not regular; a check of each instruction finds the reason."""
 
 
 class Unit:
@@ -43,12 +43,12 @@ class Unit:
 
 
 def is_regular(program: Program, plan: Plan) -> bool:
-    """Whether `walk_program` can go through the program."""
+    """Return whether `walk_program` supports the program."""
     return not plan.after and all(plan.uniform_jobs) and program.n_ranks == plan.n_ranks
 
 
 def walk_program(program: Program, plan: Plan) -> Iterator[tuple[int, Instruction, Unit, int]]:
-    """Yield the rank, the instruction, its unit and its number there, each after all that it waits for.
+    """Yield the rank, the instruction, its unit and its number there, each after all of its needs.
 
     Args:
         program: finite, without transfers; see `is_regular`.

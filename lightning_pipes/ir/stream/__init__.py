@@ -1,4 +1,4 @@
-"""Batches without end that use different layers."""
+"""Endless streams of batches that use different layers."""
 
 from lightning_pipes.ir.stream.copies import Transfer
 from lightning_pipes.ir.stream.ledger import LayerVersion, Ledger, Waits, unroll_stream

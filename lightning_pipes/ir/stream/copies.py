@@ -1,10 +1,10 @@
-"""Copies of layers on several ranks: which is the newest, and which have to travel.
+"""Copies of layers on several ranks: the newest one, and the transfers that they need.
 
-A layer is at home on the rank of its stage in the plan. A batch with a cut of its own may use it on another one, which
-gets the newest copy from the rank that has it: layer mirroring (Zhao et al. 2022, ASPLOS, S4.2), by versions, and only
-where somebody uses them.
+The home of a layer is the rank of its stage in the plan. A batch with a cut of its own may use it on another rank,
+which gets the newest copy from the rank that has it: layer mirroring (Zhao et al. 2022, ASPLOS, S4.2), by versions, and
+only where a batch uses them.
 
-    batch 0 steps layer 5 on rank 0   STEP0 ->.                       in order of batches, whoever comes first
+    batch 0 steps layer 5 on rank 0   STEP0 ->.                       in order of batches, on any rank
     batch 1 steps it on rank 1                 `-> F1 .. STEP1 ->.
     batch 2 reads it on rank 0                                    `-> F2
 """
@@ -20,7 +20,7 @@ from lightning_pipes.ir.instruction import Instruction
 
 
 class Transfer(NamedTuple):
-    """A layer that goes from one rank to another, for a batch that uses it there.
+    """The transfer of a layer from one rank to another, for a batch that uses it there.
 
     Attributes:
         name: the layer's.
@@ -39,16 +39,16 @@ class Transfer(NamedTuple):
 
 @dataclass
 class Copy:
-    """A layer on one rank, as the next batch that uses it there finds it.
+    """The copy of a layer on one rank, as the next batch that uses it there finds it.
 
     Attributes:
-        rank: where it is.
-        stage, batch: who has used it last.
-        version: the batch that has left it so; -1 is that of the window's beginning.
-        stepper: its STEP.
-        readers: STEPs of batches that only read it, since then, here.
-        before: STEPs of batches that use the copy in whose place it comes.
-        transfer: how it comes here; None where it was made here.
+        rank: the rank that has it.
+        stage, batch: its last use.
+        version: the batch that stepped it last; -1 at the beginning of the window.
+        stepper: the STEP of that batch.
+        readers: STEPs of later batches that only read it, on this rank.
+        before: STEPs of batches that use the copy that it replaces.
+        transfer: the transfer that brings it; None where it was stepped on this rank.
     """
 
     rank: int
@@ -72,11 +72,12 @@ class Layer:
 
     @property
     def ranks(self) -> Iterable[int]:
-        """Those that have one, or had."""
+        """The ranks that have, or had, a copy."""
         return self._copies.keys()
 
     def fetch_copy(self, rank: int, stage: int, batch: int) -> tuple[Copy, Transfer | None]:
-        """A rank's copy for a batch that uses it there, which is the newest; and how it gets there, if it has to."""
+        """Return the newest copy, on a rank where a batch uses it, and the transfer that brings it, if one is
+        needed."""
         old, newest = self._copies.get(rank), self.newest
         if old is not None and old.version == newest.version:
             return old, None
@@ -87,20 +88,20 @@ class Layer:
         return copy, transfer
 
     def mark_stepped(self, copy: Copy, step: Instruction) -> None:
-        """That copy is the newest from `step` on."""
+        """Mark the copy as the newest one, as of `step`."""
         copy.version, copy.stepper = step.batch, step
         copy.readers, copy.before, copy.transfer = set(), set(), None
         self.newest = copy
 
     def is_stale(self, rank: int, pending: set[Instruction]) -> bool:
-        """Whether nobody needs the copy of a rank any more that is not at home."""
+        """Return whether a rank away from home no longer needs its copy."""
         copy = self._copies.get(rank)
         if rank == self.home or copy is None or copy.version == self.newest.version:
             return False
         return copy.stepper not in pending and not (copy.readers | copy.before) & pending
 
     def return_transfer(self) -> Transfer | None:
-        """How the newest copy gets home, if it is not there."""
+        """Return the transfer of the newest copy to its home; None if it is there."""
         home, newest = self._copies[self.home], self.newest
         if home.version == newest.version:
             return None
@@ -108,10 +109,10 @@ class Layer:
 
 
 def check_names(batch: int, name: str, rank: int, others: Iterable[Layer]) -> None:
-    """Refuses to use a layer on a rank where a part of it, or what it is a part of, is not.
+    """Refuse a layer on a rank if another rank has one of its parts, or the layer that contains it.
 
     Raises:
-        PlanError: it is on another rank.
+        PlanError: such a layer is on another rank.
     """
     for other in others:
         elsewhere = sorted({other.home, *other.ranks} - {rank})

@@ -1,4 +1,4 @@
-"""Layers that batches read as earlier ones have left them."""
+"""Stale reads: batches that read older versions of layers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from lightning_pipes.ir.stream.use import Delayed
 
 
 class StaleReads:
-    """Layers that batches read as earlier ones left them, each batch in a copy of its own: a forward waits for the STEP
-    whose result it reads, and STEPs wait for each other."""
+    """Layers that batches read in an older version, each batch in a copy of its own.
+
+    A forward waits for the STEP whose result it reads, and STEPs wait for each other.
+    """
 
     def __init__(self) -> None:
         self._steps: dict[str, deque[Instruction]] = {}  # from the last one on that has been read
@@ -20,13 +22,13 @@ class StaleReads:
         self._ranks: dict[str, int] = {}
 
     def keys(self) -> Set[str]:
-        """Their names."""
+        """Return the names of the layers."""
         return self._steps.keys()
 
     def enter(
         self, name: str, step: Instruction, delay: Delayed, rank: int
     ) -> tuple[set[Instruction], set[Instruction]]:
-        """The STEPs that the next batch's forwards wait for, and its own `step`.
+        """Return the STEPs that the next batch's forwards wait for, and those for its own `step`.
 
         Raises:
             PlanError: it would read an older version than the batch before, or a copy on another rank.

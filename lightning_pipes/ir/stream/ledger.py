@@ -1,9 +1,8 @@
-"""Batches that use different layers: who waits for whom, so that each finds and leaves its layers as if they ran one
-after another.
+"""Dependencies between batches that use different layers: weights are those of one batch after another.
 
-    batch   0: layers 0 3      stage 0  F0     F1      B1  B0  STEP0 F2     two batches that share nothing overlap,
-            1: layers 1 4      stage 1      F0 B0 STEP0 F1 B1 STEP1     F2  the third waits for the layers that it
-            2: layers 0 4                                                   shares with them, stage by stage
+batch   0: layers 0 3      stage 0  F0     F1      B1  B0  STEP0 F2     two batches that share nothing overlap,
+        1: layers 1 4      stage 1      F0 B0 STEP0 F1 B1 STEP1     F2  the third waits for the layers that it
+        2: layers 0 4                                                   shares with them, stage by stage
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from lightning_pipes.ir.stream.late import StaleReads
 from lightning_pipes.ir.stream.use import LayerUse
 
 Waits = Mapping[Instruction, tuple[Instruction, ...]]
-"""Other instructions that one waits for, besides its data."""
+"""Other instructions for which one waits, besides its data."""
 
 
 class LayerVersion(NamedTuple):
-    """How far a layer is.
+    """The version of a layer.
 
     Attributes:
-        times: it was stepped.
-        batch: that has stepped it last.
+        times: the number of optimizer steps that it has seen.
+        batch: the batch that stepped it last.
     """
 
     times: int
@@ -37,18 +36,18 @@ class LayerVersion(NamedTuple):
 
 
 class Ledger:
-    """The layers as the batches of a window use them, in the order in which these enter.
+    """A record of the layers that the batches of a window use, in the order in which batches enter.
 
     A layer that was used on one rank can't be used on another, where it would be another copy, until a batch has a cut
     of its own: from then on layers go where batches use them, see `batch_transfers`.
 
     Args:
-        stages: those whose instructions are asked about.
+        stages: the stages whose instructions are tracked.
 
     Attributes:
-        uses: those of the batches under way, by batch.
-        follows: for each of them those that were under way when it came, and come before it at some layer.
-        versions: of each layer that was stepped so far.
+        uses: the layers of the batches in flight, by batch.
+        follows: for each of them the batches that were in flight when it came, and precede it at some layer.
+        versions: the version of each layer that was stepped so far.
     """
 
     def __init__(self, plan: Plan, stages: Iterable[int]) -> None:
@@ -67,7 +66,7 @@ class Ledger:
         self._incoming: dict[tuple[int, int], list[Transfer]] = {}
 
     def enter(self, batch: int, use: LayerUse) -> Waits:
-        """Batch number `batch`, the next one, uses these layers: what its instructions wait for.
+        """Add batch number `batch`, the next one, and return the further needs of its instructions.
 
         Raises:
             PlanError: a layer is on another rank than for a batch before, and none had a cut of its own; or `use` is
@@ -92,42 +91,41 @@ class Ledger:
         return waits
 
     def batch_transfers(self, batch: int) -> Sequence[Transfer]:
-        """The layers that have to travel for a batch under way, between whichever ranks."""
+        """Return the transfers of layers that a batch in flight needs, between any ranks."""
         return self._transfers[batch]
 
     def incoming_transfers(self, batch: int, stage: int) -> Sequence[Transfer]:
-        """How the layers have got, or get, to the rank of `stage` that the batch uses there and that were not made
-        there: its forwards wait for those that have not come."""
+        """Return the transfers of layers that the batch uses on `stage`; its forwards wait until they arrive."""
         return self._incoming.get((batch, stage), ())
 
     def is_stale(self, name: str, rank: int) -> bool:
-        """Whether a rank has no use any more for its copy of a layer whose home is elsewhere."""
+        """Return whether a rank away from the layer's home no longer needs its copy."""
         return self._layers[name].is_stale(rank, self._pending)
 
     def is_pending(self, step: Instruction) -> bool:
-        """Whether a STEP of `stages` is still to run."""
+        """Return whether a STEP of `stages` is still to run."""
         return step in self._pending
 
     def return_transfers(self) -> list[Transfer]:
-        """The layers that have to travel when all batches have run, for each to be where the plan has it."""
+        """Return the transfers that bring all layers to the ranks of the plan when all batches have run."""
         found = (self._layers[name].return_transfer() for name in sorted(self._layers))
         return [transfer for transfer in found if transfer is not None]
 
     def mark_done(self, step: Instruction) -> None:
-        """`step` has run."""
+        """Record that `step` has run."""
         self._pending.discard(step)
         for name in self.uses[step.batch].stepped_layers(step.stage):
             times = self.versions[name].times if name in self.versions else 0
             self.versions[name] = LayerVersion(times + 1, step.batch)
 
     def remove_batch(self, batch: int) -> None:
-        """All of the batch has run."""
+        """Remove a batch that has finished."""
         del self.uses[batch], self.follows[batch], self._transfers[batch]
         for stage in range(self._plan.n_stages):
             self._incoming.pop((batch, stage), None)
 
     def expected_order(self, begun: Iterable[int]) -> list[int]:
-        """The batches under way in the order in which a stage will probably turn to them.
+        """Return the batches in flight in the order in which a stage will probably run them.
 
         Those that it has `begun`, in that order, come back one after the other; another one begins when the last of
         those that it follows is back, and takes as long.
@@ -160,7 +158,7 @@ class Ledger:
                 )
 
     def _before(self, batch: int, stage: int, use: LayerUse) -> tuple[set[Instruction], set[Instruction]]:
-        """The needs of the batch's forwards on a stage, and of its STEP."""
+        """Return the needs of the batch's forwards on a stage, and of its STEP."""
         rank, late, stepped = self._plan.ranks[stage], dict(use.delays), use.stepped_layers(stage)
         reads: set[Instruction] = set()
         writes: set[Instruction] = set()
@@ -180,7 +178,7 @@ class Ledger:
         return reads, writes
 
     def _overlapping(self, batch: int, name: str, rank: int, stage: int) -> list[Copy]:
-        """The copies here of the layer of this name, of those that it is a part of, and of its own parts."""
+        """Return the copies on this rank of a layer, of the layers that contain it, and of its own parts."""
         layers = [self._layers[other] for other in sorted(self._names(name)) if other in self._layers]
         if not self._travel:
             for layer in layers:
@@ -243,8 +241,9 @@ class Ledger:
 
 
 def unroll_stream(plan: Plan, uses: Sequence[LayerUse], depth: int) -> Plan:
-    """`plan` with the first batches of an endless window, which use those layers, as a finite one: to simulate, verify
-    and draw. On each rank batch n + depth waits until batch n and all before it have run.
+    """Return `plan` with the first batches of an endless window as a finite one: to simulate, verify and draw.
+
+    On each rank batch n + depth waits until batch n and all before it have run.
 
     Raises:
         PlanError: see `Ledger.enter`.

@@ -1,4 +1,4 @@
-"""The layers that a batch uses, and where it has them."""
+"""The layers that a batch uses, and their stages."""
 
 from __future__ import annotations
 
@@ -76,8 +76,9 @@ class LayerUse:
         delays: Mapping[str, Delayed] | None = None,
         cut: Sequence[Span] | None = None,
     ) -> LayerUse:
-        """Those layers, each on the stage that has its number; `layers` are those of the stages, as a plan has them,
-        unless the batch has a `cut` of its own.
+        """Return the use of layers by name, each on the stage that has its number.
+
+        `layers` has the layers of the stages, as in a plan; a `cut` of the batch replaces them.
 
         Raises:
             PlanError: no stage has one of them.
@@ -97,12 +98,12 @@ class LayerUse:
 
     @classmethod
     def from_plan(cls, plan: Plan) -> LayerUse:
-        """All layers; of a plan that does not say which they are, one a stage."""
+        """Return the use of all layers; one a stage if the plan has no layer numbers."""
         layers = plan.layers or [Span(s, s + 1) for s in range(plan.n_stages)]
         return cls(tuple(frozenset(map(str, range(*span))) for span in layers))
 
     def with_cut(self, cut: Sequence[Span]) -> LayerUse:
-        """The same layers where the batch has a cut of its own.
+        """Return the same layers on the stages of another cut.
 
         Raises:
             PlanError: it leaves layers out.
@@ -111,12 +112,12 @@ class LayerUse:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A checksum of all of it, the same in every process."""
+        """A checksum of the layers, steps, delays and cut, the same in every process."""
         steps = None if self.steps is None else sorted(self.steps)
         return zlib.crc32(repr(([sorted(names) for names in self.layers], steps, self.delays, self.cut)).encode())
 
     def stepped_layers(self, stage: int) -> frozenset[str]:
-        """Those that are stepped on `stage`."""
+        """Return the layers that the batch steps on `stage`."""
         return self.layers[stage] if self.steps is None else self.layers[stage] & self.steps
 
 
