@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.harness.report import make_parser
 from lightning_pipes.sim.shown.record import RunRecord
-from lightning_pipes.sim.shown.slowest import Slowest
+from lightning_pipes.sim.shown.slowest import BottleneckRank
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "train.py"
 BALANCED = [3]
@@ -57,7 +57,7 @@ class Run:
             raise SystemExit(f"nothing was predicted: {record.choice}")
         return cls(
             [span.start for span in record.plan.layers[1:]],
-            Slowest.of(record.measured).ratio,
+            BottleneckRank.from_timeline(record.measured).ratio,
             float(number[1]) * _UNITS[number[2]],
             float(number[3]) * _UNITS[number[4]],
             "A trial" in record.choice,

@@ -277,7 +277,7 @@ def evaluate(cell: Cell, by_rank: list[dict[str, Any]], overheads: Overheads) ->
     quarter = len(ratios) // 4
     schedule, plan = make_plan(cell)
     program = schedule.program(plan)
-    timelines = [Timeline.gather(w, plan) for w in zip(*(r["windows"] for r in by_rank), strict=True)]
+    timelines = [Timeline.from_ranks(w, plan) for w in zip(*(r["windows"] for r in by_rank), strict=True)]
     measured = CostModel.from_timelines(timelines)
     alone = CostModel({key: table for key, table in measured.seconds.items() if key[0] in COMPUTE})
 

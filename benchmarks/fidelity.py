@@ -84,7 +84,9 @@ class Overheads:
         were set to."""
         between, messages, computation = [], [], {}
         for cell, found in trainings:
-            timelines = [Timeline.gather(events, cell.plan) for events in zip(*(f.events for f in found), strict=True)]
+            timelines = [
+                Timeline.from_ranks(events, cell.plan) for events in zip(*(f.events for f in found), strict=True)
+            ]
             costs, told = CostModel.from_timelines(timelines), cell.costs(links, None)
             between.append(costs.overhead)
             for kind in {kind for kind, _ in costs.seconds} & {Kind.F, Kind.B, Kind.I, Kind.W}:

@@ -29,7 +29,7 @@ from lightning_pipes.cost.cluster_settings import make_cluster
 from lightning_pipes.ir import MAX_FORWARDS, Kind, Plan, Program, Rule, RulePolicy, Schedule, verify
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.auto import choose_option
-from lightning_pipes.sim import load_kernel, makespan, makespans, priced, simulate
+from lightning_pipes.sim import cost_representatives, load_kernel, makespan, makespans, simulate
 from lightning_pipes.sim.loops.kernel import KERNEL
 
 STAGES, MICROBATCHES, VECTORS = 8, 64, 256
@@ -92,7 +92,7 @@ def measure(quick: bool) -> dict[str, Times]:
     rule = ReadyFirst()
     one = [
         costs.transfer_ns(i, plan)[0] if i.kind in (Kind.SF, Kind.SB) else costs.duration_ns(i, plan)
-        for i in priced(program, plan)
+        for i in cost_representatives(program, plan)
     ]
     vectors = np.random.default_rng(0).normal(1, 0.1, (VECTORS, len(one))) * one
     nanoseconds: npt.NDArray[np.int64] = np.maximum(vectors, 0).astype(np.int64)

@@ -44,4 +44,4 @@ class ArrayRecord:
             return None
         some = next(iter(self._cuts.values()))
         jobs = tuple(self._cuts.get(index, some) for index in range(max(self._cuts) + 1))
-        return Timeline.gather(rows, Plan(self._ranks, jobs), name="measured")
+        return Timeline.from_ranks(rows, Plan(self._ranks, jobs), name="measured")

@@ -122,7 +122,9 @@ class MemorySwap(SiblingMemory, PipelineCallback):
         self._notices.put(_name(trainer.global_rank), astuple(self.statistics))
         if trainer.is_global_zero and trainer.logger is not None:
             others = (self._notices.find(_name(rank)) for rank in range(1, trainer.world_size))
-            found = Statistics.total([self.statistics, *(Statistics(*each) for each in others if each is not None)])
+            found = Statistics.sum_devices(
+                [self.statistics, *(Statistics(*each) for each in others if each is not None)]
+            )
             values = {
                 "memory_hit_rate": found.hit_rate,
                 "memory_late": float(found.late),
@@ -137,7 +139,7 @@ class MemorySwap(SiblingMemory, PipelineCallback):
         self._notices.put(_name(trainer.global_rank, "end"), astuple(self.statistics))
         if trainer.is_global_zero:
             others = (self._notices.get(_name(rank, "end")) for rank in range(1, trainer.world_size))
-            self._all = Statistics.total([self.statistics, *(Statistics(*each) for each in others)])
+            self._all = Statistics.sum_devices([self.statistics, *(Statistics(*each) for each in others)])
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if isinstance(trainer.strategy, PipelineHost) and trainer.strategy.memory is self:

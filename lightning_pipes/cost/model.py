@@ -62,7 +62,7 @@ class CostModel:
         each: seconds of single operations in place of `seconds`, for micro-batches or batches that differ from others
             of their size. For a backward with its recomputation, for a send the time that it occupies its link.
         scatter: by (kind, stage), recorded times as multiples of `seconds`. Simulations are deterministic and ignore
-            it; `sim.spread` samples from it.
+            it; `sim.draw_spread` samples from it.
 
     Raises:
         InputError: a negative or infinite number, rows that do not ascend, tables of different lengths, or an unknown

@@ -19,7 +19,7 @@ from lightning_pipes.planning.formatting import (
 from lightning_pipes.planning.progress import Progress
 from lightning_pipes.planning.what_if import Trial, WhatIf
 from lightning_pipes.sim.shown.record import RunRecord
-from lightning_pipes.sim.shown.slowest import Slowest
+from lightning_pipes.sim.shown.slowest import BottleneckRank
 from lightning_pipes.sim.units import seconds_text
 
 WORTH_IT = 0.03
@@ -83,9 +83,9 @@ class _Tried(NamedTuple):
 def advise_run(record: RunRecord, progress: Progress = lambda what, done: None) -> Advice:
     """The slow part of a run, and the change that helps most of those that were simulated: other cuts where the layers'
     times are known, more or fewer micro-batches, other installed schedules, and the best of them together."""
-    slowest = Slowest.of(record.shown)
+    slowest = BottleneckRank.from_timeline(record.displayed_timeline)
     if record.siblings > 1:  # they keep each other's ranks busy: only a slow stage makes all of them slower
-        return Advice(f"{slowest}{_less_to_do(slowest, record.plan)}. {record.shared}.")
+        return Advice(f"{slowest}{_less_to_do(slowest, record.plan)}. {record.sibling_note}.")
     try:
         model = WhatIf(record)
         now = model.now
@@ -157,12 +157,12 @@ def _best(tried: Iterable[_Tried]) -> _Tried | None:
     return min(as_good, key=lambda each: each.trial.held, default=None)
 
 
-def _proposed(model: WhatIf, slowest: Slowest, tried: Iterable[_Tried]) -> _Tried | None:
+def _proposed(model: WhatIf, slowest: BottleneckRank, tried: Iterable[_Tried]) -> _Tried | None:
     """The best single change; where a stage is slow, other cuts if they bring at least half as much."""
     singles = [found for found in tried if found.reason != "together"]
     best = _best(singles)
     cuts = next((found for found in singles if found.reason == "partition"), None)
-    if best and cuts and slowest.uneven and _gain(model, cuts.trial) >= max(WORTH_IT, _gain(model, best.trial) / 2):
+    if best and cuts and slowest.is_uneven and _gain(model, cuts.trial) >= max(WORTH_IT, _gain(model, best.trial) / 2):
         return cuts
     return best
 
@@ -175,12 +175,12 @@ def _gain(model: WhatIf, trial: Trial) -> float:
     return 1 - trial.step_seconds / model.now.step_seconds
 
 
-def _sentence(model: WhatIf, slowest: Slowest, best: _Tried | None) -> tuple[str, Trial | None]:
+def _sentence(model: WhatIf, slowest: BottleneckRank, best: _Tried | None) -> tuple[str, Trial | None]:
     """The advice, and what it proposes."""
     now = model.now
     gain = _gain(model, best.trial) if best else 0.0
     even = 1 - model.with_even_stages() / now.step_seconds
-    if slowest.uneven and not model.layers_known and even > max(gain, WORTH_IT):
+    if slowest.is_uneven and not model.layers_known and even > max(gain, WORTH_IT):
         return (
             f"{slowest}{_less_to_do(slowest, model.plan)}; "
             f"with equal stages a step would take {_less(now.step_seconds, now.step_seconds * (1 - even))}."
@@ -193,12 +193,12 @@ def _sentence(model: WhatIf, slowest: Slowest, best: _Tried | None) -> tuple[str
     return f"{words(model, slowest, best.trial)}; {step}{_assumed(model, best.trial)}.", best.trial
 
 
-def _less_to_do(slowest: Slowest, plan: Plan) -> str:
+def _less_to_do(slowest: BottleneckRank, plan: Plan) -> str:
     cuts = [span.start for span in plan.layers[1:]]
-    return f": give it less to do{f' (now partition={cuts})' if cuts else ''}" if slowest.uneven else ""
+    return f": give it less to do{f' (now partition={cuts})' if cuts else ''}" if slowest.is_uneven else ""
 
 
-def _about_cuts(model: WhatIf, slowest: Slowest, trial: Trial) -> str:
+def _about_cuts(model: WhatIf, slowest: BottleneckRank, trial: Trial) -> str:
     moved = describe_moves(model.now.fit.plan.layers, trial.fit.plan.layers)
     cuts = [span.start for span in trial.fit.plan.layers[1:]]
     what = (
@@ -207,14 +207,14 @@ def _about_cuts(model: WhatIf, slowest: Slowest, trial: Trial) -> str:
     return f"{slowest}: {what}"
 
 
-def _about_microbatches(model: WhatIf, slowest: Slowest, trial: Trial) -> str:
+def _about_microbatches(model: WhatIf, slowest: BottleneckRank, trial: Trial) -> str:
     now = model.now
     bubble = f" would make it {trial.bubble:.0%}" if trial.bubble < now.bubble else ""
     change = f"{trial.n_microbatches} micro-batches instead of {now.n_microbatches}{bubble}"
     return f"{_idle(model, slowest)}: {change}"
 
 
-def _about_schedule(model: WhatIf, slowest: Slowest, trial: Trial) -> str:
+def _about_schedule(model: WhatIf, slowest: BottleneckRank, trial: Trial) -> str:
     free = 1 - model.with_free_links() / model.now.step_seconds
     why = _idle(model, slowest)
     if slowest.link and free > _gain(model, trial) / 2:
@@ -223,9 +223,9 @@ def _about_schedule(model: WhatIf, slowest: Slowest, trial: Trial) -> str:
     return f"{why}: choose schedule {schedule_label(trial.schedule)}"
 
 
-def _idle(model: WhatIf, slowest: Slowest) -> str:
+def _idle(model: WhatIf, slowest: BottleneckRank) -> str:
     idle = f"anks idle {model.now.bubble:.0%} of the time"
-    return f"{slowest}, and r{idle}" if slowest.uneven else f"R{idle}"
+    return f"{slowest}, and r{idle}" if slowest.is_uneven else f"R{idle}"
 
 
 def _less(before: float, after: float) -> str:
@@ -289,10 +289,10 @@ def _notes(record: RunRecord) -> Iterator[str]:
                 "what it says of changes is no more exact than that."
             )
     if record.between is not None:
-        inside = record.shown.makespan / 1e9
+        inside = record.displayed_timeline.makespan / 1e9
         share = record.between / max(record.between + inside, 1e-12)
         if share > 0.2:
-            batches = record.shown.batches
+            batches = record.displayed_timeline.batches
             steps = "steps of the pipeline" if batches == 1 else f"windows of {batches} batches"
             yield (
                 f"{seconds_text(1e9 * record.between)} pass between two {steps}, {share:.0%} of all "

@@ -28,7 +28,7 @@ from lightning_pipes.ir import (
 from lightning_pipes.planning.bounds import least_step
 from lightning_pipes.planning.candidates import Candidate
 from lightning_pipes.planning.measured import Averages
-from lightning_pipes.sim import Rehearsal
+from lightning_pipes.sim import CompiledSimulation
 
 HYSTERESIS = 0.01
 """A change must promise more than this share of a step, twice as much where its costs are extrapolated."""
@@ -133,7 +133,7 @@ class Chooser:
     def __init__(self, hysteresis: float = HYSTERESIS) -> None:
         check_number("hysteresis", hysteresis, "a share of a step, from 0 to less than 1", lambda x: 0 <= x < 1)
         self.hysteresis = hysteresis
-        self._known: OrderedDict[tuple[Schedule | Policy, Plan], Rehearsal] = OrderedDict()
+        self._known: OrderedDict[tuple[Schedule | Policy, Plan], CompiledSimulation] = OrderedDict()
         self._verified: set[tuple[Schedule | Policy, Plan]] = set()
 
     def decide(
@@ -204,11 +204,11 @@ class Chooser:
             self._rehearsal(candidate).makespan(costs)
             self._verify(candidate)
 
-    def _rehearsal(self, candidate: Candidate) -> Rehearsal:
+    def _rehearsal(self, candidate: Candidate) -> CompiledSimulation:
         key = candidate.schedule, candidate.plan
         found = self._known.get(key)
         if found is None:
-            found = Rehearsal(_ordered(candidate), candidate.plan)
+            found = CompiledSimulation(_ordered(candidate), candidate.plan)
             if len(self._known) >= _KEPT:
                 self._known.popitem(last=False)
             self._known[key] = found

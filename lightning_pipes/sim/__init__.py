@@ -2,25 +2,25 @@
 
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.loops.kernel import load_kernel
-from lightning_pipes.sim.shown.compare import Comparison, compare
+from lightning_pipes.sim.shown.compare import TimelineComparison, compare_timelines
 from lightning_pipes.sim.shown.render import save_chrome_trace, save_png
-from lightning_pipes.sim.simulator import Rehearsal, makespan, makespans, priced, simulate
-from lightning_pipes.sim.spread import Spread, spread
+from lightning_pipes.sim.simulator import CompiledSimulation, cost_representatives, makespan, makespans, simulate
+from lightning_pipes.sim.spread import Spread, draw_spread
 from lightning_pipes.sim.timeline import Timeline
 
 __all__ = [
-    "Comparison",
+    "TimelineComparison",
     "Event",
-    "Rehearsal",
+    "CompiledSimulation",
     "Spread",
     "Timeline",
-    "compare",
+    "compare_timelines",
     "load_kernel",
     "makespan",
     "makespans",
-    "priced",
+    "cost_representatives",
     "save_chrome_trace",
     "save_png",
     "simulate",
-    "spread",
+    "draw_spread",
 ]

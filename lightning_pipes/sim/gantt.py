@@ -28,7 +28,7 @@ def gantt(
         long = round(e.end * scale) - left
         if not long:
             continue
-        label = labels.of(e.instruction)
+        label = labels.label_of(e.instruction)
         fill = _FILL[e.instruction.kind]
         used.add(e.instruction.kind)
         fits = 1 < long >= len(label)

@@ -25,7 +25,7 @@ class Labels:
         self._jobs = any(job for job, _ in items)
         self._batches = any(batch for _, batch in items)
 
-    def of(self, i: Instruction) -> str:
+    def label_of(self, i: Instruction) -> str:
         """`3` is the fourth micro-batch, `3'` on its rank's second stage, `b3` of job 1, `2.3` of batch 2."""
         if i.kind is Kind.STEP:
             return "S"
@@ -36,8 +36,8 @@ class Labels:
         if self._jobs:
             letter = chr(ord("a") + i.job) if i.job < 26 else f"j{i.job}:"
             number = letter if len(spans) == 1 and not self._batches else letter + number
-        return number + "'" * self.chunk(i)
+        return number + "'" * self.stage_index(i)
 
-    def chunk(self, i: Instruction) -> int:
+    def stage_index(self, i: Instruction) -> int:
         """Which of its rank's stages `i` concerns, from 0."""
         return self._plan.stages[self._plan.ranks[i.stage]].index(i.stage)

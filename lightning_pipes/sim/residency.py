@@ -35,10 +35,10 @@ class Copier(Protocol):
     def store(self, key: object, size: int) -> int:
         """Starts to copy a state to the host."""
 
-    def leave(self, key: object) -> None:
+    def free_place(self, key: object) -> None:
         """The state leaves the device; its place is free when the copies from and to it have ended."""
 
-    def done(self, ticket: int) -> bool:
+    def is_done(self, ticket: int) -> bool:
         """Whether the copy has ended."""
 
     def wait(self, ticket: int) -> int:
@@ -69,7 +69,7 @@ class VirtualCopier:
     def store(self, key: object, size: int) -> int:
         return self._copy("out", size, 0)
 
-    def leave(self, key: object) -> None:
+    def free_place(self, key: object) -> None:
         """Nothing lies anywhere."""
 
     def _copy(self, way: str, size: int, earliest: int) -> int:
@@ -78,7 +78,7 @@ class VirtualCopier:
         self._ends.append(self._free[way])
         return len(self._ends) - 1
 
-    def done(self, ticket: int) -> bool:
+    def is_done(self, ticket: int) -> bool:
         return self._ends[ticket] <= self.now
 
     def wait(self, ticket: int) -> int:
@@ -108,7 +108,7 @@ class Statistics:
     again: int = 0
 
     @classmethod
-    def total(cls, each: Iterable[Statistics]) -> Statistics:
+    def sum_devices(cls, each: Iterable[Statistics]) -> Statistics:
         """Of several devices."""
         return cls(*map(sum, zip(*map(astuple, each), strict=True)))
 
@@ -142,9 +142,9 @@ class _Held:
 class Residency(Generic[Key]):
     """The states of one device.
 
-    With `expect` the leases to come are known: then what is needed latest makes room (Belady), and never for a state
-    that is needed later than itself. `predict` says the same of leases that may come otherwise. Where neither says
-    anything, what was used longest ago makes room.
+    With `expect_leases` the leases to come are known: then what is needed latest makes room (Belady), and never for a
+    state that is needed later than itself. `predict` says the same of leases that may come otherwise. Where neither
+    says anything, what was used longest ago makes room.
 
     Args:
         budget: bytes of the device for states.
@@ -209,7 +209,7 @@ class Residency(Generic[Key]):
         self._held[key] = _Held(None, self._turn, dirty=True, fresh=False)
         return waited
 
-    def expect(self, keys: Iterable[Key]) -> None:
+    def expect_leases(self, keys: Iterable[Key]) -> None:
         """These leases follow those that were expected before."""
         for key in keys:
             self._uses.setdefault(key, deque()).append(self._at + len(self._coming))
@@ -245,7 +245,7 @@ class Residency(Generic[Key]):
             if not self._make_room(self._sizes[key]):
                 raise self._no_room(key, self._sizes[key])
             held = self._load(key)
-        elif held.ticket is None or self._copier.done(held.ticket):
+        elif held.ticket is None or self._copier.is_done(held.ticket):
             self.statistics.hits += 1
         else:
             self.statistics.late += 1
@@ -257,7 +257,7 @@ class Residency(Generic[Key]):
         held.dirty |= write
         return waited
 
-    def change(self, key: Key) -> None:
+    def mark_changed(self, key: Key) -> None:
         """The state, which is leased, is changed after all."""
         self._held[key].dirty = True
 
@@ -289,7 +289,7 @@ class Residency(Generic[Key]):
             begun += 1
         return begun
 
-    def drop(self, key: Key) -> None:
+    def drop_state(self, key: Key) -> None:
         """The state is not needed any more, as that of a job that left; its bytes are free at once.
 
         Raises:
@@ -301,11 +301,11 @@ class Residency(Generic[Key]):
                 raise PlanError(f"state {key} is leased and can't be dropped")
             del self._held[key]
             self._used -= self._sizes[key]
-            self._copier.leave(key)
+            self._copier.free_place(key)
         del self._sizes[key]
         self._predicted.pop(key, None)
 
-    def offload(self, key: Key) -> None:
+    def start_write_back(self, key: Key) -> None:
         """Starts to write a changed state back, so that nobody waits for that when its place is taken."""
         held = self._held.get(key)
         if held is not None and held.dirty:
@@ -361,7 +361,7 @@ class Residency(Generic[Key]):
         self._used -= self._sizes[key]
         if held.dirty:
             self._leaving[key] = self._store(key)
-        self._copier.leave(key)
+        self._copier.free_place(key)
 
     def _store(self, key: Key) -> int:
         self.statistics.bytes_out += self._sizes[key]
@@ -377,5 +377,5 @@ class Residency(Generic[Key]):
 
     def _room_ends(self) -> int | None:
         """A place is taken from what left: the copy after which all of that is on the host; None if it is."""
-        self._leaving = {key: ticket for key, ticket in self._leaving.items() if not self._copier.done(ticket)}
+        self._leaving = {key: ticket for key, ticket in self._leaving.items() if not self._copier.is_done(ticket)}
         return max((ticket for key, ticket in self._leaving.items() if key not in self._held), default=None)

@@ -10,13 +10,13 @@ import numpy as np
 from lightning_pipes.cost import Costs
 from lightning_pipes.ir import InputError, Instruction, LayerUse, Plan, Policy, Program, check_stream, unroll_stream
 from lightning_pipes.sim.event import Event
-from lightning_pipes.sim.loops.dispatch import dispatch
+from lightning_pipes.sim.loops.dispatch import run_policy
 from lightning_pipes.sim.loops.given import check_order
-from lightning_pipes.sim.loops.memory import Bytes, Limit, peaks
+from lightning_pipes.sim.loops.memory import Bytes, Limit, rank_peaks
 from lightning_pipes.sim.loops.operations import Operations, Prices, Timed, priced_by
-from lightning_pipes.sim.loops.static import compiled, ends_under, run
+from lightning_pipes.sim.loops.static import compile_program, ends_under, run
 from lightning_pipes.sim.loops.tables import Array
-from lightning_pipes.sim.loops.window import opened
+from lightning_pipes.sim.loops.window import open_queues
 from lightning_pipes.sim.timeline import Timeline
 
 
@@ -61,8 +61,8 @@ def simulate(
         raise InputError("only batches of an endless policy say which layers they use; give their number")
     if isinstance(order, Program):
         program = order.unroll(order.head_batches + 3 if batches is None else batches) if order.is_endless else order
-        fixed, prices = priced_by(costs, compiled(program, plan))
-        return _timeline(fixed, prices, run(fixed, prices), peaks(fixed, plan, costs, memory_limit))
+        fixed, prices = priced_by(costs, compile_program(program, plan))
+        return _timeline(fixed, prices, run(fixed, prices), rank_peaks(fixed, plan, costs, memory_limit))
     return _by_policy(order, plan, batches or plan.batches, costs, memory_limit)
 
 
@@ -71,17 +71,17 @@ def makespan(order: Program | Policy, plan: Plan, costs: Costs) -> int:
 
     Keep the objects: what depends on order and plan is set up once for each pair, and the costs used last are
     remembered. Where numba is installed and much is simulated, machine code does the rest; see `sim.loops.jit`. Who
-    goes round many orders keeps a `Rehearsal` of each.
+    goes round many orders keeps a `CompiledSimulation` of each.
 
     Raises:
         DeadlockError: ranks wait for each other, or for a policy that picks nothing.
         InputError: the costs do not know some stage; or this is neither a program nor a policy.
         ProgramError: the program is one of another plan.
     """
-    return Rehearsal(order, plan).makespan(costs)
+    return CompiledSimulation(order, plan).makespan(costs)
 
 
-class Rehearsal:
+class CompiledSimulation:
     """A finite program or a policy, set up to be simulated again and again under other costs.
 
     Raises:
@@ -93,8 +93,8 @@ class Rehearsal:
     def __init__(self, order: Program | Policy, plan: Plan) -> None:
         check_order("makespan", order, plan)
         self._policy = None if isinstance(order, Program) else order
-        self._fixed = compiled(order, plan) if isinstance(order, Program) else None
-        self._open = opened(plan, plan.batches) if self._fixed is None else None
+        self._fixed = compile_program(order, plan) if isinstance(order, Program) else None
+        self._open = open_queues(plan, plan.batches) if self._fixed is None else None
 
     def makespan(self, costs: Costs) -> int:
         """See the function of this name."""
@@ -103,7 +103,7 @@ class Rehearsal:
         assert self._open is not None
         assert self._policy is not None
         queues, prices = priced_by(costs, self._open)
-        return dispatch(self._policy, queues, prices, Bytes.uncounted(queues)).timed.makespan
+        return run_policy(self._policy, queues, prices, Bytes.untracked(queues)).timed.makespan
 
 
 def makespans(program: Program, plan: Plan, costs: Costs, times: Array, *, apart: bool = False) -> Array:
@@ -120,34 +120,34 @@ def makespans(program: Program, plan: Plan, costs: Costs, times: Array, *, apart
         ProgramError: the program is one of another plan.
     """
     check_order("makespans", program, plan, Program)
-    fixed = compiled(program, plan)
-    fixed = fixed.apart if apart else fixed
+    fixed = compile_program(program, plan)
+    fixed = fixed.per_operation if apart else fixed
     if times.ndim != 2 or times.shape[1] != len(fixed.like) or times.dtype != np.int64:
         raise InputError(
             f"times needs int64 nanoseconds in {len(fixed.like)} columns, one for each of priced(program, plan); "
             f"got {times.dtype} in shape {times.shape}"
         )
-    return ends_under(fixed, fixed.prices(costs), times)
+    return ends_under(fixed, fixed.price_operations(costs), times)
 
 
-def priced(program: Program, plan: Plan, *, apart: bool = False) -> tuple[Instruction, ...]:
+def cost_representatives(program: Program, plan: Plan, *, apart: bool = False) -> tuple[Instruction, ...]:
     """One instruction for each group of those that cost the same: equal kind, stage, job, batch and rows; with `apart`
     all of them, as operations of one size may differ too."""
     check_order("priced", program, plan, Program)
-    return compiled(program, plan).instructions if apart else compiled(program, plan).like
+    return compile_program(program, plan).instructions if apart else compile_program(program, plan).like
 
 
 def _by_policy(
     policy: Policy, plan: Plan, batches: int, costs: Costs, memory_limit: Limit, uses: Sequence[LayerUse] = ()
 ) -> Timeline:
-    queues, prices = priced_by(costs, opened(plan, batches))
-    memory = Bytes.of(queues, plan, costs, memory_limit)
-    ran = dispatch(policy, queues, prices, memory, uses)
+    queues, prices = priced_by(costs, open_queues(plan, batches))
+    memory = Bytes.from_costs(queues, plan, costs, memory_limit)
+    ran = run_policy(policy, queues, prices, memory, uses)
     return _timeline(queues, prices, ran.timed, tuple(map(int, ran.held.peak)), policy.name)
 
 
 def _timeline(operations: Operations, prices: Prices, timed: Timed, peak: tuple[int, ...], name: str = "") -> Timeline:
-    starts, ends, turn = timed.lists
+    starts, ends, turn = timed.to_lists
     rows = sorted(zip(starts, ends, operations.ranks, turn, operations.instructions, strict=True))
     made = map(tuple.__new__, repeat(Event), [(rank, i, start, end) for start, end, rank, _, i in rows])
     return Timeline(tuple(made), operations.plan, peak, name, regimes=prices.regimes)

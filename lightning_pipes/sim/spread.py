@@ -14,13 +14,13 @@ import numpy as np
 
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import InputError, Instruction, Plan, Policy, Program, check_count, check_number
-from lightning_pipes.sim.loops.dispatch import dispatch
+from lightning_pipes.sim.loops.dispatch import run_policy
 from lightning_pipes.sim.loops.given import check_order
 from lightning_pipes.sim.loops.memory import Bytes
 from lightning_pipes.sim.loops.operations import Prices
-from lightning_pipes.sim.loops.static import compiled, ends_under, run
+from lightning_pipes.sim.loops.static import compile_program, ends_under, run
 from lightning_pipes.sim.loops.tables import Array
-from lightning_pipes.sim.loops.window import opened
+from lightning_pipes.sim.loops.window import open_queues
 from lightning_pipes.sim.units import seconds_text
 
 SLOW = 0.95
@@ -55,7 +55,7 @@ class Spread:
         return f"{mean} on average and at most {slow} in {draws}; {steady} without scatter"
 
 
-def spread(order: Program | Policy, plan: Plan, costs: CostModel, *, draws: int = 200, seed: int = 0) -> Spread:
+def draw_spread(order: Program | Policy, plan: Plan, costs: CostModel, *, draws: int = 200, seed: int = 0) -> Spread:
     """The makespans of a finite program or a policy where each operation takes as many times its time as one of those
     that `costs.scatter` has of its kind and stage, each as likely, drawn anew for every operation; the same for the
     same seed.
@@ -73,15 +73,15 @@ def spread(order: Program | Policy, plan: Plan, costs: CostModel, *, draws: int 
             "scatter={(Kind.F, 0): (1.0, 1.0, 1.4), ...}, multiples of seconds"
         )
     if isinstance(order, Program):
-        fixed = compiled(order, plan).apart
-        prices = fixed.prices(costs)
+        fixed = compile_program(order, plan).per_operation
+        prices = fixed.price_operations(costs)
         times = _drawn(fixed.instructions, prices, costs, draws, seed)
         return Spread(tuple(sorted(ends_under(fixed, prices, times).tolist())), run(fixed, prices).makespan)
-    queues = opened(plan, plan.batches).apart
-    prices, memory = queues.prices(costs), Bytes.uncounted(queues)
+    queues = open_queues(plan, plan.batches).per_operation
+    prices, memory = queues.price_operations(costs), Bytes.untracked(queues)
     times = _drawn(queues.instructions, prices, costs, draws, seed)
-    cases = (prices, *prices.under(times))
-    steady, *ends = [dispatch(order, queues, case, memory).timed.makespan for case in cases]
+    cases = (prices, *prices.with_times(times))
+    steady, *ends = [run_policy(order, queues, case, memory).timed.makespan for case in cases]
     return Spread(tuple(sorted(ends)), steady)
 
 

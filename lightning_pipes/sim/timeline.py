@@ -33,7 +33,7 @@ class Timeline:
     regimes: tuple[Regime, ...] | None = None
 
     @classmethod
-    def of(cls, events: Iterable[Event], plan: Plan, **more: object) -> Timeline:
+    def from_events(cls, events: Iterable[Event], plan: Plan, **more: object) -> Timeline:
         """The timeline of `events`, sorted and moved so that the first one starts at 0."""
         ordered = sorted(events, key=lambda e: (e.start, e.end, e.rank))
         origin = ordered[0].start if ordered else 0
@@ -41,7 +41,7 @@ class Timeline:
         return cls(moved, plan, **more)  # type: ignore[arg-type]
 
     @classmethod
-    def gather(
+    def from_ranks(
         cls, by_rank: Sequence[Iterable[Event]], plan: Plan, offsets: Sequence[int] = (), **more: object
     ) -> Timeline:
         """One timeline from the events that each rank recorded, in nanoseconds of its own clock.
@@ -52,7 +52,7 @@ class Timeline:
             [e._replace(start=e.start + offset, end=e.end + offset) for e in events] if offset else events
             for events, offset in zip(by_rank, offsets or (0,) * len(by_rank), strict=True)
         )
-        return cls.of(chain.from_iterable(moved), plan, **more)
+        return cls.from_events(chain.from_iterable(moved), plan, **more)
 
     @property
     def regime(self) -> str:
@@ -103,7 +103,7 @@ class Timeline:
         """The events that occupy links."""
         return tuple(e for e in self.events if e.instruction.kind in SENDS)
 
-    def target(self, transfer: Event) -> int:
+    def target_rank(self, transfer: Event) -> int:
         """The rank that `transfer` goes to."""
         i = transfer.instruction
         return self.plan.ranks[i.stage + 1 if i.kind is Kind.SF else i.stage - 1]
@@ -114,7 +114,7 @@ class Timeline:
         busy: dict[tuple[int, int], int] = {}
         until: dict[tuple[int, int], int] = {}
         for e in self.transfers:
-            link = (e.rank, self.target(e))
+            link = (e.rank, self.target_rank(e))
             begun = max(e.start, until.get(link, 0))
             busy[link] = busy.get(link, 0) + max(0, e.end - begun)
             until[link] = max(e.end, until.get(link, 0))

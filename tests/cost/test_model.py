@@ -194,22 +194,22 @@ def test_measured_transfers_show_what_a_bucket_did():
 
 def test_measured_takes_medians_over_several_timelines():
     plan = tiny_plan(1, 1)
-    timelines = [Timeline.of(events(*times), plan) for times in ((10, 11), (12, 1000), (9,))]
+    timelines = [Timeline.from_events(events(*times), plan) for times in ((10, 11), (12, 1000), (9,))]
     assert CostModel.from_timelines(timelines).seconds_at(Kind.F, 0, 1) == 11e-9
 
 
 def test_measured_one_size_is_proportional_several_are_not():
     plan = tiny_plan(1, 8)
-    one = CostModel.from_timelines(Timeline.of(events(10, rows=2), plan))
+    one = CostModel.from_timelines(Timeline.from_events(events(10, rows=2), plan))
     assert one.seconds_at(Kind.F, 0, 4) == pytest.approx(20e-9)
-    two = CostModel.from_timelines(Timeline.of([*events(10, rows=2), *events(14, rows=4)], plan))
+    two = CostModel.from_timelines(Timeline.from_events([*events(10, rows=2), *events(14, rows=4)], plan))
     assert two.seconds_at(Kind.F, 0, 3) == pytest.approx(12e-9)
     assert two.seconds_at(Kind.F, 0, 8) == pytest.approx(22e-9)
 
 
 def test_measured_keeps_the_rest_from_its_base():
     base = CostModel.uniform(1, 1.0, 2.0, activation_bytes=5, weight_bytes=6)
-    got = CostModel.from_timelines(Timeline.of(events(10), tiny_plan(1, 1)), base)
+    got = CostModel.from_timelines(Timeline.from_events(events(10), tiny_plan(1, 1)), base)
     assert got.seconds_at(Kind.F, 0, 1) == pytest.approx(1e-8)
     assert got.seconds_at(Kind.B, 0, 1) == 2.0
     assert (got.activation_bytes, got.weight_bytes) == ((5,), (6,))
@@ -217,7 +217,7 @@ def test_measured_keeps_the_rest_from_its_base():
 
 def test_measured_backward_without_the_forward_that_it_ran_again():
     plan = replace(tiny_plan(1, 1), recompute=(True,))
-    got = CostModel.from_timelines(Timeline.of([*events(10), *events(30, kind=Kind.B)], plan))
+    got = CostModel.from_timelines(Timeline.from_events([*events(10), *events(30, kind=Kind.B)], plan))
     assert got.seconds_at(Kind.B, 0, 1) == pytest.approx(20e-9)
     assert got.duration_ns(B(0, Span(0, 1)), plan) == 30
 

@@ -19,7 +19,7 @@ def step(schedule=KFKB(1), m=6, at=0, shift=None, **times):  # noqa: B008 - froz
     timeline = simulate(schedule.program(plan), plan, costs)
     by_rank = [[], [], []]
     for e in timeline.events:
-        receiver = timeline.target(e) if e.instruction.kind in (Kind.SF, Kind.SB) else e.rank
+        receiver = timeline.target_rank(e) if e.instruction.kind in (Kind.SF, Kind.SB) else e.rank
         start = e.start + at
         if receiver != e.rank and shift:
             start = min(start + shift.get(e.rank, 0), e.end + at)  # as the engine does

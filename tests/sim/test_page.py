@@ -12,9 +12,9 @@ import pytest
 from lightning_pipes.cost import Regime
 from lightning_pipes.ir import Kind
 from lightning_pipes.planning.advice import Advice, advise_run
-from lightning_pipes.sim import compare, simulate
+from lightning_pipes.sim import compare_timelines, simulate
 from lightning_pipes.sim.page import page
-from lightning_pipes.sim.shown.slowest import Slowest
+from lightning_pipes.sim.shown.slowest import BottleneckRank
 from lightning_pipes.sim.units import bytes_text, seconds_text
 from lightning_pipes.testing.records import record_of
 
@@ -51,7 +51,9 @@ def test_a_window_of_overlapping_batches_is_not_a_step():
     assert record.measured.batches > 1
     assert f"<b>{step}</b><span>a step of the pipeline, of {record.measured.batches} batches that overlap" in text
     assert f"a step of {step}" in text
-    assert f"{record.measured.batches} batches that overlap: " in str(compare(record.predicted, record.measured))
+    assert f"{record.measured.batches} batches that overlap: " in str(
+        compare_timelines(record.predicted, record.measured)
+    )
 
 
 def test_it_needs_nothing_else():
@@ -127,25 +129,25 @@ def test_a_limit_is_shown_where_it_is_near():
 
 class TestSlowest:
     def test_of_one_stage_a_rank(self):
-        slow = Slowest.of(RECORD.measured)
-        assert (slow.rank, slow.stages, slow.uneven) == (2, (2,), True)
+        slow = BottleneckRank.from_timeline(RECORD.measured)
+        assert (slow.rank, slow.stages, slow.is_uneven) == (2, (2,), True)
         assert slow.ratio == pytest.approx(2.0, rel=1e-3)
         assert str(slow) == "Stage 2 takes 2x the time of the others"
         seconds = sum(e.end - e.start for e in RECORD.measured.events if e.instruction.kind in (Kind.F, Kind.B))
         assert sum(slow.by_stage) == pytest.approx(seconds / 1e9)
 
     def test_of_several_stages_a_rank(self):
-        slow = Slowest.of(record_of([2, 2, 2, 4, 2, 2, 2, 4], 4, 8, "interleaved").measured)
+        slow = BottleneckRank.from_timeline(record_of([2, 2, 2, 4, 2, 2, 2, 4], 4, 8, "interleaved").measured)
         assert str(slow) == "Rank 3 (stages 3, 7) takes 2x the time of the others"
 
     def test_of_equal_stages(self):
-        slow = Slowest.of(record_of([2, 2], 2, 8).measured)
-        assert not slow.uneven
+        slow = BottleneckRank.from_timeline(record_of([2, 2], 2, 8).measured)
+        assert not slow.is_uneven
         assert str(slow).startswith("No stage is slow: stage ")
         assert str(slow).endswith("takes 1x the time of the other")
 
     def test_of_one_rank(self):
-        assert str(Slowest.of(record_of([2, 2], 1, 8).measured)) == "There is one rank only"
+        assert str(BottleneckRank.from_timeline(record_of([2, 2], 1, 8).measured)) == "There is one rank only"
 
 
 @pytest.mark.parametrize(

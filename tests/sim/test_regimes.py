@@ -92,7 +92,7 @@ class TestWhereItIsSaid:
     def test_what_was_measured_is_of_no_regime(self):
         plan = tiny_plan(2, 2)
         timeline = simulate(GPipe().program(plan), plan, CostModel.uniform(2, 1e-9, 1e-9))
-        assert type(timeline).of(timeline.events, plan).regime == ""
+        assert type(timeline).from_events(timeline.events, plan).regime == ""
 
 
 class TestByName:

@@ -56,7 +56,7 @@ def on(places, copier=None, states=5):
 def test_loads_least_where_the_leases_are_known(seed, places):
     keys = sequence(seed)
     residency = on(places)
-    residency.expect(keys)
+    residency.expect_leases(keys)
     for key in keys:
         residency.lease(key)
         residency.release(key)
@@ -71,7 +71,7 @@ def test_with_prefetching_only_the_first_is_waited_for(seed, places):
     keys = sequence(seed)
     copier = VirtualCopier(100.0)  # a state takes 0.1 s
     residency = on(places, copier)
-    residency.expect(keys)
+    residency.expect_leases(keys)
     for number, key in enumerate(keys):
         waited = residency.lease(key)
         assert (waited > 0) == (number == 0)
@@ -130,7 +130,7 @@ def test_what_was_offloaded_is_not_written_again():
     residency = on(2, copier)
     residency.lease(0, write=True)
     residency.release(0)
-    residency.offload(0)  # from 1 to 2
+    residency.start_write_back(0)  # from 1 to 2
     copier.now += 5 * SECOND
     residency.predict([1, 2, 0])
     assert residency.prefetch() == 2
@@ -142,7 +142,7 @@ def test_times():
     """A hit waits for nothing, a late one for the rest, a miss for all; a changed state goes to the host first."""
     copier = VirtualCopier(10.0, latency=0.25)  # a state takes 1.25 s
     residency = on(2, copier)
-    residency.expect([0, 1, 0, 2, 1])
+    residency.expect_leases([0, 1, 0, 2, 1])
     assert residency.lease(0, write=True) == 1.25 * SECOND
     residency.release(0)
     assert residency.prefetch() == 1  # 1, from 1.25 to 2.5
@@ -179,14 +179,14 @@ def test_jobs_come_and_go():
     residency = on(1, states=1)
     residency.lease(0)
     with pytest.raises(PlanError, match="can't be dropped"):
-        residency.drop(0)
+        residency.drop_state(0)
     residency.release(0)
     residency.predict([0])
-    residency.drop(0)
+    residency.drop_state(0)
     assert residency.prefetch() == 0  # what was predicted before is forgotten
     assert residency.resident == frozenset()
     residency.add("new", 10)
-    residency.expect(["new"])
+    residency.expect_leases(["new"])
     assert residency.prefetch() == 1
 
 

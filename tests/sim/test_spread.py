@@ -9,7 +9,7 @@ import pytest
 
 from lightning_pipes.cost import CostModel, Link
 from lightning_pipes.ir import InputError, Kind
-from lightning_pipes.sim import makespan, simulate, spread
+from lightning_pipes.sim import draw_spread, makespan, simulate
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import tiny_plan
@@ -23,7 +23,7 @@ def test_one_stage_by_theory():
     """m forwards after each other: each is expected to take 1.5 of its median."""
     plan = tiny_plan(1, 8)
     costs = replace(CostModel.uniform(1, 1e-6, 0.0), scatter=RARE)
-    found = spread(GPipe().program(plan), plan, costs, draws=4000, seed=3)
+    found = draw_spread(GPipe().program(plan), plan, costs, draws=4000, seed=3)
     assert found.steady == 8_000
     assert found.mean == pytest.approx(8 * 1500, rel=0.03)
     exact = {0: 0.95**8, 1: 8 * 0.05 * 0.95**7}  # how often so many of them are slow
@@ -46,7 +46,7 @@ def test_every_draw_is_a_simulation_of_its_own(order, regime, kernel):
         key: tuple((r, 3 * t) for r, t in table) if key[0] is Kind.F else table for key, table in costs.seconds.items()
     }
     other = replace(costs, seconds=slow, backward_bytes=(9.0, 9.0))
-    found = spread(program, plan, drawn, draws=5)
+    found = draw_spread(program, plan, drawn, draws=5)
     assert found.nanoseconds == (makespan(program, plan, other),) * 5
     assert found.steady == makespan(program, plan, costs)
 
@@ -56,7 +56,7 @@ def test_rare_slow_operations_cost_a_pipeline_more_than_their_share():
     plan = tiny_plan(4, 8)
     costs = CostModel.uniform(4, 1e-6, 2e-6)
     rare = {(kind, s): (1.0,) * 19 + (11.0,) for kind in (Kind.F, Kind.B) for s in range(4)}
-    found = spread(OneFOneB().program(plan), plan, replace(costs, scatter=rare))
+    found = draw_spread(OneFOneB().program(plan), plan, replace(costs, scatter=rare))
     assert found.mean > 1.5 * found.steady
     assert "on average" in str(found)
 
@@ -65,8 +65,8 @@ def test_the_same_for_the_same_seed():
     plan = tiny_plan(2, 4)
     costs = replace(CostModel.uniform(2, 1e-6, 1e-6), scatter=RARE)
     program = OneFOneB().program(plan)
-    assert spread(program, plan, costs, seed=1) == spread(program, plan, costs, seed=1)
-    assert spread(program, plan, costs, seed=1) != spread(program, plan, costs, seed=2)
+    assert draw_spread(program, plan, costs, seed=1) == draw_spread(program, plan, costs, seed=1)
+    assert draw_spread(program, plan, costs, seed=1) != draw_spread(program, plan, costs, seed=2)
 
 
 def test_measured_ratios_are_those_to_the_median_of_their_size():
@@ -79,10 +79,10 @@ def test_measured_ratios_are_those_to_the_median_of_their_size():
     costs = CostModel.from_timelines(timeline)
     took = sorted(seconds for i, seconds in each.items() if i.kind is Kind.F and i.stage == 1)
     assert sorted(costs.scatter[Kind.F, 1]) == pytest.approx([t / took[1] for t in took])
-    assert spread(program, plan, costs).nanoseconds[0] > 0
+    assert draw_spread(program, plan, costs).nanoseconds[0] > 0
 
 
 def test_nothing_to_draw_from():
     plan = tiny_plan(2, 2)
     with pytest.raises(InputError, match="no scatter to draw from"):
-        spread(GPipe().program(plan), plan, CostModel.uniform(2, 1, 1))
+        draw_spread(GPipe().program(plan), plan, CostModel.uniform(2, 1, 1))

@@ -9,7 +9,7 @@ from tests.sim.timelines import ONE, PLAN, TIMELINE
 
 def test_the_first_event_starts_at_zero():
     events = [Event(0, F(0, ONE), 100, 110), Event(1, F(1, ONE), 90, 95)]
-    timeline = Timeline.of(events, PLAN)
+    timeline = Timeline.from_events(events, PLAN)
     assert [(e.rank, e.start, e.end) for e in timeline.events] == [(1, 0, 5), (0, 10, 20)]
     assert timeline.makespan == 20
     assert timeline.busy == (10, 5)
@@ -18,23 +18,23 @@ def test_the_first_event_starts_at_zero():
 
 def test_gathered_from_ranks_with_clocks_of_their_own():
     by_rank = [[e for e in TIMELINE.events if e.rank == rank] for rank in (0, 1)]
-    assert Timeline.gather(by_rank, PLAN).events == TIMELINE.events
+    assert Timeline.from_ranks(by_rank, PLAN).events == TIMELINE.events
     late = [by_rank[0], [e._replace(start=e.start - 1000, end=e.end - 1000) for e in by_rank[1]]]
-    assert Timeline.gather(late, PLAN, offsets=(0, 1000)).events == TIMELINE.events
-    assert Timeline.gather(late, PLAN).events != TIMELINE.events
+    assert Timeline.from_ranks(late, PLAN, offsets=(0, 1000)).events == TIMELINE.events
+    assert Timeline.from_ranks(late, PLAN).events != TIMELINE.events
 
 
 def test_shuffled_events_give_back_the_program():
     events = list(TIMELINE.events)
     random.Random(0).shuffle(events)
-    assert Timeline.of(events, PLAN).program() == OneFOneB().program(PLAN)
+    assert Timeline.from_events(events, PLAN).program() == OneFOneB().program(PLAN)
 
 
 def test_link_busy_counts_overlapping_messages_once():
     sf = Instruction(Kind.SF, 0, span=ONE)
     events = [Event(0, sf, 0, 10), Event(0, sf, 5, 12), Event(0, sf, 20, 21), Event(1, sf._replace(stage=1), 0, 3)]
     plan = tiny_plan(3, 1)
-    assert Timeline.of(events, plan).link_busy == {(0, 1): 13, (1, 2): 3}
+    assert Timeline.from_events(events, plan).link_busy == {(0, 1): 13, (1, 2): 3}
 
 
 def test_link_busy_of_a_simulation():
@@ -49,5 +49,5 @@ def test_an_empty_timeline():
 
 
 def test_efficiency_is_the_slowest_ranks_share():
-    timeline = Timeline.of([Event(0, F(0, ONE), 0, 8), Event(1, F(1, ONE), 8, 10)], PLAN)
+    timeline = Timeline.from_events([Event(0, F(0, ONE), 0, 8), Event(1, F(1, ONE), 8, 10)], PLAN)
     assert timeline.efficiency == 0.8

@@ -131,7 +131,7 @@ def main() -> None:
         room = f"{contexts} subnets" if contexts else "all      "
         print(f"{room} {bandwidth / 1e6:5.0f}  {prefetch!s:8} {seconds:6.2f} {seconds / base - 1:+8.1%} | {told}")
         if each:
-            total = Statistics.total(each)
+            total = Statistics.sum_devices(each)
             name = f"{contexts}_at_{bandwidth / 1e6:.0f}" + ("" if prefetch else "_on_demand")
             keys[f"hit_rate_{name}"] = round(total.hit_rate, 4)
             keys[f"hit_rate_all_tasks_{name}"] = round(total.hits / total.leases, 4)

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from benchmarks.harness.report import Panel, Picture, draw
 from benchmarks.harness.silence import QUIET
 from lightning_pipes import PipelineStrategy, ReproducibilityLog
-from lightning_pipes.sim.shown.training_record import TrainingRecord, compared
+from lightning_pipes.sim.shown.training_record import TrainingRecord, compare_runs
 from lightning_pipes.supernets import ChoiceBlock, SubnetStream, Supernet, Uniform, bulk_synchronous
 from lightning_pipes.testing.ranks import run_ranks
 
@@ -162,7 +162,7 @@ def main() -> int:
             print(f"  {stages} stages: loss {each.losses[-1]}, of the last {SMOOTHED} {loss:.3f}; ", end="")
             print(f"weights {each.weights}; layer {layer}: ... {order} ...", flush=True)
         if not equal:
-            print(f"  {compared(first.record, found[counts[1]].record)}")
+            print(f"  {compare_runs(first.record, found[counts[1]].record)}")
         lines = {f"{stages} stage{'s' * (stages > 1)}": smoothed(each.losses) for stages, each in found.items()}
         title = f"{system}: {'the same on all' if equal else 'different'}"
         panels.append(Panel(title, "subnets", "loss", list(range(SMOOTHED, subnets + 1)), lines))

@@ -69,7 +69,7 @@ def replayed(
     blocks = [[i for i in row if i.kind is not Kind.STEP] for row in rows]
     last = {job: cut.forward[0][-1] for job, cut in enumerate(plan.jobs)}
     for s, row in enumerate(blocks):
-        devices[s].expect(i.job for i in row[:AHEAD])
+        devices[s].expect_leases(i.job for i in row[:AHEAD])
     at, free = [0] * len(rows), [0] * len(rows)
     offered = [False] * len(rows)
     arrived: dict[Instruction, int] = {}
@@ -97,7 +97,7 @@ def replayed(
         stall = device.lease(i.job, write=i.kind is Kind.B)
         waited += stall
         if at[s] + AHEAD < len(blocks[s]):
-            device.expect([blocks[s][at[s] + AHEAD].job])
+            device.expect_leases([blocks[s][at[s] + AHEAD].job])
         link.now = now
         device.prefetch()
         done = now + stall + costs.duration_ns(i, plan) + costs.overhead_ns

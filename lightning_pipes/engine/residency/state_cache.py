@@ -182,7 +182,7 @@ class StateCache(Generic[Key]):
         if in_use and state.slot is not None:
             state.slot.is_lost = True
         copies = [*state.written, *(state.slot.copies if state.slot is not None else ())]
-        self._residency.drop(key)
+        self._residency.drop_state(key)
         for ticket in copies:  # they use the host's slab
             self._copier.wait(ticket)
         del self._states[key]
@@ -196,7 +196,7 @@ class StateCache(Generic[Key]):
 
     def expect_leases(self, keys: Iterable[Key]) -> None:
         """Announce leases that follow the announced ones; no others may occur."""
-        self._residency.expect(keys)
+        self._residency.expect_leases(keys)
 
     def predict(self, keys: Iterable[Key]) -> None:
         """Announce probable next leases, the first one first."""
@@ -232,7 +232,7 @@ class StateCache(Generic[Key]):
 
     def mark_changed(self, key: Key) -> None:
         """Mark a leased state as changed."""
-        self._residency.change(key)
+        self._residency.mark_changed(key)
 
     def release(self, key: Key) -> None:
         """Release a lease; computation with the state may still be in flight."""
@@ -261,7 +261,7 @@ class StateCache(Generic[Key]):
 
     def start_write_back(self, key: Key) -> None:
         """Start to write back the changes of leases."""
-        self._residency.offload(key)
+        self._residency.start_write_back(key)
 
     def flush(self) -> None:
         """Wait until the host has all changes of leases."""
@@ -311,7 +311,7 @@ class _Mover:
         state.written = [ticket]
         return ticket
 
-    def leave(self, key: object) -> None:
+    def free_place(self, key: object) -> None:
         cache = self._cache
         state = cache._states[key]
         slot, state.slot = state.slot, None
@@ -326,7 +326,7 @@ class _Mover:
             cache._copier.wait(cache._copier.copy("out", slot.slab, nan, slot.pending_tickets))
         cache._free[slot.slab.numel()].append(slot)
 
-    def done(self, ticket: int) -> bool:
+    def is_done(self, ticket: int) -> bool:
         return self._cache._copier.is_done(ticket)
 
     def wait(self, ticket: int) -> int:

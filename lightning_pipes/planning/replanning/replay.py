@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import SENDS, Instruction, Kind, Plan, PlanError, Program
-from lightning_pipes.sim import makespans, priced
+from lightning_pipes.sim import cost_representatives, makespans
 
 Array = npt.NDArray[np.float64]
 Durations = Mapping[tuple[Kind, int], Array]
@@ -39,7 +39,9 @@ class Replay:
         self._plan = replace(plan, layers=(), limits=())
         rounds = (batches, 2 * batches) if self._endless else (1,)
         self._programs = [order.unroll(n) for n in rounds]
-        self._columns = [_columns(priced(program, self._plan, apart=True), plan) for program in self._programs]
+        self._columns = [
+            _columns(cost_representatives(program, self._plan, apart=True), plan) for program in self._programs
+        ]
 
     def step_seconds(self, durations: Durations, overhead: float = 0.0) -> Array:
         """Of a step: axis 0 is cases, axis 1 batches, one by one; of a schedule that does not flush their mean only.

@@ -29,10 +29,10 @@ from lightning_pipes.ir import (
 from lightning_pipes.sim.loops.kernel import PLENTY
 from lightning_pipes.sim.loops.memory import Bytes
 from lightning_pipes.sim.loops.operations import Prices
-from lightning_pipes.sim.loops.queues import DispatchRun, Queues, choose
+from lightning_pipes.sim.loops.queues import DispatchRun, Queues, run_queues
 
 
-def dispatch(
+def run_policy(
     policy: Policy, queues: Queues, prices: Prices, memory: Bytes, uses: Sequence[LayerUse] = ()
 ) -> DispatchRun:
     """The order that `policy` makes of `queues`, as `sim.loops.window.opened` gives them; what would exceed the plan's
@@ -51,11 +51,11 @@ def dispatch(
     if isinstance(policy, RulePolicy):
         rule = policy.rule(plan)
         room = _room(queues, plan.limits, rule.limits)
-        run = choose(queues, prices, memory, room=room, rule=rule)
+        run = run_queues(queues, prices, memory, room=room, rule=rule)
     else:
         room = _room(queues, plan.limits)
         picker = partial(_Asking, policy, queues, memory, room, uses)
-        run = choose(queues, prices, memory, room=room, picker=picker)
+        run = run_queues(queues, prices, memory, room=room, picker=picker)
     if run.left:
         raise DeadlockError(_stuck(policy, queues, run, memory))
     return run
@@ -110,7 +110,7 @@ class _Asking:
 
     def _ready(self, rank: int) -> Iterator[int]:
         ready = self._run.ready
-        queues, members = self._queues.standing.lists.queues, self._queues.standing.lists.members
+        queues, members = self._queues.queue_table.lists.queues, self._queues.queue_table.lists.members
         for q in range(queues[rank], queues[rank + 1]):
             rest = (members[k] for k in range(ready.low[q], len(members)))
             yield from islice((i for i in rest if ready.waiting[i] == 0), ready.count[q])

@@ -71,7 +71,7 @@ class JitKernel:
     @cached_property
     def numba(self) -> Kernel | None:
         """The compiled loops; None where numba is not installed."""
-        made = compiled(*self._functions)
+        made = compile_functions(*self._functions)
         return None if made is None else Kernel("numba", SimpleNamespace(**made))
 
     @property
@@ -89,13 +89,13 @@ class JitKernel:
         return self.select(self.patience + 1).name
 
 
-def bound(function: Callable[..., Any], **names: object) -> FunctionType:
+def rebind_globals(function: Callable[..., Any], **names: object) -> FunctionType:
     """Return the same source with other meanings of some of the names that it takes from its module."""
     assert isinstance(function, FunctionType)
     return FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__)
 
 
-def compiled(*functions: Callable[..., Any]) -> dict[str, Callable[..., Any]] | None:
+def compile_functions(*functions: Callable[..., Any]) -> dict[str, Callable[..., Any]] | None:
     """The functions by name as machine code, each calling those listed before it; None where numba is not installed.
 
     A function is compiled when it is first called, a kernel in a few seconds, and kept in `cache_folder()`.
@@ -112,7 +112,7 @@ def compiled(*functions: Callable[..., Any]) -> dict[str, Callable[..., Any]] | 
     with _caching_in(numba.config, folder):
         jit = numba.njit(cache=folder is not None)
         for function in functions:
-            made[function.__name__] = jit(bound(function, **made))
+            made[function.__name__] = jit(rebind_globals(function, **made))
     return made
 
 

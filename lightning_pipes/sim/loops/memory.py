@@ -42,7 +42,7 @@ class Bytes:
         return Table(Needed(self.taken, self.freed, self.may))
 
     @classmethod
-    def of(cls, operations: Operations, plan: Plan, costs: Costs, limit: Limit) -> Bytes:
+    def from_costs(cls, operations: Operations, plan: Plan, costs: Costs, limit: Limit) -> Bytes:
         """The memory of `operations` by `costs`.
 
         Raises:
@@ -58,7 +58,7 @@ class Bytes:
 
     @classmethod
     @lru_cache(maxsize=16)
-    def uncounted(cls, operations: Operations) -> Bytes:
+    def untracked(cls, operations: Operations) -> Bytes:
         """Nobody asks."""
         ranks, groups = operations.plan.n_ranks, len(operations.like)
         return cls([0] * ranks, [PLENTY] * ranks, [0] * groups, [0] * groups)
@@ -68,14 +68,14 @@ class Bytes:
         return f"rank {rank} waits at {i} for {taken} bytes: it holds {held} and may hold {self.may[rank]}"
 
 
-def peaks(order: Operations, plan: Plan, costs: Costs, limit: Limit) -> tuple[int, ...]:
+def rank_peaks(order: Operations, plan: Plan, costs: Costs, limit: Limit) -> tuple[int, ...]:
     """Most bytes that each rank holds, which its own `order` decides, whatever the others do.
 
     Raises:
         DeadlockError: an instruction needs room that only a later one of its rank gives back.
         PlanError: the weights alone do not fit.
     """
-    memory = Bytes.of(order, plan, costs, limit)
+    memory = Bytes.from_costs(order, plan, costs, limit)
     held, peak = memory.held.copy(), memory.held.copy()
     if any(memory.taken):
         for rank, group, i in zip(order.ranks, order.groups, order.instructions, strict=True):

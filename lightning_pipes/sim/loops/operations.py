@@ -42,7 +42,7 @@ class Operations:
         return self.table.lists.rank  # type: ignore[no-any-return]
 
     @cached_property
-    def apart(self) -> Self:
+    def per_operation(self) -> Self:
         """The same where each operation costs what it costs, whatever others of its size do."""
         alone = self.table.lists._replace(group=list(range(len(self.instructions))))
         return replace(self, like=self.instructions, table=Table(alone))
@@ -53,7 +53,7 @@ class Operations:
         return self.table.lists.group  # type: ignore[no-any-return]
 
     @cached_property
-    def base(self) -> list[int]:
+    def message_offsets(self) -> list[int]:
         """The number of messages on the links before each link, and on all of them."""
         counts = [0] * len(self.pairs)
         for link in self.table.lists.link:
@@ -61,12 +61,12 @@ class Operations:
                 counts[link] += 1
         return list(accumulate(counts, initial=0))
 
-    def wires(self, by: Kernel) -> Wires:
+    def make_wires(self, by: Kernel) -> Wires:
         """The wires and links before anything has run, for the kernel to write to."""
         links = len(self.pairs)  # there are no more wires than links
-        return Wires(by.fill(links), by.fill(links, LONG_AGO), by.fill(links), by.fill(self.base[-1]))
+        return Wires(by.fill(links), by.fill(links, LONG_AGO), by.fill(links), by.fill(self.message_offsets[-1]))
 
-    def prices(self, costs: Costs) -> Prices:
+    def price_operations(self, costs: Costs) -> Prices:
         """The costs of the operations; those of the last costs are remembered, which must not change meanwhile."""
         known = self._known
         if not known or known[0][0] is not costs:
@@ -90,7 +90,7 @@ class Prices:
     """
 
     table: Table[PriceList]
-    hurry: tuple[float, ...]
+    peak_ratios: tuple[float, ...]
     crowded: bool
     regimes: tuple[Regime, ...]
 
@@ -99,13 +99,13 @@ class Prices:
         """The time of each group."""
         return self.table.lists.busy  # type: ignore[no-any-return]
 
-    def quick(self, busy: Array) -> Array:
+    def peak_rate_times(self, busy: Array) -> Array:
         """The times of messages at full speed, where groups take `busy`, a row for each of many cases."""
-        return np.asarray(np.rint(busy * np.array(self.hurry)).astype(np.int64))
+        return np.asarray(np.rint(busy * np.array(self.peak_ratios)).astype(np.int64))
 
-    def under(self, busy: Array) -> Iterator[Prices]:
+    def with_times(self, busy: Array) -> Iterator[Prices]:
         """The same with other times, for each row of `busy`."""
-        for own, quick in zip(busy.tolist(), self.quick(busy).tolist(), strict=True):
+        for own, quick in zip(busy.tolist(), self.peak_rate_times(busy).tolist(), strict=True):
             yield replace(self, table=Table(self.table.lists._replace(busy=own, quick=quick)))
 
 
@@ -127,7 +127,7 @@ class Timed:
         return int(max(self.ends, default=0) if isinstance(self.ends, list) else self.ends.max(initial=0))
 
     @property
-    def lists(self) -> tuple[list[int], list[int], list[int]]:
+    def to_lists(self) -> tuple[list[int], list[int], list[int]]:
         """Starts, ends and turns."""
         starts, ends, turn = (np.asarray(column).tolist() for column in (self.starts, self.ends, self.turn))
         return starts, ends, turn
@@ -142,7 +142,7 @@ class Numbering:
         self._links: dict[tuple[int, int], int] = {}
         self.like: list[Instruction] = []
 
-    def of(self, i: Instruction, rank: int) -> tuple[int, int]:
+    def assign_numbers(self, i: Instruction, rank: int) -> tuple[int, int]:
         """The link, -1 for a computation, and the group of `i`."""
         kind, stage, job, batch, (start, stop) = i
         link = -1
@@ -158,12 +158,12 @@ class Numbering:
         return link, group
 
     @property
-    def pairs(self) -> tuple[tuple[int, int], ...]:
+    def link_pairs(self) -> tuple[tuple[int, int], ...]:
         """(from rank, to rank) of every link."""
         return tuple(self._links)
 
 
-def ragged(lists: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
+def flatten_lists(lists: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
     """Where each list begins, and where the last one ends, in all of them in a row; and that row."""
     first: list[int] = [0]
     row: list[int] = []
@@ -181,8 +181,8 @@ def priced_by(costs: Costs, operations: _Some) -> tuple[_Some, Prices]:
     if (
         isinstance(costs, CostModel | PerInstructionCosts) and costs.per_instruction
     ):  # the first is told at once, a protocol takes 7 us
-        operations = operations.apart
-    return operations, operations.prices(costs)
+        operations = operations.per_operation
+    return operations, operations.price_operations(costs)
 
 
 def _prices(operations: Operations, costs: Costs) -> Prices:
@@ -223,5 +223,7 @@ def _prices(operations: Operations, costs: Costs) -> Prices:
     blocks = [int(link.blocking) for link in links]
     slow = [(link, costs.link_between(*pair[::-1])) for link, pair in zip(links, pairs, strict=True) if pair in timed]
     regimes = {regime_of(there, back) for there, back in slow}
-    table = Table(PriceList(costs.overhead_ns, busy, quick, late, depth, posted, wire, blocks, operations.base[:-1]))
+    table = Table(
+        PriceList(costs.overhead_ns, busy, quick, late, depth, posted, wire, blocks, operations.message_offsets[:-1])
+    )
     return Prices(table, tuple(hurry), crowded, tuple(each for each in Regime if each in regimes))

@@ -8,10 +8,10 @@ from functools import cached_property
 
 from lightning_pipes.ir import Kind, Rule
 from lightning_pipes.sim.loops import kernel
-from lightning_pipes.sim.loops.jit import bound
+from lightning_pipes.sim.loops.jit import rebind_globals
 from lightning_pipes.sim.loops.kernel import FORWARDS, KERNEL, OTHERS, PLENTY, WEIGHTS
 from lightning_pipes.sim.loops.memory import Bytes
-from lightning_pipes.sim.loops.operations import Operations, Prices, Timed, ragged
+from lightning_pipes.sim.loops.operations import Operations, Prices, Timed, flatten_lists
 from lightning_pipes.sim.loops.tables import Beginning, Held, Queued, Ran, Status, Table
 
 EARLIEST = Rule(alternate=False)
@@ -42,7 +42,7 @@ class Queues(Operations):
     in_order: bool
 
     @cached_property
-    def standing(self) -> Table[Queued]:
+    def queue_table(self) -> Table[Queued]:
         """Where each operation stands, and the queues."""
         queue = [0] * len(self.instructions)
         for q, members in enumerate(self.members):
@@ -55,13 +55,13 @@ class Queues(Operations):
         for q in self.forwards.values():
             sort[q] = FORWARDS
         queues = [sum(r < rank for r in self.owner) for rank in range(self.plan.n_ranks + 1)]
-        return Table(Queued(queue, self.pool, self.rows, queues, sort, ragged(self.members)[1]))
+        return Table(Queued(queue, self.pool, self.rows, queues, sort, flatten_lists(self.members)[1]))
 
     @cached_property
-    def beginning(self) -> Table[Beginning]:
+    def initial_table(self) -> Table[Beginning]:
         """The number of operations that each one waits for, where each queue begins, and how many of it are ready."""
         ready = [sum(not self.waiting[i] for i in members) for members in self.members]
-        return Table(Beginning(self.waiting, ragged(self.members)[0][:-1], ready))
+        return Table(Beginning(self.waiting, flatten_lists(self.members)[0][:-1], ready))
 
 
 @dataclass
@@ -85,7 +85,7 @@ Pick = Callable[[int, int, int, int, bool, bool], int]
 """See `kernel.pick`."""
 
 
-def choose(
+def run_queues(
     queues: Queues,
     prices: Prices,
     memory: Bytes,
@@ -104,19 +104,19 @@ def choose(
     n = len(queues.instructions)
     by = KERNEL.select(EFFORT * n) if picker is None else KERNEL.python
     may_take = by.copy(room or [PLENTY] * len(queues.members))
-    waiting, low, count = map(by.copy, by.read(queues.beginning))
+    waiting, low, count = map(by.copy, by.read(queues.initial_table))
     ready = Status(waiting, low, count, may_take)
     ran, turn = Ran(by.fill(n), by.fill(n)), by.fill(n)
     run = DispatchRun(Timed(*ran, turn), ready, Held(by.copy(memory.held), by.copy(memory.held)), n)
-    chosen = by.run.chosen if picker is None else bound(kernel.chosen, pick=picker(run))
+    chosen = by.run.chosen if picker is None else rebind_globals(kernel.chosen, pick=picker(run))
     run.left = chosen(
         by.read(queues.table),
-        by.read(queues.standing),
+        by.read(queues.queue_table),
         ready,
         by.read(prices.table),
         by.read(memory.table),
         run.held,
-        queues.wires(by),
+        queues.make_wires(by),
         ran,
         turn,
         rule.alternate,

@@ -56,7 +56,7 @@ class _Send(NamedTuple):
     groups: dict[int, int]
 
 
-def numbered(program: Program, plan: Plan) -> Numbered | None:
+def number_regular(program: Program, plan: Plan) -> Numbered | None:
     """The finite `program`, which has no transfers yet; None where the plan is not regular, or where the program can't
     run: whoever looks at each instruction says why."""
     return _Numbering(plan).run(program) if is_regular(program, plan) else None

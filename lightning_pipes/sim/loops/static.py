@@ -16,12 +16,12 @@ from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Plan, PlanError, Pr
 from lightning_pipes.ir.belonging import check_program_matches_plan, describe_absent_needs
 from lightning_pipes.ir.program import remember_results
 from lightning_pipes.sim.loops import kernel
-from lightning_pipes.sim.loops.jit import bound
+from lightning_pipes.sim.loops.jit import rebind_globals
 from lightning_pipes.sim.loops.kernel import KERNEL, LONG_AGO
 from lightning_pipes.sim.loops.memory import Bytes
-from lightning_pipes.sim.loops.operations import Numbering, Operations, Prices, Timed, ragged
-from lightning_pipes.sim.loops.queues import Queues, choose
-from lightning_pipes.sim.loops.regular import numbered
+from lightning_pipes.sim.loops.operations import Numbering, Operations, Prices, Timed, flatten_lists
+from lightning_pipes.sim.loops.queues import Queues, run_queues
+from lightning_pipes.sim.loops.regular import number_regular
 from lightning_pipes.sim.loops.tables import Array, Graph, Ran, Table, Wires
 
 
@@ -63,7 +63,7 @@ class Compiled(Operations):
             self.instructions,
             self.like,
             self.pairs,
-            Table(Graph(rank, link, group, *ragged(after))),
+            Table(Graph(rank, link, group, *flatten_lists(after))),
             waiting=[len(those) for those in waits],
             members=rows,
             owner=list(range(self.plan.n_ranks)),
@@ -75,14 +75,14 @@ class Compiled(Operations):
 
 
 @remember_results(8)
-def compiled(program: Program, plan: Plan) -> Compiled:
+def compile_program(program: Program, plan: Plan) -> Compiled:
     """The finite `program` with its transfers, ready to be timed.
 
     Raises:
         ProgramError: the program is one of another plan.
         DeadlockError: ranks wait for each other, or for what nobody runs.
     """
-    quick = numbered(program, plan)
+    quick = number_regular(program, plan)
     if quick is not None:
         table = Table(Graph(quick.ranks, quick.links, quick.groups, quick.first, quick.before))
         return Compiled(plan, tuple(quick.instructions), tuple(quick.like), tuple(quick.pairs), table)
@@ -120,7 +120,7 @@ def compiled(program: Program, plan: Plan) -> Compiled:
                     number[i] = foreign[-1]  # its send
                     arrived[rank] += foreign
                     continue
-                link, group = numbering.of(i, rank)
+                link, group = numbering.assign_numbers(i, rank)
                 number[i] = len(kept)
                 kept.append(i)
                 ranks.append(rank)
@@ -133,8 +133,8 @@ def compiled(program: Program, plan: Plan) -> Compiled:
     stuck = {rank: row[at[rank]] for rank, row in enumerate(lowered.head) if at[rank] < len(row)}
     if stuck:
         raise deadlock_error(number, stuck, plan, describe_absent_needs(lowered, plan, stuck.values()))
-    table = Table(Graph(ranks, links, groups, *ragged(before)))
-    return Compiled(plan, tuple(kept), tuple(numbering.like), numbering.pairs, table)
+    table = Table(Graph(ranks, links, groups, *flatten_lists(before)))
+    return Compiled(plan, tuple(kept), tuple(numbering.like), numbering.link_pairs, table)
 
 
 def run(order: Compiled, prices: Prices) -> Timed:
@@ -146,11 +146,11 @@ def run(order: Compiled, prices: Prices) -> Timed:
                 "several ranks share a wire, sends block, and the program places its transfers by hand, which can't be "
                 "timed; give the program without transfers"
             )
-        return choose(order.rows, prices, Bytes.uncounted(order)).timed
+        return run_queues(order.rows, prices, Bytes.untracked(order)).timed
     by = KERNEL.select(n)
     ran = Ran(by.fill(n), by.fill(n))
     clock = by.fill(order.plan.n_ranks)
-    by.run.fixed(by.read(order.table), by.read(prices.table), clock, order.wires(by), ran)
+    by.run.fixed(by.read(order.table), by.read(prices.table), clock, order.make_wires(by), ran)
     return Timed(*ran, range(n))
 
 
@@ -159,22 +159,22 @@ def ends_under(order: Compiled, prices: Prices, busy: Array) -> Array:
     n, k = len(order.instructions), len(busy)
     by = KERNEL.select(n * k)
     if prices.crowded:
-        return np.array([run(order, case).makespan for case in prices.under(busy)], np.int64)
+        return np.array([run(order, case).makespan for case in prices.with_times(busy)], np.int64)
     last = np.zeros(k, np.int64)
     if by.takes_arrays:
-        cases = prices.table.arrays._replace(busy=np.ascontiguousarray(busy), quick=prices.quick(busy))
+        cases = prices.table.arrays._replace(busy=np.ascontiguousarray(busy), quick=prices.peak_rate_times(busy))
         ran = Ran(by.fill(n), by.fill(n))
-        by.run.every(order.table.arrays, cases, by.fill(order.plan.n_ranks), order.wires(by), ran, last)
+        by.run.every(order.table.arrays, cases, by.fill(order.plan.n_ranks), order.make_wires(by), ran, last)
         return last
 
     def rows(size: int) -> Array:
         return np.zeros((size, k), np.int64)
 
     links = len(order.pairs)
-    wires = Wires(rows(links), rows(links) + LONG_AGO, [0] * links, rows(order.base[-1]))
+    wires = Wires(rows(links), rows(links) + LONG_AGO, [0] * links, rows(order.message_offsets[-1]))
     ran, clock = Ran(rows(n), rows(n)), rows(order.plan.n_ranks)
-    cases = prices.table.lists._replace(busy=busy.T, quick=prices.quick(busy).T)
-    at_once = bound(kernel.fixed, max=np.maximum, leave=bound(kernel.leave, max=np.maximum))
+    cases = prices.table.lists._replace(busy=busy.T, quick=prices.peak_rate_times(busy).T)
+    at_once = rebind_globals(kernel.fixed, max=np.maximum, leave=rebind_globals(kernel.leave, max=np.maximum))
     at_once(order.table.lists, cases, clock, wires, ran)
     ran.ends.max(axis=0, initial=0, out=last)
     return last

@@ -16,7 +16,7 @@ from lightning_pipes.ir import (
     ready_key,
     send_of,
 )
-from lightning_pipes.sim.loops.operations import Numbering, ragged
+from lightning_pipes.sim.loops.operations import Numbering, flatten_lists
 from lightning_pipes.sim.loops.queues import Queues
 from lightning_pipes.sim.loops.tables import Graph, Table
 
@@ -25,7 +25,7 @@ _QUEUES = {Kind.F: 0, Kind.B: 1, Kind.I: 1, Kind.W: 2, Kind.STEP: 3}
 
 
 @lru_cache(maxsize=16)
-def opened(plan: Plan, batches: int) -> Queues:
+def open_queues(plan: Plan, batches: int) -> Queues:
     """The operations of the first `batches` batches of every job; the computations of a rank in order of `ready_key`.
 
     What waits for something that these batches do not hold waits forever.
@@ -53,7 +53,7 @@ def opened(plan: Plan, batches: int) -> Queues:
     forwards = {stage: 4 * n for n, stage in enumerate(s for stages in plan.stages for s in stages)}
     for n, i in enumerate(instructions):
         rank = plan.ranks[i.stage]
-        link, group = numbering.of(i, rank)
+        link, group = numbering.assign_numbers(i, rank)
         ranks.append(rank)
         links.append(link)
         groups.append(group)
@@ -73,8 +73,8 @@ def opened(plan: Plan, batches: int) -> Queues:
         plan,
         tuple(instructions),
         tuple(numbering.like),
-        numbering.pairs,
-        Table(Graph(ranks, links, groups, *ragged(after))),
+        numbering.link_pairs,
+        Table(Graph(ranks, links, groups, *flatten_lists(after))),
         waiting=waiting,
         members=members,
         owner=[rank for rank, stages in enumerate(plan.stages) for _ in range(4 * len(stages))],

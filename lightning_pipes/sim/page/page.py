@@ -15,8 +15,8 @@ from lightning_pipes.sim.page.charts import charts
 from lightning_pipes.sim.page.picture import SENT, picture_json, timelines
 from lightning_pipes.sim.shown.memory_use import MEASURED, estimate_alternatives
 from lightning_pipes.sim.shown.record import RunRecord
-from lightning_pipes.sim.shown.slowest import Slowest
-from lightning_pipes.sim.spread import SLOW, Spread, spread
+from lightning_pipes.sim.shown.slowest import BottleneckRank
+from lightning_pipes.sim.spread import SLOW, Spread, draw_spread
 from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.sim.units import bytes_text, seconds_text
 
@@ -111,12 +111,12 @@ def _scattered(record: RunRecord) -> Spread | None:
     where there are too many operations to be simulated again and again."""
     if not record.costs.scatter or record.siblings > 1 or len(record.predicted.events) > MOST_DRAWN:
         return None
-    found = spread(record.predicted.program(), record.predicted.plan, record.costs)
+    found = draw_spread(record.predicted.program(), record.predicted.plan, record.costs)
     return found if found.mean > SCATTERED * found.steady else None
 
 
 def _tiles(record: RunRecord) -> list[tuple[str, str]]:
-    shown, slowest = record.shown, Slowest.of(record.shown)
+    shown, slowest = record.displayed_timeline, BottleneckRank.from_timeline(record.displayed_timeline)
     bubble = sum(shown.bubble) / len(shown.bubble)
     of = "" if shown.batches == 1 else f", of {shown.batches} batches that overlap in {seconds_text(shown.makespan)}"
     found = [
@@ -127,7 +127,7 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
         (f"{bubble:.0%}", f"bubble: {_bubble(record)}"),
         (f"{shown.efficiency:.0%}", "efficiency: the busiest rank's share"),
     ]
-    if slowest.others and slowest.uneven:
+    if slowest.others and slowest.is_uneven:
         name = slowest.name[0].upper() + slowest.name[1:]
         found.append((name, f"the slowest: {slowest.ratio:.2g}x {slowest.others}"))
     elif slowest.others:
@@ -154,14 +154,14 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
 def _predicted(record: RunRecord) -> str:
     if record.siblings > 1:
         return f"; alone it would take {seconds_text(record.predicted.step)}, as simulated"
-    off = record.predicted.makespan / max(record.shown.makespan, 1) - 1
+    off = record.predicted.makespan / max(record.displayed_timeline.makespan, 1) - 1
     return f"; predicted {seconds_text(record.predicted.step)} ({off:+.0%})"
 
 
 def _described(record: RunRecord) -> str:
-    slowest = Slowest.of(record.shown)
+    slowest = BottleneckRank.from_timeline(record.displayed_timeline)
     names = " and ".join(name for name, _ in timelines(record))
-    step = seconds_text(record.shown.step)
+    step = seconds_text(record.displayed_timeline.step)
     return f"Timeline, {names}, of {record.plan.n_ranks} ranks; a step of {step}. {slowest}."
 
 
@@ -207,7 +207,7 @@ def _table(heads: Mapping[str, bool], rows: Iterable[tuple[str, Sequence[str]]])
 
 
 def _ranks(record: RunRecord) -> str:
-    shown, slowest = record.shown, Slowest.of(record.shown)
+    shown, slowest = record.displayed_timeline, BottleneckRank.from_timeline(record.displayed_timeline)
     peaks = record.predicted.peak_bytes if any(record.predicted.peak_bytes) else ()
     heads = {"rank": False, "stages": False, "busy": True, "bubble": True}
     heads |= {"predicted": True} if record.measured else {}
@@ -226,7 +226,7 @@ def _ranks(record: RunRecord) -> str:
             *([bytes_text(peaks[rank])] if peaks else []),
             *([bytes_text(measured[rank] or 0)] if measured else []),
         ]
-        rows.append(("slow" if rank == slowest.rank and slowest.uneven else "", cells))
+        rows.append(("slow" if rank == slowest.rank and slowest.is_uneven else "", cells))
     return _section("Ranks", _table(heads, rows) + _alternatives(record, bool(measured)))
 
 
@@ -246,9 +246,9 @@ def _stages(record: RunRecord) -> str:
     plan = record.plan
     kinds = [kind for kind in (Kind.F, Kind.B, Kind.I, Kind.W) if _seen(record, kind)]
     heads = {"stage": False, "layers": False} | {WORDS[kind]: True for kind in kinds} | {"share": True}
-    by_stage = Slowest.of(record.shown).by_stage
+    by_stage = BottleneckRank.from_timeline(record.displayed_timeline).by_stage
     whole = sum(by_stage) or 1.0
-    took = _medians(record.shown)
+    took = _medians(record.displayed_timeline)
     rows = []
     for stage in range(plan.n_stages):
         span = plan.layers[stage] if plan.layers else None

@@ -10,7 +10,7 @@ from lightning_pipes.ir import SENDS, Kind, Span
 from lightning_pipes.sim.labels import WORDS, Labels
 from lightning_pipes.sim.shown.curve import memory_curves
 from lightning_pipes.sim.shown.record import RunRecord
-from lightning_pipes.sim.shown.slowest import Slowest
+from lightning_pipes.sim.shown.slowest import BottleneckRank
 from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.sim.units import seconds_text
 
@@ -32,14 +32,14 @@ def timelines(record: RunRecord) -> list[tuple[str, Timeline]]:
 def _picture(record: RunRecord) -> dict[str, Any]:
     shown = timelines(record)
     tables = _Tables()
-    slowest = Slowest.of(record.shown)
+    slowest = BottleneckRank.from_timeline(record.displayed_timeline)
     panels = [_panel(name, timeline, tables) for name, timeline in shown]
     return {
         "ranks": record.plan.n_ranks,
         "span": max(1, *(timeline.makespan for _, timeline in shown)),
         "kinds": list(Kind),
         "words": {**WORDS, **SENT},
-        "slow": slowest.rank if slowest.uneven else -1,
+        "slow": slowest.rank if slowest.is_uneven else -1,
         "panels": panels,
         "labels": list(tables.labels),
         "spans": list(tables.spans),
@@ -71,10 +71,10 @@ def _panel(name: str, timeline: Timeline, tables: _Tables) -> dict[str, Any]:
                 i.stage,
                 i.job,
                 i.batch,
-                labels.chunk(i),
-                tables.labels.setdefault(labels.of(i), len(tables.labels)),
+                labels.stage_index(i),
+                tables.labels.setdefault(labels.label_of(i), len(tables.labels)),
                 tables.spans.setdefault(i.span, len(tables.spans)),
-                timeline.target(e) if i.kind in SENDS else -1,
+                timeline.target_rank(e) if i.kind in SENDS else -1,
                 e.start,
                 e.end - e.start,
             )

@@ -12,7 +12,7 @@ from lightning_pipes.sim.units import seconds_text
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TimelineComparison:
     """Two timelines of the same work.
 
     Attributes:
@@ -53,14 +53,14 @@ class Comparison:
         return "\n".join(lines)
 
 
-def compare(predicted: Timeline, measured: Timeline) -> Comparison:
+def compare_timelines(predicted: Timeline, measured: Timeline) -> TimelineComparison:
     """How near `predicted` is to `measured`: makespan, bubbles, medians of every kind, order."""
     medians = [_medians(t) for t in (predicted, measured)]
     moved = total = 0
     for row, other in zip(predicted.program().head, measured.program().head, strict=False):
         total += len(other)
         moved += sum(a != b for a, b in zip(row, other, strict=False)) + abs(len(row) - len(other))
-    return Comparison(
+    return TimelineComparison(
         (predicted.makespan, measured.makespan),
         tuple(zip(predicted.bubble, measured.bubble, strict=False)),
         {key: (medians[0][key], medians[1][key]) for key in medians[0] if key in medians[1]},

@@ -33,7 +33,7 @@ class Curves:
             if len(values) != len(self.times):
                 raise InputError(f"{name!r} has {len(values)} values at {len(self.times)} times")
 
-    def data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As plain data for JSON."""
         return {"times": self.times, "values": self.values}
 

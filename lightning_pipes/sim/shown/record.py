@@ -83,7 +83,7 @@ class RunRecord:
             raise InputError(f"the plan has {layers[-1].stop} layers, the profile {len(self.profile.layers)}")
 
     @property
-    def shared(self) -> str:
+    def sibling_note(self) -> str:
         """A sentence about a training that was not alone; empty for one that was."""
         if self.siblings == 1:
             return ""
@@ -106,7 +106,7 @@ class RunRecord:
         return self.predicted.plan
 
     @property
-    def shown(self) -> Timeline:
+    def displayed_timeline(self) -> Timeline:
         """The measured timeline, else the predicted one."""
         return self.measured or self.predicted
 
@@ -125,7 +125,7 @@ class RunRecord:
         }
         data |= {name: getattr(self, name) for name in _PLAIN}
         if self.monitored:
-            data["monitored"] = [curves.data() for curves in self.monitored]
+            data["monitored"] = [curves.to_dict() for curves in self.monitored]
         settings = {name: value if _is_plain(value) else repr(value) for name, value in self.settings.items()}
         write_json({**data, "settings": settings}, path)
 

@@ -114,7 +114,7 @@ def _panel(axis: Any, timeline: Timeline, span: int, points: float, shade: Shade
     size = _unit(span)[1]
     longest: dict[Kind, int] = defaultdict(int)  # all numbers of a kind are shown, or none
     for e in timeline.computations:
-        longest[e.instruction.kind] = max(longest[e.instruction.kind], len(labels.of(e.instruction)))
+        longest[e.instruction.kind] = max(longest[e.instruction.kind], len(labels.label_of(e.instruction)))
     boxes: list[list[tuple[float, float]]] = []
     colours: list[Any] = []
     edges: list[float] = []
@@ -129,7 +129,7 @@ def _panel(axis: Any, timeline: Timeline, span: int, points: float, shade: Shade
         kind = e.instruction.kind
         fits = (points * (e.end - e.start) - 0.6) / (0.63 * longest[kind]) if kind in WORDS else 0.0  # font size
         if fits >= 5:
-            where, text = (x0 + x1) / 2, labels.of(e.instruction)
+            where, text = (x0 + x1) / 2, labels.label_of(e.instruction)
             axis.text(where, e.rank, text, ha="center", va="center_baseline", fontsize=min(7, fits), color="white")
     axis.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="white", linewidths=edges))
 
@@ -165,7 +165,7 @@ def _shade(i: Instruction, labels: Labels) -> tuple[float, float, float]:
     r, g, b = to_rgb(_COLOURS[i.kind])
     if i.kind not in WORDS:
         return r, g, b
-    light = min(0.45, 0.22 * labels.chunk(i))
+    light = min(0.45, 0.22 * labels.stage_index(i))
     dark = 0.82 if (i.job + i.batch) % 2 else 1.0
     return tuple(dark * (c + (1 - c) * light) for c in (r, g, b))  # type: ignore[return-value]
 
@@ -208,7 +208,7 @@ def save_chrome_trace(timeline: Timeline, path: str | Path) -> None:
         records.append({"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
     records += [_slice(e, 0, WORDS[e.instruction.kind], labels) for e in timeline.computations]
     for number, e in enumerate(timeline.transfers):
-        target = timeline.target(e)
+        target = timeline.target_rank(e)
         thread, new = lanes.place(e, target)
         if new:
             records.append(_meta("thread_name", e.rank, thread, f"to rank {target}"))
@@ -267,7 +267,7 @@ def _slice(e: Event, thread: int, category: str, labels: Labels) -> dict[str, An
     i = e.instruction
     return {
         "ph": "X",
-        "name": f"{i.kind}{i.stage}" if i.kind is Kind.STEP else f"{i.kind}{i.stage} {labels.of(i)}",
+        "name": f"{i.kind}{i.stage}" if i.kind is Kind.STEP else f"{i.kind}{i.stage} {labels.label_of(i)}",
         "cat": category,
         "pid": e.rank,
         "tid": thread,

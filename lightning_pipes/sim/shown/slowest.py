@@ -13,7 +13,7 @@ UNEVEN = 1.1
 
 
 @dataclass(frozen=True)
-class Slowest:
+class BottleneckRank:
     """The rank that computes longest, optimizer steps left out.
 
     Attributes:
@@ -33,7 +33,7 @@ class Slowest:
     link: tuple[int, int] | None
 
     @classmethod
-    def of(cls, timeline: Timeline) -> Slowest:
+    def from_timeline(cls, timeline: Timeline) -> BottleneckRank:
         """The slowest of `timeline`."""
         plan = timeline.plan
         seconds = [0.0] * plan.n_stages
@@ -55,7 +55,7 @@ class Slowest:
         )
 
     @property
-    def uneven(self) -> bool:
+    def is_uneven(self) -> bool:
         """Whether it is slow."""
         return self.ratio >= UNEVEN
 
@@ -70,6 +70,6 @@ class Slowest:
         if not self.others:
             return "There is one rank only"
         name = self.name[0].upper() + self.name[1:]
-        if self.uneven:
+        if self.is_uneven:
             return f"{name} takes {self.ratio:.2g}x the time of {self.others}"
         return f"No stage is slow: {self.name} takes {self.ratio:.3g}x the time of {self.others}"

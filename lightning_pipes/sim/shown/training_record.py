@@ -106,7 +106,7 @@ class TrainingRecord:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Two runs, as far as both say something.
 
     Attributes:
@@ -125,13 +125,13 @@ class Comparison:
     orders: tuple[str, ...] = ()
 
     @property
-    def equal(self) -> bool:
+    def is_equal(self) -> bool:
         """Whether nothing differs, the order of accesses aside."""
         return self.batch is None
 
     def __str__(self) -> str:
         what = f"{self.losses} losses and {self.hashes} hashes of layers"
-        if self.equal:
+        if self.is_equal:
             found = f"equal in {what}"
         elif self.layer is None:
             found = f"the loss of batch {self.batch} differs: {self.values[0]} and {self.values[1]}"
@@ -143,20 +143,20 @@ class Comparison:
         return f"{found}; used in another order: layers {', '.join(self.orders[:3])}{more} of {self.layers}"
 
 
-def compared(a: TrainingRecord, b: TrainingRecord) -> Comparison:
+def compare_runs(a: TrainingRecord, b: TrainingRecord) -> RunComparison:
     """Where two runs part: the first batch whose loss differs, or which leaves a layer differently.
 
     Raises:
         InputError: they have no loss and no hash in common.
     """
     losses = sorted(a.losses.keys() & b.losses.keys())
-    hashes = sorted(a.hashes.keys() & b.hashes.keys(), key=lambda key: (key[0], natural(key[1])))
+    hashes = sorted(a.hashes.keys() & b.hashes.keys(), key=lambda key: (key[0], natural_key(key[1])))
     if not losses and not hashes:
         raise InputError(
             "the two runs have no batch in common for which both have a loss or a hash: one has batches "
             f"{_range(a)}, the other {_range(b)}. Let both take hashes at the same batches (every_n_batches)"
         )
-    layers = sorted(a.accesses.keys() & b.accesses.keys(), key=natural)
+    layers = sorted(a.accesses.keys() & b.accesses.keys(), key=natural_key)
     last = min(max((x.batch for each in r.accesses.values() for x in each), default=-1) for r in (a, b))
     orders = tuple(name for name in layers if _until(a, name, last) != _until(b, name, last))
     counts = len(losses), len(hashes), len(layers)
@@ -170,16 +170,16 @@ def compared(a: TrainingRecord, b: TrainingRecord) -> Comparison:
             found.append((key[0], 1, key[1], (a.hashes[key][:12], b.hashes[key][:12])))
             break
     if not found:
-        return Comparison(*counts, orders=orders)
+        return RunComparison(*counts, orders=orders)
     batch, _, layer, values = min(found, key=lambda each: each[:2])
-    return Comparison(*counts, batch, layer, values, orders)
+    return RunComparison(*counts, batch, layer, values, orders)
 
 
 def _batch(access: Access) -> int:
     return access.batch
 
 
-def natural(name: str) -> list[tuple[bool, int, str]]:
+def natural_key(name: str) -> list[tuple[bool, int, str]]:
     """Sorts names of layers as people do: 2 before 10."""
     return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 

@@ -113,7 +113,7 @@ class PipelineReport:
         first = next(r[0] for r in rounds if id(r[0].plan) == common)
         name = "measured" if about.siblings == 1 else AMONG_SIBLINGS
         ran = [
-            (Timeline.gather([w.events for w in round_], first.plan, name=name), round_[0])
+            (Timeline.from_ranks([w.events for w in round_], first.plan, name=name), round_[0])
             for round_ in rounds
             if id(round_[0].plan) == common
         ]
@@ -189,9 +189,9 @@ class PipelineReport:
         return saved
 
     def __str__(self) -> str:
-        from lightning_pipes.sim import compare
+        from lightning_pipes.sim import compare_timelines
 
-        found = self.record.shared or str(compare(self.predicted, self.measured))
+        found = self.record.sibling_note or str(compare_timelines(self.predicted, self.measured))
         return "\n\n".join(filter(None, [self.record.choice, found, self.record.memory_text]))
 
 

@@ -10,25 +10,25 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.sim.shown.training_record import TrainingRecord, compared, natural
+from lightning_pipes.sim.shown.training_record import TrainingRecord, compare_runs, natural_key
 from lightning_pipes.tune.cli.command import Command, print_json
 
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
     a, b = (TrainingRecord.load(Path(word)) for word in words)
-    found = compared(a, b)
+    found = compare_runs(a, b)
     if options.layer:
         _show_orders(options.layer, a, b)
     if options.json:
-        print_json({"equal": found.equal, **asdict(found)})
+        print_json({"equal": found.is_equal, **asdict(found)})
     else:
         print(found)
-    if not found.equal:
+    if not found.is_equal:
         raise SystemExit(1)
 
 
 def _show_orders(layer: str, a: TrainingRecord, b: TrainingRecord) -> None:
-    known = sorted({*a.accesses, *b.accesses}, key=natural)
+    known = sorted({*a.accesses, *b.accesses}, key=natural_key)
     if layer not in known:
         raise InputError(f"no batch of these runs uses a layer {layer!r}; there are {', '.join(known[:40])}")
     for name, record in (("first", a), ("second", b)):

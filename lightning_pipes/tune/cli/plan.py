@@ -25,7 +25,7 @@ from lightning_pipes.planning.progress import progress_bar
 from lightning_pipes.sim import Timeline, simulate
 from lightning_pipes.sim.shown.curve import most_held
 from lightning_pipes.sim.shown.record import RunRecord
-from lightning_pipes.sim.shown.slowest import Slowest
+from lightning_pipes.sim.shown.slowest import BottleneckRank
 from lightning_pipes.sim.units import bytes_text, seconds_text
 from lightning_pipes.tune.cli.command import PICTURES, Command, drawing_width, format_table, print_json
 from lightning_pipes.tune.cli.pictures import write_pictures
@@ -95,7 +95,7 @@ def _sentence(choice: Choice, timeline: Timeline, cfg: DictConfig, reduce: float
 
 
 def _stages(choice: Choice, profile: ModelProfile, timeline: Timeline) -> list[dict[str, Any]]:
-    plan, by_stage = choice.fit.plan, Slowest.of(timeline).by_stage
+    plan, by_stage = choice.fit.plan, BottleneckRank.from_timeline(timeline).by_stage
     rows = []
     for stage, span in enumerate(plan.layers):
         names = [layer.name for layer in profile.layers[span.start : span.stop]]

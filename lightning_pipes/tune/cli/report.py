@@ -13,10 +13,10 @@ from omegaconf import DictConfig
 from lightning_pipes.ir import InputError
 from lightning_pipes.planning.advice import advise_run
 from lightning_pipes.planning.progress import progress_bar
-from lightning_pipes.sim import compare
+from lightning_pipes.sim import compare_timelines
 from lightning_pipes.sim.page import page
 from lightning_pipes.sim.shown.record import RunRecord
-from lightning_pipes.sim.shown.slowest import Slowest
+from lightning_pipes.sim.shown.slowest import BottleneckRank
 from lightning_pipes.tune.cli.command import Command, print_json
 from lightning_pipes.tune.cli.pictures import check_writable
 from lightning_pipes.tune.cli.sources import load_profile
@@ -33,7 +33,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     out.write_text(page(record, advice), encoding="utf-8")
     if options.open:
         webbrowser.open(out.resolve().as_uri())
-    slowest, shown = Slowest.of(record.shown), record.shown
+    slowest, shown = BottleneckRank.from_timeline(record.displayed_timeline), record.displayed_timeline
     if options.json:
         print_json(
             {
@@ -57,7 +57,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     if advice.proposed:
         print(f"\n    {advice.proposed.call}\n")
     if record.measured is not None and record.siblings == 1:
-        print(compare(record.predicted, record.measured))
+        print(compare_timelines(record.predicted, record.measured))
     for note in advice.notes:
         print(f"note: {note}")
     print(f"page: {out}")

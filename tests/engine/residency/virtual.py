@@ -26,7 +26,7 @@ class Virtual:
         return None
 
     def is_done(self, ticket: int) -> bool:
-        return self.link.done(ticket)
+        return self.link.is_done(ticket)
 
     def order_after(self, ticket: int) -> int:
         return self.link.wait(ticket)

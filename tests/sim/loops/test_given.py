@@ -9,7 +9,7 @@ import pytest
 
 from lightning_pipes.cost import CostModel, Link
 from lightning_pipes.ir import Cut, DeadlockError, InputError, Kind, Plan, Program, ProgramError, Span
-from lightning_pipes.sim import makespan, makespans, priced, simulate, spread
+from lightning_pipes.sim import cost_representatives, draw_spread, makespan, makespans, simulate
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
@@ -21,7 +21,7 @@ COSTS = CostModel.uniform(3, 1e-3, 2e-3)
 PROGRAM = OneFOneB().program(PLAN)
 
 
-@pytest.mark.parametrize("call", [simulate, makespan, lambda *given: makespans(*given, None), spread])
+@pytest.mark.parametrize("call", [simulate, makespan, lambda *given: makespans(*given, None), draw_spread])
 def test_a_schedule_is_no_program(call):
     with pytest.raises(TypeError, match=r"takes a Program.*got OneFOneB\(\).*schedule\.program\(plan\)"):
         call(OneFOneB(), PLAN, COSTS)
@@ -31,7 +31,7 @@ def test_a_schedule_is_no_program(call):
 
 def test_priced_takes_no_schedule_either():
     with pytest.raises(TypeError, match="priced takes a Program"):
-        priced(OneFOneB(), PLAN)
+        cost_representatives(OneFOneB(), PLAN)
 
 
 @pytest.mark.parametrize("order", [PROGRAM, ByRule()])

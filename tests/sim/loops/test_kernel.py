@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lightning_pipes.ir import Cut, DeadlockError, F, Kind, Plan, PlanError, RulePolicy, Span, verify
-from lightning_pipes.sim import makespan, makespans, priced, simulate
+from lightning_pipes.sim import cost_representatives, makespan, makespans, simulate
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.kfkb import KFKB
@@ -177,7 +177,7 @@ class TestManyCosts:
         def time(i, costs):
             return costs.transfer_ns(i, plan)[0] if i.kind in (Kind.SF, Kind.SB) else costs.duration_ns(i, plan)
 
-        times = np.array([[time(i, costs) for i in priced(program, plan)] for costs in many])
+        times = np.array([[time(i, costs) for i in cost_representatives(program, plan)] for costs in many])
         for blocking in (False, True):
             alone = [makespan(program, plan, sending(costs, blocking)) for costs in many]
             assert makespans(program, plan, sending(base, blocking), times).tolist() == alone

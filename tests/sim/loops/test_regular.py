@@ -12,7 +12,7 @@ from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import STEP, B, Cut, DeadlockError, F, Kind, Plan, Program, ProgramError, Span, lower
 from lightning_pipes.sim import makespan, simulate, simulator
 from lightning_pipes.sim.loops import static
-from lightning_pipes.sim.loops.regular import numbered
+from lightning_pipes.sim.loops.regular import number_regular
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.kfkb import KFKB
@@ -50,9 +50,9 @@ def cases():
 @pytest.mark.parametrize("case", list(cases()), ids=itertools.count())
 def test_the_same_in_every_respect(case, monkeypatch):
     program, plan = case
-    quick = numbered(program, plan)
-    monkeypatch.setattr(static, "numbered", lambda program, plan: None)
-    slow = static.compiled.__wrapped__(program, plan)
+    quick = number_regular(program, plan)
+    monkeypatch.setattr(static, "number_regular", lambda program, plan: None)
+    slow = static.compile_program.__wrapped__(program, plan)
     assert quick is not None
     assert tuple(quick.instructions) == slow.instructions
     assert tuple(quick.like) == slow.like
@@ -70,18 +70,18 @@ def test_the_same_times(seed, monkeypatch):
     plan = tiny_plan(4, 6)
     program, costs = KFKB(2).program(plan), random_costs(plan, seed)
     quick = simulate(program, plan, costs)
-    monkeypatch.setattr(static, "numbered", lambda program, plan: None)
-    monkeypatch.setattr(simulator, "compiled", static.compiled.__wrapped__)
+    monkeypatch.setattr(static, "number_regular", lambda program, plan: None)
+    monkeypatch.setattr(simulator, "compile_program", static.compile_program.__wrapped__)
     assert quick == simulate(program, plan, costs)
 
 
 def test_other_plans_are_left_to_others():
     plan = tiny_plan(2, 3)
     program = GPipe().program(plan)
-    assert numbered(program, replace(plan, after={F(0, Span(2, 3)): (B(1, Span(0, 1)),)})) is None
-    assert numbered(lower(program, plan), plan) is None  # its transfers may stand anywhere
+    assert number_regular(program, replace(plan, after={F(0, Span(2, 3)): (B(1, Span(0, 1)),)})) is None
+    assert number_regular(lower(program, plan), plan) is None  # its transfers may stand anywhere
     unequal = Plan((0, 1), (Cut(3, plan.jobs[0].forward, backward=((Span(0, 3),),) * 2),))
-    assert numbered(GPipe().program(unequal), unequal) is None
+    assert number_regular(GPipe().program(unequal), unequal) is None
 
 
 @pytest.mark.parametrize(
@@ -101,14 +101,14 @@ def test_programs_that_can_not_run_are_explained(rows, error):
 def test_what_is_on_another_rank_is_left_to_others():
     one = Span(0, 1)
     stray = Program(((F(0, one), STEP(0)), (F(1, one), B(1, one), B(0, one), STEP(1))))
-    assert numbered(stray, tiny_plan(2, 1)) is None
+    assert number_regular(stray, tiny_plan(2, 1)) is None
 
 
 def test_a_step_needs_all_micro_batches():
     one, two = Span(0, 1), Span(1, 2)
     plan = tiny_plan(1, 2)
     early = Program(((F(0, one), F(0, two), B(0, one), STEP(0), B(0, two)),))
-    assert numbered(early, plan) is None
+    assert number_regular(early, plan) is None
     with pytest.raises(DeadlockError):
         makespan(early, plan, CostModel.uniform(1, 1.0, 2.0))
 
@@ -118,5 +118,5 @@ def test_large_programs_compile_fast():
     plan = tiny_plan(64, 512)
     program = KFKB(1).program(plan)
     started = time.process_time()
-    assert len(static.compiled(program, plan).instructions) == 64 * 512 * 2 + 63 * 512 * 2 + 64
+    assert len(static.compile_program(program, plan).instructions) == 64 * 512 * 2 + 63 * 512 * 2 + 64
     assert time.process_time() - started < 10

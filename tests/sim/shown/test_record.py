@@ -28,7 +28,7 @@ def test_a_plan_alone_comes_back(tmp_path):
     record = replace(record_of([1, 2], 2, 2), measured=None)
     record.save(tmp_path / FILE)
     assert RunRecord.load(tmp_path) == record
-    assert record.shown is record.predicted
+    assert record.displayed_timeline is record.predicted
 
 
 def test_where_no_run_is(tmp_path):

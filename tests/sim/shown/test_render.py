@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.sim import Timeline, compare, save_chrome_trace, save_png, simulate
+from lightning_pipes.sim import Timeline, compare_timelines, save_chrome_trace, save_png, simulate
 from lightning_pipes.sim.shown import render
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
@@ -105,4 +105,4 @@ def test_measured_and_predicted_meet():
     true = random_costs(plan, 3)
     recorded = simulate(OneFOneB().program(plan), plan, true)
     predicted = simulate(OneFOneB().program(plan), plan, CostModel.from_timelines(recorded, base=true))
-    assert compare(predicted, recorded).error == 0
+    assert compare_timelines(predicted, recorded).error == 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.sim.shown.training_record import FOLDER, TrainingRecord, compared
+from lightning_pipes.sim.shown.training_record import FOLDER, TrainingRecord, compare_runs
 
 
 def written(folder: Path, name: str, *lines: dict[str, Any] | str) -> Path:
@@ -42,27 +42,27 @@ def load(folder: Path) -> TrainingRecord:
 
 def test_equal_runs(tmp_path: Path) -> None:
     a, b = load(run(tmp_path / "a")), load(run(tmp_path / "b") / FOLDER)
-    found = compared(a, b)
-    assert found.equal
+    found = compare_runs(a, b)
+    assert found.is_equal
     assert str(found) == "equal in 4 losses and 6 hashes of layers; each of 2 layers was used in the same order"
     assert a.order("2.1") == "0F 0B 2F 2B"
 
 
 def test_the_first_difference_is_found(tmp_path: Path) -> None:
     a, b = load(run(tmp_path / "a")), load(run(tmp_path / "b", (1, "other"), (3, "another")))
-    found = compared(a, b)
-    assert (found.batch, found.layer, found.values, found.equal) == (1, "10", ("a1", "other"), False)
+    found = compare_runs(a, b)
+    assert (found.batch, found.layer, found.values, found.is_equal) == (1, "10", ("a1", "other"), False)
     assert str(found).startswith("batch 1 leaves layer 10 differently: a1 and other;")
     b.losses[1] = "0x1.8p+0"
-    assert str(compared(a, b)).startswith("the loss of batch 1 differs: 0x1.1p+0 and 0x1.8p+0;")
+    assert str(compare_runs(a, b)).startswith("the loss of batch 1 differs: 0x1.1p+0 and 0x1.8p+0;")
 
 
 def test_another_order_of_accesses_is_said(tmp_path: Path) -> None:
     a, b = load(run(tmp_path / "a")), load(run(tmp_path / "b"))
     order = b.accesses["10"]
     order[1], order[2] = order[2], order[1]
-    found = compared(a, b)
-    assert (found.equal, found.orders) == (True, ("10",))
+    found = compare_runs(a, b)
+    assert (found.is_equal, found.orders) == (True, ("10",))
     assert str(found).endswith("used in another order: layers 10 of 2")
 
 
@@ -98,7 +98,7 @@ def test_refuses_runs_with_nothing_in_common(tmp_path: Path) -> None:
         load(tmp_path)
     a = load(run(tmp_path / "a"))
     with pytest.raises(InputError, match="one has batches 0 to 3, the other none"):
-        compared(a, TrainingRecord())
+        compare_runs(a, TrainingRecord())
 
 
 def test_a_layer_on_several_ranks(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_pipes import ReproducibilityLog
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.sim.shown.training_record import FOLDER, TrainingRecord, compared
+from lightning_pipes.sim.shown.training_record import FOLDER, TrainingRecord, compare_runs
 from lightning_pipes.supernets import Uniform
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.tune.cli import main
@@ -33,8 +33,8 @@ def test_all_is_equal_on_any_number_of_stages(
     """The order of accesses (NASPipe, Zhao et al. 2022, Table 4) is that of one subnet after another."""
     first, *others = (record(tmp_path / str(n), n) for n in stages)
     for other in others:
-        found = compared(first, other)
-        assert found.equal
+        found = compare_runs(first, other)
+        assert found.is_equal
         assert (found.orders, found.losses) == ((), 2 * BATCHES)
     net, subnets = supernet("sequential"), explorer("sequential")
     assert isinstance(subnets, Uniform)

@@ -14,7 +14,7 @@ from lightning_pipes import PipelineStrategy, TimelineLogger
 from lightning_pipes.ir import B, F, Instruction, Kind, PipelineError, Span
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.event import Event
-from lightning_pipes.sim.shown.slowest import Slowest
+from lightning_pipes.sim.shown.slowest import BottleneckRank
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import uniform
 from lightning_pipes.testing.ranks import run_ranks
@@ -42,7 +42,7 @@ def test_it_agrees_with_the_timeline(slow):
     assert found.seconds == timeline.makespan / 1e9
     assert found.bubble == pytest.approx(sum(timeline.bubble) / 3)
     assert found.efficiency == pytest.approx(timeline.efficiency)
-    assert (found.slowest, found.ratio) == (slow, pytest.approx(Slowest.of(timeline).ratio))
+    assert (found.slowest, found.ratio) == (slow, pytest.approx(BottleneckRank.from_timeline(timeline).ratio))
     assert set(found.metrics) == NAMES
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from lightning_pipes import JobArray, PipelineStrategy, TimelineLogger
 from lightning_pipes.cost import CostModel, Link
 from lightning_pipes.ir import B, F, Kind, Plan, Span
-from lightning_pipes.sim import simulate, spread
+from lightning_pipes.sim import draw_spread, simulate
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.sim.units import bytes_text
@@ -179,7 +179,7 @@ def among_siblings(rank: int, folder: str) -> dict[str, Any]:
     return {
         "bubbles": [sum(array.timeline.bubble) / 2, report.bubble_measured],
         "advice": report.advice,
-        "alone": (alone.advice.now is not None, alone.record.siblings, alone.record.shared, alone.record.between),
+        "alone": (alone.advice.now is not None, alone.record.siblings, alone.record.sibling_note, alone.record.between),
         "text": str(report),
         "loaded": RunRecord.load(saved.record) == report.record,
     }
@@ -246,7 +246,7 @@ def test_predicted_and_measured_are_of_one_batch_operation_by_operation():
     assert report.predicted.makespan == report.measured.makespan > 100_000_000
     assert report.bubble_predicted == report.bubble_measured
     assert simulate(program, plan, report.record.costs).makespan < 40_000_000
-    scattered = spread(program, plan, report.record.costs)
+    scattered = draw_spread(program, plan, report.record.costs)
     assert scattered.steady < 40_000_000 < 60_000_000 < scattered.mean
 
 

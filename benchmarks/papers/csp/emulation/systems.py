@@ -13,7 +13,7 @@ from benchmarks.papers.csp.emulation.spaces import Placed, Space, Subnets, balan
 from benchmarks.papers.csp.emulation.stream import Ran, Rules, Waits, run
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import InputError, Kind, Plan, adapt_plan, short_repr
-from lightning_pipes.sim import makespans, priced
+from lightning_pipes.sim import cost_representatives, makespans
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.strategies.zero_bubble import ZeroBubble
 
@@ -68,7 +68,7 @@ def one_by_one(placed: Placed, rules: Rules, schedule: OneFOneB | ZeroBubble) ->
     program = schedule.program(plan)
     parts = 2 if plan.split_backward else 1
     columns = []
-    for i in priced(program, plan):
+    for i in cost_representatives(program, plan):
         if i.kind is Kind.F:
             columns.append(placed.forward[:, i.stage] // m + rules.overhead)
         elif i.kind in (Kind.B, Kind.I, Kind.W):
