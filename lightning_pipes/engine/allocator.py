@@ -126,7 +126,7 @@ def load_libc() -> ctypes.CDLL | None:
 
 
 class _Found(ctypes.Structure):
-    """What `dladdr` fills in, from dlfcn.h."""
+    """The result of `dladdr`, as in dlfcn.h."""
 
     _fields_ = [
         ("file", ctypes.c_char_p),

@@ -135,7 +135,7 @@ class Engine:
         self._program = self._lowered(plan, order)
 
     def adopt(self, plan: Plan, order: Program | Policy, stages: Sequence[Stage] | None = None) -> None:
-        """From the next window on, another plan with its stages on the same ranks, or another order.
+        """Change to another plan with its stages on the same ranks, or another order, from the next window on.
 
         Args:
             stages: of this rank, where other layers are in them than before.
@@ -236,8 +236,9 @@ class Engine:
         return self._window is not None
 
     def mirror(self, mirrors: Mirrors, layers: Mapping[int, nn.Module]) -> None:
-        """From the next window on, batches may have cuts of their own: layers go to the ranks where batches use them,
-        and are at home again when the window is drained.
+        """Allow batches with cuts of their own, from the next window on.
+
+        Layers go to the ranks where batches use them, and are at home again when the window is drained.
 
         Args:
             layers: all of the model, as `Stage` takes them.
@@ -257,7 +258,7 @@ class Engine:
             stage.use_mirrors(mirrors, layers)
 
     def take_turns(self, memory: LayerMemory) -> None:
-        """From the next window on, the layers that batches use are brought to the device for them.
+        """Load the layers that batches use to the device on demand, from the next window on.
 
         Raises:
             PlanError: a window is open.
@@ -269,7 +270,7 @@ class Engine:
             stage.enable_offload(memory)
 
     def stash(self, memory: VersionMemory) -> None:
-        """From the next window on, the versions of weights take turns in `memory`, those of stages that recompute.
+        """Keep the weight versions of stages that recompute in `memory`, from the next window on.
 
         Raises:
             PlanError: a window is open.

@@ -120,7 +120,7 @@ def accumulate_hooks(tensor: torch.Tensor) -> dict[int, Any]:
 
 
 def with_hooks(parameters: Sequence[torch.Tensor]) -> tuple[list[Any], list[Any]]:
-    """Those with hooks for their gradient, and those with hooks for after it was added; for many in little time."""
+    """Return the parameters with gradient hooks, and those with hooks for after accumulation."""
     found: Any = parameters
     return [p for p in found if p._backward_hooks], [p for p in found if p._post_accumulate_grad_hooks]
 
@@ -175,12 +175,12 @@ def _layers(name: str) -> list[Callable[..., Any]]:
 
 
 def forward_hooks(module: nn.Module) -> list[Any]:
-    """All that runs before and after the forward of a module."""
+    """Return all forward hooks of a module, pre-hooks included."""
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
 def backward_hooks(module: nn.Module) -> list[Any]:
-    """All that runs before and after the backward of a module."""
+    """Return all backward hooks of a module, pre-hooks included."""
     return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
 
 
@@ -200,7 +200,7 @@ def works_in_place(operation: Any) -> bool:
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:
-    """All that runs before and after the step of an optimizer."""
+    """Return the hooks before and after the step of an optimizer."""
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 

@@ -1,4 +1,4 @@
-"""Advice on a run, in one sentence: found by simulating changes, claiming nothing else."""
+"""Advice on a run in one sentence, found by simulating changes."""
 
 from __future__ import annotations
 
@@ -81,8 +81,11 @@ class _Tried(NamedTuple):
 
 
 def advise_run(record: RunRecord, progress: Progress = lambda what, done: None) -> Advice:
-    """The slow part of a run, and the change that helps most of those that were simulated: other cuts where the layers'
-    times are known, more or fewer micro-batches, other installed schedules, and the best of them together."""
+    """Return advice on a run: its slowest part, and the simulated change that helps most.
+
+    Changes are other cuts where the layers' times are known, more or fewer micro-batches, other installed schedules,
+    and the best of them together.
+    """
     slowest = BottleneckRank.from_timeline(record.displayed_timeline)
     if record.siblings > 1:  # they keep each other's ranks busy: only a slow stage makes all of them slower
         return Advice(f"{slowest}{_less_to_do(slowest, record.plan)}. {record.sibling_note}.")
@@ -176,7 +179,7 @@ def _gain(model: WhatIf, trial: Trial) -> float:
 
 
 def _sentence(model: WhatIf, slowest: BottleneckRank, best: _Tried | None) -> tuple[str, Trial | None]:
-    """The advice, and what it proposes."""
+    """Return the sentence of the advice, and the change that it proposes."""
     now = model.now
     gain = _gain(model, best.trial) if best else 0.0
     even = 1 - model.with_even_stages() / now.step_seconds
@@ -268,7 +271,7 @@ def _change(model: WhatIf, trial: Trial) -> Change:
 
 
 def _limits(model: WhatIf) -> Iterator[str]:
-    """A sentence on what the simulation does not know."""
+    """Yield sentences on the limits of the simulation."""
     if not model.layers_known:
         yield (
             "The times of single layers are not known, so no other cuts were tried, and times were taken as "

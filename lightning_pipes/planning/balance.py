@@ -76,8 +76,10 @@ class Balance:
 def balance_stream(
     profile: ModelProfile, schedule: Schedule | Policy, plan: Plan, even: Sequence[Span], deployment: Deployment
 ) -> Balance:
-    """The cut whose heaviest stage, or message, is lightest, for a schedule that does not flush: when the pipeline is
-    full that one decides. `even` where it does not save enough."""
+    """Return the cut with the least maximum over stages and messages, for a schedule that does not flush.
+
+    The maximum decides the pace of a full pipeline. The result is `even` where another cut does not save enough.
+    """
     loads = stage_seconds(profile, plan, deployment.pipeline)
     edges = edge_seconds(profile, plan, deployment.pipeline)
     m = len(plan.spans(Kind.F, 0))

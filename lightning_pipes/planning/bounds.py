@@ -177,7 +177,7 @@ class _Bound:
         return np.array(found)
 
     def _step(self, rank: int) -> Seconds:
-        """Seconds of a STEP by the layers of the rank, with what is left of averaging gradients."""
+        """Return the seconds of a STEP by the layers of the rank, with the exposed rest of averaging gradients."""
         columns = self.profile.layer_arrays
         kind = Kind.W if self.plan.split_backward else Kind.B
         backward = range_sums(columns.seconds_at(kind, self.rows)[1:-1])

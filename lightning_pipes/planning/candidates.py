@@ -1,4 +1,4 @@
-"""Ways to order a batch between which a run may change without moving anything."""
+"""Candidates: plans and orders to which a run may change without moving layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_pipes.sim.units import bytes_text
 
 @dataclass(frozen=True)
 class Candidate:
-    """One of them.
+    """A plan that the tuner may switch to.
 
     Attributes:
         schedule: orders the plan.
@@ -42,17 +42,16 @@ class Candidate:
 
 
 class TuningPlanner(EvenPlanner):
-    """A planner that knows what a run may change to while it goes on."""
+    """A planner with candidates to which a run may change while it trains."""
 
     @abstractmethod
     def list_candidates(
         self, plan: Plan, costs: Costs, memory_limit: Limit = None, sizes: Sequence[int] = ()
     ) -> tuple[Candidate, ...]:
-        """The candidates that may run on `plan`, the schedule that names this planner included, within so many bytes a
-        rank.
+        """Return the candidates for `plan` within `memory_limit`, the schedule of this planner included.
 
         Args:
-            costs: what is known of times and bytes now; asked again when these have changed.
+            costs: the times and bytes as measured until now.
             sizes: samples of a micro-batch to choose from; by default the plan's own.
 
         Raises:
@@ -61,14 +60,14 @@ class TuningPlanner(EvenPlanner):
 
 
 def tuning_planner(schedule: Schedule | Policy) -> TuningPlanner:
-    """The planner of a schedule that can change while a run goes on.
+    """Return the planner of a schedule that can change while a run trains.
 
     Raises:
-        InputError: it can't.
+        InputError: the schedule has no such planner.
     """
     planner = planner_of(schedule)
     if not isinstance(planner, TuningPlanner):
-        raise InputError(f"schedule {schedule.name} does not say what to change to; begin with 'kfkb'")
+        raise InputError(f"schedule {schedule.name} has no candidates to change to; begin with 'kfkb'")
     return planner
 
 
@@ -89,7 +88,8 @@ def cut_into(plan: Plan, size: int) -> Plan:
 def make_candidate(
     schedule: Schedule | Policy, plan: Plan, costs: Costs, memory_limit: Limit, held: Sequence[int]
 ) -> Candidate | None:
-    """`schedule` on `plan`, whose stages hold that many micro-batches at most; None if that does not fit."""
+    """Return the candidate of `schedule` on `plan`, whose stages hold at most `held` micro-batches; None if it does not
+    fit."""
     plan = adapt_plan(plan, schedule)
     m = len(plan.spans(Kind.F, 0))
     peak = tuple(stage_peak(plan, costs, s, min(most, m)) for s, most in enumerate(held))

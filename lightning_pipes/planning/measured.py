@@ -214,8 +214,11 @@ class Averages:
 
 
 def parts_of(profile: ModelProfile | None, layers: Sequence[Span]) -> dict[int, tuple[float, float]]:
-    """By stage, what I and W take over a whole backward of the largest micro-batch that was measured; empty where the
-    parts were not. Nothing leads from the first stage's layers to what they got, so all of its backward is W."""
+    """Return the shares of I and W in a whole backward, by stage, of the largest measured micro-batch.
+
+    The result is empty where the parts were not measured. The first stage has no input gradients, so all of its
+    backward is W.
+    """
     if profile is None or not profile.has_split:
         return {}
     costs, rows = profile.stage_costs(layers), profile.layers[0].forward[-1][0]
@@ -233,7 +236,7 @@ def parts_of(profile: ModelProfile | None, layers: Sequence[Span]) -> dict[int, 
 def _other_way(
     tables: Mapping[tuple[Kind, int], Table], stage: int, parts: tuple[float, float]
 ) -> dict[tuple[Kind, int], Table]:
-    """The times of whole backwards of a stage by those of their parts, or of the parts by those of the whole."""
+    """Return times of whole backwards of a stage from their parts, or of the parts from the whole."""
     whole = tables.get((Kind.B, stage), ())
     found = {(kind, stage): _times(whole, share) for kind, share in zip((Kind.I, Kind.W), parts, strict=True)}
     total = parts[0] + parts[1]
@@ -259,7 +262,7 @@ def _kinds(plan: Plan, stage: int) -> list[Kind]:
 
 @lru_cache(maxsize=64)
 def _sizes(plan: Plan, kind: Kind, stage: int) -> frozenset[int]:
-    """The numbers of rows whose times are asked for."""
+    """Return the numbers of rows that plans of this cut need times for."""
     every = [Instruction(kind, stage, span=span) for span in plan.spans(kind, stage)]
     if kind in SENDS:
         return frozenset(i.span.rows for i in every)

@@ -1,4 +1,4 @@
-"""Bytes that plans need, without running them: a rank's own order decides what it holds, whatever the others do."""
+"""The bytes that plans need, without simulation: the order of a rank alone decides what it holds."""
 
 from __future__ import annotations
 

@@ -115,9 +115,10 @@ def min_max_load(loads: Sequence[StageLoad], layers: int) -> float:
 def balanced_partitions(
     loads: Sequence[StageLoad], edges: Array, slacks: Sequence[float] = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4)
 ) -> list[tuple[Span, ...]]:
-    """Partitions whose heaviest stage is as light as can be, or lighter than that times a slack, each with the cheapest
-    cuts that this allows; without repetitions, the lightest first. Empty if there is none at all. Of equally good ones
-    there are two: with heavy stages late, and early, which balance does not tell apart and a schedule does.
+    """Return partitions with the least maximum load, or less than a slack times it, each with the cheapest cuts.
+
+    Partitions do not repeat, and the lightest comes first; the list is empty if there is none. Of equally good ones
+    there are two, with heavy stages late and early, for schedules may differ where the balance does not.
 
     Args:
         loads: of each stage.
@@ -165,9 +166,10 @@ def _with_edges(load: StageLoad, edges: Array) -> StageLoad:
 
 
 class _Bands:
-    """Of each stage, the seconds of the layers j - width + k to j in row j, column k; of those rows at which it may
-    end, if no stage is empty. They are made when they are asked for, and kept where stages have them in common: all
-    together may be more than the memory has.
+    """The seconds of each stage for layers j - width + k to j, in row j, column k.
+
+    There are rows for the layers at which a stage may end if no stage is empty. They are computed on demand, and kept
+    where stages share them, for all together may exceed the memory.
 
     Args:
         widths: by id of the load, the most layers that such a stage may have.
@@ -181,7 +183,7 @@ class _Bands:
 
     @classmethod
     def within_load(cls, loads: Sequence[StageLoad], n: int, most: float) -> _Bands:
-        """Return those of all layers with which a stage takes no longer than `most`."""
+        """Return the bands in which no stage takes longer than `most`."""
         return cls(loads, n, {key: load.count_most_layers(n, most) for key, load in {id(x): x for x in loads}.items()})
 
     def are_in(self, others: _Bands) -> bool:
@@ -189,7 +191,7 @@ class _Bands:
         return all(width <= others._widths[key] for key, width in self._widths.items())
 
     def iter_stages(self, cost: Cost | None) -> Iterator[tuple[int, Indices, Array]]:
-        """Of each stage the first of its rows, where the layers begin, and its costs, by default the seconds."""
+        """Yield the first row of each stage, the beginnings of its layers, and its costs, by default the seconds."""
         known: dict[int, Array] = {}
         stages = len(self._loads)
         for stage, load in enumerate(self._loads):

@@ -16,7 +16,7 @@ Relocation = Literal["blocking", "overlapped", "buffered"]
 RELOCATIONS: tuple[str, ...] = get_args(Relocation)
 BLOCKING, OVERLAPPED, BUFFERED = RELOCATIONS
 MICROBATCHES_PER_STAGE = 2
-"""Where nobody says how many pieces a batch is cut into."""
+"""The default number of micro-batches for each stage."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,12 @@ class Planner(ABC):
 
     @property
     def user_chose_microbatches(self) -> bool:
-        """Whether the user has said how a batch is cut, so that nobody else says into how many micro-batches."""
+        """Whether the user has chosen how a batch is cut, so that the number of micro-batches is not open."""
         return False
 
     @abstractmethod
     def plan(self, problem: Problem) -> Plan:
-        """How the batch is cut, on the ranks where the schedule places its stages; `adapt_plan` prepares it in `solve`.
+        """Return the cuts of the batch, on the ranks where the schedule places its stages; `solve` adapts the plan.
 
         A batch of another size is another problem, as is the last one of an epoch.
 
@@ -152,12 +152,17 @@ class Planner(ABC):
         return max(self.profile_sizes(rows, stages, microbatches))
 
     def should_serialize(self, looks: Sequence[Observation]) -> bool:
-        """Whether batches of a schedule that does not flush are to run one by one for now, by what was seen of the plan
-        that runs, the oldest look first. Asked before `replan`."""
+        """Return whether batches of a schedule that does not flush should run one by one for now.
+
+        Args:
+            looks: observations of the running plan, the oldest first.
+
+        It is called before `replan`.
+        """
         return False
 
     def replan(self, plan: Plan, seen: Problem) -> Plan | None:
-        """Another plan for batches like that of `plan`, by what was seen while it ran; None to go on with it.
+        """Return another plan for batches like that of `plan`, by observations of the run; None to keep it.
 
         Layers may be in other stages than in `plan`: they move before the next batch. Stages stay on their ranks.
         """

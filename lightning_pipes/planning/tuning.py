@@ -143,7 +143,7 @@ class Chooser:
         measured: Averages,
         base: CostModel | None = None,
     ) -> TuningDecision:
-        """The decision on what was measured.
+        """Choose a candidate by measured costs.
 
         What runs is left at once if it is not among the candidates. Of those that are as fast, the one that holds least
         is taken. Where links are unsteady, averages do not show what an order gains that is not fixed: measured, 13 %

@@ -47,7 +47,7 @@ class Trial:
 
     @property
     def step_seconds(self) -> float:
-        """Of a step."""
+        """The simulated seconds of a step."""
         return self.fit.seconds
 
     @property
@@ -169,7 +169,7 @@ class WhatIf:
         return tuple(Span(s, s + 1) for s in range(self.plan.n_stages))
 
     def _of_stages(self) -> tuple[ModelProfile, Cluster]:
-        """Every stage as one layer, whose output is one byte a sample where its bytes are not known."""
+        """Return the profile with every stage as one layer; unknown outputs have one byte a sample."""
         costs, n = self._record.costs, self.plan.n_stages
         bytes_ = [*(costs.forward_bytes or (1.0,) * (n - 1)), 1.0]
 

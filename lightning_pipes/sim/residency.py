@@ -42,14 +42,14 @@ class Copier(Protocol):
         """Whether the copy has ended."""
 
     def wait(self, ticket: int) -> int:
-        """Returns when the copy has ended for whoever computes next: the nanoseconds that took.
+        """Wait until the copy has ended, and return the nanoseconds that this took.
 
         Where a device waits and its host goes on, those of earlier calls, as they become known.
         """
 
 
 class VirtualCopier:
-    """A link in each direction, on a clock that whoever simulates puts forward.
+    """A link in each direction, on a clock that the simulation advances.
 
     Args:
         bandwidth: bytes per second, each direction.
@@ -70,7 +70,7 @@ class VirtualCopier:
         return self._copy("out", size, 0)
 
     def free_place(self, key: object) -> None:
-        """Nothing lies anywhere."""
+        """Do nothing, for virtual copies need no memory."""
 
     def _copy(self, way: str, size: int, earliest: int) -> int:
         takes = 0 if math.isinf(self._rate) else round(size / self._rate * 1e9)
@@ -109,17 +109,17 @@ class Statistics:
 
     @classmethod
     def sum_devices(cls, each: Iterable[Statistics]) -> Statistics:
-        """Of several devices."""
+        """Return the sums over several devices."""
         return cls(*map(sum, zip(*map(astuple, each), strict=True)))
 
     @property
     def leases(self) -> int:
-        """All that came."""
+        """The number of all leases."""
         return self.hits + self.late + self.misses
 
     @property
     def hit_rate(self) -> float:
-        """Of the leases, without those that came `again`, how many met their state; 1 where there was none."""
+        """The share of leases that found their state on the device, without those `again`; 1 where there was none."""
         counted = self.leases - self.again
         return (self.hits - self.again) / counted if counted else 1.0
 
@@ -178,7 +178,7 @@ class Residency(Generic[Key]):
         return frozenset(self._held)
 
     def add(self, key: Key, size: int) -> None:
-        """One more state, on the host; a job that joins.
+        """Add a state, on the host, as of a job that joins.
 
         Raises:
             PlanError: it is larger than the budget.
@@ -210,25 +210,25 @@ class Residency(Generic[Key]):
         return waited
 
     def expect_leases(self, keys: Iterable[Key]) -> None:
-        """These leases follow those that were expected before."""
+        """Append leases to those that are expected."""
         for key in keys:
             self._uses.setdefault(key, deque()).append(self._at + len(self._coming))
             self._coming.append(key)
 
     def predict(self, keys: Iterable[Key]) -> None:
-        """These will probably be leased next, the first one first; nobody is held to it."""
+        """Set the leases that will probably come next, in order; others may come."""
         self._predicted = {key: at for at, key in enumerate(dict.fromkeys(keys))}
 
     def has_room(self, *keys: Key) -> bool:
-        """Whether leases of all these would find places, if others left that are not leased."""
+        """Return whether leases of all these states would fit, if states that are not leased left."""
         wanted = {*keys, *(key for key, held in self._held.items() if held.leased)}
         return sum(self._sizes[key] for key in wanted) <= self._budget and len(wanted) <= self._slots
 
     def lease(self, key: Key, write: bool = False) -> int:
-        """The nanoseconds that were waited until the state is there. It stays until it is released.
+        """Lease a state and return the nanoseconds until it is on the device; it stays until it is released.
 
         Args:
-            write: it is changed meanwhile, and written back before its place is taken.
+            write: the state is changed meanwhile, and written back before its place is taken.
 
         Raises:
             PlanError: another lease was expected, or all that is there is leased.
@@ -258,11 +258,11 @@ class Residency(Generic[Key]):
         return waited
 
     def mark_changed(self, key: Key) -> None:
-        """The state, which is leased, is changed after all."""
+        """Mark a leased state as changed."""
         self._held[key].dirty = True
 
     def release(self, key: Key) -> None:
-        """The lease is over.
+        """End a lease.
 
         Raises:
             PlanError: there was none.
@@ -273,7 +273,7 @@ class Residency(Generic[Key]):
         held.leased -= 1
 
     def prefetch(self) -> int:
-        """Starts to load what is needed next and not there, in that order, until there is no room; returns how many.
+        """Start to load the states that are needed next, in order, until there is no room, and return their number.
 
         So the look-ahead follows from the budget: a fixed one would load what makes the next state leave.
         """
@@ -290,7 +290,7 @@ class Residency(Generic[Key]):
         return begun
 
     def drop_state(self, key: Key) -> None:
-        """The state is not needed any more, as that of a job that left; its bytes are free at once.
+        """Remove a state that is not needed any more; its bytes are free at once.
 
         Raises:
             PlanError: it is leased.
@@ -306,14 +306,14 @@ class Residency(Generic[Key]):
         self._predicted.pop(key, None)
 
     def start_write_back(self, key: Key) -> None:
-        """Starts to write a changed state back, so that nobody waits for that when its place is taken."""
+        """Start to write a changed state back, so that its later eviction does not wait."""
         held = self._held.get(key)
         if held is not None and held.dirty:
             self._leaving[key] = self._store(key)
             held.dirty = False
 
     def flush(self) -> None:
-        """Everything that was changed is on the host when this returns, and still on the device."""
+        """Write all changed states to the host and wait for that; they stay on the device."""
         for key, held in self._held.items():
             if held.dirty:
                 self._copier.wait(self._store(key))

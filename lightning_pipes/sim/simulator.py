@@ -111,7 +111,7 @@ def makespans(program: Program, plan: Plan, costs: Costs, times: Array, *, apart
 
     Args:
         costs: what holds for all of them: overhead, and links except for the time that messages take.
-        times: integer nanoseconds, a row for each case; a column for each of `priced(program, plan)`.
+        times: integer nanoseconds, a row for each case; a column for each of `cost_representatives(program, plan)`.
         apart: whether there is a column for each operation.
 
     Raises:
@@ -124,15 +124,18 @@ def makespans(program: Program, plan: Plan, costs: Costs, times: Array, *, apart
     fixed = fixed.per_operation if apart else fixed
     if times.ndim != 2 or times.shape[1] != len(fixed.like) or times.dtype != np.int64:
         raise InputError(
-            f"times needs int64 nanoseconds in {len(fixed.like)} columns, one for each of priced(program, plan); "
+            f"times needs int64 nanoseconds in {len(fixed.like)} columns, one for each of "
+            "cost_representatives(program, plan); "
             f"got {times.dtype} in shape {times.shape}"
         )
     return ends_under(fixed, fixed.price_operations(costs), times)
 
 
 def cost_representatives(program: Program, plan: Plan, *, apart: bool = False) -> tuple[Instruction, ...]:
-    """One instruction for each group of those that cost the same: equal kind, stage, job, batch and rows; with `apart`
-    all of them, as operations of one size may differ too."""
+    """Return one instruction for each group of equal kind, stage, job, batch and rows, which cost the same.
+
+    With `apart` it returns all of them, as operations of one size may differ too.
+    """
     check_order("priced", program, plan, Program)
     return compile_program(program, plan).instructions if apart else compile_program(program, plan).like
 

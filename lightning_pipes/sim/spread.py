@@ -56,9 +56,10 @@ class Spread:
 
 
 def draw_spread(order: Program | Policy, plan: Plan, costs: CostModel, *, draws: int = 200, seed: int = 0) -> Spread:
-    """The makespans of a finite program or a policy where each operation takes as many times its time as one of those
-    that `costs.scatter` has of its kind and stage, each as likely, drawn anew for every operation; the same for the
-    same seed.
+    """Draw makespans of a finite program or a policy whose operations vary as `costs.scatter` says.
+
+    The time of every operation is multiplied by one of the ratios of its kind and stage, each as likely. The draws are
+    the same for the same seed.
 
     Raises:
         InputError: the costs have no scatter, or do not know some stage.

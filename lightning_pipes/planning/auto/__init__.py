@@ -1,4 +1,4 @@
-"""Choosing schedule, micro-batches and recomputation by simulating what the layers would take."""
+"""Choose schedule, micro-batches and recomputation by simulation of measured layers."""
 
 from lightning_pipes.planning.auto.choice import Choice, Option
 from lightning_pipes.planning.auto.options import installed_variants

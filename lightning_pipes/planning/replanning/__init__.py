@@ -1,4 +1,4 @@
-"""Another plan while training goes on: what was seen of the one that runs, and what others would take."""
+"""Replanning while training goes on: observations of the running plan, and times of other plans."""
 
 from lightning_pipes.planning.replanning.interference import HostedStage, Interference, Predicted
 from lightning_pipes.planning.replanning.probe import GradientSample

@@ -1,4 +1,4 @@
-"""The questions of planners to who predicts interference."""
+"""The interface between planners and predictors of interference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a few iterations of a training look to the theory of stale gradients."""
+"""Samples of gradients for the theory of stale gradients."""
 
 from __future__ import annotations
 

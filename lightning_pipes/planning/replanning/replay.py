@@ -1,4 +1,4 @@
-"""Steps with every operation's own duration: what averages hide, the pipeline waits for."""
+"""Steps with every operation's own duration, which averages hide and the pipeline waits for."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Replay:
         ]
 
     def step_seconds(self, durations: Durations, overhead: float = 0.0) -> Array:
-        """Of a step: axis 0 is cases, axis 1 batches, one by one; of a schedule that does not flush their mean only.
+        """Return the seconds of a step: axis 0 is cases, axis 1 batches; only their mean if the schedule does not
+        flush.
 
         Args:
             overhead: seconds before each computation.
@@ -108,7 +109,7 @@ def _part(durations: Durations, start: int, size: int) -> Durations:
 def _columns(
     operations: tuple[Instruction, ...], plan: Plan
 ) -> dict[tuple[Kind, int], tuple[npt.NDArray[np.int64], ...]]:
-    """By kind and stage the batch, the number of the span, and the column of every operation."""
+    """Return the batch, the number of the span and the column of every operation, by kind and stage."""
     number = {
         (kind, s): {span: n for n, span in enumerate(plan.spans(kind, s))}
         for kind, s in {(i.kind, i.stage) for i in operations}

@@ -1,4 +1,4 @@
-"""The last batches of a run, as planners get to see them."""
+"""Observations: the last batches of a run, as planners see them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_pipes.ir import COMPUTE, InputError, Kind, Plan, short_repr
 
 Array = npt.NDArray[np.float64]
 MAX_OBSERVATIONS = 64
-"""Windows of the plan that runs that planners get to see, and of earlier ones."""
+"""The number of windows of the running plan, and of earlier ones, that planners see."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class Observation:
 
     @cached_property
     def stage_seconds(self) -> tuple[float, ...]:
-        """Of every stage the seconds of a forward and its backward, by the means of what was seen."""
+        """Mean seconds of a forward and its backward, for every stage."""
         found: dict[int, float] = {}
         for (kind, stage), table in self.operations.items():
             if kind is not Kind.STEP:
@@ -65,7 +65,7 @@ class Observation:
         return tuple(found[stage] for stage in sorted(found))
 
     def matches_plan(self, plan: Plan) -> bool:
-        """Whether operations are those of `plan`, all forwards and backwards."""
+        """Return whether the operations are all forwards and backwards of `plan`."""
         kinds = (Kind.F, Kind.I, Kind.W) if plan.split_backward else (Kind.F, Kind.B)
         tables = [(self.operations.get((kind, s)), plan.spans(kind, s)) for s in range(plan.n_stages) for kind in kinds]
         return self.batches > 0 and all(

@@ -1,4 +1,4 @@
-"""Refuses what can't be simulated at all."""
+"""Check the arguments of simulations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Kinds = type[Program] | type[Policy]
 
 
 def check_order(who: str, order: object, plan: object, *kinds: Kinds) -> None:
-    """Refuse what is no order, or no plan; a schedule makes programs and is none.
+    """Refuse arguments that are no order or no plan; a schedule makes programs and is no order.
 
     Args:
         who: the function that was called.

@@ -111,8 +111,10 @@ def pick(rank, forward, other, nothing, alternate, after_forward):
 # rank 2 |........0-0===1-1===2-2===3-3===............| bubble 45.5%
 #         - forward  = backward  . idle
 def chosen(work, standing, ready, prices, needed, held, wires, ran, turn, alternate, weights_last, in_order):
-    """How many never ran of the operations whose order is chosen as they become ready; fills `ran`, `held` and `turn`
-    (i): those of a rank that start and end together ran in the order of their turns.
+    """Run operations in the order that is chosen as they become ready, and return the number that never ran.
+
+    Fills `ran`, `held` and `turn` (i): operations of a rank that start and end together ran in the order of their
+    turns.
 
     An operation waits for those that hold it up. A queue offers the first of its members that is ready, or with
     `in_order` its next or nothing; what does not fit lets nobody pass. The smallest number comes first. With

@@ -43,7 +43,7 @@ class Bytes:
 
     @classmethod
     def from_costs(cls, operations: Operations, plan: Plan, costs: Costs, limit: Limit) -> Bytes:
-        """The memory of `operations` by `costs`.
+        """Return the memory of `operations` by `costs`.
 
         Raises:
             PlanError: the weights alone do not fit.
@@ -59,7 +59,7 @@ class Bytes:
     @classmethod
     @lru_cache(maxsize=16)
     def untracked(cls, operations: Operations) -> Bytes:
-        """Nobody asks."""
+        """Return the bytes of operations whose memory is not tracked."""
         ranks, groups = operations.plan.n_ranks, len(operations.like)
         return cls([0] * ranks, [PLENTY] * ranks, [0] * groups, [0] * groups)
 

@@ -38,12 +38,12 @@ class Operations:
 
     @cached_property
     def ranks(self) -> list[int]:
-        """Who runs each operation; the sender for a message."""
+        """The rank of each operation; the sender for a message."""
         return self.table.lists.rank  # type: ignore[no-any-return]
 
     @cached_property
     def per_operation(self) -> Self:
-        """The same where each operation costs what it costs, whatever others of its size do."""
+        """The same operations, each with a price of its own."""
         alone = self.table.lists._replace(group=list(range(len(self.instructions))))
         return replace(self, like=self.instructions, table=Table(alone))
 
@@ -177,7 +177,7 @@ _Some = TypeVar("_Some", bound=Operations)
 
 
 def priced_by(costs: Costs, operations: _Some) -> tuple[_Some, Prices]:
-    """The operations with what they cost: those of one size together, unless `costs` may tell them apart."""
+    """Return the operations and their prices: equal sizes share one, unless `costs` distinguishes them."""
     if (
         isinstance(costs, CostModel | PerInstructionCosts) and costs.per_instruction
     ):  # the first is told at once, a protocol takes 7 us

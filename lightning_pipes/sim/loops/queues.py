@@ -1,4 +1,4 @@
-"""Operations whose order is open: what holds up what, and the queues in which ranks find what they may run."""
+"""Operations whose order is open: their dependencies, and the queues from which ranks pick."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Queues(Operations):
 
     @cached_property
     def queue_table(self) -> Table[Queued]:
-        """Where each operation stands, and the queues."""
+        """The queue of each operation, and the order in the queues."""
         queue = [0] * len(self.instructions)
         for q, members in enumerate(self.members):
             for i in members:
@@ -94,7 +94,7 @@ def run_queues(
     rule: Rule = EARLIEST,
     picker: Callable[[DispatchRun], Pick] | None = None,
 ) -> DispatchRun:
-    """Runs `queues` as far as they can.
+    """Run `queues` as far as possible.
 
     Args:
         room: samples that each queue of forwards may take; empty means any number.

@@ -1,4 +1,4 @@
-"""Programs of regular plans as numbers, without asking for each micro-batch what it needs.
+"""Compile programs of regular plans to numbers, without looking up the needs of each micro-batch.
 
 Where every stage, direction and link cuts a batch alike, micro-batches do not mix before the STEP: what the first one
 needs and sends, every other needs and sends likewise. So `ir.needs` and `ir.lowering.sends_after` are asked once a kind

@@ -32,7 +32,7 @@ class Compiled(Operations):
 
     @cached_property
     def lowered_as_usual(self) -> bool:
-        """Whether every send follows what it sends: no send waits for anything else."""
+        """Whether every send directly follows its computation: no send waits for anything else."""
         work = self.table.lists
         return not any(x >= 0 and work.first[i] < work.first[i + 1] for i, x in enumerate(work.link))
 

@@ -1,4 +1,4 @@
-"""All that some batches of a plan cause, before anybody orders it."""
+"""All operations of some batches of a plan, before they are ordered."""
 
 from __future__ import annotations
 

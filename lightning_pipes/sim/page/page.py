@@ -100,7 +100,7 @@ def _bubble(record: RunRecord) -> str:
 
 
 def _world(record: RunRecord) -> str:
-    """The regimes of the prediction, and what they mean."""
+    """Return a sentence on the regimes of the prediction."""
     regimes = record.predicted.regimes or ()
     meaning = "; ".join(f"{each.label}: {each.description}" for each in regimes)
     return f"Predicted with {meaning or record.predicted.regime}." if record.predicted.regime else ""

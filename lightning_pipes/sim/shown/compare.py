@@ -1,4 +1,4 @@
-"""Predicted against measured."""
+"""Compare predicted with measured timelines."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TimelineComparison:
 
 
 def compare_timelines(predicted: Timeline, measured: Timeline) -> TimelineComparison:
-    """How near `predicted` is to `measured`: makespan, bubbles, medians of every kind, order."""
+    """Compare makespan, bubbles, medians of every kind and order of two timelines."""
     medians = [_medians(t) for t in (predicted, measured)]
     moved = total = 0
     for row, other in zip(predicted.program().head, measured.program().head, strict=False):

@@ -1,4 +1,4 @@
-"""Curves of what a monitor saw on a rank while it trained."""
+"""Curves that a monitor recorded on a rank while it trained."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Curves:
                 raise InputError(f"{name!r} has {len(values)} values at {len(self.times)} times")
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data for JSON."""
+        """Return plain data for JSON."""
         return {"times": self.times, "values": self.values}
 
 

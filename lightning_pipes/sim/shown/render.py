@@ -97,7 +97,7 @@ def draw_window(axis: Any, timeline: Timeline, start: int, stop: int, shade: Sha
 
 
 def _between(timeline: Timeline, start: int, stop: int) -> Timeline:
-    """That part of it."""
+    """Return the part of `timeline` from `start` to `stop`."""
     kept = tuple(
         e._replace(start=max(e.start, start) - start, end=min(e.end, stop) - start)
         for e in timeline.events

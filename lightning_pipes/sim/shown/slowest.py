@@ -1,4 +1,4 @@
-"""Which stage a timeline's ranks wait for."""
+"""Find the slowest rank of a timeline."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BottleneckRank:
 
     @classmethod
     def from_timeline(cls, timeline: Timeline) -> BottleneckRank:
-        """The slowest of `timeline`."""
+        """Return the slowest rank of `timeline`."""
         plan = timeline.plan
         seconds = [0.0] * plan.n_stages
         for e in timeline.computations:
@@ -56,7 +56,7 @@ class BottleneckRank:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether it is slow."""
+        """Whether the rank is clearly slower than the others."""
         return self.ratio >= UNEVEN
 
     @property

@@ -81,7 +81,7 @@ class TrainingRecord:
         return record
 
     def order(self, layer: str) -> str:
-        """Who used a layer when, as in 2F 2B 5F 5B."""
+        """Return the accesses to a layer in order, such as 2F 2B 5F 5B: batch and direction."""
         return " ".join(map(str, self.accesses.get(layer, ())))
 
     def _forget(self, begins: int) -> None:
@@ -144,7 +144,7 @@ class RunComparison:
 
 
 def compare_runs(a: TrainingRecord, b: TrainingRecord) -> RunComparison:
-    """Where two runs part: the first batch whose loss differs, or which leaves a layer differently.
+    """Find the first batch of two runs whose loss differs, or which leaves a layer differently.
 
     Raises:
         InputError: they have no loss and no hash in common.
