@@ -210,7 +210,7 @@ class Residency(Generic[Key]):
         return waited
 
     def expect_leases(self, keys: Iterable[Key]) -> None:
-        """Append leases to those that are expected."""
+        """Append to the expected leases."""
         for key in keys:
             self._uses.setdefault(key, deque()).append(self._at + len(self._coming))
             self._coming.append(key)
