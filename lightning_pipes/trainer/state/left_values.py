@@ -121,6 +121,7 @@ class LeftValues:
         self._active = False
         self._before: dict[Place, Any] = {}
         self._noted: dict[Place, dict[Span, Any]] = {}
+        self._whole: dict[Place, Any] = {}
         self._set_later: set[Place] = set()
         self._unsent: dict[Place, Unsent] = {}
         self._changes: dict[Place, tuple[bool, Any]] = {}
@@ -153,9 +154,21 @@ class LeftValues:
         """Begin a batch: each micro-batch begins with the present values of the layers."""
         places = [place for n in (self._local() if self._places else ()) for place in self._places.get(n, ())]
         self._before = {place: self._content(place) for place in places}
-        self._noted = {}
+        self._noted, self._whole = {}, {}
         self._set_later.clear()
         self._active = True
+
+    def reset_layer(self, layer: int) -> None:
+        """Give a layer of this rank the values with which each micro-batch of this batch began."""
+        for place in self._places.get(layer, ()) if self._active else ():
+            if place in self._before:
+                self._set(place, self._before[place])
+
+    def note_whole_batch(self, layer: int) -> None:
+        """Note the present values of a layer: those after a run with the whole batch, by which `end_batch` merges."""
+        for place in self._places.get(layer, ()) if self._active else ():
+            if place in self._before:
+                self._whole[place] = _entries_of(self._content(place))
 
     def end_batch(self) -> None:
         """Leave in the layers of this rank what one process would have after the batch."""
@@ -164,7 +177,8 @@ class LeftValues:
             spans = sorted(noted)
             before, *values = map(_entries_of, (self._before.get(place), *(noted[span] for span in spans)))
             before = None if before is _ABSENT else before
-            merged = self._merging.merge(_path(place), before, values, [span.rows for span in spans], None)
+            whole = self._whole.get(place)
+            merged = self._merging.merge(_path(place), before, values, [span.rows for span in spans], whole)
             content = Content(merged) if isinstance(noted[spans[0]], Content) else merged
             self._set(place, content)
             self._changes[place] = place in self._set_later, _tail(before, content)

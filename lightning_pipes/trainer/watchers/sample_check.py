@@ -106,7 +106,7 @@ class SampleCheck(Watcher):
                 self._compare_entering(item, entered)
             parts = {span: move_data_to_device(entered[span], self._device) for span in spans}
             for number, layer in stage.layers.items():
-                found = self._outputs(layer, parts)
+                found = self._outputs(number, layer, parts)
                 if found is None:
                     return
                 whole, parts, left, compared = found
@@ -145,7 +145,7 @@ class SampleCheck(Watcher):
                 "Compute it in on_after_batch_transfer, or where batches are put together, which get all samples, or s",
             )
 
-    def _outputs(self, layer: nn.Module, parts: dict[Span, Any]) -> _LayerOutputs | None:
+    def _outputs(self, number: int, layer: nn.Module, parts: dict[Span, Any]) -> _LayerOutputs | None:
         """Return what a layer gives; None if the layer, or what follows it, gets no samples."""
         spans = sorted(parts)
         if any(map(is_compiled, layer.modules())):
@@ -154,6 +154,7 @@ class SampleCheck(Watcher):
         left_trained: set[str] = set()
         with unchanged(layer):
             draws = RngUse(self._device)
+            self._steps.left.reset_layer(number)
             (whole, left), drew = self._run(layer, x, draws), False
             if draws.was_used:
                 with _evaluating(layer):
@@ -162,6 +163,7 @@ class SampleCheck(Watcher):
                     found = {span: self._run(layer, parts[span], draws) for span in spans}
                     drew = draws.was_used
             else:
+                self._steps.left.note_whole_batch(number)
                 found = {span: self._run(layer, parts[span], draws) for span in spans}
             if left:  # what has no graph is not trained by
                 with torch.enable_grad():
