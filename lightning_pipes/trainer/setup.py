@@ -48,7 +48,7 @@ from lightning_pipes.trainer.plan.placement import Placement
 from lightning_pipes.trainer.plan.prediction import Prediction
 from lightning_pipes.trainer.plan.profile_cache import ProfileCache, find_cache
 from lightning_pipes.trainer.plan.request import RunRequest, check_same_arguments, describe_arguments
-from lightning_pipes.trainer.plan.settings import Settings
+from lightning_pipes.trainer.plan.settings import PARAMETERS, Settings, names_modules
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 from lightning_pipes.trainer.reports.summary import show_module
@@ -106,7 +106,7 @@ def prepare(
     named_groups = _make_optimizers(strategy, module) if fitting else ()
 
     # 2. What is cut, and how.
-    path = choose_container(trainer, module, session, settings.module)
+    path = WHOLE if names_modules(request.partition) else choose_container(trainer, module, session, settings.module)
     checkpointing.container = path
     units = UnitSetup(trainer, module, session, settings, request) if path == WHOLE else None
     full = module.get_submodule(path) if units is None else units.weights
@@ -130,12 +130,13 @@ def prepare(
             "replan moves layers, which siblings of a job array can't while they share the ranks; leave it out, or "
             "run this training alone"
         )
+    cuts = PARAMETERS if names_modules(request.partition) else request.partition
     holdings = Holdings(ranks.grid, decision.ranks, decision.layers)
     if units is None:
         holdings.look_at(module, path)
     else:
         units.note_weights(holdings)
-    checkpointing.placement = lambda: Placement(holdings.layers, holdings.ranks, request.partition)
+    checkpointing.placement = lambda: Placement(holdings.layers, holdings.ranks, cuts)
     plans = decision.plans(request.replanner, holdings.tied, settings.relocation)
     plan, order = plans.for_rows(plans.trial_rows)
     if fitting and plans.microbatches > 1:

@@ -85,7 +85,9 @@ class PipelineStrategy(PipelineHost):
             takes most of a step where that is clearly another.
         partition: "auto" measures the layers and tries the pipeline when `fit` starts, three seconds in all, and
             balances the stages by time, within the devices' memory, where that saves 5 % of a step; else, and with
-            "parameters", they have even numbers of parameters. A list names the layers at which stages 1, 2, ... begin.
+            "parameters", they have even numbers of parameters. A list has the numbers of the layers
+            at which stages 1, 2, ... begin, or the paths of modules, such as ["net.decoder"]: then the module is cut by
+            units, whatever containers it has.
         recompute: keep only the input of each stage and run its forward again before backward; saves memory.
         seed: what dropout and all other random numbers inside a step start from.
         transport: how tensors travel between stages: "local" is shared memory on one host, "nccl" goes from GPU to
@@ -128,7 +130,7 @@ class PipelineStrategy(PipelineHost):
         data_parallel: int = 1,
         schedule_args: dict[str, Any] | None = None,
         module: str | None = None,
-        partition: str | list[int] = AUTO,
+        partition: str | list[int] | list[str] = AUTO,
         recompute: bool = False,
         seed: int = 0,
         transport: str = "auto",

@@ -28,7 +28,7 @@ from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.measuring import NotMeasuredError, Together, without_loggers
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch
-from lightning_pipes.trainer.plan.settings import AUTO, PARAMETERS, Settings
+from lightning_pipes.trainer.plan.settings import AUTO, PARAMETERS, Settings, names_modules
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.session import Session
 from lightning_pipes.trainer.state.module_state import ModuleState
@@ -127,7 +127,7 @@ class UnitSetup:
             wanted.append("a job array on shared ranks")
         if self._settings.verify.batches:
             wanted.append("verify")
-        if not isinstance(request.partition, str):
+        if not (isinstance(request.partition, str) or names_modules(request.partition)):
             wanted.append("partition by numbers of layers")
         if wanted:
             raise PlanError(
@@ -152,7 +152,15 @@ class UnitSetup:
                     "alone"
                 )
         borders = Borders(record)
-        starts = borders.choose(stages)
+        if names_modules(request.partition):
+            if len(request.partition) != stages - 1:
+                raise PlanError(
+                    f"partition names {len(request.partition)} modules, and {stages} stages need {stages - 1}: one at "
+                    "which each stage after the first begins"
+                )
+            starts = borders.at(request.partition)
+        else:
+            starts = borders.choose(stages)
         shares = [borders.share(a, b) for a, b in zip(starts, (*starts[1:], len(record.units)), strict=True)]
         listed = ", ".join(f"{record.units[start].name!r}" for start in starts[1:])
         rank_zero_info(

@@ -23,6 +23,7 @@ from lightning_pipes.trainer.plan.settings import (
     check_partition,
     find_replanner,
     find_schedule,
+    names_modules,
 )
 from lightning_pipes.trainer.ranks.control import Control
 
@@ -34,7 +35,7 @@ class RunRequest:
     Attributes:
         schedule: the one named; what stands in for it where `chooses`.
         microbatches: of a batch; None for the default, or what is best where `chooses`.
-        partition: "auto", "parameters", or the layers at which stages begin.
+        partition: "auto", "parameters", or the layers, or modules by path, at which stages begin.
         chooses: schedule, micro-batches and recomputation are to be chosen.
         replanner: has layers move while training goes on; None leaves that to the schedule.
     """
@@ -42,7 +43,7 @@ class RunRequest:
     schedule: Schedule | Policy
     microbatches: int | None
     recompute: bool
-    partition: str | list[int]
+    partition: str | list[int] | list[str]
     chooses: bool = False
     replanner: Planner | None = None
 
@@ -53,7 +54,7 @@ class RunRequest:
         schedule_args: Mapping[str, Any] | None,
         microbatches: int | None,
         recompute: bool,
-        partition: str | list[int],
+        partition: str | list[int] | list[str],
         replan: bool | Mapping[str, Any],
     ) -> RunRequest:
         """The run that these arguments of `PipelineStrategy` ask for.
@@ -79,7 +80,9 @@ class RunRequest:
             PlanError: layers can't be cut so, or the schedule can't order it.
         """
         where = self.schedule.place_stages(ranks)
-        partition = PARAMETERS if isinstance(self.partition, str) else self.partition
+        partition = self.partition
+        if isinstance(partition, str) or names_modules(partition):
+            partition = PARAMETERS
         layers = stage_layers(partition, sizes, len(where))
         found = Decision(self.schedule, self.microbatches, self.recompute, where, layers, least=least)
         plans = found.plans()

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
+from typing_extensions import TypeIs
 
 from lightning_pipes.engine.messages.transport import KINDS
 from lightning_pipes.engine.watch.heartbeat import BEAT_SECONDS
@@ -101,15 +102,30 @@ def check_microbatches(microbatches: int | None) -> int | None:
     )
 
 
-def check_partition(partition: str | list[int], schedule: object) -> str | list[int]:
+def names_modules(partition: str | list[int] | list[str]) -> TypeIs[list[str]]:
+    """Return whether a partition lists the modules at which stages begin; it then cuts by units."""
+    if isinstance(partition, str) or not isinstance(partition, Sequence):
+        return False
+    return bool(partition) and all(isinstance(place, str) for place in partition)
+
+
+def check_partition(partition: str | list[int] | list[str], schedule: object) -> str | list[int] | list[str]:
     """Return how layers are cut into stages.
 
     Raises:
         InputError: there is no such way, or it can't be had with the schedule.
     """
     if isinstance(partition, str) and partition not in (AUTO, PARAMETERS):
-        raise InputError(f"partition must be 'auto', 'parameters' or a list of layer numbers, got {partition!r}")
-    if not isinstance(partition, str):
+        raise InputError(
+            f"partition must be 'auto', 'parameters', or a list of layer numbers or of paths of modules, got "
+            f"{partition!r}"
+        )
+    if names_modules(partition):
+        if "" in partition or len(set(partition)) < len(partition):
+            raise InputError(
+                f"partition must name a module for each stage after the first, each once, got {short_repr(partition)}"
+            )
+    elif not isinstance(partition, str):
         check_type("partition", partition, Sequence[int])
         if any(a > b for a, b in pairwise([0, *partition])):
             raise InputError(

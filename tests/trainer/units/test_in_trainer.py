@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import differences
 from tests.trainer.units.lit_zoo import CUT, DRAWING, WHOLE, train_many, train_zoo
@@ -61,3 +62,27 @@ def test_stages_have_their_own_weights_only(trained: list[dict[str, Any]]) -> No
     assert set(first) & set(last) == set()
     assert {name.split(".")[1] for name in first} == {f"fc{n}" for n in range(1, len(first) // 2 + 1)}
     assert len(first) + len(last) == 18
+
+
+def refused(rank: int, folder: str) -> list[str]:
+    """What a run says of partitions that can't be had."""
+    texts = []
+    for places in (["net.fc99"], ["net.fc2", "net.fc3"]):
+        with pytest.raises(PlanError) as error:
+            train_zoo("nine linears", 2, folder, partition=places, microbatches=2)
+        texts.append(str(error.value))
+    return texts
+
+
+def test_stages_begin_at_modules_that_partition_names(tmp_path: Path) -> None:
+    cases = [("nine linears", {"partition": ["net.fc3"], "microbatches": 2})]
+    found = run_ranks(train_many, 2, cases, 2, str(tmp_path), timeout=120)
+    ranks = [{"nine linears": of_rank} for (of_rank,) in found]
+    compare(ranks, "nine linears", train_zoo("nine linears", 0, str(tmp_path)))
+    assert {name.split(".")[1] for name in ranks[1]["nine linears"]["here"]} == {"fc1", "fc2"}
+
+
+def test_partitions_that_can_not_be_had(tmp_path: Path) -> None:
+    for unknown, number in run_ranks(refused, 2, str(tmp_path), timeout=120):
+        assert "a stage is to begin at 'net.fc99', which the step does not call; it calls" in unknown
+        assert "partition names 2 modules, and 2 stages need 1" in number
