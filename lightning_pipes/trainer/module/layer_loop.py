@@ -66,7 +66,8 @@ class Pending:
         return NotHereError(
             f"what layer {self._layer} of {self._recording.name} returns was used in {use} before the last layer had "
             "run, but it is on another rank then; only the next layers can get it. Move the operation into the layers, "
-            "call all of them in order, skip none, and do not collect what they return (output_hidden_states=False)"
+            "call all of them in order, skip none, and do not collect what they return (output_hidden_states=False); or "
+            "set PipelineStrategy(module=''), which cuts by units"
         )
 
 
@@ -201,7 +202,8 @@ class LayerLoop:
         if number != done:
             raise PipelineError(
                 f"layer {number} of {self._name} was called after {f'layer {done - 1}' if done else 'none'}; in a "
-                f"pipeline all {len(self._stand_ins)} layers must be called once and in order"
+                f"pipeline all {len(self._stand_ins)} layers must be called once and in order. "
+                "PipelineStrategy(module='') cuts by units instead, which may be called in any order"
             )
         self._recording.add(args, kwargs)
         if number + 1 < len(self._stand_ins):
