@@ -90,7 +90,7 @@ class Interceptor:
         if self._calls > 1:
             raise PipelineError(
                 f"{self._step} calls {self._name} more than once for one batch; a batch can pass the pipeline "
-                "once. Join the inputs along axis 0 and call it once, or set PipelineStrategy(module=''), which cuts by units"
+                "once. Join the inputs along axis 0 and call it once, or cut by units: PipelineStrategy(module='')"
             )
         return self._answer(x)
 

@@ -66,8 +66,8 @@ class Pending:
         return NotHereError(
             f"what layer {self._layer} of {self._recording.name} returns was used in {use} before the last layer had "
             "run, but it is on another rank then; only the next layers can get it. Move the operation into the layers, "
-            "call all of them in order, skip none, and do not collect what they return (output_hidden_states=False); or "
-            "set PipelineStrategy(module=''), which cuts by units"
+            "call all of them in order, skip none, and do not collect what they return (output_hidden_states=False); "
+            "or set PipelineStrategy(module=''), which cuts by units"
         )
 
 
