@@ -7,6 +7,7 @@ Lightning's own strategy for one device. It shares nothing with the pipeline but
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import pickle
 import signal
@@ -167,6 +168,7 @@ def fork_reference(strategy: Strategy, trainer: pl.Trainer, module: pl.Lightning
     if pid:
         there.close()
         return ReferenceProcess(pid, here, folder)
+    gc.freeze()  # garbage of the other process may have process groups in it, whose end waits for their threads
     try:
         here.close()
         _become_reference(strategy, trainer, module, there, folder.name)

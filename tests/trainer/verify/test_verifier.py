@@ -158,6 +158,36 @@ def said_of_equals() -> dict[str, str]:
     return dict(zip(EQUALS, run_ranks(all_equal, 2, list(EQUALS), timeout=200)[0], strict=True))
 
 
+class Garbage:
+    """Notes the process in which it is collected."""
+
+    def __init__(self, collected: Any) -> None:
+        self.itself, self.collected = self, collected
+
+    def __del__(self) -> None:
+        with open(self.collected, "a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+class Collects(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        gc.collect()
+        return super().training_step(batch, batch_idx)
+
+
+def with_garbage(rank: int, folder: str) -> int:
+    gc.disable()
+    Garbage(f"{folder}/{rank}")
+    assert EQUAL in trained(rank, Fault("", Collects, ""), verify=2) or rank
+    return os.getpid()
+
+
+def test_the_reference_collects_no_garbage_of_its_parent(tmp_path):
+    """Process groups of earlier runs may be in it, and their end waits for threads that a fork does not have."""
+    for rank, pid in enumerate(run_ranks(with_garbage, 2, str(tmp_path), timeout=60)):
+        assert (tmp_path / str(rank)).read_text() == f"{pid}\n"
+
+
 @pytest.mark.parametrize("name", EQUALS)
 def test_equal_modules_raise_no_alarm(name):
     said = said_of_equals()[name]
