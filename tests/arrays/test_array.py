@@ -170,7 +170,7 @@ def test_what_came_first_is_computed_first() -> None:
 def test_enough_is_under_way_for_all_stages() -> None:
     """Micro-batches of all siblings are twice as many as stages, at least; rounds, and what memory decides on, keep
     batches whole."""
-    assert {size: JobArray[Any](size).microbatches(4) for size in (1, 3, 4, 7, 8, 20)} == {
+    assert {size: JobArray[Any](size).count_default_microbatches(4) for size in (1, 3, 4, 7, 8, 20)} == {
         1: 8,
         3: 3,
         4: 2,
@@ -178,8 +178,8 @@ def test_enough_is_under_way_for_all_stages() -> None:
         8: 1,
         20: 1,
     }
-    assert JobArray[Any](3, rounds=round_order).microbatches(4) == 1
-    assert JobArray[Any]("auto", memory=MemorySwap(device_bytes=1000)).microbatches(4) == 1
+    assert JobArray[Any](3, rounds=round_order).count_default_microbatches(4) == 1
+    assert JobArray[Any]("auto", memory=MemorySwap(device_bytes=1000)).count_default_microbatches(4) == 1
 
 
 def in_rounds(rank: int, jobs: list[Job], size: int) -> tuple[dict[int, Any], dict[int, str], list[Any], Any]:

@@ -7,6 +7,7 @@ from functools import partial
 
 import lightning.pytorch as pl
 
+from lightning_pipes.ir import Schedule
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.module.optimizers import OptimizersView
@@ -37,7 +38,8 @@ def wrap_hooks(
     HookClipping(lambda: run.part.parameters, scope, run.part.holdings, None if run.streams else pipeline, patches)
     track_hooks(module, callbacks, scope, patches)
     OptimizersView(run.part.layouts, scope, patches, run.training.why_no_state)
-    track_optimizer_steps(run.part.optimizers, scope, patches)
+    step_whole = not run.streams or isinstance(run.plans.schedule, Schedule)
+    track_optimizer_steps(run.part.optimizers, scope, patches, step_whole)
     synchronise = partial(run.state.synchronise_ranks, pipeline, run.last_rank, run.last)
     followed = partial(run.state.follow_hook, synchronise=synchronise)
     wrap_module_hooks(module, patches, followed, run.last, run.streams, agree, start_epoch)

@@ -8,6 +8,7 @@ found out in the first micro-batches.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -115,6 +116,8 @@ class LeftValues:
         self._scope = scope
         self._lent: list[tuple[Place, Any, Any, int]] = []
         self._places: dict[int, list[Place]] = {}
+        owners = Counter(id(part) for layer in full.values() for part in layer.modules())
+        self._shared = {part for part, layers in owners.items() if layers > 1}
         self._in_place: set[Place] = set()
         self._runs: dict[int, int] = {}
         self._outside = False
@@ -207,6 +210,8 @@ class LeftValues:
         if not (new or self._places or self._outside):
             return None
         places = [place for number in layers for place in self._places.get(number, ())]
+        if again:  # a second forward for the backward runs on copies of the buffers
+            places = [place for place in places if not self._is_buffer(place)]
         for place in places if self._active else ():
             if place in self._before:
                 self._set(place, self._before[place])
@@ -215,7 +220,7 @@ class LeftValues:
             watch.around = self._state.object_ids()
             for number in new:
                 for name, part in self._full[number].named_modules():
-                    if not isinstance(part, Metric):
+                    if not isinstance(part, Metric) and id(part) not in self._shared:
                         watch.modules.append((number, name, part, *_look(part, watch.around)))
         if new or self._outside:
             watch.outside = self._state.read_objects()
@@ -391,6 +396,10 @@ class LeftValues:
         if key in part._buffers:
             return part._buffers[key]
         return vars(part)[key] if key in vars(part) else getattr(type(part), key, absent)
+
+    def _is_buffer(self, place: Place) -> bool:
+        number, name, key = place
+        return key in self._full[number].get_submodule(name)._buffers
 
     def _stand_in(self, place: Place, unsent: Unsent) -> torch.Tensor:
         number, name, key = place

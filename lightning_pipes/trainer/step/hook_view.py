@@ -87,27 +87,30 @@ def _hooks(kind: type) -> list[str]:
     return [*hooks, *_OF_STEPS] if kind is pl.LightningModule else hooks
 
 
-def track_optimizer_steps(optimizers: Iterable[Optimizer], scope: HookScope, patches: Patches) -> None:
+def track_optimizer_steps(
+    optimizers: Iterable[Optimizer], scope: HookScope, patches: Patches, whole: bool = True
+) -> None:
     """Have `scope` know when an optimizer steps, until `patches` are closed.
 
-    Norms that its code takes by torch's functions are those of all weights. Its step hooks see the parameters of all
-    ranks.
+    Norms that its code takes by torch's functions are those of all weights.
 
     Args:
         optimizers: of this rank; each gets a `step` of its own.
+        whole: whether step hooks see the parameters of all ranks. Where batches step some of the layers each, they see
+            those of the batch: others are in use.
     """
     for optimizer in optimizers:
-        _track_steps(optimizer, scope, patches)
+        _track_steps(optimizer, scope, patches, whole)
 
 
-def _track_steps(optimizer: Optimizer, scope: HookScope, patches: Patches) -> None:
+def _track_steps(optimizer: Optimizer, scope: HookScope, patches: Patches, whole: bool) -> None:
     original, name = optimizer.step, type(optimizer).__name__
     wrapped: list[tuple[dict[int, Any], int, Any, Any]] = []
 
     def wrap_hook(hook: Callable[..., Any]) -> Any:
         @functools.wraps(hook)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with scope.running(f"a step hook of {name}", everywhere=True):
+            with scope.running(f"a step hook of {name}", everywhere=True, whole=whole):
                 return hook(*args, **kwargs)
 
         return run

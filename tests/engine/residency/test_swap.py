@@ -224,7 +224,7 @@ def test_a_callback_serves_siblings_layers_and_versions_at_once() -> None:
     for index in range(3):
         memory.begin_turn(index)
         memory.end_turn(index, siblings[index], [optimizers[index]], CPU)
-        memory.leave(index)
+        memory.release_sibling(index)
     assert all(map(torch.equal, weights(siblings[:3]), before))
     memory.close()
     assert memory.states(CPU) is not swap
