@@ -7,8 +7,8 @@ from tests.packaging.timelines import ROOT, drawings
 SCHEDULES = sorted(ROOT.glob("strategies/*/schedule.py"))
 LOOPS = {
     "lightning_pipes/sim/loops/kernel.py": {"fixed", "chosen"},
-    "strategies/jap/solvers/kernel.py": {"listed", "timed", "polished", "constructed", "branched"},
-    "strategies/jap/stream.py": {"streamed"},
+    "strategies/jap/solvers/kernel.py": {"list_schedule", "time_sequence", "anneal_places", "construct_order", "expand_nodes"},
+    "strategies/jap/stream.py": {"stream_jobs"},
 }
 DRAWN = [drawing for path in [*SCHEDULES, *(ROOT / name for name in LOOPS)] for drawing in drawings(path)]
 

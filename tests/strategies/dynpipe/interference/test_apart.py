@@ -41,10 +41,10 @@ def test_its_last_words_come_back():
 def test_it_ends_with_the_process_that_started_it():
     code = """
         import numpy as np, os
-        from lightning_pipes.strategies.dynpipe.interference.apart import Training
+        from lightning_pipes.strategies.dynpipe.interference.apart import ForestTraining
         from lightning_pipes.strategies.dynpipe.interference.features import NAMES
         random = np.random.default_rng(0)
-        training = Training(random.random((5000, len(NAMES))), random.random(5000), 10**6)
+        training = ForestTraining(random.random((5000, len(NAMES))), random.random(5000), 10**6)
         training._told.join()
         print(training._process.pid, flush=True)
         os._exit(0)
