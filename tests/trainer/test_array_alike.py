@@ -138,7 +138,7 @@ def test_connections_that_were_left_on_some_ranks_only_are_given_up() -> None:
 
     def meet() -> list[Any]:
         descriptions = [each.describe_free_controls(2) for each in ranks]
-        return [each.control(descriptions, make(name)) for each, name in zip(ranks, "ab", strict=True)]
+        return [each.take_control(descriptions, make(name)) for each, name in zip(ranks, "ab", strict=True)]
 
     ranks = Shared(), Shared()
     first, second = meet(), meet()

@@ -117,7 +117,7 @@ def check_partition(partition: str | list[int] | list[str], schedule: object) ->
     """
     if isinstance(partition, str) and partition not in (AUTO, PARAMETERS):
         raise InputError(
-            f"partition must be 'auto', 'parameters', or a list of layer numbers or of paths of modules, got "
+            f"partition must be 'auto', 'parameters' or a list of layer numbers or of paths of modules, got "
             f"{partition!r}"
         )
     if names_modules(partition):
