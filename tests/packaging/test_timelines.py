@@ -7,7 +7,13 @@ from tests.packaging.timelines import ROOT, drawings
 SCHEDULES = sorted(ROOT.glob("strategies/*/schedule.py"))
 LOOPS = {
     "lightning_pipes/sim/loops/kernel.py": {"fixed", "chosen"},
-    "strategies/jap/solvers/kernel.py": {"list_schedule", "time_sequence", "exchange_blocks", "construct_order", "expand_nodes"},
+    "strategies/jap/solvers/kernel.py": {
+        "list_schedule",
+        "time_sequence",
+        "exchange_blocks",
+        "construct_order",
+        "expand_nodes",
+    },
     "strategies/jap/stream.py": {"stream_jobs"},
 }
 DRAWN = [drawing for path in [*SCHEDULES, *(ROOT / name for name in LOOPS)] for drawing in drawings(path)]

@@ -43,8 +43,14 @@ class InPlace(nn.Module):
 def sample_check(spans: list[Span] | None = None) -> SampleCheck:
     holdings, plan = SimpleNamespace(rank=0), SimpleNamespace(spans=lambda kind, stage: spans)
     part, engine = SimpleNamespace(holdings=holdings), SimpleNamespace(plan=plan)
+    left = SimpleNamespace(reset_layer=lambda number: None, note_whole_batch=lambda number: None)
     run: Any = SimpleNamespace(
-        cut=None, steps=None, device=torch.device("cpu"), global_ranks=(0,), part=part, engine=engine
+        cut=None,
+        steps=SimpleNamespace(left=left),
+        device=torch.device("cpu"),
+        global_ranks=(0,),
+        part=part,
+        engine=engine,
     )
     return SampleCheck(run)
 
@@ -53,7 +59,7 @@ def outputs(layer: nn.Module) -> Any:
     check = sample_check()
     torch.manual_seed(0)
     parts = {s: {"x": torch.randn(s.rows, 4), "mask": torch.ones(4, 4)} for s in SPANS}
-    return check._outputs(layer, parts)
+    return check._outputs(0, layer, parts)
 
 
 @pytest.mark.parametrize("layer", [Noisy(), InPlace(), nn.Identity()])
