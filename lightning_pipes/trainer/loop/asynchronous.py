@@ -217,6 +217,8 @@ class AsynchronousTraining(Training):
         run, data = self._run, item.data
         run.watchers.checked(data)
         data.stepped += 1
+        if data.stepped == len(run.stages):
+            data.item = None  # else both live until garbage is collected
         if data.complete and run.part.reducer is not None:
             run.part.reducer.finish()
         with self._own_gradients_of(stage, item) as mine, self._shown(stage, item):

@@ -41,6 +41,7 @@ class SynchronousTraining(Training):
             self._run_batch(step)
             self._reduce_gradients(step)
         watchers.checked(step)
+        step.item = None  # else both live until garbage is collected
         out, logged = self._share_result(step)
         watchers.after(step)
         return self._publish(out, logged)

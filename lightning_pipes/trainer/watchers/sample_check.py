@@ -80,6 +80,8 @@ class SampleCheck(Watcher):
             for number, stage in self._pipeline.stages.items():
                 if number in step.entered:
                     self.compare(stage, step.item)
+        if not step.entered:
+            step.loaded = None
 
     def compare(self, stage: Stage, item: Item) -> None:
         """Warn if something on this stage depends on several samples; with the weights that the batch has had."""
