@@ -45,7 +45,7 @@ class Here:
 
 @pytest.fixture
 def here(monkeypatch):
-    monkeypatch.setattr(refit, "Training", Here)
+    monkeypatch.setattr(refit, "ForestTraining", Here)
 
 
 def test_it_learns_from_what_it_is_told():
