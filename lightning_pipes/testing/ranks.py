@@ -34,7 +34,16 @@ from lightning_pipes.testing.timeouts import scale_timeout
 # one query in fifty would delay one test in ten by five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-PRELOAD = ["torch", "torch.distributed", "lightning.pytorch", "lightning_pipes.testing.ranks"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "lightning.pytorch",
+    "lightning_pipes.testing.ranks",
+    "lightning_pipes.arrays.array",
+    "lightning_pipes.supernets.stream",
+    "pytest",
+]
+"""Modules that ranks find loaded; one that is not installed is left out."""
 
 
 @dataclass(frozen=True)
