@@ -25,6 +25,8 @@ _DRAWING_NAMES = (
 )
 _DRAWING = frozenset(_DRAWING_NAMES.split())
 """Functions that may draw random numbers."""
+_KEEPING_STATISTICS = frozenset(("batch_norm", "instance_norm"))
+"""Functions that change running statistics, which torch does not count as a change in place."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class TracedStep(UnitMode):
         out = function(*args, **kwargs)
         drew = self._random_state() != state
         written = [t for t, version in zip(given, versions, strict=True) if _version(t) != version]
+        if path is None and name in _KEEPING_STATISTICS:
+            written += [t for t in given[1:] if not isinstance(t, nn.Parameter) and not t.requires_grad]
         if isinstance(kwargs.get("out"), torch.Tensor):
             written.append(kwargs["out"])
         return UnitRun(self._describe(name, path, out, given, written, drew), out, given, written, drew)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ from lightning_pipes.trainer.units.borders import Borders
 from lightning_pipes.trainer.units.layout import UnitLayout
 from lightning_pipes.trainer.units.lazy_step import LazyStep
 from lightning_pipes.trainer.units.recording import StepRecord, record_step
-from lightning_pipes.trainer.units.trees import map_leaves
+from lightning_pipes.trainer.units.trees import map_leaves, tensors_of
+from tests.trainer.units.library_zoo import HUGGING_FACE, VISION
 from tests.trainer.units.zoo import CASES, Case
 
 CPU = torch.device("cpu")
@@ -43,7 +46,7 @@ class Stages:
         self.case = case
         self.models = [copy.deepcopy(case.model) for _ in layout.starts]
         for stage, model in enumerate(self.models):
-            keep(model, {name for name, stages in layout.stages_of.items() if stage in stages})
+            put_on_meta(model, {name for name, stages in layout.stages_of.items() if stage not in stages})
         self.steps = [LazyStep(model, layout, stage, CPU) for stage, model in enumerate(self.models)]
 
     def train(self, batch: Any) -> torch.Tensor:
@@ -73,27 +76,27 @@ class Stages:
         return total
 
 
-def keep(model: nn.Module, names: set[str]) -> None:
-    """Have all weights but some on meta, the same for all names of one."""
+def put_on_meta(model: nn.Module, names: set[str]) -> None:
+    """Have some weights on meta, the same for all names of one; those that the record has not seen stay."""
     made: dict[int, nn.Parameter] = {}
     canonical = {id(p): name for name, p in model.named_parameters()}
     for part in model.modules():
         for name, p in part._parameters.items():
-            if p is not None and canonical.get(id(p), "") not in names:
+            if p is not None and canonical.get(id(p), "") in names:
                 stand = made.setdefault(id(p), nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad))
                 part._parameters[name] = stand
 
 
 def batches(case: Case) -> list[Any]:
     """Return three batches: as recorded, with one sample less, and with other values."""
-    rows = len(case.batch[0])
+    rows = len(tensors_of(case.batch)[0])
 
-    def change(number: int, tensor: torch.Tensor) -> torch.Tensor:
-        if len(tensor) != rows:
-            return tensor
-        return tensor[:-1] if number == 1 else tensor.flip(-1) if number == 2 else tensor
+    def change(number: int, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or len(leaf) != rows:
+            return leaf
+        return leaf[:-1] if number == 1 else leaf.flip(-1) if number == 2 else leaf
 
-    return [tuple(change(number, t) for t in case.batch) for number in range(3)]
+    return [map_leaves(case.batch, partial(change, number)) for number in range(3)]
 
 
 def check_exact(name: str, case: Case, layout: UnitLayout, given: list[Any]) -> None:
@@ -104,7 +107,7 @@ def check_exact(name: str, case: Case, layout: UnitLayout, given: list[Any]) -> 
         torch.manual_seed(number)
         expected = case.step(whole, cloned(batch))
         expected.backward()
-        assert abs(float(loss - expected)) < 1e-12, (name, number)
+        assert abs(float(loss - expected.detach())) < 1e-12, (name, number)
     found = stages.gradients()
     for weight, p in whole.named_parameters():
         if p.grad is not None:
@@ -116,22 +119,48 @@ def check_exact(name: str, case: Case, layout: UnitLayout, given: list[Any]) -> 
         assert torch.equal(stages.models[users[-1]].get_buffer(buffer), value), f"{name}: {buffer}"
 
 
+def check_cut(name: str, make: Callable[[], Case], stages: int) -> None:
+    found, case = record(make()), make()
+    check_exact(name, case, UnitLayout.from_record(found, Borders(found).choose(stages)), batches(case))
+
+
+def check_borders(name: str, make: Callable[[], Case], seeds: int) -> None:
+    """Cut a case anywhere, several times."""
+    found = record(make())
+    borders = Borders(found)
+    possible = [n for n in range(1, len(found.units)) if borders.is_possible(n)]
+    for seed in range(seeds):
+        choice = random.Random(seed)
+        starts = (0, *sorted(choice.sample(possible, min(len(possible), choice.randint(1, 3)))))
+        case = make()
+        check_exact(f"{name} {starts}", case, UnitLayout.from_record(found, starts), [case.batch])
+
+
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_stages_are_exact(name: str, stages: int) -> None:
-    case = CASES[name]()
-    found = record(case)
-    layout = UnitLayout.from_record(found, Borders(found).choose(stages))
-    check_exact(name, case, layout, batches(case))
+    check_cut(name, CASES[name], stages)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_borders_anywhere_are_exact(name: str) -> None:
-    found = record(CASES[name]())
-    borders = Borders(found)
-    possible = [n for n in range(1, len(found.units)) if borders.is_possible(n)]
-    for seed in range(4):
-        choice = random.Random(seed)
-        starts = (0, *sorted(choice.sample(possible, min(len(possible), choice.randint(1, 3)))))
-        case = CASES[name]()
-        check_exact(f"{name} {starts}", case, UnitLayout.from_record(found, starts), [case.batch])
+    check_borders(name, CASES[name], 4)
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_stages_of_hugging_face_are_exact(name: str) -> None:
+    check_cut(name, HUGGING_FACE[name], 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_borders_anywhere_in_hugging_face_are_exact(name: str) -> None:
+    check_borders(name, HUGGING_FACE[name], 4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VISION, reason="torchvision and timm are not installed")
+@pytest.mark.parametrize("name", VISION)
+def test_stages_of_vision_models_are_exact(name: str) -> None:
+    check_cut(name, VISION[name], 3)
+    check_borders(name, VISION[name], 2)

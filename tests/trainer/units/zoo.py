@@ -19,7 +19,7 @@ class Case(NamedTuple):
     """A model with a batch, and the step that gives the loss."""
 
     model: nn.Module
-    batch: tuple[torch.Tensor, ...]
+    batch: Any
     step: Callable[[nn.Module, Any], torch.Tensor]
 
 
@@ -86,6 +86,7 @@ class UNet(nn.Module):
         self.up1, self.up2 = nn.ConvTranspose2d(d, c, 2, 2), nn.ConvTranspose2d(c, b, 2, 2)
         self.up3 = nn.ConvTranspose2d(b, a, 2, 2)
         self.conv1, self.conv2, self.conv3 = self.block(d, c), self.block(c, b), self.block(b, a)
+        self.inc[1] = NormAndAct(a)
 
     @staticmethod
     def block(before: int, after: int) -> nn.Sequential:
@@ -100,6 +101,19 @@ class UNet(nn.Module):
         x = self.conv1(torch.cat([c, self.up1(d)], 1))
         x = self.conv2(torch.cat([b, self.up2(x)], 1))
         return self.out(self.conv3(torch.cat([a, self.up3(x)], 1))).mean((2, 3))
+
+
+class NormAndAct(nn.BatchNorm2d):
+    """Batch normalisation with an activation, as one module that calls a function."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.act = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_batches_tracked.add_(1)
+        mean, var = self.running_mean, self.running_var
+        return self.act(F.batch_norm(x, mean, var, self.weight, self.bias, True, self.momentum, self.eps))
 
 
 class Residual(nn.Module):
