@@ -1,10 +1,11 @@
-"""Plain modules without a container of layers, each trained by units on two processes beside one of plain Lightning.
+"""Models of every kind, each trained by units on two and three processes beside one process of plain Lightning.
 
     python benchmarks/any_model.py [--quick] [--json] [--case NAME ...]
 
-The modules are those of tests/trainer/units/zoo.py, in float64, two epochs of two batches with AdamW. Equal means that
-no loss, weight or optimizer state differs by more than 1e-10. Modules that draw random numbers are compared with one
-process of the same strategy, which draws them from the same streams. `--quick` takes every third module.
+The models are those of tests/trainer/units: plain modules, and small ones of transformers, torchvision and timm, as
+far as these are installed. All are in float64, for two epochs of two batches with AdamW. Equal means that no loss,
+weight or optimizer state differs by more than 1e-10. Models that draw random numbers are compared with one process of
+the same strategy, which draws them from the same streams. `--quick` takes every fourth model.
 """
 
 from __future__ import annotations
@@ -12,60 +13,71 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.harness.report import make_parser
-from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 from tests.trainer.lit import differences
-from tests.trainer.units.lit_zoo import CUT, DRAWING, WHOLE, train_many, train_zoo
+from tests.trainer.units.lit_zoo import ALL, draws, settings_of, train_many, train_zoo
 
 PARTS = ("losses", "val", "weights", "saved", "optimizer")
-CASES = {
-    **dict.fromkeys(
-        [
-            "nine linears",
-            "siamese",
-            "multi-task heads",
-            "cell in a time loop",
-            "tied by functions",
-            "dense skips in a dataclass",
-            "autograd.Function and complex numbers",
-            "experts by hand",
-            "lstm and gru",
-            "nn.Transformer",
-            "gan with one backward",
-        ],
-        CUT,
-    ),
-    **dict.fromkeys(
-        ["u-net", "resnet by hand", ".item() control flow", "parametrizations", "train mode mix"],
-        WHOLE,
-    ),
-}
+SIZES = (2, 3)
+"""Processes of a pipeline."""
 
 
-def compare(name: str, two: list[dict[str, Any]], alone: dict[str, Any]) -> list[str]:
-    """Return where two ranks differ from one process."""
-    parts = [(rank, part) for rank in (0, 1) for part in (PARTS if rank == 0 else PARTS[:3])]
-    return [d for rank, part in parts for d in differences(alone[part], two[rank][part], 1e-10, f"rank {rank} {part}")]
+def compare(ranks: Sequence[dict[str, Any]], alone: dict[str, Any]) -> list[str]:
+    """Return where the ranks of a pipeline differ from one process."""
+    parts = [(rank, part) for rank in range(len(ranks)) for part in (PARTS if rank == 0 else PARTS[:3])]
+    return [
+        d for rank, part in parts for d in differences(alone[part], ranks[rank][part], 1e-10, f"rank {rank} {part}")
+    ]
+
+
+def train_in_pipelines(names: Sequence[str], folder: str) -> dict[str, list[list[dict[str, Any]] | str]]:
+    """Return by case what each rank of each size of pipeline has, or why it failed."""
+    found: dict[str, list[Any]] = {name: [] for name in names}
+    for size in SIZES:
+        cases = [(name, settings_of(name)) for name in names]
+        try:
+            ranks = run_ranks(train_many, size, cases, size, folder, timeout=1800)
+            for number, name in enumerate(names):
+                found[name].append([of_rank[number] for of_rank in ranks])
+        except RanksFailedError:  # which of them it was
+            for case in cases:
+                try:
+                    ranks = run_ranks(train_many, size, [case], size, folder, timeout=300)
+                    found[case[0]].append([of_rank[0] for of_rank in ranks])
+                except RanksFailedError as error:
+                    found[case[0]].append(str(error).strip().splitlines()[-1])
+    return found
+
+
+def check(name: str, pipelines: Sequence[list[dict[str, Any]] | str], folder: str) -> list[str]:
+    """Return what is wrong with a case."""
+    if draws(name):
+        alone = run_ranks(train_many, 1, [(name, settings_of(name))], 1, folder, timeout=300)[0][0]
+    else:
+        alone = train_zoo(name, 0, folder)
+    wrong = []
+    for size, ranks in zip(SIZES, pipelines, strict=True):
+        said = [ranks] if isinstance(ranks, str) else compare(ranks, alone)
+        wrong += [f"{size} processes: {text}" for text in said[:1]]
+    return wrong
 
 
 def main(arguments: list[str]) -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--case", nargs="*", choices=list(CASES))
+    parser.add_argument("--case", nargs="*", choices=list(ALL))
     given = parser.parse_args(arguments)
-    names = given.case or (list(CASES)[::3] if given.quick else list(CASES))
+    names = given.case or (list(ALL)[::4] if given.quick else list(ALL))
     equal = 0
     with tempfile.TemporaryDirectory() as folder:
-        ranks = run_ranks(train_many, 2, [(name, CASES[name]) for name in names], 2, folder, timeout=600)
-        for number, name in enumerate(names):
-            if name in DRAWING:
-                alone = run_ranks(train_many, 1, [(name, CASES[name])], 1, folder, timeout=120)[0][0]
-            else:
-                alone = train_zoo(name, 0, folder)
-            found = compare(name, [of_rank[number] for of_rank in ranks], alone)
-            equal += not found
-            print(f"{name:40s} {'equal' if not found else found[0]}", flush=True)
+        pipelines = train_in_pipelines(names, folder)
+        for name in names:
+            wrong = check(name, pipelines[name], folder)
+            equal += not wrong
+            print(f"{name:40s} {'; '.join(wrong) or 'equal'}", flush=True)
     if given.json:
         print(json.dumps({"zoo_equal": equal, "zoo_total": len(names)}))
 

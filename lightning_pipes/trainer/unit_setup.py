@@ -27,7 +27,7 @@ from lightning_pipes.trainer.module.unchanged import unchanged
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.measuring import NotMeasuredError, Together, without_loggers
 from lightning_pipes.trainer.plan.request import RunRequest
-from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch
+from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch, first_item, is_of_batches
 from lightning_pipes.trainer.plan.settings import AUTO, PARAMETERS, Settings, names_modules
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.session import Session
@@ -188,10 +188,8 @@ class UnitSetup:
 
         def run() -> StepRecord:
             try:
-                rows = batch_rows(data)
-                size = -(-rows // min(rows, request.microbatches or 2 * stages))
                 with forked_rng(self._ranks.device):
-                    batch = example_batch(data, max(size, 1))
+                    batch = self._example(data, request, stages)
             except NoSampleError as why:
                 raise NotMeasuredError(str(why)) from None
             return self._record_with(batch)
@@ -204,6 +202,18 @@ class UnitSetup:
                 f"training_step can't be recorded to cut it by units: {why}. Give `fit` a DataLoader with a batch_size "
                 "and a dataset of known length, or put the layers into one nn.Sequential"
             ) from why
+
+    @staticmethod
+    def _example(data: Any, request: RunRequest, stages: int) -> Any:
+        """Return a batch that is as large as a micro-batch.
+
+        Raises:
+            NoSampleError: the data don't say what a batch is.
+        """
+        if is_of_batches(data):
+            return first_item(data)
+        rows = batch_rows(data)
+        return example_batch(data, max(-(-rows // min(rows, request.microbatches or 2 * stages)), 1))
 
     def _record_with(self, batch: Any) -> StepRecord:
         module, device = self._module, self._ranks.device

@@ -58,11 +58,33 @@ def expected_batches(trainer: pl.Trainer, loader: Any) -> float:
 def example_batch(loader: DataLoader[Any], rows: int) -> Any:
     """The first `rows` samples as a batch; no sampler is asked. They are loaded and collated in a process of their own,
     so that nothing changes here that loading them changes: counters, caches, random generators."""
-    indices = range(min(rows, len(loader.dataset)))  # type: ignore[arg-type]
+    count = min(rows, len(loader.dataset))  # type: ignore[arg-type]
+    return _load(loader, count, count)
+
+
+def first_item(loader: Any) -> Any:
+    """Return the first item of a dataset whose items are batches, as `batch_size=None` says; loaded as `example_batch`
+    does.
+
+    Raises:
+        NoSampleError: the loader is none for such a dataset.
+    """
+    if not is_of_batches(loader) or isinstance(loader.dataset, IterableDataset) or not len(loader.dataset):
+        batch_rows(loader)  # says why
+        raise NoSampleError("the items of the dataset are no batches")
+    return _load(loader, 1, None)
+
+
+def is_of_batches(loader: Any) -> bool:
+    """Return whether the items of the dataset of a loader are whole batches."""
+    return isinstance(loader, DataLoader) and loader.batch_size is None and loader.batch_sampler is None
+
+
+def _load(loader: DataLoader[Any], count: int, size: int | None) -> Any:
     forks = "fork" in multiprocessing.get_all_start_methods()
     once = DataLoader(
-        Subset(loader.dataset, indices),
-        batch_size=len(indices),
+        Subset(loader.dataset, range(count)),
+        batch_size=size,
         collate_fn=loader.collate_fn,
         num_workers=1,
         timeout=_PATIENCE,

@@ -32,6 +32,10 @@ def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return model(**batch).loss
 
 
+def contrast(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(**batch, return_loss=True).loss
+
+
 def text() -> dict[str, torch.Tensor]:
     return {"input_ids": tokens(), "labels": tokens()}
 
@@ -55,7 +59,7 @@ def pictures() -> dict[str, torch.Tensor]:
 
 
 def captions() -> dict[str, Any]:
-    return {"input_ids": tokens(), "pixel_values": pixels(16), "return_loss": True}
+    return {"input_ids": tokens(), "pixel_values": pixels(16)}
 
 
 def spectrograms() -> dict[str, torch.Tensor]:
@@ -86,7 +90,7 @@ def hugging_face(
         model: Any = transformers_model(kind, config, **settings)
         if checkpoints:
             model.gradient_checkpointing_enable()
-        return Case(model.double().train(), batch(), own_loss)
+        return Case(model.double().train(), batch(), contrast if batch is captions else own_loss)
 
     HUGGING_FACE[name] = build
 
@@ -317,6 +321,8 @@ def vgg() -> nn.Module:
 
 def with_auxiliary_losses(model: nn.Module, batch: Any) -> torch.Tensor:
     out = model(batch[0])
+    if not model.training:
+        return F.cross_entropy(out, batch[1])
     beside = F.cross_entropy(out.aux_logits1, batch[1]) + F.cross_entropy(out.aux_logits2, batch[1])
     return F.cross_entropy(out.logits, batch[1]) + 0.3 * beside
 
@@ -326,17 +332,11 @@ def small_vit() -> nn.Module:
     return import_module("torchvision.models").VisionTransformer(image_size=32, patch_size=8, **settings)
 
 
-for plain in [
-    "resnet18",
-    "resnet50",
-    "densenet121",
-    "mobilenet_v3_small",
-    "efficientnet_b0",
-    "convnext_tiny",
-    "swin_t",
-    "shufflenet_v2_x0_5",
-    "regnet_y_400mf",
-]:
+TORCHVISION = (
+    "resnet18 resnet50 densenet121 mobilenet_v3_small efficientnet_b0 convnext_tiny swin_t shufflenet_v2_x0_5 "
+    "regnet_y_400mf"
+)
+for plain in TORCHVISION.split():
     vision(plain, partial(torchvision_model, plain))
 vision("vgg16", vgg)
 vision(
@@ -353,4 +353,10 @@ for name, settings in {
     "efficientnet_b0": {"drop_path_rate": 0.2},
 }.items():
     vision(f"timm {name}", partial(timm_model, name, **settings), library="timm")
-LIBRARY = HUGGING_FACE | VISION
+SUMMED = ("gpt2 padded", "llama padded", "bert", "qwen3-moe router loss", "mixtral router loss", "clip")
+"""Cases whose loss is no mean over samples."""
+FLOAT32 = (
+    *("llama tied", "llama checkpoints", "qwen2", "qwen3", "mistral sliding", "gemma", "gemma2", "phi3", "whisper"),
+    *("vit", "mamba"),
+)
+"""Cases that compute in float32 within, so that micro-batches are rounded otherwise than their batch."""

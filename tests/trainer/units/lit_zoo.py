@@ -6,23 +6,79 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipes import PipelineStrategy
+from lightning_pipes.trainer.units.trees import map_leaves, tensors_of
 from tests.trainer.lit import plain_values, quiet
+from tests.trainer.units.library_zoo import FLOAT32, HUGGING_FACE, SUMMED, VISION
 from tests.trainer.units.zoo import CASES
 
 CUT = {"module": "", "microbatches": 2}
 """Of modules whose loss is a mean over samples, none of which sees the others."""
 WHOLE = {"module": "", "microbatches": 1}
 """Of modules with batch normalisation, or a loss that is no mean over samples."""
-DRAWING: dict[str, dict[str, Any]] = {
-    "lstm and gru": CUT,
-    "nn.Transformer": CUT,
-    "train mode mix": WHOLE,
-    "gan with one backward": CUT,
-}
-"""These draw random numbers, which plain Lightning draws from one stream."""
+ALL = CASES | HUGGING_FACE | VISION
+BY_BATCH = (
+    *("u-net", "resnet by hand", ".item() control flow", "parametrizations", "train mode mix", "graph network"),
+    *FLOAT32,
+    *SUMMED,
+    *VISION,
+)
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """Return how the steps of a case are cut."""
+    return WHOLE if name in BY_BATCH else CUT
+
+
+def draws(name: str) -> bool:
+    """Return whether the loss of a case depends on random numbers, which plain Lightning draws from one stream."""
+    losses = []
+    for seed in range(2):
+        case = ALL[name]()
+        torch.manual_seed(seed)
+        losses.append(float(case.step(case.model, case.batch).detach()))
+    return losses[0] != losses[1]
+
+
+class Samples(Dataset[Any]):
+    """The samples of two batches: that of a case, and one with other values."""
+
+    def __init__(self, name: str) -> None:
+        self._batch = ALL[name]().batch
+        self.rows = len(tensors_of(self._batch)[0])
+
+    def __len__(self) -> int:
+        return 2 * self.rows
+
+    def __getitem__(self, number: int) -> Any:
+        def sample(tensor: torch.Tensor) -> torch.Tensor:
+            values = tensor.flip(-1) if number >= self.rows and tensor.ndim > 1 else tensor
+            return values[number % self.rows]
+
+        return map_leaves(self._batch, sample)
+
+
+class Batches(Dataset[Any]):
+    """The same two batches as they are, for cases whose batches are no samples."""
+
+    def __init__(self, name: str) -> None:
+        self._batch = ALL[name]().batch
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, number: int) -> Any:
+        return map_leaves(self._batch, lambda t: t.flip(-1) if number and t.ndim > 1 else t)
+
+
+def loader_of(name: str) -> DataLoader[Any]:
+    """Return the data of a case."""
+    if name == "graph network":
+        return DataLoader(Batches(name), batch_size=None)
+    data = Samples(name)
+    return DataLoader(data, batch_size=data.rows)
 
 
 class LitZoo(pl.LightningModule):
@@ -30,7 +86,7 @@ class LitZoo(pl.LightningModule):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        case = CASES[name]()
+        case = ALL[name]()
         self.net, self.run_case = case.model, case.step
         self.steps = 0
 
@@ -62,9 +118,7 @@ def train_zoo(name: str, ranks: int, folder: str, **settings: Any) -> dict[str, 
     """Train a case for two epochs of two batches, and return what came out; `ranks` of 0 is plain Lightning."""
     quiet()
     torch.set_num_threads(1)
-    batch = CASES[name]().batch
-    both = TensorDataset(*(torch.cat([t, t.flip(-1) if t.ndim > 1 else t]) for t in batch))
-    loader = DataLoader(both, batch_size=len(batch[0]))
+    loader = loader_of(name)
     keeps = Keeps()
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -82,7 +136,7 @@ def train_zoo(name: str, ranks: int, folder: str, **settings: Any) -> dict[str, 
     torch.manual_seed(0)
     module = LitZoo(name)
     trainer.fit(module, loader, loader)
-    path = f"{folder}/{name.replace(' ', '_').replace('.', '')}_{ranks}.ckpt"
+    path = f"{folder}/{''.join(filter(str.isalnum, name))}_{ranks}.ckpt"
     trainer.save_checkpoint(path)
     state = torch.load(path, weights_only=True) if trainer.is_global_zero else {}
     return {

@@ -10,22 +10,16 @@ import pytest
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import differences
-from tests.trainer.units.lit_zoo import CUT, DRAWING, WHOLE, train_many, train_zoo
+from tests.trainer.units.lit_zoo import ALL, draws, settings_of, train_many, train_zoo
 
 ALIKE = [
-    ("nine linears", CUT),
-    ("siamese", CUT),
-    ("multi-task heads", CUT),
-    ("cell in a time loop", CUT),
-    ("tied by functions", CUT),
-    ("dense skips in a dataclass", CUT),
-    ("autograd.Function and complex numbers", CUT),
-    ("experts by hand", CUT),
-    ("u-net", WHOLE),
-    ("resnet by hand", WHOLE),
-    (".item() control flow", WHOLE),
-    ("parametrizations", WHOLE),
+    *("nine linears", "siamese", "multi-task heads", "cell in a time loop", "tied by functions"),
+    *("dense skips in a dataclass", "autograd.Function and complex numbers", "experts by hand", "u-net"),
+    *("resnet by hand", ".item() control flow", "parametrizations", "graph network"),
+    *("llama padded", "clip", "mixtral router loss"),
 ]
+DRAWING = ["lstm and gru", "nn.Transformer", "train mode mix", "gan with one backward", "t5", "bart layerdrop"]
+"""These draw random numbers, which plain Lightning draws from one stream."""
 PARTS = ("losses", "val", "weights", "saved", "optimizer")
 
 
@@ -33,9 +27,9 @@ PARTS = ("losses", "val", "weights", "saved", "optimizer")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """By case, what each of two ranks has."""
     folder = str(tmp_path_factory.mktemp("two"))
-    cases = [*ALIKE, *DRAWING.items()]
-    ranks = run_ranks(train_many, 2, cases, 2, folder, timeout=300)
-    return [dict(zip([name for name, _ in cases], found, strict=True)) for found in ranks]
+    names = [*ALIKE, *DRAWING]
+    ranks = run_ranks(train_many, 2, [(name, settings_of(name)) for name in names], 2, folder, timeout=300)
+    return [dict(zip(names, found, strict=True)) for found in ranks]
 
 
 def compare(found: list[dict[str, Any]], name: str, expected: dict[str, Any]) -> None:
@@ -44,17 +38,27 @@ def compare(found: list[dict[str, Any]], name: str, expected: dict[str, Any]) ->
             assert differences(expected[part], of_rank[name][part], 1e-10, f"{name}, rank {rank}, {part}") == []
 
 
-@pytest.mark.parametrize("name", [name for name, _ in ALIKE])
+@pytest.mark.parametrize("name", ALIKE)
 def test_two_stages_are_one_process(name: str, trained: list[dict[str, Any]], tmp_path: Path) -> None:
     compare(trained, name, train_zoo(name, 0, str(tmp_path)))
 
 
-@pytest.mark.parametrize(("name", "settings"), DRAWING.items())
-def test_random_numbers_do_not_depend_on_the_borders(
-    name: str, settings: dict[str, Any], trained: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    (alone,) = run_ranks(train_many, 1, [(name, settings)], 1, str(tmp_path), timeout=120)
+@pytest.mark.parametrize("name", DRAWING)
+def test_random_numbers_do_not_depend_on_the_borders(name: str, trained: list[dict[str, Any]], tmp_path: Path) -> None:
+    (alone,) = run_ranks(train_many, 1, [(name, settings_of(name))], 1, str(tmp_path), timeout=120)
     compare(trained, name, alone[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_models_are_one_process(ranks: int, tmp_path: Path) -> None:
+    cases = [(name, settings_of(name)) for name in ALL]
+    of_ranks = run_ranks(train_many, ranks, cases, ranks, str(tmp_path), timeout=1800)
+    (alone,) = run_ranks(train_many, 1, [case for case in cases if draws(case[0])], 1, str(tmp_path), timeout=1800)
+    same = dict(zip([name for name in ALL if draws(name)], alone, strict=True))
+    for number, name in enumerate(ALL):
+        found = [{name: of_rank[number]} for of_rank in of_ranks]
+        compare(found, name, same[name] if name in same else train_zoo(name, 0, str(tmp_path)))
 
 
 def test_stages_have_their_own_weights_only(trained: list[dict[str, Any]]) -> None:
