@@ -727,6 +727,15 @@ strategy(
 
 # ---- rows of other modules
 
-from tests.compat import found_rows, gradient_rows, state_rows, step_rows, supernet_rows  # noqa: E402
+from tests.compat import found_rows, gradient_rows, state_rows, step_rows, stream_rows, supernet_rows  # noqa: E402
 
-__all__ = ["ROWS", "SCHEDULES", "found_rows", "gradient_rows", "state_rows", "step_rows", "supernet_rows"]
+__all__ = [
+    "ROWS",
+    "SCHEDULES",
+    "found_rows",
+    "gradient_rows",
+    "state_rows",
+    "step_rows",
+    "stream_rows",
+    "supernet_rows",
+]

@@ -24,10 +24,10 @@ from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 from tests.compat.runs import Keeper, rows_of_csv
-from tests.fuzz.modules import Made, moving_module, padded_module, random_module, source
-from tests.fuzz.moving import MovesLayers
+from tests.fuzz.modules import Made, moving_module, padded_module, random_module, replanned_module, source
+from tests.fuzz.moving import REPLANS, KeepsCuts, MovesLayers
 from tests.fuzz.old_weights import ReadsOldWeights
-from tests.fuzz.supernets import STREAM_CUT, streamed_module, supernet_module
+from tests.fuzz.supernets import STREAM_CUT, moving_stream, streamed_module, supernet_module
 from tests.trainer.lit import differences, plain_values, quiet
 
 EQUAL, REFUSED, WARNED, ALIKE, WRONG = "equal", "refused", "warned", "fails alike", "WRONG"
@@ -42,11 +42,13 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a module came out in a pipeline, beside one plain process, and what its ranks warned of."""
+    """How a module came out in a pipeline, beside one plain process, what its ranks warned of, and how often its
+    planner had layers move."""
 
     kind: str
     text: str = ""
     warned: tuple[str, ...] = ()
+    moved: int = 0
 
 
 def loaded(made: Made) -> types.ModuleType:
@@ -80,10 +82,16 @@ def own_warnings() -> Iterator[list[str]]:
         yield caught
 
 
-def train(made: Made, strategy: Callable[[], Any], ranks: int, folder: str, lr: float = 0.05) -> Found:
-    """What a run leaves behind on this rank; `error` alone if it ended early."""
+def train(
+    made: Made, strategy: Callable[[], Any], ranks: int, folder: str, lr: float = 0.05, moved: Any = None
+) -> Found:
+    """What a run leaves behind on this rank; `error` alone if it ended early.
+
+    Args:
+        moved: of `KeepsCuts`, for the plain run of a stream.
+    """
     try:
-        found = _trained(made, strategy, ranks, folder, lr)
+        found = _trained(made, strategy, ranks, folder, lr, moved or {})
     except BaseException as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         told = isinstance(error, PipelineError)
@@ -97,13 +105,17 @@ def train(made: Made, strategy: Callable[[], Any], ranks: int, folder: str, lr: 
     return found
 
 
-def _trained(made: Made, strategy: Callable[[], Any], ranks: int, folder: str, lr: float) -> Found:
+def _trained(made: Made, strategy: Callable[[], Any], ranks: int, folder: str, lr: float, moved: Any) -> Found:
     script = loaded(made)
     resumes = script.RESUMES
     for epochs in (1, 2) if resumes else (None,):
         keeper, made_strategy = Keeper(), strategy()
         moves = [MovesLayers(made.seed)] if made.base.moves and made_strategy != "auto" else []
-        late = [ReadsOldWeights(STREAM_CUT)] if made.base.place == "headless" and made_strategy == "auto" else []
+        late: list[Any] = []
+        if made_strategy != "auto":
+            late = [KeepsCuts()] if REPLANS in made.causes else []
+        elif made.base.place == "headless":
+            late = [ReadsOldWeights(STREAM_CUT, moved)]
         trainer, module = script.make(folder, made_strategy, ranks, [*late, keeper, *moves], lr, epochs)
         resume = {"ckpt_path": f"{folder}/first.ckpt", "weights_only": False} if epochs == 2 else {}
         trainer.fit(module, **script.data(), **resume)
@@ -121,6 +133,8 @@ def _trained(made: Made, strategy: Callable[[], Any], ranks: int, folder: str, l
     }
     if moves:
         found["moved"] = moves[0].moved
+    elif made_strategy != "auto" and late:
+        found["moved"] = late[0].moved
     if trainer.is_global_zero:
         found["rows"] = rows_of_csv(Path(folder) / "version_0" / "metrics.csv")
     return found
@@ -130,11 +144,11 @@ RATES = (0.05, 0.02, 0.01)
 """Learning rates of the siblings of an array; a run by itself has the first."""
 
 
-def alone(made: Made, folder: str) -> list[Found]:
+def alone(made: Made, folder: str, moved: Any = None) -> list[Found]:
     """The plain runs, one for each sibling."""
     rates = RATES[: max(1, made.base.siblings)]
     with own_warnings():
-        return [train(made, lambda: "auto", 1, f"{folder}/{n}", rate) for n, rate in enumerate(rates)]
+        return [train(made, lambda: "auto", 1, f"{folder}/{n}", rate, moved) for n, rate in enumerate(rates)]
 
 
 def in_pipeline(made: Made, folder: str) -> list[Found]:
@@ -211,7 +225,6 @@ def verdicts(cases: Sequence[Made], env: dict[str, str] | None = None) -> list[V
     """How each module came out; those of so many ranks share processes, until one of them does not end."""
     found: dict[int, Verdict] = {}
     with TemporaryDirectory() as folder:
-        plain = [alone(made, f"{folder}/alone{number}") for number, made in enumerate(cases)]
         for ranks in sorted({made.base.ranks for made in cases}):
             left = [n for n, made in enumerate(cases) if made.base.ranks == ranks]
             while left:
@@ -226,10 +239,12 @@ def verdicts(cases: Sequence[Made], env: dict[str, str] | None = None) -> list[V
                     left = left[:at] + left[at + 1 :]
                     continue
                 for n, *each in zip(left, *by_rank, strict=True):
-                    runs = [verdict(cases[n], one, alone) for *one, alone in zip(*each, plain[n], strict=True)]
+                    moved = each[0][0].get("moved")
+                    plain = alone(cases[n], f"{folder}/alone{n}", moved)
+                    runs = [verdict(cases[n], one, alone) for *one, alone in zip(*each, plain, strict=True)]
                     worst = max(runs, key=lambda came: [EQUAL, ALIKE, REFUSED, WARNED, WRONG].index(came.kind))
                     warned = dict.fromkeys(text for runs in each for one in runs for text in one["warned"])
-                    found[n] = replace(worst, warned=tuple(warned))
+                    found[n] = replace(worst, warned=tuple(warned), moved=len(moved) if isinstance(moved, dict) else 0)
                 shutil.rmtree(here)
                 left = []
     return [found[n] for n in range(len(cases))]
@@ -286,6 +301,8 @@ def main(arguments: Sequence[str]) -> None:
             "--padded": padded_module,
             "--supernet": supernet_module,
             "--stream": streamed_module,
+            "--replan": replanned_module,
+            "--moving-stream": moving_stream,
         }
         make = next((kinds[each] for each in options if each in kinds), random_module)
         cases = [make(seed, pieces_at_most=most) for seed in seeds[start : start + 25]]
@@ -293,6 +310,8 @@ def main(arguments: Sequence[str]) -> None:
             print(source(cases[0]))
         for made, came in zip(cases, verdicts(cases), strict=True):
             counts[came.kind] = counts.get(came.kind, 0) + 1
+            if came.moved:
+                counts["moved"] = counts.get("moved", 0) + came.moved
             if came.kind != EQUAL:
                 print(f"{made.seed}: {came.kind}: {made.causes} {made.base}\n    {came.text}", flush=True)
             if came.kind == WRONG and "--shrink" in options:

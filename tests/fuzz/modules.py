@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tests.fuzz.moving import slow_neighbour
 from tests.fuzz.pieces import MAKERS, Base, Piece, is_off
 from tests.fuzz.scripts import OPTIMIZERS, script
 
@@ -116,6 +117,20 @@ def moving_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
     return replace(made, base=replace(made.base, moves=rng.choice(("blocking", "overlapped")), epochs=2, siblings=0))
 
 
+def replanned_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
+    """The module of a seed, whose planner has layers leave a slow rank."""
+    rng = random.Random(f"replans {seed}")
+    schedule, arguments = rng.choice([each for each in SCHEDULES if each[0] in FIXED])
+    given = {"schedule": schedule, "schedule_args": arguments, "siblings": 0, "rows": 48, "microbatches": 2}
+    made = random_module(seed, ranks, pieces_at_most, **given)
+    kept = tuple(p for p in made.pieces if p.cause != "average:in a dict" and p.kind not in ("changes", "placement"))
+    relocation = rng.choice(("blocking", "overlapped"))
+    neighbour = slow_neighbour(rng, ranks, replan={"every": 2, "windows": 1}, relocation=relocation)
+    return replace(made, pieces=(*kept, neighbour))
+
+
+FIXED = ("1f1b", "gpipe", "kfkb", "interleaved", "hanayo", "zero_bubble")
+"""Schedules of which a planner can say how long a step takes with another cut."""
 UNIQUE = {"optimizer_step", "zero_grad", "groups", "scheduler", "clipping", "returned"}
 """Places for one piece only."""
 

@@ -1,4 +1,4 @@
-"""Layers of a random module that move after random batches."""
+"""Layers of a random module that move: after random batches, or because a planner sees that a rank is slow."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from lightning_pipes.ir import PlanError, Span
+from tests.fuzz.pieces import Piece, frozen
 
 OFTEN = 0.5
 """The share of batches after which layers are to move."""
@@ -37,3 +38,41 @@ class MovesLayers(Callback):
                     strategy.schedule, plan=replace(plan, layers=tuple(Span(a, b) for a, b in pairwise(ends)))
                 )
                 self.moved += 1
+
+
+class KeepsCuts(Callback):
+    """Where stages begin in each batch, from which the numbers of batches before which layers have moved follow."""
+
+    def __init__(self) -> None:
+        self._cuts: list[tuple[int, ...]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self._cuts.append(tuple(span.start for span in trainer.strategy.running.part.holdings.layers[1:]))
+
+    @property
+    def moved(self) -> dict[int, tuple[int, ...]]:
+        """The new cut, by the batch before which layers have moved."""
+        return {n: new for n, (old, new) in enumerate(pairwise(self._cuts), 1) if new != old}
+
+
+REPLANS = "replans"
+
+
+def slow_neighbour(rng: random.Random, ranks: int, **strategy: Any) -> Piece:
+    """A neighbour that has layers take longer on one rank for some time, and on another one later."""
+    first, calls = rng.randrange(ranks), rng.choice((60, 100, 1000))
+    top = [
+        "import time",
+        "",
+        "calls = 0",
+        "",
+        "def interfere():",
+        "    global calls",
+        "    calls += 1",
+        "    if not torch.distributed.is_initialized():",
+        "        return",
+        f"    if torch.distributed.get_rank() == ({first} + calls // {calls}) % {ranks}:",
+        "        time.sleep(0.004)",
+        "",
+    ]
+    return Piece(REPLANS, frozen({"top": top, "block_in": ["interfere()"]}), strategy=strategy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,29 +12,39 @@ from lightning.pytorch import Callback
 
 class ReadsOldWeights(Callback):
     """Batch n goes through stage s of p with the weights after n - (p - 1 - s) updates, but none older than the last
-    flush: before validation, and at the end of an epoch.
+    flush: before validation, before layers move, and at the end of an epoch.
 
     Args:
         cut: the layers at which stages 1, 2, ... begin.
+        moved: the same, for batches before which layers have moved.
     """
 
-    def __init__(self, cut: Sequence[int]) -> None:
-        self._cut = cut
+    def __init__(self, cut: Sequence[int], moved: Mapping[int, Sequence[int]]) -> None:
+        self._cut, self._moved = cut, moved
         self._versions: list[list[torch.Tensor]] = []
         self._parameters: list[tuple[torch.nn.Parameter, int]] = []
         self._present: list[torch.Tensor] = []
         self._since = 0
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
+        self._use(module, self._cut)
+        self._keep()
+
+    def _use(self, module: Any, cut: Sequence[int]) -> None:
         layers = list(module.layers)
-        stages = [layers[a:b] for a, b in pairwise([0, *self._cut, len(layers)])]
+        stages = [layers[a:b] for a, b in pairwise([0, *cut, len(layers)])]
         self._parameters = [
             (p, len(stages) - 1 - s) for s, stage in enumerate(stages) for layer in stage for p in layer.parameters()
         ]
-        self._keep()
 
     def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
         now = len(self._versions) - 1
+        if now in self._moved:
+            self._use(module, self._moved[now])
+            self._since = now
+        if now == self._since:  # hooks may have changed weights since the last step
+            self._versions.pop()
+            self._keep()
         self._present = [p.data for p, _ in self._parameters]
         for number, (p, delay) in enumerate(self._parameters):
             p.data = self._versions[max(self._since, now - delay)][number].clone()

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 from tests.fuzz.modules import UNIQUE, Made
+from tests.fuzz.moving import slow_neighbour
 from tests.fuzz.pieces import MAKERS, Base, Piece, is_off
 
 KINDS = (
@@ -37,6 +38,7 @@ MAY_WARN = (
     (r"^average", "looks at layers while batches are under way"),
     (r"^value:.*:(step_begin|step_end):|^collected:step_end", "Batches overlap"),
     (r"^value:.*:(on_after_backward|on_before_optimizer_step):", "before the optimizer's step"),
+    (r"^value:.*rate", "before the optimizer's step, as on_before_optimizer_step, sets .* lr from"),
 )
 """Causes with which csp may train other weights, and the warning of each."""
 
@@ -79,7 +81,7 @@ def _as_with_csp(piece: Piece) -> Piece:
     refused = "." if re.search(MAY_REFUSE, piece.cause) else piece.refused
     if re.search(r"^value:.*:(on_after_backward|on_before_optimizer_step):", piece.cause):
         refused = "the optimizers of one pipeline differ"  # where learning rates are set by it
-    warned = next((text for cause, text in MAY_WARN if re.search(cause, piece.cause)), piece.warned)
+    warned = "|".join(text for cause, text in MAY_WARN if re.search(cause, piece.cause)) or piece.warned
     return replace(piece, refused=refused, warned=warned)
 
 
@@ -87,7 +89,7 @@ STREAM_CUT = (4,)
 """The layers at which later stages of a stream begin."""
 LEFT_OUT_OF_STREAMS = {
     r"gradients:.*:(norm|norm by hand|of groups)": "each stage clips by the norm of its own layers",
-    r"^(weights|average|zero_grad|optimizer_step|clips|accumulates)": "stages are at different batches",
+    r"^(zero_grad|optimizer_step|clips|accumulates)": "stages are at different batches",
 }
 """Causes that no stream has, besides those of `LEFT_OUT`, and why."""
 
@@ -100,3 +102,14 @@ def streamed_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
     base = replace(made.base, place="headless", schedule=schedule, schedule_args={}, microbatches=rng.choice((1, 2, 4)))
     kept = [each for each in made.pieces if not any(re.search(cause, each.cause) for cause in LEFT_OUT_OF_STREAMS)]
     return Made(seed, base, (*kept, Piece("partition:fixed", strategy={"partition": list(STREAM_CUT)})))
+
+
+def moving_stream(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
+    """The stream of a seed, whose planner has layers leave a slow rank while batches overlap."""
+    made = streamed_module(seed, ranks, pieces_at_most)
+    rng = random.Random(f"moving stream {seed}")
+    planner = {"every": 2, "windows": 1, "gain": 0.0}
+    base = replace(made.base, schedule="dynpipe", schedule_args=planner, microbatches=1, epochs=2, rows=48, size=6)
+    kept = tuple(piece for piece in made.pieces if piece.cause != "average:in a dict")
+    neighbour = slow_neighbour(rng, ranks, relocation=rng.choice(("blocking", "overlapped")))
+    return replace(made, base=base, pieces=(*kept, neighbour))

@@ -8,6 +8,7 @@ weights that are up to date, the window is drained: validation, checkpoints, the
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -101,7 +102,7 @@ class AsynchronousTraining(Training):
             memory is None,
         )
         self._foreign = len(run.global_ranks) > 1
-        if self._foreign and isinstance(schedule, Policy):
+        if self._foreign:
             run.cut.scope.on_layers = self._warn_of_old_weights
         self._hooked = self._foreign and has_hooks(run.cut.module, private.callbacks(run.trainer), BATCH_HOOKS)
         self._names_layers = isinstance(run.cut.module, SaysLayers)
@@ -253,8 +254,9 @@ class AsynchronousTraining(Training):
     def _hooks(self, item: Item, mine: Sequence[nn.Parameter]) -> Iterator[None]:
         """Let the user's hooks in the block change what `item` steps here; they see the module's state as of `item`."""
         others = [each.use for each in self._recent.values() if each is not item] if self.orders_uses else ()
-        with self.between.step_hooks(others, mine), item.data.state, self._run.state.watch_step_hooks():
-            yield
+        with self.between.step_hooks(others, mine, self._optimizers), item.data.state:
+            with self._run.state.watch_step_hooks():
+                yield
 
     def _step(self, stage: Stage, item: Item, mine: Sequence[nn.Parameter]) -> None:
         run, data = self._run, item.data
@@ -317,17 +319,19 @@ class AsynchronousTraining(Training):
         return parameter is not None and not self.between.is_used(parameter, uses)
 
     def _warn_of_old_weights(self) -> None:
-        """Warn of a hook that looks at layers between two batches."""
+        """Warn of a hook that looks at layers between two batches, on the rank that notices it."""
         scope = self._run.cut.scope
         if self._own_step is not None or not self._run.engine.open:
             return
         scope.on_layers = lambda: None
-        rank_zero_warn(
+        warnings.warn(
             f"{scope.hook} looks at layers while batches are under way. With schedule "
-            f"{self._run.plans.schedule.name!r} each stage steps when the gradients of a batch are there, so weights "
-            "may be those of an earlier batch, and averages or logs of them differ from one process. Look at them in "
-            "on_train_epoch_end, and at those that a batch steps in a hook that optimizer.register_step_post_hook "
-            "gets; or use a schedule that flushes between batches, such as '1f1b'"
+            f"{self._run.plans.schedule.name!r} each stage steps when the gradients of a batch are there. So weights "
+            "may be those of an earlier batch, gradients are cleared, and averages or logs of them differ from one "
+            "process. Look at weights in on_train_epoch_end or in a hook that optimizer.register_step_post_hook gets, "
+            "and at gradients in on_before_optimizer_step; or use a schedule that flushes between batches, such as "
+            "'1f1b'",
+            stacklevel=2,
         )
 
     def use(self, batch: Any) -> LayerUse | None:

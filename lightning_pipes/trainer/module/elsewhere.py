@@ -27,6 +27,7 @@ _READING = {
 """Methods and functions of tensors that give values."""
 
 _MOVING = ("to", "cpu", "cuda")
+_OF_SHAPE = ("size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "requires_grad_")
 
 
 class Slot(NamedTuple):
@@ -65,7 +66,7 @@ class HookScope:
         self.view: Callable[[bool], AbstractContextManager[None]] = no_view
         """Has optimizers show the parameters of all ranks in its block, or of this rank."""
         self.on_layers: Callable[[], None] = lambda: None
-        """Called when the hook reaches layers."""
+        """Called when the hook reaches layers, or a tensor of them that is on another rank."""
         self._thread = 0
 
     @property
@@ -187,6 +188,8 @@ class Elsewhere(torch.Tensor):
         if func == torch.Tensor.is_meta.__get__:  # type: ignore[attr-defined]
             _draw_as_init(sys._getframe(1), first._scope.device)
             return True
+        if first._scope.here and name not in _OF_SHAPE:
+            first._scope.on_layers()
         if func == torch.Tensor.grad.__get__:  # type: ignore[union-attr]
             return first.gradient
         if name in _READING:

@@ -6,7 +6,8 @@ uses. A change to a parameter that one of them uses would come too early for it,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.residency.marks import ChangeMarks
 from lightning_pipes.ir import LayerUse, PipelineError
+from lightning_pipes.trainer.module.optimizers import settings_of
 from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.step.hook_table import select_hooks
@@ -56,6 +58,7 @@ class BetweenSteps:
         self._parts: dict[str, tuple[nn.Parameter, ...]] = {}
         self._marks = ChangeMarks()
         self._batches = 0
+        self._warned_of_settings = False
 
     def begin(self, uses: Iterable[LayerUse | None]) -> None:
         """The user's hooks may run until `check`, while batches with these uses are under way."""
@@ -73,7 +76,9 @@ class BetweenSteps:
         self._compare(marks, "between two batches, as in on_train_batch_start or on_train_batch_end")
 
     @contextmanager
-    def step_hooks(self, uses: Iterable[LayerUse | None], own: Iterable[nn.Parameter]) -> Iterator[None]:
+    def step_hooks(
+        self, uses: Iterable[LayerUse | None], own: Iterable[nn.Parameter], optimizers: Sequence[Optimizer]
+    ) -> Iterator[None]:
         """In the block hooks run before the step of the parameters `own`; batches with `uses` may have run before.
 
         Raises:
@@ -86,8 +91,27 @@ class BetweenSteps:
         for p in own:
             others.pop(id(p), None)
         marks = ChangeMarks(list(others.values()), self._values and self._looks())
+        settings = None if self._warned_of_settings else settings_of(optimizers)
         yield
         self._compare(marks, "before the step of another batch, as in on_before_optimizer_step")
+        if settings is not None:
+            self._warn_of_settings(settings, settings_of(optimizers))
+
+    def _warn_of_settings(self, before: Mapping[str, str], after: Mapping[str, str]) -> None:
+        """Warn of a setting of an optimizer that a hook has changed before the step of a batch."""
+        changed = next((where for where, value in after.items() if before.get(where) != value), None)
+        if changed is None:
+            return
+        self._warned_of_settings = True
+        warnings.warn(
+            f"a hook of {type(self._module).__name__} or of a callback that runs before the optimizer's step, as "
+            f"on_before_optimizer_step, sets {changed} from {before.get(changed, 'nothing')} to {after[changed]}. "
+            f"Batches overlap with schedule {self._schedule!r}, so each stage runs it when it steps: later batches and "
+            "schedulers began with the setting before, and hooks of later batches see that. Set it in "
+            "on_train_batch_start, in optimizer_step or by a scheduler; or use a schedule that flushes between "
+            "batches, such as '1f1b'",
+            stacklevel=2,
+        )
 
     def check_gradients(self, number: int, named: Iterable[torch.Tensor], thorough: bool = False) -> None:
         """Look for gradients of parameters that no batch under way has named.

@@ -25,8 +25,8 @@ class HookChanges(Watcher):
         self._training.between.check()
 
     def around(self, step: TrainingStep) -> Around:
-        """Take note of them once the batch has run, where schedules promise results of one batch after another."""
-        return self._noting() if self._training.orders_uses else None
+        """Take note of them once the batch has run."""
+        return self._noting()
 
     @contextmanager
     def _noting(self) -> Iterator[None]:

@@ -73,14 +73,14 @@ def test_what_no_batch_under_way_uses_may_change(change: Any) -> None:
     change(net.get_parameter("0.0.bias"))
     change(net.get_parameter("2.0.bias"))  # on another rank
     between.check()
-    with between.step_hooks([use("0.1"), use("0.0")], [net.get_parameter("0.1.weight")]):
+    with between.step_hooks([use("0.1"), use("0.0")], [net.get_parameter("0.1.weight")], ()):
         change(net.get_parameter("0.1.weight"))
 
 
 def test_hooks_before_a_step_change_the_layers_of_that_batch_only() -> None:
     net, between = watched()
     refused = pytest.raises(PipelineError, match=r"net.0.0.bias before the step of another batch")
-    with refused, between.step_hooks([use("0.1"), use("0.0")], [net.get_parameter("0.1.weight")]):
+    with refused, between.step_hooks([use("0.1"), use("0.0")], [net.get_parameter("0.1.weight")], ()):
         in_place(net.get_parameter("0.0.bias"))
 
 
