@@ -254,9 +254,12 @@ class AsynchronousTraining(Training):
     def _hooks(self, item: Item, mine: Sequence[nn.Parameter]) -> Iterator[None]:
         """Let the user's hooks in the block change what `item` steps here; they see the module's state as of `item`."""
         others = [each.use for each in self._recent.values() if each is not item] if self.orders_uses else ()
-        with self.between.step_hooks(others, mine, self._optimizers), item.data.state:
-            with self._run.state.watch_step_hooks():
-                yield
+        with (
+            self.between.step_hooks(others, mine, self._optimizers),
+            item.data.state,
+            self._run.state.watch_step_hooks(),
+        ):
+            yield
 
     def _step(self, stage: Stage, item: Item, mine: Sequence[nn.Parameter]) -> None:
         run, data = self._run, item.data
