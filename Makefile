@@ -3,7 +3,7 @@
 #   make test    format, types and tests
 #   make test-newest, test-lightning-main    the tests with the newest of what we need
 VENV   ?= .venv
-WORKERS ?= 3
+WORKERS ?= 4
 PYTHON ?= python3 python3.14 python3.13 python3.12 python3.11
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.lightning-pipes-installed

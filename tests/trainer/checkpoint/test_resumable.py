@@ -246,14 +246,23 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-RARE = {"own generator", "lasting workers", "weighted", "no batching", "own iteration", "several"}
+RARE = {
+    "own generator",
+    "lasting workers",
+    "batch sampler",
+    "distributed",
+    "weighted",
+    "no batching",
+    "own iteration",
+    "several",
+}
 """Loaders that are another one with a difference."""
 
 
 def is_slow(number: int) -> bool:
-    """Whether a case is left to those who have time: rare loaders, and two of three of the other settings."""
+    """Whether a case is left to those who have time: rare loaders, and three of four of the other settings."""
     name, options = CASES[number]
-    return number % 3 != 1 if options else name in RARE
+    return number % 4 != 1 if options else name in RARE
 
 
 @cache
