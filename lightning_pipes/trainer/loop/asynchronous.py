@@ -128,9 +128,9 @@ class AsynchronousTraining(Training):
         """Start one batch and do what can be done; return what the user's step gave for the latest batch known here, on
         the last stage this one where it is through. Until the first one is, a loss that is not a number."""
         watchers, step = self._run.watchers, self._begin(batch, arguments, complete)
-        watchers.before(step)
+        watchers.before_batch(step)
         self._plan(step, optimizers)
-        with watchers.around(step), self.own_gradients():
+        with watchers.around_batch(step), self.own_gradients():
             self._inject(step)
             self._run.engine.progress()
         self._publish()
@@ -216,7 +216,7 @@ class AsynchronousTraining(Training):
         """Steps what the batch steps on this stage, as the optimizers were told when it came; with those before it
         where several are accumulated."""
         run, data = self._run, item.data
-        run.watchers.checked(data)
+        run.watchers.before_optimizer_step(data)
         data.stepped += 1
         if data.stepped == len(run.stages):
             data.item = None  # else both live until garbage is collected
@@ -384,7 +384,7 @@ class AsynchronousTraining(Training):
             step = self._under_way.popleft()
             message = step.message
             out, logged, step.last_mark = self._results.hear() if message is None else message
-            run.watchers.after(step)
+            run.watchers.after_batch(step)
             with run.trainer.precision_plugin.train_step_context():
                 run.replay.replay(logged)
             self._latest = move_data_to_device(out, run.device)

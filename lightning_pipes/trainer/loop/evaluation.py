@@ -44,14 +44,14 @@ class Evaluation:
         """Run one batch through the user's `step`, which runs once on the whole batch; its result is on every rank."""
         run, data = self._run, self._begin(step, context, batch, arguments)
         watchers = run.watchers.of_evaluation
-        watchers.before(data)
+        watchers.before_batch(data)
         item = Item(self._number(), data.rows, data, training=False, use=run.training.use(batch))
         run.steps.begin_batch()
-        with watchers.around(data):
+        with watchers.around_batch(data):
             message = self._forward(step, item, batch, arguments)
         out, changes, logged, data.last_mark = run.control.broadcast(message, run.last_rank)
         run.steps.settle(None if run.last else changes)
-        watchers.after(data)
+        watchers.after_batch(data)
         with context():
             run.replay.replay(logged)
         return move_data_to_device(out, run.device)

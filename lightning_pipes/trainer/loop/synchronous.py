@@ -35,15 +35,15 @@ class SynchronousTraining(Training):
 
     def train(self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool) -> Any:
         watchers, step = self._run.watchers, self._begin(batch, arguments, complete)
-        watchers.before(step)
+        watchers.before_batch(step)
         self._plan(step)
-        with watchers.around(step), self._fresh_gradients(step, optimizers), self._deferred_hooks(step):
+        with watchers.around_batch(step), self._fresh_gradients(step, optimizers), self._deferred_hooks(step):
             self._run_batch(step)
             self._reduce_gradients(step)
-        watchers.checked(step)
+        watchers.before_optimizer_step(step)
         step.item = None  # else both live until garbage is collected
         out, logged = self._share_result(step)
-        watchers.after(step)
+        watchers.after_batch(step)
         return self._publish(out, logged)
 
     def _begin(self, batch: Any, arguments: tuple[Any, ...], complete: bool) -> TrainingStep:

@@ -3,15 +3,15 @@
 A watcher is a class of its own in `trainer/watchers/`, with up to four moments. All ranks call them for the same batch,
 in the order of `trainer/watchers/default.py`:
 
-    before     the batch has come; no plan is chosen yet. All ranks are here.
-    around     the batch has a plan and is about to run. What is returned, if anything, is entered then, and left when
-               the batch has run. All ranks are here.
-    checked    gradients are complete; nothing has stepped by them. Where batches overlap: once for each stage of this
-               rank, and other ranks are elsewhere.
-    after      the result is known on this rank, and is logged next. Where batches overlap, that of an earlier batch.
+    before_batch            No plan is chosen yet. Collective calls are allowed.
+    around_batch            The batch has a plan and is about to run. It runs in the context that is returned, if any.
+                            Collective calls are allowed.
+    before_optimizer_step   Gradients are complete, and no optimizer has stepped by them. Where batches overlap, it is
+                            called for each stage of this rank, and other ranks may be at other batches.
+    after_batch             This rank knows the result and logs it next. Where batches overlap, the batch is an earlier
+                            one.
 
-"All are here" means that a collective call is allowed: every rank makes it, in the same order. A moment that a class
-does not override costs nothing.
+A collective call is one that every rank makes, in the same order. A moment that a class does not override costs nothing.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ _NOTHING = nullcontext()
 class Watcher:
     """Watches the training batches of a run. Override the moments that you need."""
 
-    def before(self, step: TrainingStep) -> None:
+    def before_batch(self, step: TrainingStep) -> None:
         """Watch a batch before its plan is chosen."""
 
-    def around(self, step: TrainingStep) -> Around:
+    def around_batch(self, step: TrainingStep) -> Around:
         """Watch a batch before it runs; return a context to run it in, or None."""
 
-    def checked(self, step: TrainingStep) -> None:
+    def before_optimizer_step(self, step: TrainingStep) -> None:
         """Watch a batch whose gradients are complete, before an optimizer steps by them."""
 
-    def after(self, step: TrainingStep) -> None:
+    def after_batch(self, step: TrainingStep) -> None:
         """Watch a batch whose result is known, before it is logged."""
 
 
 class EvaluationWatcher(Watcher):
-    """Watches batches that are evaluated, too: `before`, `around` and `after`."""
+    """Watches batches that are evaluated, too: `before_batch`, `around_batch` and `after_batch`."""
 
-    def before(self, step: Step) -> None:
+    def before_batch(self, step: Step) -> None:
         """Watch a batch before its plan is chosen."""
 
-    def around(self, step: Step) -> Around:
+    def around_batch(self, step: Step) -> Around:
         """Watch a batch before it runs; return a context to run it in, or None."""
 
-    def after(self, step: Step) -> None:
+    def after_batch(self, step: Step) -> None:
         """Watch a batch whose result is known, before it is logged."""
 
 
@@ -63,22 +63,22 @@ class Watchers:
     """
 
     def __init__(self, watchers: Sequence[Watcher] = (), evaluation: bool = False) -> None:
-        self._before = _overridden(watchers, "before")
-        self._around = _overridden(watchers, "around")
-        self._checked = _overridden(watchers, "checked")
-        self._after = _overridden(watchers, "after")
+        self._before_batch = _overridden(watchers, "before_batch")
+        self._around_batch = _overridden(watchers, "around_batch")
+        self._before_optimizer_step = _overridden(watchers, "before_optimizer_step")
+        self._after_batch = _overridden(watchers, "after_batch")
         both = [each for each in watchers if isinstance(each, EvaluationWatcher)]
         self.of_evaluation: Watchers = self if evaluation else Watchers(both, evaluation=True)
 
-    def before(self, step: Any) -> None:
-        """Call `before` of each watcher."""
-        for watch in self._before:
+    def before_batch(self, step: Any) -> None:
+        """Call `before_batch` of each watcher."""
+        for watch in self._before_batch:
             watch(step)
 
-    def around(self, step: Any) -> AbstractContextManager[Any]:
-        """Call `around` of each watcher, and return one context made of theirs."""
+    def around_batch(self, step: Any) -> AbstractContextManager[Any]:
+        """Call `around_batch` of each watcher, and return one context made of theirs."""
         contexts: list[AbstractContextManager[None]] = []
-        for watch in self._around:
+        for watch in self._around_batch:
             context = watch(step)
             if context is not None:
                 contexts.append(context)
@@ -89,14 +89,14 @@ class Watchers:
                 stack.enter_context(context)
             return stack.pop_all()
 
-    def checked(self, step: Any) -> None:
-        """Call `checked` of each watcher."""
-        for watch in self._checked:
+    def before_optimizer_step(self, step: Any) -> None:
+        """Call `before_optimizer_step` of each watcher."""
+        for watch in self._before_optimizer_step:
             watch(step)
 
-    def after(self, step: Any) -> None:
-        """Call `after` of each watcher."""
-        for watch in self._after:
+    def after_batch(self, step: Any) -> None:
+        """Call `after_batch` of each watcher."""
+        for watch in self._after_batch:
             watch(step)
 
 

@@ -13,7 +13,7 @@ class BufferBroadcast(EvaluationWatcher):
     def __init__(self, run: PipelineRun) -> None:
         self._part = run.part
 
-    def around(self, step: Step) -> None:
+    def around_batch(self, step: Step) -> None:
         """Give the replicas the buffers of the first one."""
         if step.training or step.first:
             self._part.buffers.before_batch()

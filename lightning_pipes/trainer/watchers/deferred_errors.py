@@ -13,6 +13,6 @@ class DeferredErrors(Watcher):
     def __init__(self, run: PipelineRun) -> None:
         self._connections = run.connections
 
-    def checked(self, step: TrainingStep) -> None:
+    def before_optimizer_step(self, step: TrainingStep) -> None:
         """Wait for the answers of other ranks."""
         self._connections.check()

@@ -17,7 +17,7 @@ class FirstBatch(Watcher):
         self._run = run
         self._warns = True
 
-    def around(self, step: TrainingStep) -> None:
+    def around_batch(self, step: TrainingStep) -> None:
         """Look at the first batch; where batches overlap, at the first one that is cut."""
         if not self._warns:
             return

@@ -16,7 +16,7 @@ class HookChanges(Watcher):
     def __init__(self, training: AsynchronousTraining) -> None:
         self._training = training
 
-    def before(self, step: TrainingStep) -> None:
+    def before_batch(self, step: TrainingStep) -> None:
         """Look whether a hook has changed one of them since the last batch.
 
         Raises:
@@ -24,7 +24,7 @@ class HookChanges(Watcher):
         """
         self._training.between.check()
 
-    def around(self, step: TrainingStep) -> Around:
+    def around_batch(self, step: TrainingStep) -> Around:
         """Take note of them once the batch has run."""
         return self._noting()
 

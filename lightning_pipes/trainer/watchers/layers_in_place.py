@@ -13,6 +13,6 @@ class LayersInPlace(Watcher):
     def __init__(self, run: PipelineRun) -> None:
         self._cut = run.cut
 
-    def before(self, step: TrainingStep) -> None:
+    def before_batch(self, step: TrainingStep) -> None:
         """Look for the layers in the module."""
         self._cut.check_in_place()

@@ -80,13 +80,13 @@ class LossCheck(Watcher):
         self._waits = True
         self._warned: set[LogKey] = set()
 
-    def around(self, step: TrainingStep) -> None:
+    def around_batch(self, step: TrainingStep) -> None:
         """Have the batch kept if it is the first that is cut, or candidates disagree on it."""
         step.look, weights = self.look, step.weights
         if weights is not None and len(weights.spans) > 1 and (self._waits or weights.undecided):
             step.keep()
 
-    def checked(self, step: TrainingStep) -> None:
+    def before_optimizer_step(self, step: TrainingStep) -> None:
         """Compare the loss of the whole batch with those of its micro-batches."""
         if step.kept is not None and step.item is not None:
             self.compare(self._run.stages[self._run.engine.plan.n_stages - 1], step.item)

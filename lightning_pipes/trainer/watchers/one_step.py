@@ -15,7 +15,7 @@ class OneStep(Watcher):
         self._run = run
         self._last_number = -1
 
-    def before(self, step: TrainingStep) -> None:
+    def before_batch(self, step: TrainingStep) -> None:
         """Look whether an optimizer is asked to step by this batch, for the first time.
 
         Raises:

@@ -15,6 +15,6 @@ class OverlapWarning(Watcher):
         self._engine = run.engine
         self._overlap = Overlap()
 
-    def around(self, step: TrainingStep) -> None:
+    def around_batch(self, step: TrainingStep) -> None:
         """Look at the layers that one more batch steps."""
         self._overlap.look(step.use, self._engine.plan)

@@ -15,7 +15,7 @@ class PredictionCheck(Watcher):
     def __init__(self, run: PipelineRun, prediction: Prediction) -> None:
         self._run, self._prediction = run, prediction
 
-    def after(self, step: TrainingStep) -> None:
+    def after_batch(self, step: TrainingStep) -> None:
         """Adopt the decision that the steps call for, from the next batch on."""
         run = self._run
         found = self._prediction.corrected(run.windows)

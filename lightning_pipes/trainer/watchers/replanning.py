@@ -22,7 +22,7 @@ class Replanning(Watcher):
     def __init__(self, run: PipelineRun) -> None:
         self._run = run
 
-    def before(self, step: TrainingStep) -> None:
+    def before_batch(self, step: TrainingStep) -> None:
         """Ask the planner where it is due, and begin or end the move that its answer calls for."""
         run, relocation = self._run, self._run.relocation
         if not relocation.under_way:

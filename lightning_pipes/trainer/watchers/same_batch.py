@@ -31,7 +31,7 @@ class SameBatch(EvaluationWatcher):
         self._trained = 0  # batches, or begun to be
         self._comparing = False
 
-    def before(self, step: Step) -> None:
+    def before_batch(self, step: Step) -> None:
         """Compare the first batches of all ranks.
 
         Raises:
@@ -53,7 +53,7 @@ class SameBatch(EvaluationWatcher):
         else:
             check()
 
-    def around(self, step: Step) -> None:
+    def around_batch(self, step: Step) -> None:
         """Take the checksums of a batch; None for most on a GPU. Compare the layers that the first ones use.
 
         Raises:
@@ -67,7 +67,7 @@ class SameBatch(EvaluationWatcher):
         if self._run.device.type == "cpu" or step.batch_idx % MARKED_ON_DEVICE == 0:
             step.mark = sample_fingerprint(step.batch), 0 if use is None else use.fingerprint
 
-    def after(self, step: Step) -> None:
+    def after_batch(self, step: Step) -> None:
         """Compare the checksums of this rank with those of the last stage.
 
         Raises:

@@ -62,7 +62,7 @@ class SampleCheck(Watcher):
         self._batches = 0
         self._warned: set[str] = set()
 
-    def around(self, step: TrainingStep) -> None:
+    def around_batch(self, step: TrainingStep) -> None:
         """Have the batch kept if it is one that is looked at and is cut."""
         spans = self._pipeline.engine.plan.spans(Kind.F, 0)
         if len(spans) < 2 or spans[1].start >= step.rows:
@@ -72,7 +72,7 @@ class SampleCheck(Watcher):
             step.loaded = move_data_to_device(copied(step.batch), HOST)
         self._batches += 1
 
-    def checked(self, step: TrainingStep) -> None:
+    def before_optimizer_step(self, step: TrainingStep) -> None:
         """Compare the batch on the stages that have run it."""
         if not step.entered or step.item is None:
             return

@@ -13,6 +13,6 @@ class SharedState(EvaluationWatcher):
     def __init__(self, run: PipelineRun) -> None:
         self._hidden = run.hidden
 
-    def around(self, step: Step) -> Around:
+    def around_batch(self, step: Step) -> Around:
         """Run the batch with its shared objects watched, where they are."""
         return self._hidden.batch(step.training) if self._hidden.is_due(step.training) else None

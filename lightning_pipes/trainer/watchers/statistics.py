@@ -15,7 +15,7 @@ class RunStatistics(Watcher):
     def __init__(self, run: PipelineRun) -> None:
         self._run = run
 
-    def after(self, step: TrainingStep) -> None:
+    def after_batch(self, step: TrainingStep) -> None:
         """Keep the events of the batch, and the time that it took."""
         run, window = self._run, step.window
         if window is None:

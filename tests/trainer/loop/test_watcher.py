@@ -50,11 +50,11 @@ class OnlyAfter(EvaluationWatcher):
 def test_moments_come_in_the_order_of_the_list() -> None:
     notes: list[str] = []
     watchers = Watchers([Noting("a", notes), OnlyAfter(notes), Noting("b", notes)])
-    watchers.before(STEP)
-    with watchers.around(STEP):
+    watchers.before_batch(STEP)
+    with watchers.around_batch(STEP):
         notes.append("batch")
-    watchers.checked(STEP)
-    watchers.after(STEP)
+    watchers.before_optimizer_step(STEP)
+    watchers.after_batch(STEP)
     inside = ["around a", "around b", "enter a", "enter b", "batch", "leave b", "leave a"]
     assert notes == ["before a", "before b", *inside, "after"]
 
@@ -80,7 +80,7 @@ def test_a_context_is_left_if_the_next_one_can_not_be_entered() -> None:
                 self.notes.append("left")
 
     with pytest.raises(ValueError, match="no"):
-        Watchers([Closing("a", notes), Failing()]).around(STEP)
+        Watchers([Closing("a", notes), Failing()]).around_batch(STEP)
     assert notes[-1] == "left"
 
 
@@ -88,19 +88,19 @@ def test_moments_that_nobody_overrides_are_not_called(monkeypatch: pytest.Monkey
     def fail(self: Any, step: Any) -> None:
         raise AssertionError("called")
 
-    for moment in ("before", "checked"):
+    for moment in ("before_batch", "before_optimizer_step"):
         monkeypatch.setattr(Watcher, moment, fail)
     watchers = Watchers([OnlyAfter([])])
-    watchers.checked(STEP)
-    with watchers.around(STEP):
-        watchers.after(STEP)
+    watchers.before_optimizer_step(STEP)
+    with watchers.around_batch(STEP):
+        watchers.after_batch(STEP)
 
 
 def test_evaluated_batches_are_seen_by_those_that_say_so() -> None:
     notes: list[str] = []
     watchers = Watchers([Noting("a", notes), OnlyAfter(notes)]).of_evaluation
-    watchers.before(STEP)
-    watchers.after(STEP)
+    watchers.before_batch(STEP)
+    watchers.after_batch(STEP)
     assert notes == ["after"]
     assert watchers.of_evaluation is watchers
 

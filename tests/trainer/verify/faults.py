@@ -681,7 +681,7 @@ class _S7:
 def unmarked() -> Iterator[None]:
     """The library does not compare what ranks say of a batch."""
     with (
-        patched(SameBatch, "around", lambda self, step: None),
+        patched(SameBatch, "around_batch", lambda self, step: None),
         patched(BetweenSteps, "check_gradients", lambda self, *_, **__: None),
     ):
         yield

@@ -101,5 +101,5 @@ def test_it_looks_at_first_batches_and_seldom_later():
     data: list[Any] = [SimpleNamespace(rows=8, entered=None, loaded=None, batch=torch.zeros(8)) for _ in range(5)]
     for each in data:
         spans[:] = SPANS if each is not data[0] else [Span(0, 8)]
-        check.around(each)
+        check.around_batch(each)
     assert [each.entered is None for each in data] == [True, False, False, False, True]
