@@ -11,7 +11,7 @@ in the order of `trainer/watchers/default.py`:
     after_batch             This rank knows the result and logs it next. Where batches overlap, the batch is an earlier
                             one.
 
-A collective call is one that every rank makes, in the same order. A moment that a class does not override costs nothing.
+All ranks make a collective call, in the same order. A moment that a class does not override costs nothing.
 """
 
 from __future__ import annotations

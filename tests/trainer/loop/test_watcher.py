@@ -25,10 +25,10 @@ class Noting(Watcher):
     def __init__(self, name: str, notes: list[str]) -> None:
         self.name, self.notes = name, notes
 
-    def before(self, step: TrainingStep) -> None:
+    def before_batch(self, step: TrainingStep) -> None:
         self.notes.append(f"before {self.name}")
 
-    def around(self, step: TrainingStep) -> Around:
+    def around_batch(self, step: TrainingStep) -> Around:
         self.notes.append(f"around {self.name}")
         return self._inside()
 
@@ -43,7 +43,7 @@ class OnlyAfter(EvaluationWatcher):
     def __init__(self, notes: list[str]) -> None:
         self.notes = notes
 
-    def after(self, step: Step) -> None:
+    def after_batch(self, step: Step) -> None:
         self.notes.append("after")
 
 
@@ -63,7 +63,7 @@ def test_a_context_is_left_if_the_next_one_can_not_be_entered() -> None:
     notes: list[str] = []
 
     class Failing(Watcher):
-        def around(self, step: TrainingStep) -> Around:
+        def around_batch(self, step: TrainingStep) -> Around:
             return self._inside()
 
         @contextmanager
