@@ -46,8 +46,8 @@ from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import InputError, PlanError, check_count, check_type, short_repr
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.timeline import Timeline
-from lightning_pipes.trainer.loop.connections import in_company
-from lightning_pipes.trainer.loop.stopping import terminated
+from lightning_pipes.trainer.loop.connections import share_connections
+from lightning_pipes.trainer.loop.stopping import sigterm_error
 
 T = TypeVar("T")
 
@@ -172,7 +172,7 @@ class JobArray(Generic[T]):
                     self._order_first_batches()
                     filling = False
                 if not self._queue and self._terminated:
-                    raise terminated()
+                    raise sigterm_error()
                 if not self._queue:
                     self.timeline = self._record.timeline(self._gather_events())
                     break
@@ -439,5 +439,5 @@ def _run_with_connections(job: Callable[[], T]) -> T:
     """Return the value of a sibling's function; its trainings get the connections of the array."""
     sibling = current_sibling()
     assert sibling is not None, "a sibling runs it"
-    with in_company(partial(join, sibling)):
+    with share_connections(partial(join, sibling)):
         return job()

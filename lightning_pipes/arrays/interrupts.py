@@ -9,7 +9,7 @@ from types import FrameType
 
 from lightning_pipes.engine.watch.launcher import signal_launched
 from lightning_pipes.engine.watch.process_exit import abandon_thread, give_up
-from lightning_pipes.trainer.loop.stopping import terminated
+from lightning_pipes.trainer.loop.stopping import sigterm_error
 
 
 class Interrupts:
@@ -69,4 +69,4 @@ class Interrupts:
             self.raised_at_once = True
             give_up()
             abandon_thread()
-            raise terminated()
+            raise sigterm_error()

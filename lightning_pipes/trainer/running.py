@@ -45,7 +45,7 @@ class Running:
         themselves, or no optimizer does while layers are on their way.
         """
         run, moving = self.run, self.run.relocation
-        if run.streams:
+        if run.is_asynchronous:
             with run.step_asked():
                 return closure()  # every stage steps by itself when a batch's gradients are complete
         if not moving.pauses():
@@ -68,7 +68,7 @@ class Running:
         """
         reported = None
         if ranks is not None:
-            about = describe_run(host, links.trainings)
+            about = describe_run(host, links.n_trainings)
             reported = gather_run(self.run, ranks.pipeline, host.optimizers, ranks.device, gather, about)
             links.check()
             told = "" if reported is None else describe_memory(*reported)

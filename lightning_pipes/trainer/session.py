@@ -28,7 +28,7 @@ from lightning_pipes.engine.watch.shared_store import (
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.checkpoint.writing import Writing
 from lightning_pipes.trainer.checkpointing import Checkpointing
-from lightning_pipes.trainer.loop.connections import Idle, connections
+from lightning_pipes.trainer.loop.connections import Idle, make_connections
 from lightning_pipes.trainer.module.equal_starts import broadcast_random_state
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout
 from lightning_pipes.trainer.module.pipelined import CutModule
@@ -89,8 +89,8 @@ class Session:
         self._needs_process_group = not private.distributed_is_initialized()
         if self._needs_process_group:
             self._open_store()
-        self.links = connections(trainer, grid.rank, grid.size, self._make_watch)
-        self.status = RankStatus(self.links.fail)
+        self.links = make_connections(trainer, grid.rank, grid.size, self._make_watch)
+        self.status = RankStatus(self.links.report_failure)
 
     def connect(self, threads: Threads, writing: Writing) -> None:
         """Connect this rank with the others. Collective."""
@@ -124,7 +124,7 @@ class Session:
 
     def gather_timing(self, own: Share) -> Timing:
         """Return where the time of a window went on all ranks of the pipeline."""
-        return Timing.of(self.ranks.pipeline.all_gather(own), self.links.trainings == 1)
+        return Timing.of(self.ranks.pipeline.all_gather(own), self.links.n_trainings == 1)
 
     def _open_store(self) -> None:
         """Give the ranks a store to meet in, where there is no process group yet."""

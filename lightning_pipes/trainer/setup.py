@@ -171,7 +171,7 @@ def prepare(
 
     # 5. Stages, engine and everything around them.
     _log.debug("start: schedule %s", decision.schedule.name)
-    stops = StopAgreement(trainer, ranks.control, writing.at_once, lambda: links.told_to_end, patches)
+    stops = StopAgreement(trainer, ranks.control, writing.at_once, lambda: links.is_ended_by_peer, patches)
     seed = replica_seed(settings.seed, ranks.grid.replica)
     if units is None:
         state = ModuleState(module, (cut.proxy, *full.modules()), hidden.objects_of_layers, ranks.device)
@@ -203,7 +203,7 @@ def prepare(
         settings.relocation,
     )
     stays = bool(holdings.tied) or shares_ranks
-    prediction = Prediction(decision, ranks, links.trainings == 1, stays, profiles.forget) if fitting else None
+    prediction = Prediction(decision, ranks, links.n_trainings == 1, stays, profiles.forget) if fitting else None
     run.watchers = default_watchers(run, settings.check_loss and units is None, prediction)
     session.running = Running(run, stops, Evaluation(run))
     strategy.setup_precision_plugin()
@@ -212,10 +212,10 @@ def prepare(
 
     # 6. What Lightning and the user do around steps holds for all ranks.
     if ranks.grid.length > 1 and fitting:
-        check_steps_apart(run.part.optimizers, run.streams)
-    pipeline = None if run.streams else ranks.pipeline
+        check_steps_apart(run.part.optimizers, run.is_asynchronous)
+    pipeline = None if run.is_asynchronous else ranks.pipeline
     GradientAgreement(precision, holdings, pipeline, ranks.device, cut.scope, patches)
-    agree = run.agreement(stops)
+    agree = run.make_agreement(stops)
 
     def verify_and_agree() -> None:
         if session.verifier is not None:
@@ -251,7 +251,7 @@ def choose_container(trainer: pl.Trainer, module: pl.LightningModule, session: S
         return named if named == WHOLE else find_pipelined(module, named)
     find = partial(find_container, trainer, module, session.control, session.ranks.device)
     try:
-        return session.links.container(module, find)
+        return session.links.agree_on_container(module, find)
     except NoContainerError as why:
         rank_zero_info(f"{str(why).partition('. ')[0]}: it is cut by units")
         return WHOLE
@@ -270,7 +270,7 @@ def decide(
     full, ranks, links = module.get_submodule(path), session.ranks, session.links
     assert isinstance(full, Layers)
     length, fitting = ranks.grid.length, trainer.state.fn == TrainerFn.FITTING
-    request = links.requested(request, length)
+    request = links.complete_request(request, length)
     before = session.checkpointing.resumed_placement()
     if before is not None and fitting and links.turns is None:
         resumed = request.resumed(before, len(full), length)
@@ -287,7 +287,7 @@ def decide(
             warn_about_outside(module, path, measured.profile)
         return measured
 
-    return links.decide(module, plain, measure if fitting else lambda: plain)
+    return links.agree_on_decision(module, plain, measure if fitting else lambda: plain)
 
 
 def choose_training(

@@ -35,7 +35,7 @@ from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.checkpoint.checkpoints import load_model
 from lightning_pipes.trainer.checkpoint.writing import Writing
 from lightning_pipes.trainer.ignoring import ignore_warnings
-from lightning_pipes.trainer.loop.adopting import adopt
+from lightning_pipes.trainer.loop.adopting import adopt_plan
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.stopping import as_terminated
@@ -270,7 +270,7 @@ class PipelineStrategy(PipelineHost):
         tell_if_untested()
         before, self._session = self._session, None
         if before is not None and before.is_connected:
-            before.links.renew(before.control)
+            before.links.renew_control(before.control)
         device, local_size = self.root_device, self.num_processes
         self._session = Session(self._trainer, self.grid, device, self._environment, local_size, self._settings)
         self._session.connect(self._threads, self._writing)
@@ -323,12 +323,12 @@ class PipelineStrategy(PipelineHost):
             session.links.go_home()
         ended = False
         if current is not None:
-            current.run.settle()
+            current.run.settle_layers()
             ended = not self._down
             links, ranks = self.session.links, self.session.ranks if ended else None
             self._reported = current.close(self, links, ranks, self._settings.gather) or self._reported
         if session is not None:
-            session.links.leave(session.control if session.is_connected else None, self._down)
+            session.links.release_control(session.control if session.is_connected else None, self._down)
         if module is not None and not has_meta(module):
             module.cpu()
         if cut is not None:
@@ -340,7 +340,7 @@ class PipelineStrategy(PipelineHost):
             assert part is not None
             part.teardown()
         if current is not None and not self._down:
-            current.stops.end()
+            current.stops.end_run()
 
     @property
     def _layers_take_turns(self) -> bool:
@@ -408,7 +408,7 @@ class PipelineStrategy(PipelineHost):
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         with self.session.status.reporting(), self._scope.suspended():
             self.running.training.give_back_gradients()
-        if self.running.streams:  # the hooks behind it run on each stage when its gradients are there
+        if self.running.is_asynchronous:  # the hooks behind it run on each stage when its gradients are there
             return closure_loss.detach()
         closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
         if self.session.verifier is not None:
@@ -438,7 +438,7 @@ class PipelineStrategy(PipelineHost):
     def on_validation_end(self) -> None:
         current = self._current
         if current is not None and current.run.fitting:
-            current.stops.agree()
+            current.stops.agree_on_stop()
 
     def _start_epoch(self) -> None:
         self.session.checkpointing.data.epoch_starts(self._trainer)
@@ -488,7 +488,7 @@ class PipelineStrategy(PipelineHost):
         run = None if self._current is None else self._current.run
         if run is None or not run.fitting:
             raise PlanError("a schedule can be adopted while trainer.fit runs only")
-        adopt(run, self.control, schedule, microbatches, plan)
+        adopt_plan(run, self.control, schedule, microbatches, plan)
         self.schedule = run.plans.schedule
 
     @property

@@ -32,15 +32,15 @@ class SiblingAgreement:
             PipelineError: only some ranks wanted to stop after this batch, or the epoch has ended there on some only;
                 unless this one wants to stop it is raised later.
         """
-        flags = self._stops.flags()
+        flags = self._stops.stop_flags()
         batch = self._trainer.fit_loop.batch_idx
         before, self._last_answer = self._last_answer, (batch, self._control.start_any(*flags, not flags[0]))
         if before is not None:
-            self._stops.settle(_agreed(*before), before[0])
+            self._stops.apply_flags(_agreed(*before), before[0])
         batch, answer = self._last_answer
         if flags[0]:
             self._last_answer = None
-            self._stops.settle(_agreed(batch, answer), batch)
+            self._stops.apply_flags(_agreed(batch, answer), batch)
         else:
             self._sibling.check_later(answer.come, lambda: _agreed(batch, answer), late=0)
 

@@ -46,7 +46,7 @@ class SiblingConnections(Connections):
 
     @property
     @override
-    def trainings(self) -> int:
+    def n_trainings(self) -> int:
         return self.sibling.array.size
 
     @override
@@ -68,19 +68,21 @@ class SiblingConnections(Connections):
 
     @property
     @override
-    def told_to_end(self) -> bool:
+    def is_ended_by_peer(self) -> bool:
         return self.sibling.array.is_terminated
 
     @override
-    def requested(self, request: RunRequest, ranks: int) -> RunRequest:
+    def complete_request(self, request: RunRequest, ranks: int) -> RunRequest:
         return with_default_microbatches(request, self.sibling, ranks)
 
     @override
-    def container(self, module: pl.LightningModule, find: Callable[[], str]) -> str:
+    def agree_on_container(self, module: pl.LightningModule, find: Callable[[], str]) -> str:
         return find_shared_container(self.sibling, module, find)
 
     @override
-    def decide(self, module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]) -> Decision:
+    def agree_on_decision(
+        self, module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]
+    ) -> Decision:
         return decide_shared_cut(self.sibling, module, plain, decide)
 
     @override
@@ -91,7 +93,7 @@ class SiblingConnections(Connections):
         )
 
     @override
-    def transport(self, make: Callable[[], Transport]) -> Transport:
+    def open_transport(self, make: Callable[[], Transport]) -> Transport:
         return self.sibling.array.shared.get_transport(make)
 
     @property
@@ -113,7 +115,7 @@ class SiblingConnections(Connections):
         self.sibling.check()
 
     @override
-    def agreement(self, trainer: pl.Trainer, stops: StopAgreement, control: Control) -> Callable[[], None]:
+    def make_agreement(self, trainer: pl.Trainer, stops: StopAgreement, control: Control) -> Callable[[], None]:
         return SiblingAgreement(trainer, stops, control, self.sibling).agree
 
     @override
@@ -121,14 +123,14 @@ class SiblingConnections(Connections):
         self.sibling.array.release_sibling(self.sibling.index)
 
     @override
-    def leave(self, control: Control | None, down: bool) -> None:
+    def release_control(self, control: Control | None, down: bool) -> None:
         if control is not None and not down:
             self.sibling.array.shared.return_control(control)
 
     @override
-    def renew(self, control: Control) -> None:
+    def renew_control(self, control: Control) -> None:
         pass
 
     @override
-    def fail(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         self.sibling.report_failure(error)

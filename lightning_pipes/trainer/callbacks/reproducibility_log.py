@@ -43,7 +43,7 @@ class ReproducibilityLog(PipelineCallback, StageListener):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = self.pipeline(trainer)
-        if not strategy.running.streams:
+        if not strategy.running.is_asynchronous:
             raise PipelineError(
                 "ReproducibilityLog follows batches that overlap, and schedule "
                 f"{strategy.schedule.name!r} flushes after each. Take a schedule that does not flush, or leave the "

@@ -15,14 +15,14 @@ from lightning_pipes.trainer.plan.settings import AUTO, check_microbatches, find
 from lightning_pipes.trainer.ranks.control import Control
 
 
-def adopt(
+def adopt_plan(
     run: PipelineRun,
     control: Control,
     schedule: str | Schedule | Policy,
     microbatches: int | None = None,
     plan: Plan | None = None,
 ) -> None:
-    """Has the batches after this one run by another plan; what `PipelineStrategy.adopt` does. Collective.
+    """Run the batches after this one by another plan, as `PipelineStrategy.adopt` does. Collective.
 
     Raises:
         PlanError: stages would have to move, or layers that can't, or one schedule flushes between batches and the
@@ -51,7 +51,7 @@ def adopt_candidate(run: PipelineRun, chosen: Candidate) -> None:
     hold up the next batch. Batches of the size of its plan are cut as that says; layers stay where they are.
 
     Raises:
-        PlanError: see `adopt`.
+        PlanError: see `PipelineStrategy.adopt`.
     """
     plan = replace(chosen.plan, layers=())
     _change(run, run.plans.other(chosen.schedule, chosen.n_microbatches, plan, verified=plan.jobs[0].rows))

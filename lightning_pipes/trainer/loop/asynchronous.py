@@ -182,7 +182,7 @@ class AsynchronousTraining(Training):
         if run.last:
             self._unsaid.append(step)
         if self._mirroring is not None and use is not None:
-            use = self._mirroring.use(step.batch, use, plan)
+            use = self._mirroring.layer_use(step.batch, use, plan)
         self.unstepped[step.number] = item = run.inject(step, use)
         oldest = min(self.unstepped)
         self._recent = {n: each for n, each in self._recent.items() if n >= oldest} | {step.number: item}
@@ -202,15 +202,15 @@ class AsynchronousTraining(Training):
         run.state.synchronise_ranks(run.control, run.last_rank, run.last)
         if self._memory is not None:
             self._memory.flush()
-        window = self._window.ended(engine, self._ordering)
+        window = self._window.last_window(engine, self._ordering)
         run.windows.append(window)
         if run.plans.every:
-            self.statistics.ended(window)
+            self.statistics.add_window(window)
 
-    def agreement(self, stops: StopAgreement) -> Callable[[], None]:
+    def make_agreement(self, stops: StopAgreement) -> Callable[[], None]:
         run = self._run
         late = LateAgreement(run.trainer, stops, self._all, self._apart, lambda: not run.engine.open, run.drain)
-        return late.agree
+        return late.agree_on_stop
 
     def batch_complete(self, stage: Stage, item: Item) -> None:
         """Steps what the batch steps on this stage, as the optimizers were told when it came; with those before it
@@ -281,12 +281,12 @@ class AsynchronousTraining(Training):
     def _stepping(self, stage: Stage, item: Item) -> AbstractContextManager[None]:
         if self._mirroring is None or item.use is None:
             return nullcontext()
-        return self._mirroring.stepping(item.use.stepped_layers(stage.number))
+        return self._mirroring.step_layers(item.use.stepped_layers(stage.number))
 
     def _shown(self, stage: Stage, item: Item) -> AbstractContextManager[None]:
         if self._mirroring is None or item.use is None:
             return nullcontext()
-        return self._mirroring.shown(item.use.stepped_layers(stage.number))
+        return self._mirroring.show_layers(item.use.stepped_layers(stage.number))
 
     def give_back_gradients(self) -> None:
         pass
@@ -337,7 +337,7 @@ class AsynchronousTraining(Training):
             stacklevel=2,
         )
 
-    def use(self, batch: Any) -> LayerUse | None:
+    def layer_use(self, batch: Any) -> LayerUse | None:
         run = self._run
         return None if self._memory is None else use_of(run.cut.module, run.cut.full, batch, run.engine.plan)
 
@@ -374,7 +374,7 @@ class AsynchronousTraining(Training):
             data = self._unsaid.popleft()
             out, logged = data.result()
             data.message = (out, self._run.replay.pack(logged), data.mark)
-            self._results.tell(data.message)
+            self._results.send_result(data.message)
 
     def _publish(self) -> None:
         """Log the batches whose results are known by now."""
@@ -383,7 +383,7 @@ class AsynchronousTraining(Training):
         while self._under_way and self._is_known(self._under_way[0]):
             step = self._under_way.popleft()
             message = step.message
-            out, logged, step.last_mark = self._results.hear() if message is None else message
+            out, logged, step.last_mark = self._results.receive_result() if message is None else message
             run.watchers.after_batch(step)
             with run.trainer.precision_plugin.train_step_context():
                 run.replay.replay(logged)
@@ -413,16 +413,16 @@ class Results:
         self._notices, self._pipeline, self._apart = notices, pipeline, apart
         self._told = self._heard = 0
 
-    def tell(self, message: Any) -> None:
-        """The last stage's `message` of the next batch."""
+    def send_result(self, message: Any) -> None:
+        """Send the result of the next batch from the last stage."""
         self._notices.put(self._name(self._told), message)
         old = self._told - self._apart - 1
         self._told += 1
         if old >= 0:
             self._notices.remove(self._name(old))  # all have read it: what they sent since needed its gradient
 
-    def hear(self) -> Any:
-        """The message of the next batch, on other ranks than that of the last stage.
+    def receive_result(self) -> Any:
+        """Return the result of the next batch, on ranks without the last stage.
 
         Raises:
             PeerFailure: another rank failed.

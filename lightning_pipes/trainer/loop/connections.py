@@ -35,7 +35,7 @@ class Connections:
         self.watch = watch
 
     @property
-    def trainings(self) -> int:
+    def n_trainings(self) -> int:
         """Number of trainings that share the ranks, this one included."""
         return 1
 
@@ -51,20 +51,22 @@ class Connections:
         return True
 
     @property
-    def told_to_end(self) -> bool:
-        """Whether this process got SIGTERM, where the Trainer does not hear of it."""
+    def is_ended_by_peer(self) -> bool:
+        """Whether this process got SIGTERM, and the Trainer has no handler for it."""
         return False
 
-    def requested(self, request: RunRequest, ranks: int) -> RunRequest:
-        """Return the request of a training, with what follows from trainings beside it."""
+    def complete_request(self, request: RunRequest, ranks: int) -> RunRequest:
+        """Complete the request of a training by settings of trainings that share its ranks."""
         return request
 
-    def container(self, module: pl.LightningModule, find: Callable[[], str]) -> str:
-        """Return the path that `find()` gives, where it is not found yet."""
+    def agree_on_container(self, module: pl.LightningModule, find: Callable[[], str]) -> str:
+        """Return the path of the container; one of the trainings calls `find`."""
         return find()
 
-    def decide(self, module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]) -> Decision:
-        """Return the decision that `decide()` makes, where there is none yet."""
+    def agree_on_decision(
+        self, module: pl.LightningModule, plain: Decision, decide: Callable[[], Decision]
+    ) -> Decision:
+        """Return the decision; one of the trainings calls `decide`."""
         return decide()
 
     def check_endless(self, schedule: str) -> None:
@@ -74,8 +76,8 @@ class Connections:
             PlanError: it will not.
         """
 
-    def transport(self, make: Callable[[], Transport]) -> Transport:
-        """Return the transport of messages between stages; made where there is none yet."""
+    def open_transport(self, make: Callable[[], Transport]) -> Transport:
+        """Return the transport of messages between stages; one of the trainings calls `make`."""
         return make()
 
     @property
@@ -99,30 +101,30 @@ class Connections:
     def check(self) -> None:
         """Finish all checks that were left for later."""
 
-    def agreement(self, trainer: pl.Trainer, stops: StopAgreement, control: Control) -> Callable[[], None]:
+    def make_agreement(self, trainer: pl.Trainer, stops: StopAgreement, control: Control) -> Callable[[], None]:
         """Return a function by which the ranks of `control` agree on stopping; they are at the same batch."""
-        return stops.agree
+        return stops.agree_on_stop
 
     def go_home(self) -> None:
         """Take the training's weights and optimizers out of memory that trainings share."""
 
-    def leave(self, control: Control | None, down: bool) -> None:
-        """Give up what `connect` returned: the training has no use for it any more.
+    def release_control(self, control: Control | None, down: bool) -> None:
+        """Release what `connect` returned.
 
         Args:
-            control: that; None if it failed.
-            down: the other ranks can't be counted on.
+            control: the result of `connect`; None if it failed.
+            down: other ranks may have ended.
         """
         if control is not None:
             control.close()
         self.watch.close()  # others may be gone before the rest is done
 
-    def renew(self, control: Control) -> None:
-        """Close what may have been used again after `leave`, as by Trainer.save_checkpoint; others are made next."""
+    def renew_control(self, control: Control) -> None:
+        """Close connections that were used after `release_control`, as by Trainer.save_checkpoint."""
         control.close()
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that the training ends by `error`."""
+    def report_failure(self, error: BaseException) -> None:
+        """Report to the other ranks that the training ends by `error`."""
         if not isinstance(error, PeerFailure):
             self.watch.report_failure(error)
         self.watch.close()
@@ -130,20 +132,20 @@ class Connections:
 
 Join = Callable[[pl.Trainer, int, int, Callable[[], FailureWatch]], Connections]
 """Gives a training its connections: its trainer, its rank, how many there are, and what makes a watch."""
-_company: ContextVar[Join | None] = ContextVar("lightning_pipes_company", default=None)
+_shared_connections: ContextVar[Join | None] = ContextVar("lightning_pipes_shared_connections", default=None)
 
 
-def connections(trainer: pl.Trainer, rank: int, ranks: int, make_watch: Callable[[], FailureWatch]) -> Connections:
-    """Those of the training that is about to begin, before they are made: its own, or those of the company it is in."""
-    join = _company.get()
+def make_connections(trainer: pl.Trainer, rank: int, ranks: int, make_watch: Callable[[], FailureWatch]) -> Connections:
+    """Return the connections of the next training: its own, or those that `share_connections` has set."""
+    join = _shared_connections.get()
     return Connections(make_watch()) if join is None else join(trainer, rank, ranks, make_watch)
 
 
 @contextmanager
-def in_company(join: Join) -> Iterator[None]:
-    """Trainings that begin in the block, in its thread, get the connections that `join` gives them."""
-    token = _company.set(join)
+def share_connections(join: Join) -> Iterator[None]:
+    """Give trainings that begin in the block, in its thread, the connections that `join` returns."""
+    token = _shared_connections.set(join)
     try:
         yield
     finally:
-        _company.reset(token)
+        _shared_connections.reset(token)

@@ -47,18 +47,18 @@ class LayerCopies:
         )
         run.engine.mirror(self._mirrors, {n: TapedLayer(layer, n, run.hidden.layer) for n, layer in enumerate(full)})
 
-    def use(self, batch: Any, use: LayerUse, plan: Plan) -> LayerUse:
-        """`use` with the cut of the batch."""
+    def layer_use(self, batch: Any, use: LayerUse, plan: Plan) -> LayerUse:
+        """Return the use of a batch with its own cut."""
         return self._cuts.apply(batch, use, plan)
 
     def trains_by(self, optimizers: Sequence[Optimizer]) -> None:
         """These step the layers."""
         self._optimizers = optimizers
 
-    def stepping(self, names: Iterable[str]) -> AbstractContextManager[None]:
-        """In the block the optimizers step these layers, also those that are at home on other ranks."""
+    def step_layers(self, names: Iterable[str]) -> AbstractContextManager[None]:
+        """Let optimizers step these layers in the block, also layers whose home is another rank."""
         return self._mirrors.in_optimizers(names)
 
-    def shown(self, names: Iterable[str]) -> AbstractContextManager[None]:
-        """In the block the module has these layers, as the user's hooks see it, also those of other ranks."""
+    def show_layers(self, names: Iterable[str]) -> AbstractContextManager[None]:
+        """Show these layers to the user's hooks in the block, also layers of other ranks."""
         return self._mirrors.in_module(names)

@@ -65,8 +65,8 @@ class Training(ABC):
         """Finishes what `train` has left for later."""
 
     @abstractmethod
-    def agreement(self, stops: StopAgreement) -> Callable[[], None]:
-        """A function that has the ranks agree on stopping after a batch."""
+    def make_agreement(self, stops: StopAgreement) -> Callable[[], None]:
+        """Return a function by which ranks agree on stopping after a batch."""
 
     @abstractmethod
     def batch_complete(self, stage: Stage, item: Item) -> None:
@@ -84,8 +84,8 @@ class Training(ABC):
         """Return why hooks can't have what an optimizer keeps of a parameter, or of all; empty where they can."""
         return ""
 
-    def use(self, batch: Any) -> LayerUse | None:
-        """The layers that a batch of an evaluation needs on the device; None means those that are there."""
+    def layer_use(self, batch: Any) -> LayerUse | None:
+        """Return the layers that an evaluated batch needs on the device; None keeps those that are there."""
         return None
 
     def close(self) -> None:  # noqa: B027  # most keep nothing
@@ -198,7 +198,7 @@ class PipelineRun:
             plan,
             order,
             list(self.stages.values()),
-            connections.transport(connect),
+            connections.open_transport(connect),
             rank=rank,
             device=device,
             seed=seed,
@@ -249,9 +249,9 @@ class PipelineRun:
             self.turn_to(*plans.for_rows(self.engine.plan.jobs[0].rows))
         moving.end(self.trainer.fit_loop.total_batch_idx + 1 if number is None else number)
 
-    def agreement(self, stops: StopAgreement) -> Callable[[], None]:
-        """Return what has the ranks agree on stopping after a batch; layers that travel arrive before the end."""
-        agree = self.training.agreement(stops)
+    def make_agreement(self, stops: StopAgreement) -> Callable[[], None]:
+        """Return a function by which ranks agree on stopping; layers that travel arrive before the end."""
+        agree = self.training.make_agreement(stops)
 
         def then_finish() -> None:
             agree()
@@ -261,8 +261,8 @@ class PipelineRun:
         return then_finish
 
     @property
-    def streams(self) -> bool:
-        """Whether stages step apart, for batches overlap."""
+    def is_asynchronous(self) -> bool:
+        """Whether batches overlap, so that stages step at different times."""
         return self.training.streams
 
     def turn_to(self, plan: Plan, order: Program | Policy) -> None:
@@ -358,8 +358,8 @@ class PipelineRun:
         held = {number: stage.layers.values() for number, stage in self.stages.items()}
         return self.saved_bytes.of(held, optimizers)
 
-    def settle(self) -> None:
-        """Nothing is trained any more: layers that took turns on the device have tensors of their own again."""
+    def settle_layers(self) -> None:
+        """Give layers that took turns on the device tensors of their own again, after training."""
         self.training.close()
 
     def close(self) -> None:

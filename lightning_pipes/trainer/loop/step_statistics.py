@@ -74,14 +74,14 @@ class StepStatistics:
         """One more window of this rank."""
         self._windows.append(window)
 
-    def look(self, plan: Plan) -> tuple[Observation, ...]:
+    def observe_plan(self, plan: Plan) -> tuple[Observation, ...]:
         """All looks at `plan`, this one included where there were two windows of it since the last one; the oldest
         first. A plan that has not run, as for the short last batch of an epoch, leaves all for the next look."""
         own = [window for window in self._windows if window.plan is plan]
         if len(own) < 2:
             return tuple(self._seen) if plan is self._plan else ()
         self._windows.clear()
-        return self.together(self._ranks.control.all_gather(self.own_statistics(plan, own)), plan)
+        return self.merge_observations(self._ranks.control.all_gather(self.own_statistics(plan, own)), plan)
 
     def own_statistics(self, plan: Plan, own: Sequence[Window]) -> RankStatistics:
         """This rank's part of a look, by windows of `plan`; nobody is asked for it."""
@@ -90,8 +90,8 @@ class StepStatistics:
             [sample_of(*pair) for pair in pairwise(own[-AVERAGED:])], operations_of(own), device, free
         )
 
-    def together(self, sights: Sequence[RankStatistics], plan: Plan) -> tuple[Observation, ...]:
-        """All looks at `plan`, as `look`, with one that consists of the parts of all ranks."""
+    def merge_observations(self, sights: Sequence[RankStatistics], plan: Plan) -> tuple[Observation, ...]:
+        """Return all observations of `plan`, with one that consists of the parts of all ranks."""
         if plan is not self._plan:
             self._plan = plan
             self._seen.clear()

@@ -21,7 +21,7 @@ from lightning_pipes.trainer.ranks.control import Control
 
 
 class StopAgreement:
-    """Signal handlers only take note; `agree` is called where all ranks are, and makes the note common.
+    """Signal handlers only take note; `agree_on_stop` is called where all ranks are, and makes the note common.
 
     Args:
         told: whether the process was told to end in another way, as an array's siblings are.
@@ -51,20 +51,20 @@ class StopAgreement:
         patches.callback(private.restore_signal_handlers, trainer)
         patches.callback(private.restore_sigterm_broadcast, trainer)
 
-    def agree(self) -> None:
-        """After this call every rank stops, or none.
+    def agree_on_stop(self) -> None:
+        """Make every rank stop, or none.
 
         Raises:
             PipelineError: the epoch ends here on some ranks only.
         """
-        self.settle(self._control.any(*self.flags()))
+        self.apply_flags(self._control.any(*self.stop_flags()))
 
-    def flags(self) -> tuple[bool, ...]:
-        """The flags of this rank, for `settle`."""
+    def stop_flags(self) -> tuple[bool, ...]:
+        """Return the flags of this rank, for `apply_flags`."""
         last = self._trainer.is_last_batch
         return self._trainer.should_stop, self._is_to_end, self._requeue is not None, last, not last
 
-    def settle(self, found: Sequence[bool], batch: int | None = None) -> None:
+    def apply_flags(self, found: Sequence[bool], batch: int | None = None) -> None:
         """Does what the flags of all ranks ask for, which they raised after batch number `batch`, by default this one.
 
         Raises:
@@ -83,13 +83,15 @@ class StopAgreement:
             self._terminate()
 
     def agree_to_leave(self, pipeline: Control) -> None:
-        """The part of `agree` that matters where nothing is trained: SIGTERM. Replicas may have other numbers of
-        batches there, so each is asked by itself."""
+        """Agree on SIGTERM alone, where nothing is trained.
+
+        Replicas may evaluate different numbers of batches, so each pipeline agrees by itself.
+        """
         if any(pipeline.any(self._is_to_end)):
             self._terminate()
 
-    def end(self) -> None:
-        """Called when the run is over: ends a process that SIGTERM came to after the last batch, as SIGTERM does."""
+    def end_run(self) -> None:
+        """End the process if SIGTERM arrived after the last batch."""
         if self._sigterm and not self.terminated and private.ends_at_sigterm(self._trainer):
             end_as_terminated()
 
@@ -124,8 +126,8 @@ def as_terminated(error: SIGTERMException) -> SIGTERMException:
     return error
 
 
-def terminated() -> SIGTERMException:
-    """The error that Lightning raises after SIGTERM, with that status."""
+def sigterm_error() -> SIGTERMException:
+    """Return the error that Lightning raises after SIGTERM, with its exit status."""
     return as_terminated(SIGTERMException())
 
 
@@ -166,13 +168,13 @@ class LateAgreement:
         self._flush = flush
         self._asked: deque[tuple[int, Callable[[], list[bool]]]] = deque()  # by batch
 
-    def agree(self) -> None:
-        """After this call every rank stops, or none.
+    def agree_on_stop(self) -> None:
+        """Make every rank stop, or none.
 
         Raises:
             PipelineError: an epoch has ended on some ranks only.
         """
-        flags = self._stops.flags()
+        flags = self._stops.stop_flags()
         self._trainer.should_stop = False  # not before the others
         self._asked.append((self._trainer.fit_loop.batch_idx, self._control.start_any(*flags)))
         while self._asked and (self._flushed() or len(self._asked) > self._late):
@@ -182,4 +184,4 @@ class LateAgreement:
                 self._flush()  # all ranks are here, and hear of it after the same batch
                 found[:3] = [any(flags) for flags in zip(found[:3], *(a()[:3] for _, a in self._asked), strict=True)]
                 self._asked.clear()
-            self._stops.settle(found, batch)
+            self._stops.apply_flags(found, batch)

@@ -38,29 +38,29 @@ class StreamStatistics:
         self._ended: list[Window] = []
         self._from = 0  # events that end before were looked at
 
-    def ended(self, window: Window) -> None:
+    def add_window(self, window: Window) -> None:
         """A flush has ended this window of the rank; those since the last look count."""
-        events = counted(window.events, self._from)
+        events = complete_events(window.events, self._from)
         if events:
             self._ended.append(replace(window, events=events))
 
     @property
-    def pending(self) -> bool:
-        """Whether a look waits for its answer."""
+    def is_pending(self) -> bool:
+        """Whether an observation waits for other ranks."""
         return self._begun is not None
 
-    def forget(self) -> None:
-        """The look that waits is of no use any more."""
+    def drop_observation(self) -> None:
+        """Drop the observation that waits for other ranks."""
         self._begun = None
 
-    def begin(self, batch: int, window: Window) -> None:
+    def start_observation(self, batch: int, window: Window) -> None:
         """Leaves what this rank has seen of a plan, before batch number `batch`; no look waits.
 
         Args:
             window: the one that goes on.
         """
         plan = window.plan
-        self.ended(window)
+        self.add_window(window)
         self._from = max((e.end for each in (*self._ended, window) for e in each.events), default=self._from)
         first = replace(window, events=[])  # a sample is that of a window after another one
         sight = self._looks.own_statistics(plan, [first, *(each for each in self._ended if each.plan is plan)])
@@ -72,7 +72,7 @@ class StreamStatistics:
         self._notices.put(self._name(batch, self._rank), sight)
         self._begun = batch, plan, sight
 
-    def answer(self, batch: int, rows: int, flushed: bool) -> tuple[Observation, ...] | None:
+    def collect_observations(self, batch: int, rows: int, flushed: bool) -> tuple[Observation, ...] | None:
         """The sights of all ranks of the plan for a batch of `rows` samples, before batch number `batch`; None where
         there is nothing new of it, or some may not have told yet.
 
@@ -86,14 +86,14 @@ class StreamStatistics:
             return None
         self._begun = None
         sights = [mine if r == self._rank else self._notices.get(self._name(begun, r)) for r in self._ranks]
-        return self._looks.together(sights, plan)
+        return self._looks.merge_observations(sights, plan)
 
     @staticmethod
     def _name(batch: int, rank: int) -> str:
         return f"look/{batch}/{rank}"
 
 
-def counted(events: Sequence[Event], since: int) -> list[Event]:
+def complete_events(events: Sequence[Event], since: int) -> list[Event]:
     """Events of batches that have begun and ended since a time of the rank's clock, with batches counted from 0."""
     events = [e for e in events if e.start > since]
     ended = {e.instruction.batch for e in events if e.instruction.kind is Kind.STEP}

@@ -26,7 +26,7 @@ class WindowRecorder:
         self._batches += 1
         self._uses.append(use)
 
-    def ended(self, engine: Engine, plans: Plans) -> Window:
+    def last_window(self, engine: Engine, plans: Plans) -> Window:
         """All of them on this rank, or the last ones, counted anew; `plans` are what ordered them."""
         plan, batches, uses = engine.plan, self._batches, tuple(self._uses)
         self._batches = 0

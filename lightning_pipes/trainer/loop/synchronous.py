@@ -123,9 +123,9 @@ class SynchronousTraining(Training):
     def drain(self) -> None:
         pass
 
-    def agreement(self, stops: StopAgreement) -> Callable[[], None]:
+    def make_agreement(self, stops: StopAgreement) -> Callable[[], None]:
         run, trainer = self._run, self._run.trainer
-        agree = run.connections.agreement(trainer, stops, run.control)
+        agree = run.connections.make_agreement(trainer, stops, run.control)
 
         def then_settle() -> None:
             agree()

@@ -35,15 +35,17 @@ def wrap_hooks(
         start_epoch: called when an epoch has begun.
     """
     module, callbacks, scope = run.cut.module, private.callbacks(trainer), run.cut.scope
-    HookClipping(lambda: run.part.parameters, scope, run.part.holdings, None if run.streams else pipeline, patches)
+    HookClipping(
+        lambda: run.part.parameters, scope, run.part.holdings, None if run.is_asynchronous else pipeline, patches
+    )
     track_hooks(module, callbacks, scope, patches)
     OptimizersView(run.part.layouts, scope, patches, run.training.why_no_state)
-    step_whole = not run.streams or isinstance(run.plans.schedule, Schedule)
+    step_whole = not run.is_asynchronous or isinstance(run.plans.schedule, Schedule)
     track_optimizer_steps(run.part.optimizers, scope, patches, step_whole)
     synchronise = partial(run.state.synchronise_ranks, pipeline, run.last_rank, run.last)
     followed = partial(run.state.follow_hook, synchronise=synchronise)
-    wrap_module_hooks(module, patches, followed, run.last, run.streams, agree, start_epoch)
-    if run.streams:  # where stages step apart, each logs for itself
+    wrap_module_hooks(module, patches, followed, run.last, run.is_asynchronous, agree, start_epoch)
+    if run.is_asynchronous:  # where stages step apart, each logs for itself
         check_clearing(module, run.plans.schedule.name, patches)
     else:
         GradientLogs(module, callbacks, pipeline, run.replay, run.last_rank, patches)

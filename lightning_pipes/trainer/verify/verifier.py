@@ -90,7 +90,7 @@ class Verifier(StageListener):
         names = list(cut.full._modules)
         local = {n: layer for n, layer in enumerate(cut.full) if n in cut.local}
         self._parts = Parts(cut.module, cut.path, local, names)
-        layers = dict(enumerate(cut.full)) if run.streams else local  # a stream may run others' layers here
+        layers = dict(enumerate(cut.full)) if run.is_asynchronous else local  # a stream may run others' layers here
         self._inputs = LayerInputs(layers, lambda: self._current)
         weights = Record(-1)
         self._parts.add_weights(weights, buffers_outside=False)
@@ -169,12 +169,12 @@ class Verifier(StageListener):
 
     def training_step_ended(self, out: Any) -> None:
         """The step of a batch has given `out`."""
-        if not self._run.streams and self._records:
+        if not self._run.is_asynchronous and self._records:
             self._keep_result(max(self._records), out)
 
     def backward_ended(self) -> None:
         """Hooks around the backward of a batch have run."""
-        if self._run.streams or not self._records:
+        if self._run.is_asynchronous or not self._records:
             return
         record = self._records[max(self._records)]
         if record.complete or self._slices is not None:
@@ -192,9 +192,9 @@ class Verifier(StageListener):
             return
         run, trainer = self._run, self._trainer
         newest = self._records[max(self._records)]
-        self._batches = len(self._records) if run.streams else self._batches + 1
+        self._batches = len(self._records) if run.is_asynchronous else self._batches + 1
         ends = newest.complete and self._batches >= self._wanted.batches
-        if run.streams:
+        if run.is_asynchronous:
             if not ends:
                 return
             run.drain()
@@ -247,7 +247,7 @@ class Verifier(StageListener):
         plain = private.plain_optimizer(optimizer)
         optimizers = [private.plain_optimizer(each) for each in self._trainer.optimizers]
         which = next((n for n, each in enumerate(optimizers) if each is plain), 0)
-        if self._run.streams:
+        if self._run.is_asynchronous:
             for group in plain.param_groups if self._stepping else ():
                 for parameter in group["params"]:
                     key = self._stepping.get(id(parameter))
@@ -265,7 +265,7 @@ class Verifier(StageListener):
         control, source = self._control, self._run.last_rank
         own = {key for key in record.values if key.phase in GRADIENTS or key.phase is Phase.WEIGHT}
         known = set().union(*control.all_gather(own))
-        if self._run.streams:
+        if self._run.is_asynchronous:
             self._carry_weights(record, known)
         found: list[Difference] = []
         notes: Sequence[str] = ()
@@ -290,7 +290,7 @@ class Verifier(StageListener):
 
     def _turn_to_slices(self, reason: str) -> None:
         """Compare each layer alone from the next batch on."""
-        if self._run.streams:
+        if self._run.is_asynchronous:
             raise PipelineError(
                 f"verify: {reason}; layers of a schedule that does not flush can't be compared alone. Verify a smaller "
                 "module, or with a schedule that flushes, such as '1f1b'"
@@ -338,7 +338,7 @@ class Verifier(StageListener):
         ours, theirs = record.of_layer(answer.layer), answer.values
         found = self._comparison.compare_values(record.number, ours, theirs, answer.rounding)
         missing = _gradients(theirs).keys() - ours.keys() if record.complete else set()
-        if self._run.streams:  # a batch steps its layers anywhere
+        if self._run.is_asynchronous:  # a batch steps its layers anywhere
             missing = missing - known if self._run.last else set()
         else:
             missing = {key for key in missing if key._replace(phase=Phase.WEIGHT) in ours}

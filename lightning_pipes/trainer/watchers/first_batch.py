@@ -22,7 +22,7 @@ class FirstBatch(Watcher):
         if not self._warns:
             return
         run, plan = self._run, self._run.engine.plan
-        if not run.streams:
+        if not run.is_asynchronous:
             self._warns = False
             warn_about_small_batch(step.rows, plan.n_stages)
         elif len(plan.spans(Kind.F, 0)) > 1:

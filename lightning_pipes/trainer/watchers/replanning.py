@@ -35,7 +35,7 @@ class Replanning(Watcher):
         run, plans = self._run, self._run.plans
         if not plans.due(step.number):
             return plans
-        looks = run.statistics.look(plans.for_rows(step.rows)[0])
+        looks = run.statistics.observe_plan(plans.for_rows(step.rows)[0])
         return plans.revised(step.rows, looks, batches_left(run.trainer))
 
 
@@ -50,12 +50,12 @@ class StreamReplanning(Replanning):
     def _revised_plans(self, step: TrainingStep) -> Plans:
         run, plans, engine, statistics = self._run, self._run.plans, self._run.engine, self._training.statistics
         if plans is not self._seen_by:  # layers have moved since
-            statistics.forget()
+            statistics.drop_observation()
             self._seen_by = plans
-        if plans.due(step.number) and not statistics.pending:
+        if plans.due(step.number) and not statistics.is_pending:
             plan, order = plans.for_rows(engine.plan.jobs[0].rows if engine.open else step.rows)
-            statistics.begin(step.number, Window(plan, order, engine.under_way))
-        found = statistics.answer(step.number, step.rows, flushed=not engine.open)
+            statistics.start_observation(step.number, Window(plan, order, engine.under_way))
+        found = statistics.collect_observations(step.number, step.rows, flushed=not engine.open)
         if found is None:
             return plans
         self._throttle(plans.throttles(found), found[-1].free if found else ())

@@ -125,21 +125,21 @@ def test_looks_are_those_of_the_plan_that_runs() -> None:
         for _ in range(count):
             seen.add(Window(of, order, simulate(order, of, CostModel.uniform(1, 1.0, 2.0)).events))
 
-    assert seen.look(plan) == ()
+    assert seen.observe_plan(plan) == ()
     windows(plan, 3)
-    (first,) = seen.look(plan)
+    (first,) = seen.observe_plan(plan)
     assert (first.batches, first.devices[0]["wait"], first.free) == (3, 0.0, (0,))
     windows(plan, 4)
-    before, second = seen.look(plan)
+    before, second = seen.observe_plan(plan)
     assert (before, second.batches) == (first, 4)
     windows(plan, 2)
     windows(other, 1)
-    assert seen.look(other) == ()  # a short batch
-    *_, third = seen.look(plan)
+    assert seen.observe_plan(other) == ()  # a short batch
+    *_, third = seen.observe_plan(plan)
     assert (third.batches, third.devices[0]["wait"]) == (2, 2.0)
     windows(plan, 1)
     windows(other, 2)
-    (third,) = seen.look(other)
+    (third,) = seen.observe_plan(other)
     assert (third.batches, third.devices[0]["wait"]) == (2, 3.0)
 
 
