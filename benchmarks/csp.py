@@ -15,11 +15,13 @@ from benchmarks.papers.csp.decision import decision_us
 from benchmarks.papers.csp.emulation.kernel import STREAM
 from benchmarks.papers.csp.figures import bounds, costs, scaling, spaces, split, swaps
 from benchmarks.papers.csp.reproducibility import trained
-from lightning_pipes.strategies.csp.planner import MICROBATCHES
+
+MICROBATCHES = 8
+"""The number that `decision_us` is for: a busy queue."""
 
 
 def decision(quick: bool) -> Report:
-    """The cost of a decision with 30 subnets queued, by number of micro-batches; `decision_us` is for the default."""
+    """The cost of a decision with 30 subnets queued, by number of micro-batches; `decision_us` is for `MICROBATCHES`."""
     report = Report(["M   us a decision   us to take a subnet in   queued"])
     for m in (1, MICROBATCHES, 2 * MICROBATCHES):
         found = decision_us(m, subnets=80 if quick else 150)

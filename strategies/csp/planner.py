@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 from lightning_pipes.ir import Plan
 from lightning_pipes.planning.planner import EvenPlanner, Planner, Problem
 
-MICROBATCHES = 8
-"""Where nobody says how many. On 4, 8 and 16 stages it has at least 0.9, 0.84 and 0.77 of the throughput of the best
-number, in simulations of the paper's spaces; nearly all of it where layers are rarely shared."""
+MICROBATCHES = 1
+"""The number where nobody says one. On real layers a whole batch is fastest: smaller pieces use a device less well, and
+each piece costs messages and Python again. Subnets overlap already, so micro-batches are not needed to fill stages."""
 
 
 @dataclass(frozen=True)
 class SubnetPlanner(Planner):
-    """The same even cut on every stage, into as many micro-batches on any number of stages: gradients are then summed
-    in the same order, and weights are the same to the bit.
+    """Cuts batches evenly into as many micro-batches on any number of stages.
 
-    For the same reason it does not go by measured times, which differ from run to run. The fastest number for a
-    space comes from simulations, as in benchmarks/papers/csp/emulation/systems.py; pass it as `microbatches`.
+    Gradients are then summed in the same order, and weights are equal to the bit. For the same reason the number does
+    not depend on measured times, which differ from run to run. More micro-batches pay where a layer that all subnets
+    step makes them wait for each other, and where one micro-batch still fills a device; pass them as `microbatches`.
     """
 
     def plan(self, problem: Problem) -> Plan:

@@ -1,20 +1,36 @@
-"""The first lines of docs/supernets.md run as they are."""
+"""The first lines of docs/supernets.md run as they are, on two processes, and subnets overlap there."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from lightning_pipes.ir import Kind
+from lightning_pipes.testing.ranks import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "supernets.md"
 
 
-def test_the_first_lines_run(tmp_path: Path) -> None:
+def run_page(rank: int, directory: str) -> tuple[list[int], bool, float]:
+    """Run the page's code; return the steps and subnets, whether subnets overlapped, and the sum of all weights."""
     code = PAGE.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(96, 64), torch.randint(10, (96,)))
-    names = {"data": data, "__name__": "page"}
+    names: dict[str, Any] = {"data": data, "__name__": "page"}
     quiet = "max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False"
-    code = code.replace("max_epochs=2", f"{quiet}, default_root_dir={str(tmp_path)!r}")
-    exec(code, names)
-    assert names["stream"].next == names["trainer"].global_step == 6  # type: ignore[attr-defined]
+    exec(code.replace("max_epochs=2", f"{quiet}, default_root_dir={directory!r}"), names)
+    events = names["strategy"].report.measured.events if rank == 0 else ()
+    started = {e.instruction.batch: e.start for e in reversed(events) if e.instruction.kind is Kind.F}
+    stepped = {e.instruction.batch: e.end for e in events if e.instruction.kind is Kind.STEP}
+    overlap = any(started[n + 1] < stepped[n] for n in stepped if n + 1 in started)
+    total = sum(float(p.double().sum()) for p in names["module"].parameters())
+    return [names["trainer"].global_step, names["stream"].next], overlap, total
+
+
+def test_the_first_lines_run(tmp_path: Path) -> None:
+    first, second = run_ranks(run_page, 2, str(tmp_path), timeout=100)
+    assert first[0] == second[0] == [6, 6]
+    assert first[1]
+    assert first[2] == second[2]
