@@ -21,7 +21,7 @@ MICROBATCHES = 8
 
 
 def decision(quick: bool) -> Report:
-    """The cost of a decision with 30 subnets queued, by number of micro-batches; `decision_us` is for `MICROBATCHES`."""
+    """The cost of a decision with 30 subnets queued, by number of micro-batches; `decision_us` is with eight."""
     report = Report(["M   us a decision   us to take a subnet in   queued"])
     for m in (1, MICROBATCHES, 2 * MICROBATCHES):
         found = decision_us(m, subnets=80 if quick else 150)
