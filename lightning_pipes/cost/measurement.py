@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from lightning_pipes.cost.table import Table, at_rows
@@ -146,3 +147,81 @@ def dispatch_delays(timeline: RecordedTimeline, of: Set[Kind] = COMPUTE) -> list
                 found.append(max(0, start - max(free.get(rank, 0), *inputs, 0)))
             free[rank] = end
     return found
+
+
+class InputQueue(NamedTuple):
+    """The inputs that waited at one stage when its rank turned to them (Ada-Grouper, S4.4).
+
+    A rank turns to a computation when it has ended the one before. If the queue is empty then, the rank stalls.
+
+    Attributes:
+        kind: F for activations, B for gradients.
+        stage: the stage that consumes them.
+        lengths: inputs that had arrived and were not consumed, at each launch.
+        stalled: nanoseconds that the rank waited at each launch.
+        steady: the numbers of launches between the stage's first backward and its last forward, where the pipeline
+            neither fills nor drains.
+    """
+
+    kind: Kind
+    stage: int
+    lengths: tuple[int, ...]
+    stalled: tuple[int, ...]
+    steady: tuple[int, ...]
+
+    @property
+    def slack(self) -> int | None:
+        """The shortest queue of the steady launches; None where there are none."""
+        return min((self.lengths[n] for n in self.steady), default=None)
+
+    @property
+    def empty(self) -> int:
+        """The number of launches that found no input."""
+        return self.lengths.count(0)
+
+    @property
+    def mean(self) -> float:
+        """The mean length of the queue."""
+        return fmean(self.lengths)
+
+
+def input_queues(timeline: RecordedTimeline) -> tuple[InputQueue, ...]:
+    """Return the queues of arrived inputs of every stage that receives, by direction and stage."""
+    plan, arrived = timeline.plan, defaultdict[tuple[Kind, int], list[int]](list)
+    arrivals = {i: end for _, i, _, end in timeline.events if i.kind in SENDS}
+    for i, end in arrivals.items():
+        arrived[(Kind.F, i.stage + 1) if i.kind is Kind.SF else (Kind.B, i.stage - 1)].append(end)
+    for times in arrived.values():
+        times.sort()
+    consumed: dict[tuple[Kind, int], set[Instruction]] = defaultdict(set)
+    begin = min((e[2] for e in timeline.events), default=0)
+    free: dict[int, int] = {}
+    found: dict[tuple[Kind, int], list[tuple[int, int, int]]] = defaultdict(list)
+    first, last = dict[int, int](), dict[int, int]()
+    computed = sorted((e for e in timeline.events if e[1].kind in COMPUTE), key=lambda e: e[2])
+    for rank, i, start, end in computed:
+        if i.kind is Kind.F:
+            last[i.stage] = start
+        elif i.kind is not Kind.STEP:
+            first.setdefault(i.stage, start)
+        key = (Kind.F if i.kind is Kind.F else Kind.B, i.stage)
+        inputs = {n for n in needs(i, plan) if n.kind in RECEIVES and send_of(n) in arrivals}
+        if inputs - consumed[key]:
+            due = free.get(rank, begin)
+            stalled = max(0, max(arrivals[send_of(n)] for n in inputs) - due)
+            found[key].append((bisect_right(arrived[key], due) - len(consumed[key]), stalled, start))
+            consumed[key] |= inputs
+        free[rank] = end
+    return tuple(
+        InputQueue(
+            *key,
+            tuple(length for length, _, _ in launches),
+            tuple(stalled for _, stalled, _ in launches),
+            tuple(
+                n
+                for n, (_, _, start) in enumerate(launches)
+                if first.get(key[1], start) <= start <= last.get(key[1], -1)
+            ),
+        )
+        for key, launches in sorted(found.items())
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from lightning_pipes.ir import PipelineError, Plan
+from lightning_pipes.ir import Kind, PipelineError, Plan
 from lightning_pipes.planning.auto import installed_variants
 from lightning_pipes.planning.formatting import (
     describe_moves,
@@ -283,6 +283,7 @@ def _limits(model: WhatIf) -> Iterator[str]:
 
 
 def _notes(record: RunRecord) -> Iterator[str]:
+    yield from _queue_notes(record)
     if record.measured is not None and record.measured.makespan:
         off = record.predicted.makespan / record.measured.makespan - 1
         if abs(off) > 0.1:
@@ -301,3 +302,25 @@ def _notes(record: RunRecord) -> Iterator[str]:
                 f"{seconds_text(1e9 * record.between)} pass between two {steps}, {share:.0%} of all "
                 "time: loading data, the optimizer, logging and callbacks."
             )
+
+
+def _queue_notes(record: RunRecord) -> Iterator[str]:
+    """Yield a sentence on the inputs that waited while the pipeline was full, as measured (Ada-Grouper, S4.4)."""
+    queues = () if record.measured is None else record.measured.input_queues
+    steady = [q for q in queues if q.slack is not None]
+    if not steady:
+        return
+    if min(q.slack or 0 for q in steady) > 0:
+        yield (
+            "While the pipeline was full, an input waited at every launch: no rank stalled there, so links are fast "
+            "enough for this schedule."
+        )
+        return
+    worst = max(steady, key=lambda q: sum(q.stalled[n] for n in q.steady))
+    what = "activation" if worst.kind is Kind.F else "gradient"
+    empty = sum(worst.lengths[n] == 0 for n in worst.steady)
+    yield (
+        f"While the pipeline was full, stage {worst.stage} found no {what} at {empty} of {len(worst.steady)} launches "
+        f"and waited {seconds_text(sum(worst.stalled[n] for n in worst.steady))}: the stage or link that it comes from "
+        "is slow, or more micro-batches have to be under way."
+    )

@@ -10,7 +10,7 @@ from statistics import fmean, median, pstdev
 from typing import NamedTuple
 
 from lightning_pipes.cost import CostModel, ModelProfile, Table
-from lightning_pipes.cost.measurement import dispatch_delays, times_of_passes
+from lightning_pipes.cost.measurement import dispatch_delays, input_queues, times_of_passes
 from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, Span, layer_passes
 
 Key = tuple[Kind, int, int]
@@ -32,6 +32,8 @@ class StepSample(NamedTuple):
         impossible: how many transfers were left out, as their stamps contradict each other, by the stage before their
             link.
         took: nanoseconds from its first event to its last.
+        slack: the shortest queue of arrived inputs at launches while the pipeline was full; None without such launches.
+        stalled: nanoseconds that the rank waited for inputs; None where it received none.
     """
 
     means: dict[Key, float]
@@ -39,6 +41,8 @@ class StepSample(NamedTuple):
     lag: float
     impossible: Mapping[int, int]
     took: int
+    slack: int | None = None
+    stalled: int | None = None
 
     @classmethod
     def from_events(
@@ -64,7 +68,9 @@ class StepSample(NamedTuple):
         computed = [(i, end - start, plan) for _, i, start, end in events if i.kind in COMPUTE - {Kind.STEP}]
         for (kind, stage), by in times_of_passes(computed).items():
             durations |= {(kind, stage, rows): times for rows, times in by.items()}
-        waited = dispatch_delays(_Recorded(plan, events), COMPUTE - {Kind.F} if chosen else COMPUTE)
+        recorded = _Recorded(plan, events)
+        waited = dispatch_delays(recorded, COMPUTE - {Kind.F} if chosen else COMPUTE)
+        queues = input_queues(recorded)
         means = {key: fmean(found) for key, found in durations.items()}
         return cls(
             means,
@@ -72,6 +78,8 @@ class StepSample(NamedTuple):
             median(waited) if waited else 0.0,
             impossible,
             max((e[3] for e in events), default=0) - min((e[2] for e in events if e[1].kind in COMPUTE), default=0),
+            min((q.slack for q in queues if q.slack is not None), default=None),
+            sum(sum(q.stalled) for q in queues) if queues else None,
         )
 
 
@@ -106,6 +114,8 @@ class Averages:
     _settled: set[Key] = field(default_factory=set)
     _spread: dict[Key, float] = field(default_factory=dict)
     _lag: deque[float] = field(default_factory=deque)
+    _slack: deque[int] = field(default_factory=deque)
+    _stalled: deque[float] = field(default_factory=deque)
     impossible: int = 0
     """Transfers of the last step that were left out."""
     drifted: tuple[Key, ...] = ()
@@ -129,6 +139,13 @@ class Averages:
         self._lag.append(median(step_lags) if step_lags else 0.0)
         if len(self._lag) > self.window:
             self._lag.popleft()
+        known = [sample.slack for sample in samples if sample.slack is not None]
+        shares = [sample.stalled / sample.took for sample in samples if sample.stalled is not None and sample.took]
+        for kept, found in ((self._slack, known), (self._stalled, shares)):
+            if found:
+                kept.append(min(found))  # type: ignore[arg-type]
+            if len(kept) > self.window:
+                kept.popleft()
 
     @property
     def lag(self) -> float:
@@ -139,6 +156,16 @@ class Averages:
     def unsteadiness(self) -> float:
         """How much the transfers of one link differ within a step, at most: standard deviation over mean."""
         return max(self._spread.values(), default=0.0)
+
+    @property
+    def slack(self) -> int | None:
+        """The fewest inputs that waited at a launch while the pipeline was full, in the last `window` steps."""
+        return min(self._slack, default=None)
+
+    @property
+    def stalled(self) -> float | None:
+        """The share of a step in which the rank that stalled least waited for inputs, the most of the last steps."""
+        return max(self._stalled, default=None)
 
     def has_measured(self, plan: Plan) -> bool:
         """Whether all micro-batches of `plan` have sizes that were measured; else costs are extrapolated."""

@@ -96,6 +96,9 @@ class TuningDecision:
         chosen: what shall run.
         effect: what the links do.
         unsteadiness: standard deviation over mean of the transfers of the worst link.
+        slack: the fewest inputs that waited at a launch while the pipeline was full; None where nothing was received.
+        stalled: the share of a step in which the rank that stalled least found no input, 0 to 1; None likewise. Another
+            order of the same micro-batches can't save more (Ada-Grouper, S4.4: with an input there, no rank stalls).
     """
 
     ranked: tuple[Ranked, ...]
@@ -103,6 +106,8 @@ class TuningDecision:
     chosen: Ranked
     effect: Effect
     unsteadiness: float = 0.0
+    slack: int | None = None
+    stalled: float | None = None
 
     @property
     def has_change(self) -> bool:
@@ -188,10 +193,14 @@ class Chooser:
         margin = self.hysteresis * (2 if best.extrapolated else 1)
         worth_it = best.seconds < now.seconds * (1 - margin)
         better_order = unsteady and _is_policy(best) and not _is_policy(now)
+        if best.candidate.plan == current.plan and measured.stalled is not None and measured.stalled < margin:
+            worth_it = better_order = False
         chosen = best if worth_it or better_order or listed is None else now
         if chosen is not now:
             self._verify(chosen.candidate)
-        return TuningDecision(tuple(_sorted(every)), now, chosen, effect, measured.unsteadiness)
+        return TuningDecision(
+            tuple(_sorted(every)), now, chosen, effect, measured.unsteadiness, measured.slack, measured.stalled
+        )
 
     def prepare(self, candidates: Iterable[Candidate], costs: CostModel) -> None:
         """Does for candidates that are known before anything is measured what their first decision would have to: sets

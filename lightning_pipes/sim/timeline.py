@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import chain
 
 from lightning_pipes.cost.links.regime import Regime, describe_regimes
+from lightning_pipes.cost.measurement import InputQueue, input_queues
 from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, Program
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.gantt import gantt
@@ -119,6 +120,11 @@ class Timeline:
             busy[link] = busy.get(link, 0) + max(0, e.end - begun)
             until[link] = max(e.end, until.get(link, 0))
         return busy
+
+    @cached_property
+    def input_queues(self) -> tuple[InputQueue, ...]:
+        """The queues of arrived inputs at each launch, by direction and stage; empty where nothing is sent."""
+        return input_queues(self)
 
     def program(self) -> Program:
         """The order in which the ranks computed: a finite program, without transfers."""

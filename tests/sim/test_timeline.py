@@ -1,7 +1,10 @@
 import random
 
+import pytest
+
 from lightning_pipes.ir import F, Instruction, Kind
 from lightning_pipes.sim import Event, Timeline, simulate
+from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import tiny_plan, uniform
 from tests.sim.timelines import ONE, PLAN, TIMELINE
@@ -51,3 +54,36 @@ def test_an_empty_timeline():
 def test_efficiency_is_the_slowest_ranks_share():
     timeline = Timeline.from_events([Event(0, F(0, ONE), 0, 8), Event(1, F(1, ONE), 8, 10)], PLAN)
     assert timeline.efficiency == 0.8
+
+
+def queue_by_hand(timeline: Timeline, kind: Kind, stage: int) -> list[int]:
+    """Return the inputs that waited when the rank turned to each launch; every instant is looked at anew."""
+    rank = timeline.plan.ranks[stage]
+    sends = (Kind.SF, stage - 1) if kind is Kind.F else (Kind.SB, stage + 1)
+    found = []
+    own = sorted((e for e in timeline.computations if e.rank == rank), key=lambda e: e.start)
+    for n, launch in enumerate(own):
+        if (launch.instruction.kind, launch.instruction.stage) == (kind, stage):
+            due = own[n - 1].end if n else 0
+            arrived = {e.instruction.span for e in timeline.transfers if e.instruction[:2] == sends and e.end <= due}
+            used = {e.instruction.span for e in own[:n] if e.instruction[:2] == launch.instruction[:2]}
+            found.append(len(arrived - used))
+    return found
+
+
+@pytest.mark.parametrize("k", [1, 2, 6])
+@pytest.mark.parametrize("link", [0, 7, 30])
+def test_queues_of_arrived_inputs(k: int, link: int) -> None:
+    plan, costs = uniform(3, 6, f=10, b=20, link=link)
+    timeline = simulate(KFKB(k).program(plan), plan, costs)
+    queues = {(q.kind, q.stage): q for q in timeline.input_queues}
+    assert sorted(queues) == [(Kind.B, 0), (Kind.B, 1), (Kind.F, 1), (Kind.F, 2)]
+    for (kind, stage), queue in queues.items():
+        assert list(queue.lengths) == queue_by_hand(timeline, kind, stage)
+        assert [n == 0 for n in queue.lengths] == [
+            waited > 0 for waited in queue.stalled
+        ]  # no stall with an input there
+    for rank in range(3):  # a rank computes, or waits for an input
+        last = max(e.end for e in timeline.computations if e.rank == rank)
+        waited = sum(sum(q.stalled) for q in queues.values() if plan.ranks[q.stage] == rank)
+        assert waited == last - timeline.busy[rank]

@@ -170,6 +170,8 @@ def _described(record: RunRecord) -> str:
 
 def _sections(record: RunRecord, finding: Finding) -> Iterable[str]:
     yield _columns(_ranks(record), _stages(record))
+    if record.queues_text:
+        yield _section("Inputs that waited", _queues(record))
     if finding.changes and finding.now:
         yield _section("What was simulated", _changes(finding))
     if finding.notes:
@@ -228,6 +230,26 @@ def _ranks(record: RunRecord) -> str:
         ]
         rows.append(("slow" if rank == slowest.rank and slowest.is_uneven else "", cells))
     return _section("Ranks", _table(heads, rows) + _alternatives(record, bool(measured)))
+
+
+def _queues(record: RunRecord) -> str:
+    heads = {"stage": False, "inputs": False, "waited, mean": True, "slack": True, "stalled": True, "for": True}
+    rows = [
+        (
+            "",
+            [
+                str(q.stage),
+                "activations" if q.kind is Kind.F else "gradients",
+                f"{q.mean:.1f}",
+                "-" if q.slack is None else str(q.slack),
+                f"{q.empty} of {len(q.lengths)}",
+                seconds_text(sum(q.stalled)),
+            ],
+        )
+        for q in record.displayed_timeline.input_queues
+    ]
+    note = "Inputs that had arrived when a rank turned to the stage. Slack is the least while the pipeline is full."
+    return _table(heads, rows) + f"<p>{note}</p>"
 
 
 def _alternatives(record: RunRecord, measured: bool) -> str:

@@ -10,12 +10,13 @@ from typing import Any
 from lightning_pipes.cost import CostModel, ModelProfile
 from lightning_pipes.cost.json_files import check_json_fields
 from lightning_pipes.cost.links.link import LONGEST
-from lightning_pipes.ir import InputError, Plan, PlanError, check_count, check_fields, check_number, short_repr
+from lightning_pipes.ir import InputError, Kind, Plan, PlanError, check_count, check_fields, check_number, short_repr
 from lightning_pipes.ir.checks import field_types
 from lightning_pipes.sim.shown.memory_use import describe_peaks, estimate_alternatives
 from lightning_pipes.sim.shown.monitored import Curves, curves_of
 from lightning_pipes.sim.shown.saved import costs_data, costs_of, read_json, timeline_data, timeline_of, write_json
 from lightning_pipes.sim.timeline import Timeline
+from lightning_pipes.sim.units import seconds_text
 
 FILE = "run.json"
 """Its name in the directory of a run."""
@@ -99,6 +100,18 @@ class RunRecord:
             return ""
         predicted = self.predicted.peak_bytes if any(self.predicted.peak_bytes) else ()
         return describe_peaks(predicted, self.peaks, estimate_alternatives(self.plan, self.costs))
+
+    @property
+    def queues_text(self) -> str:
+        """A line for each stage and direction on the inputs that waited there; empty where nothing was measured."""
+        if self.measured is None or self.siblings > 1:
+            return ""
+        return "\n".join(
+            f"stage {q.stage}, {'activations' if q.kind is Kind.F else 'gradients'}: {q.mean:.1f} waited on average, "
+            f"slack {'-' if q.slack is None else q.slack}; {q.empty} of {len(q.lengths)} launches stalled, "
+            f"{seconds_text(sum(q.stalled))} in all"
+            for q in self.measured.input_queues
+        )
 
     @property
     def plan(self) -> Plan:

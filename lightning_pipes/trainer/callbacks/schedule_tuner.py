@@ -113,7 +113,9 @@ class ScheduleTuner(PipelineCallback):
 
     Every logger gets `tuner/predicted_ms` (of a step after the decision), `tuner/gain` (the share that this is less,
     0 where nothing changes), `tuner/error` (of the prediction for what ran before), `tuner/unsteadiness` (of the worst
-    link: standard deviation over mean of its transfers) and `tuner/ms` (what deciding took).
+    link: standard deviation over mean of its transfers), `tuner/slack` (the fewest inputs that waited at a launch while
+    the pipeline was full), `tuner/stalled` (the share of a step in which the rank that stalled least found no input;
+    another order is not taken where it is less than a change must promise) and `tuner/ms` (what deciding took).
 
     Args:
         interval: batches, or time, between decisions. It gets longer where deciding would take more than 0.5 % of it.
@@ -292,6 +294,8 @@ def _metrics(tuned: Tuned) -> dict[str, float]:
         "tuner/error": tuned.error,
         "tuner/unsteadiness": decision.unsteadiness,
         "tuner/ms": 1e3 * tuned.seconds,
+        **({} if decision.slack is None else {"tuner/slack": float(decision.slack)}),
+        **({} if decision.stalled is None else {"tuner/stalled": decision.stalled}),
     }
 
 

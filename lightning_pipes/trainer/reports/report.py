@@ -192,7 +192,8 @@ class PipelineReport:
         from lightning_pipes.sim import compare_timelines
 
         found = self.record.sibling_note or str(compare_timelines(self.predicted, self.measured))
-        return "\n\n".join(filter(None, [self.record.choice, found, self.record.memory_text]))
+        texts = [self.record.choice, found, self.record.queues_text, self.record.memory_text]
+        return "\n\n".join(filter(None, texts))
 
 
 def _choice(about: About, measured: Timeline) -> str:

@@ -30,7 +30,7 @@ from tests.trainers import make_trainer
 
 BATCHES, RANKS, MICROBATCHES = 12, 3, 8
 HOLDING = (Kind.F, Kind.B, Kind.I, Kind.W)
-METRICS = {f"tuner/{name}" for name in ("predicted_ms", "gain", "error", "unsteadiness", "ms")}
+METRICS = {f"tuner/{name}" for name in ("predicted_ms", "gain", "error", "unsteadiness", "slack", "stalled", "ms")}
 
 
 class Net(pl.LightningModule):
