@@ -184,7 +184,7 @@ def prepare(
             seed,
             ranks.device,
             state,
-            LeftValues(module, layers_by_number(full), lambda: holdings.local, state, cut.scope),
+            LeftValues(module, layers_by_number(full), lambda: holdings.local, state, cut.scope, cut.path),
         )
     else:
         steps = units.make_steps(precision, plan, holdings.rank, seed, by_units)

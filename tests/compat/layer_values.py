@@ -109,6 +109,51 @@ class InPlace(nn.Module):
         return self.linear(x).tanh() * min(1.0, self.count / 20)
 
 
+class Summing(nn.Module):
+    """Adds up a number of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.total = nn.Linear(WIDTH, WIDTH), 0.0
+
+    def forward(self, x: Any) -> Any:
+        y = self.linear(x).tanh()
+        self.total += float(y.detach().sum())
+        return y
+
+
+class ReadsSums(Annealed):
+    """Reads the sums of all layers, which the step scales the loss by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(Summing() for _ in range(5)), nn.Linear(WIDTH, 3))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.beta = 0.001 * sum(layer.total for layer in list(self.model)[:5])
+
+
+class Deviating(nn.Module):
+    """Keeps the standard deviation of what it returns for a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.spread = nn.Linear(WIDTH, WIDTH), 1.0
+
+    def forward(self, x: Any) -> Any:
+        y = self.linear(x).tanh() * self.spread
+        self.spread = 1 + float(y.detach().std())
+        return y
+
+
+class Deviations(Annealed):
+    """A layer of the first stage keeps what is no mean, sum or extreme over samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(Deviating(), *(nn.Linear(WIDTH, WIDTH) for _ in range(4)), nn.Linear(WIDTH, 3))
+
+
 class Thing:
     """An object of the user's."""
 

@@ -308,6 +308,20 @@ class Spread(Annealed):
         return loss
 
 
+class SumsLosses(Annealed):
+    """Adds up the losses of samples, and scales the next batch by the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.total += float(loss.detach()) * len(batch[0])
+        self.beta = self.total / 100
+        return loss
+
+
 # ---- what layers leave
 
 

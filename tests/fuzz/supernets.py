@@ -38,7 +38,6 @@ MAY_WARN = (
     (r"^average", "looks at layers while batches are under way"),
     (r"^value:.*:(step_begin|step_end):|^collected:step_end", "Batches overlap"),
     (r"^value:.*:(on_after_backward|on_before_optimizer_step):", "before the optimizer's step"),
-    (r"^value:.*rate", "before the optimizer's step, as on_before_optimizer_step, sets .* lr from"),
 )
 """Causes with which csp may train other weights, and the warning of each."""
 
@@ -81,7 +80,12 @@ def _as_with_csp(piece: Piece) -> Piece:
     refused = "." if re.search(MAY_REFUSE, piece.cause) else piece.refused
     if re.search(r"^value:.*:(on_after_backward|on_before_optimizer_step):", piece.cause):
         refused = "the optimizers of one pipeline differ"  # where learning rates are set by it
-    warned = "|".join(text for cause, text in MAY_WARN if re.search(cause, piece.cause)) or piece.warned
+    warned = [text for cause, text in MAY_WARN if re.search(cause, piece.cause)]
+    if any(
+        place.endswith("on_before_optimizer_step") and "['lr'] =" in str(code) for place, code in piece.code.items()
+    ):
+        warned.append("as on_before_optimizer_step, sets .* lr from")
+    warned = "|".join(warned) or piece.warned
     return replace(piece, refused=refused, warned=warned)
 
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 
 from tests.fuzz.module_runs import ALIKE, EQUAL, WARNED, WRONG, Verdict, alone, verdict, verdicts
-from tests.fuzz.modules import Made, moving_module, padded_module, random_module, source
+from tests.fuzz.modules import Made, moving_module, padded_module, random_module, replanned_module, source
 from tests.fuzz.pieces import MAKERS, OFF, Base, Piece, is_off
-from tests.fuzz.supernets import streamed_module, supernet_module
+from tests.fuzz.supernets import moving_stream, streamed_module, supernet_module
 
 FEW, MANY, TOGETHER = 100, 400, 50
 
 
-def look(seeds: range, make: Callable[[int], Made] = random_module, least: float = 0.7) -> None:
-    """Asserts that none of these modules comes out wrong, and that at least such a share is equal."""
+def look(seeds: Iterable[int], make: Callable[[int], Made] = random_module, least: float = 0.7) -> int:
+    """Asserts that none of these modules comes out wrong, and that at least such a share is equal.
+
+    Returns:
+        how often planners had layers move.
+    """
     cases = [make(seed) for seed in seeds]
     found = verdicts(cases)
     wrong = [told(made, came) for made, came in zip(cases, found, strict=True) if came.kind == WRONG]
@@ -26,6 +30,7 @@ def look(seeds: range, make: Callable[[int], Made] = random_module, least: float
     counts = Counter(came.kind for came in found)
     assert counts[ALIKE] <= len(cases) // 20, counts
     assert counts[EQUAL] >= len(cases) * least, counts
+    return sum(came.moved for came in found)
 
 
 def told(made: Made, came: Verdict) -> str:
@@ -50,14 +55,28 @@ def test_modules_with_padded_labels(first):
     look(range(first, first + (20 if first else 6)), padded_module)
 
 
+@pytest.mark.parametrize("first", [0, pytest.param(4, marks=pytest.mark.slow)])
+def test_modules_whose_planner_has_layers_move(first):
+    assert look(range(first, 30 if first else 4), replanned_module)
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(4, marks=pytest.mark.slow)])
+def test_streams_whose_planner_has_layers_move(first):
+    assert look(range(first, 30 if first else 4), moving_stream)
+
+
+RATES_SET_BEFORE_STEPS = (144, 198)
+"""Seeds of what once was a silent difference of streams and supernets."""
+
+
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 106, 25))])
 def test_supernets(first):
-    look(range(first, first + (25 if first else 6)), supernet_module, 0.3)
+    look(range(first, first + 25) if first else (*range(6), *RATES_SET_BEFORE_STEPS), supernet_module, 0.3)
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 106, 25))])
 def test_streams_with_old_weights(first):
-    look(range(first, first + (25 if first else 6)), streamed_module)
+    look(range(first, first + 25) if first else (*range(6), *RATES_SET_BEFORE_STEPS), streamed_module, 0.6)
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ class Evaluation:
         watchers = run.watchers.of_evaluation
         watchers.before_batch(data)
         item = Item(self._number(), data.rows, data, training=False, use=run.training.layer_use(batch))
-        run.steps.begin_batch()
+        run.steps.begin_batch(training=False)
         with watchers.around_batch(data):
             message = self._forward(step, item, batch, arguments)
         out, changes, logged, data.last_mark = run.control.broadcast(message, run.last_rank)

@@ -99,6 +99,7 @@ class LeftValues:
         local: numbers of the layers that are on this rank, which changes where layers move.
         state: of the module around the layers.
         scope: of the user's hooks, for stand-ins.
+        container: the path of the pipelined module in the user's, for messages.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class LeftValues:
         local: Callable[[], Collection[int]],
         state: ModuleState,
         scope: HookScope,
+        container: str = "",
     ) -> None:
         self._module = module
         self._full = full
@@ -128,7 +130,9 @@ class LeftValues:
         self._set_later: set[Place] = set()
         self._unsent: dict[Place, Unsent] = {}
         self._changes: dict[Place, tuple[bool, Any]] = {}
+        self._container = container
         self._merging = Merging(type(module).__name__)
+        self._trains = True
         self._overlapping = ""
 
     def expect_overlap(self, schedule: str) -> None:
@@ -153,8 +157,9 @@ class LeftValues:
         )
         self._overlapping = ""
 
-    def begin_batch(self) -> None:
+    def begin_batch(self, training: bool = True) -> None:
         """Begin a batch: each micro-batch begins with the present values of the layers."""
+        self._trains = training
         places = [place for n in (self._local() if self._places else ()) for place in self._places.get(n, ())]
         self._before = {place: self._content(place) for place in places}
         self._noted, self._whole = {}, {}
@@ -173,6 +178,16 @@ class LeftValues:
             if place in self._before:
                 self._whole[place] = _entries_of(self._content(place))
 
+    def whole_values(self) -> dict[Place, Any]:
+        """Return the values after a run with the whole batch, for other ranks."""
+        return pytree.tree_map_only(torch.Tensor, _sendable, self._whole)  # type: ignore[no-any-return]
+
+    def add_whole_values(self, values: Mapping[Place, Any]) -> None:
+        """Add those of layers on other ranks, but for large tensors."""
+        for place, value in values.items():
+            if not any(isinstance(leaf, Unsent) for leaf in pytree.tree_leaves(value)):
+                self._whole.setdefault(place, value)
+
     def end_batch(self) -> None:
         """Leave in the layers of this rank what one process would have after the batch."""
         self._changes = {place: (False, unsent) for place, unsent in self._unsent.items()}
@@ -181,10 +196,12 @@ class LeftValues:
             before, *values = map(_entries_of, (self._before.get(place), *(noted[span] for span in spans)))
             before = None if before is _ABSENT else before
             whole = self._whole.get(place)
-            merged = self._merging.merge(_path(place), before, values, [span.rows for span in spans], whole)
+            merged = self._merging.merge(self._path(place), before, values, [span.rows for span in spans], whole)
             content = Content(merged) if isinstance(noted[spans[0]], Content) else merged
             self._set(place, content)
             self._changes[place] = place in self._set_later, _tail(before, content)
+        if self._trains:  # what is evaluated before is compared in the first batch that is trained
+            self._merging.warn_of_guesses()
         self._noted, self._active = {}, False
 
     def collect_changes(self) -> dict[Place, tuple[bool, Any]]:
@@ -302,7 +319,12 @@ class LeftValues:
             if place[0] not in self._local():
                 self._assign(place, self._stand_in(place, value))
         else:
-            kept = Content(_read_entries(own)) if isinstance(value, Content) else own
+            kept = own
+            if isinstance(value, Content):
+                kept = Content(_read_entries(own))
+                self._in_place.add(place)
+            if self._active:
+                self._before.setdefault(place, kept)
             self._lent.append((place, value, kept, tensor_version(value) if isinstance(value, torch.Tensor) else 0))
             self._assign(place, value)
 
@@ -345,10 +367,23 @@ class LeftValues:
         rows = [span.rows for span in spans]
         places = dict.fromkeys(place for span in spans for place in left[span])
         return {
-            place: self._merging.merge(_path(place), None, [left[span][place] for span in spans], rows, None)
+            place: self._merging.preview(
+                self._path(place), self._content_before(place), [left[span][place] for span in spans], rows
+            )
             for place in places
             if all(place in left[span] for span in spans)
         }
+
+    def _path(self, place: Place) -> Path:
+        parts = (self._container, *place) if isinstance(place[0], int) else place
+        return tuple((".", part) for part in parts if part != "")
+
+    def _content_before(self, place: Place) -> Any:
+        """Return the number or tensor with which each micro-batch began; None for other contents."""
+        if not isinstance(place[0], int):
+            return None
+        value = self._before[place] if place in self._before else self._value(place)
+        return value if isinstance(value, (int, float, torch.Tensor)) else None
 
     def _content(self, place: Place) -> Any:
         """Return the present content of a place, which later changes in place do not reach."""
@@ -548,10 +583,6 @@ def unpack_message(received: Any) -> tuple[Any, dict[Place, Any], list[torch.Ten
     whole = pytree.tree_unflatten(leaves, spec)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] if sharing else []
     return whole.out, whole.left, tensors
-
-
-def _path(place: Place) -> Path:
-    return tuple((".", part) for part in place)
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:

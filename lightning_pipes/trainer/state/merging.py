@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from operator import is_
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 
 Path = tuple[tuple[str, Any], ...]
 _RELATIVE = 1e-4
@@ -34,6 +34,8 @@ class Merging:
         self._owner = owner
         self._how: dict[Path, str] = {}
         self._warned: set[Path] = set()
+        self._compared: set[Path] = set()
+        self._guessed: set[Path] = set()
 
     def merge(self, path: Path, before: Any, values: Sequence[Any], rows: Sequence[int], whole: Any) -> Any:
         """The merged value.
@@ -99,19 +101,54 @@ class Merging:
         if whole is not None and not _close(candidates[name], whole):
             fitting = next((other for other, value in candidates.items() if _close(value, whole)), None)
             if fitting is not None:
+                if path in self._guessed:
+                    self._warn(
+                        path,
+                        f"{format_path(path)} was taken for a mean over samples in batches that were evaluated before "
+                        "the first one was trained, and it is none: what reads it differs from one process. Set it in "
+                        "training only, or set Trainer(num_sanity_val_steps=0)",
+                    )
                 name = self._how[path] = fitting
-            elif path not in self._warned and not _equal(whole, before):  # evaluated, it may change nothing
-                self._warned.add(path)
-                rank_zero_warn(
+            elif not _equal(whole, before):  # evaluated, it may change nothing
+                self._warn(
+                    path,
                     f"{self._owner}.training_step sets {format_path(path)}, to {_short(whole)} by the first batch "
                     f"as a whole, and to {_short(candidates[name])} by its {len(values)} micro-batches, each of "
                     f"which begins with what it was before: it is no mean, sum or extreme over samples, and no list of "
                     "them. What reads it differs from one process: set PipelineStrategy(microbatches=1), "
-                    "or keep means or sums"
+                    "or keep means or sums",
                 )
+        if whole is not None and not _equal(whole, before):
+            self._compared.add(path)
+        elif name == "mean":
+            self._guessed.add(path)
         if name != "same":
             self._how.setdefault(path, name)
         return candidates[name]
+
+    def preview(self, path: Path, before: Any, values: Sequence[Any], rows: Sequence[int]) -> Any:
+        """Return the merged value where it is compared later or elsewhere, so that no guess is warned of."""
+        guessed, self._guessed = self._guessed, set()
+        merged = self.merge(path, before, values, rows, None)
+        self._guessed = guessed
+        return merged
+
+    def warn_of_guesses(self) -> None:
+        """Warn of each value that was taken for a mean, and was never compared with that of a whole batch."""
+        for path in sorted(self._guessed - self._compared, key=format_path):
+            self._warn(
+                path,
+                f"{self._owner}.training_step sets {format_path(path)}, to another value by each micro-batch. No whole "
+                f"batch was compared with its micro-batches, so {format_path(path)} is taken for a mean over samples: "
+                "a sum or an extreme differs from one process. Set PipelineStrategy(check_loss=True), which compares "
+                "them, or microbatches=1",
+            )
+        self._guessed.clear()
+
+    def _warn(self, path: Path, text: str) -> None:
+        if path not in self._warned:
+            self._warned.add(path)
+            warnings.warn(text, stacklevel=3)
 
 
 def _candidates(before: Any, values: Sequence[Any], rows: Sequence[int]) -> Iterator[tuple[str, Any]]:

@@ -316,12 +316,14 @@ class ModuleState:
         for index in sorted({index for result in results for index in result}):
             holder = self._holders[index]
             contents = [result.get(index, holder.kept) for result in results]
-            comparable = whole is not None and not holder.shared
-            expected = whole.get(index, holder.kept) if whole is not None and comparable else None
             content: Any = contents[0]
-            if len(contents) > 1:
+            if len(contents) > 1 and holder.shared:  # layers have written to it: the loss tells whether that fits
+                content = self._merging.preview(holder.path, holder.kept, contents, rows)
+            elif len(contents) > 1:
+                expected = None if whole is None else whole.get(index, holder.kept)
                 content = self._merging.merge(holder.path, holder.kept, contents, rows, expected)
             write_entries(holder.thing, self._originals(holder, content, written))
+        self._merging.warn_of_guesses()
         return self.collect_changes()
 
     def collect_changes(self) -> list[_Changed]:

@@ -280,10 +280,10 @@ class Steps:
         """The function that stage `number` runs for each micro-batch."""
         return self._last if number == self._stages - 1 else self._first if number == 0 else self._middle
 
-    def begin_batch(self) -> None:
+    def begin_batch(self, training: bool = True) -> None:
         """Take the state that the module and its layers have now for that with which each micro-batch begins."""
         self.state.begin_batch()
-        self.left.begin_batch()
+        self.left.begin_batch(training)
 
     def changes(self) -> tuple[Any, Any]:
         """Merge what the last stage has found in the batch, and return what other ranks need of it for `settle`."""

@@ -60,28 +60,34 @@ class SampleCheck(Watcher):
         self._pipeline, self._cut, self._steps, self._device = run, run.cut, run.steps, run.device
         self._rank = run.global_ranks[run.part.holdings.rank]
         self._batches = 0
+        self._looks = False
         self._warned: set[str] = set()
 
     def around_batch(self, step: TrainingStep) -> None:
         """Have the batch kept if it is one that is looked at and is cut."""
         spans = self._pipeline.engine.plan.spans(Kind.F, 0)
+        self._looks = False
         if len(spans) < 2 or spans[1].start >= step.rows:
             return
-        if _is_due(self._batches):
+        self._looks = _is_due(self._batches)
+        if self._looks:
             step.entered = {}
             step.loaded = move_data_to_device(copied(step.batch), HOST)
         self._batches += 1
 
     def before_optimizer_step(self, step: TrainingStep) -> None:
-        """Compare the batch on the stages that have run it."""
-        if not step.entered or step.item is None:
-            return
-        with trimmed_heap():  # a whole batch fits into no hole that micro-batches have left
-            for number, stage in self._pipeline.stages.items():
-                if number in step.entered:
-                    self.compare(stage, step.item)
-        if not step.entered:
-            step.loaded = None
+        """Compare the batch on the stages that have run it. Collective where stages do not step apart."""
+        if step.entered and step.item is not None:
+            with trimmed_heap():  # a whole batch fits into no hole that micro-batches have left
+                for number, stage in self._pipeline.stages.items():
+                    if number in step.entered:
+                        self.compare(stage, step.item)
+            if not step.entered:
+                step.loaded = None
+        if self._looks and not self._pipeline.streams:  # the last stage merges what layers of other ranks leave, too
+            left = self._steps.left
+            for values in self._pipeline.control.all_gather(left.whole_values()):
+                left.add_whole_values(values)
 
     def compare(self, stage: Stage, item: Item) -> None:
         """Warn if something on this stage depends on several samples; with the weights that the batch has had."""
