@@ -10,7 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class Row:
             not compared, so files are looked at on global rank zero only.
         check: asserts more about the ranks' and the plain run's findings.
         strategy: settings of PipelineStrategy, or a registered name.
+        cuts: the layers at which later stages begin, by number of processes, where that matters.
         evaluate: validates, tests and predicts too, on what `evaluate_on` gives.
         then: goes on after training, with the Trainer, the module and the folder; what it returns is compared.
         resume: trains twice as long in a second run, from the checkpoint of the first.
@@ -54,6 +55,7 @@ class Row:
         differs: what is not compared at all.
         raises: both runs end with an error that says this.
         refused: the pipeline ends with an error that says this, on every rank.
+        refused_on: the same for one number of processes.
         warned: a rank of the pipeline warns of this, for what it trains is something else; only that is compared.
         reason: for the table: why it is refused, or what does not work yet; what else is to be known.
         not_yet: the row is expected to fail.
@@ -70,6 +72,7 @@ class Row:
     watch: Callable[[pl.Trainer, Path], Any] = lambda trainer, folder: None
     check: Callable[[list[Found], Found], None] = lambda ranks, plain: None
     strategy: dict[str, Any] | str | None = None
+    cuts: dict[int, list[int]] = field(default_factory=dict)
     evaluate: bool = False
     then: Callable[[pl.Trainer, Any, Path], Any] = lambda trainer, module, folder: None
     resume: bool = False
@@ -77,6 +80,7 @@ class Row:
     differs: frozenset[str] = frozenset()
     raises: str = ""
     refused: str = ""
+    refused_on: dict[int, str] = field(default_factory=dict)
     warned: str = ""
     reason: str = ""
     not_yet: bool = False
@@ -180,11 +184,12 @@ def rows_of_csv(path: Path) -> list[dict[str, float]]:
         ]
 
 
-def pipeline(row: Row, schedule: dict[str, Any]) -> Any:
+def pipeline(row: Row, schedule: dict[str, Any], ranks: int) -> Any:
     """The row's strategy, with the schedule where it leaves that open."""
     if isinstance(row.strategy, str):
         return row.strategy
-    return PipelineStrategy(**{"microbatches": 4, **schedule, **(row.strategy or {})})
+    cut = {"partition": row.cuts[ranks]} if row.cuts else {}
+    return PipelineStrategy(**{"microbatches": 4, **schedule, **cut, **(row.strategy or {})})
 
 
 def on_a_rank(rank: int, names: list[str], schedule: dict[str, Any], ranks: int, folder: str) -> list[Found]:
@@ -194,7 +199,9 @@ def on_a_rank(rank: int, names: list[str], schedule: dict[str, Any], ranks: int,
     results: list[Found] = []
     for name in names:
         row = ROWS[name]
-        results.append(train(row, partial(pipeline, row, schedule), ranks, Path(folder) / str(names.index(name))))
+        results.append(
+            train(row, partial(pipeline, row, schedule, ranks), ranks, Path(folder) / str(names.index(name)))
+        )
         if "error" in results[-1]:
             break
     return results

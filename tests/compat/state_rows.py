@@ -42,13 +42,19 @@ state(
 )
 state("auxiliary losses that layers leave in attributes, lists and buffers", module=s.Experts)
 state("auxiliary losses that layers add up, and the step takes", module=s.TakesLosses)
-state("auxiliary losses that layers append to a list of the module", module=s.SharedLosses)
+state(
+    "auxiliary losses that layers append to a list of the module",
+    module=s.SharedLosses,
+    refused_on={4: "which layer 0 (rank 3) and layer 1"},
+    reason="between two stages only: those between have copies of the list; let layers hand their losses on",
+)
 state("activations that forward hooks collect", module=s.Collected)
-state("one tensor twice between layers, changed in place", module=s.Aliased, strategy={"partition": [2]})
+CUTS = {2: [2], 4: [1, 2, 3]}
+state("one tensor twice between layers, changed in place", module=s.Aliased, cuts=CUTS)
 state(
     "a tensor and a view of it between layers, changed in place",
     module=s.AliasedView,
-    strategy={"partition": [2]},
+    cuts=CUTS,
     refused="in place that shares memory with another tensor",
     reason="stages have copies; return `x.clone()`, or change nothing in place",
 )

@@ -26,18 +26,18 @@ steps(
     reason="a warning names the value in the first batch in which it is not",
 )
 steps("numbers, words, counts and tables in the dict that training_step returns", module=s.ReturnsNumbers)
-last = {"partition": [3]}
+LAST = {2: [3], 4: [1, 2, 3]}
 steps("auxiliary losses that layers pass along, of each sample", module=partial(s.PassesLosses, True))
 steps(
     "auxiliary losses that layers pass along, of several samples",
     module=partial(s.PassesLosses, False),
     warned="computes something from several samples together",
 )
-steps("an auxiliary loss in an attribute, of each sample", module=partial(s.LeavesLosses, True), strategy=last)
+steps("an auxiliary loss in an attribute, of each sample", module=partial(s.LeavesLosses, True), cuts=LAST)
 steps(
     "an auxiliary loss in an attribute, of several samples",
     module=partial(s.LeavesLosses, False),
-    strategy=last,
+    cuts=LAST,
     warned=" computes .loss, which it leaves there, from several samples together",
 )
 tables = partial(batches, DataLoader(data(), batch_size=3, collate_fn=s.with_table, drop_last=True))
