@@ -84,7 +84,9 @@ class SampleCheck(Watcher):
                         self.compare(stage, step.item)
             if not step.entered:
                 step.loaded = None
-        if self._looks and not self._pipeline.streams:  # the last stage merges what layers of other ranks leave, too
+        if (
+            self._looks and not self._pipeline.is_asynchronous
+        ):  # the last stage merges what layers of other ranks leave, too
             left = self._steps.left
             for values in self._pipeline.control.all_gather(left.whole_values()):
                 left.add_whole_values(values)
