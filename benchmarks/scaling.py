@@ -21,7 +21,7 @@ from benchmarks.harness.report import make_parser
 from lightning_pipes.cost import Cluster, Deployment, ModelProfile
 from lightning_pipes.cost.cluster_settings import make_cluster
 from lightning_pipes.cost.zoo import named_profile
-from lightning_pipes.ir import Kind, PlanError, Policy, Schedule
+from lightning_pipes.ir import PlanError, Policy, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.auto import choose_option
 from lightning_pipes.planning.fit import Fit, evaluate_plan, fit_layers
@@ -100,10 +100,12 @@ def fitted(case: Case, name: str, ranks: int, microbatches: int) -> Fit | None:
 def bubble(fit: Fit) -> float:
     """The share of all ranks' time in which they compute nothing."""
     plan = fit.plan
-    kinds = (Kind.F, Kind.I, Kind.W) if plan.split_backward else (Kind.F, Kind.B)
     stages = range(plan.n_stages)
     busy = sum(
-        fit.costs.seconds_at(kind, s, span.rows) for s in stages for kind in kinds for span in plan.spans(kind, s)
+        fit.costs.seconds_at(kind, s, span.rows)
+        for s in stages
+        for kind in plan.compute_kinds
+        for span in plan.spans(kind, s)
     )
     return 1 - busy / (plan.n_ranks * fit.seconds)
 

@@ -294,8 +294,7 @@ class CostModel:
         )
 
     def _link_of_send(self, i: Instruction, plan: Plan) -> Link:
-        target = i.stage + 1 if i.kind is Kind.SF else i.stage - 1
-        return self.links.get((plan.ranks[i.stage], plan.ranks[target]), self.link)
+        return self.links.get((plan.ranks[i.stage], plan.target_rank(i.kind, i.stage)), self.link)
 
     def link_between(self, source: int, target: int) -> Link:
         """Return the link from rank `source` to rank `target`, in the model's regime."""

@@ -21,6 +21,7 @@ from lightning_pipes.ir.instruction import (
     W,
     receive_of,
     send_of,
+    target_stage,
 )
 from lightning_pipes.ir.lowering import batch_instructions, lower
 from lightning_pipes.ir.passes import (
@@ -117,6 +118,7 @@ __all__ = [
     "receive_of",
     "send_of",
     "short_repr",
+    "target_stage",
     "cost_classes",
     "unroll_stream",
     "verify",

@@ -90,6 +90,11 @@ def STEP(stage: int, job: int = 0, batch: int = 0) -> Instruction:
     return Instruction(Kind.STEP, stage, job, batch)
 
 
+def target_stage(kind: Kind, stage: int) -> int:
+    """Return the stage that a send of `kind` goes to from `stage`."""
+    return stage + 1 if kind is Kind.SF else stage - 1
+
+
 @lru_cache(maxsize=4096)  # asked for every message, and the same come with every batch
 def receive_of(send: Instruction) -> Instruction:
     """Return the receive, on the neighbouring stage, that matches `send`."""

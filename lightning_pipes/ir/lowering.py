@@ -66,9 +66,8 @@ def _lower_row(row: Row, plan: Plan) -> Row:
 def batch_instructions(plan: Plan, rank: int, job: int, batch: int) -> list[Instruction]:
     """Return all instructions of one batch on one rank, transfers included, in no particular order."""
     out: list[Instruction] = []
-    backward = (Kind.I, Kind.W) if plan.split_backward else (Kind.B,)
     for stage in plan.stages[rank]:
-        kinds = [Kind.F, *backward]
+        kinds = [*plan.compute_kinds]
         if stage > 0 and plan.is_remote_edge(stage - 1):
             kinds += [Kind.RF, Kind.SB]
         if stage + 1 < plan.n_stages and plan.is_remote_edge(stage):

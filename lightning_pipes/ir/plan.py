@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from lightning_pipes.ir.checks import check_count, check_fields, short_repr
 from lightning_pipes.ir.errors import PlanError
-from lightning_pipes.ir.instruction import Instruction, Kind
+from lightning_pipes.ir.instruction import Instruction, Kind, target_stage
 from lightning_pipes.ir.span import Span, even_spans
 
 Spans = tuple[Span, ...]
@@ -256,6 +256,15 @@ class Plan:
     def n_ranks(self) -> int:
         """The number of ranks."""
         return max(self.ranks) + 1
+
+    @cached_property
+    def compute_kinds(self) -> tuple[Kind, ...]:
+        """The kinds of computations of a micro-batch: the forward, and the backward whole or split."""
+        return (Kind.F, Kind.I, Kind.W) if self.split_backward else (Kind.F, Kind.B)
+
+    def target_rank(self, kind: Kind, stage: int) -> int:
+        """Return the rank that a send of `kind` goes to from `stage`."""
+        return self.ranks[target_stage(kind, stage)]
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:

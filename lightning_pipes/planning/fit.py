@@ -200,13 +200,12 @@ def _affordable(order: Program | Policy, plan: Plan) -> int:
 def _neighbours(fit: Fit) -> list[tuple[Span, ...]]:
     """Every cut moved by one layer, either way; no stage gets empty."""
     layers, costs = fit.plan.layers, fit.costs
-    kinds = (Kind.F, Kind.I, Kind.W) if fit.plan.split_backward else (Kind.F, Kind.B)
     found = []
     for s, (a, b) in enumerate(pairwise(layers)):
         for giving, cut in ((s, a.stop - 1), (s + 1, a.stop + 1)):
             if a.start < cut < b.stop:
                 rows = fit.plan.spans(Kind.F, giving)[0].rows
-                load = sum(costs.seconds_at(kind, giving, rows) for kind in kinds)
+                load = sum(costs.seconds_at(kind, giving, rows) for kind in fit.plan.compute_kinds)
                 found.append((-load, (*layers[:s], Span(a.start, cut), Span(cut, b.stop), *layers[s + 2 :])))
     return [moved for _, moved in sorted(found)]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from lightning_pipes.cost import CostModel, ModelProfile, Table
 from lightning_pipes.cost.measurement import dispatch_delays, input_queues, times_of_passes
-from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, Span, layer_passes
+from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, Span, layer_passes, target_stage
 
 Key = tuple[Kind, int, int]
 """Kind, stage and rows."""
@@ -279,7 +279,7 @@ def _times(table: Table, share: float) -> Table:
 
 def _kinds(plan: Plan, stage: int) -> list[Kind]:
     """The instructions and messages of `stage`."""
-    kinds = [Kind.F, *((Kind.I, Kind.W) if plan.split_backward else (Kind.B,))]
+    kinds = [*plan.compute_kinds]
     if stage + 1 < plan.n_stages and plan.is_remote_edge(stage):
         kinds.append(Kind.SF)
     if stage and plan.is_remote_edge(stage - 1):
@@ -297,4 +297,4 @@ def _sizes(plan: Plan, kind: Kind, stage: int) -> frozenset[int]:
 
 
 def _edge(kind: Kind, stage: int) -> tuple[int, int]:
-    return (stage, stage + 1) if kind is Kind.SF else (stage, stage - 1)
+    return stage, target_stage(kind, stage)

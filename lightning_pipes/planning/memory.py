@@ -53,9 +53,10 @@ def peak_bytes(program: Program, plan: Plan, costs: CostModel) -> tuple[int, ...
 def stage_peak(plan: Plan, costs: Costs, stage: int, held: int) -> int:
     """The most bytes that the rank of `stage` needs, if it has no other, to keep so many micro-batches of the largest
     size between F and the end of B, or of W, and to compute on one of them. What `peak_bytes` finds is never more."""
-    kinds = (Kind.I, Kind.W) if plan.split_backward else (Kind.B,)
     forwards = [costs.memory_change(i, plan) for i, _ in cost_classes(Kind.F, stage, plan)]
-    backwards = [costs.memory_change(i, plan) for kind in kinds for i, _ in cost_classes(kind, stage, plan)]
+    backwards = [
+        costs.memory_change(i, plan) for kind in plan.compute_kinds[1:] for i, _ in cost_classes(kind, stage, plan)
+    ]
     kept = max(taken - working for taken, working in forwards)
     if plan.split_backward:  # I that makes activations again leaves them for W
         kept += max(

@@ -9,7 +9,7 @@ from itertools import chain
 
 from lightning_pipes.cost.links.regime import Regime, describe_regimes
 from lightning_pipes.cost.measurement import InputQueue, input_queues
-from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, Program
+from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Plan, Program
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.gantt import gantt
 from lightning_pipes.sim.units import seconds_text
@@ -107,7 +107,7 @@ class Timeline:
     def target_rank(self, transfer: Event) -> int:
         """The rank that `transfer` goes to."""
         i = transfer.instruction
-        return self.plan.ranks[i.stage + 1 if i.kind is Kind.SF else i.stage - 1]
+        return self.plan.target_rank(i.kind, i.stage)
 
     @cached_property
     def link_busy(self) -> dict[tuple[int, int], int]:

@@ -97,7 +97,7 @@ class Neighbourhood:
             factor = self.slowdown(rank, first, batches)[:, :operations]
             factor = np.broadcast_to(factor, (batches, operations))
             at = 0
-            for kind in kinds_of(plan):
+            for kind in plan.compute_kinds:
                 spans = plan.spans(kind, stage)
                 alone = np.array([costs.seconds_at(kind, stage, span.rows) for span in spans])
                 found[kind, stage] = (alone * factor[:, at : at + len(spans)])[None]
@@ -124,7 +124,7 @@ class Neighbourhood:
                 (n, float(np.mean([t for t, rows in zip(mean, sizes, strict=True) if rows == n])))
                 for n in sorted({*sizes})
             )
-        operations = {key: table[0] for key, table in found.items() if key[0] in kinds_of(plan)}
+        operations = {key: table[0] for key, table in found.items() if key[0] in plan.compute_kinds}
         return Observation(CostModel(seconds), operations, ({},) * len(free), free)
 
     def order(self, plan: Plan) -> Program:
@@ -138,13 +138,8 @@ class Neighbourhood:
         return found
 
 
-def kinds_of(plan: Plan) -> tuple[Kind, ...]:
-    """Return the kinds of forwards and backwards that the plan has."""
-    return (Kind.F, Kind.I, Kind.W) if plan.split_backward else (Kind.F, Kind.B)
-
-
 def _operations(plan: Plan, stage: int) -> int:
-    return sum(len(plan.spans(kind, stage)) for kind in kinds_of(plan))
+    return sum(len(plan.spans(kind, stage)) for kind in plan.compute_kinds)
 
 
 def constant_slowdown(factors: Sequence[float], since: int = 0) -> Slowdown:

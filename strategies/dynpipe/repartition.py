@@ -190,7 +190,7 @@ def _partitions(now: Situation, deployment: Deployment | None, search: Search) -
     k = search.top_k or affordable_blocks(plan.n_stages, n)
     rows = max(span.rows for span in plan.spans(Kind.F, 0))
     columns = profile.layer_arrays
-    seconds = sum((columns.seconds_at(kind, rows)[1:-1] for kind in now.kinds), np.zeros(n))
+    seconds = sum((columns.seconds_at(kind, rows)[1:-1] for kind in now.plan.compute_kinds), np.zeros(n))
     output = np.array([profile.edge_bytes(layer + 1) * rows for layer in range(n)])
     may = condense_layers(layer_weights(seconds, output, _slowest(plan, deployment)), max(k, plan.n_stages))
     near = list_neighbours(at, may, n)

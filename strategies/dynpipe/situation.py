@@ -40,7 +40,6 @@ class Situation:
     ) -> None:
         self.plan, self.seen, self.profile = plan, seen, profile
         self._deployment, self._predictor = deployment, predictor
-        self.kinds = (Kind.F, Kind.I, Kind.W) if plan.split_backward else (Kind.F, Kind.B)
         self.now: Cuts = np.array([[0, *(span.stop for span in plan.layers)]], np.int64)
         self._rows = [span.rows for span in plan.spans(Kind.F, 0)]
         solo = self._solo(self.now)
@@ -80,8 +79,10 @@ class Situation:
         solo = self._solo(self.now)
         found = []
         for stage in range(self.plan.n_stages):
-            alone = sum(float(solo[kind, stage].mean()) for kind in self.kinds)
-            took = sum(float((solo[kind, stage] * self.factors[kind, stage]).mean()) for kind in self.kinds)
+            alone = sum(float(solo[kind, stage].mean()) for kind in self.plan.compute_kinds)
+            took = sum(
+                float((solo[kind, stage] * self.factors[kind, stage]).mean()) for kind in self.plan.compute_kinds
+            )
             found.append(took / alone if alone else 1.0)
         return found
 
@@ -89,7 +90,9 @@ class Situation:
         """Return seconds of a micro-batch's forward and backward by the profile: axis 0 is partitions, axis 1
         stages."""
         solo, stages = self._solo(cuts), range(self.plan.n_stages)
-        return np.stack([sum(solo[kind, s].mean(axis=(1, 2)) for kind in self.kinds) for s in stages], axis=1)
+        return np.stack(
+            [sum(solo[kind, s].mean(axis=(1, 2)) for kind in self.plan.compute_kinds) for s in stages], axis=1
+        )
 
     def _solo(self, cuts: Cuts) -> dict[tuple[Kind, int], Array]:
         """Return seconds of all operations by the profile: axis 0 is partitions, axis 1 has length 1, axis 2
@@ -97,7 +100,7 @@ class Situation:
         found = {}
         again = self.plan.recompute or (False,) * self.plan.n_stages
         sizes, which = np.unique(self._rows, return_inverse=True)
-        for kind in self.kinds:
+        for kind in self.plan.compute_kinds:
             sums = [self._sums(kind, int(rows)) for rows in sizes]
             forward = [self._sums(Kind.F, int(rows)) for rows in sizes] if any(again) and kind in RECOMPUTES else None
             for stage in range(self.plan.n_stages):
@@ -172,7 +175,7 @@ class Situation:
         cuts = np.zeros((1, self.plan.n_stages + 1), np.int64)
         cuts[0, stage], cuts[0, stage + 1] = start, stop
         forward = float(self._stage(self._sums(Kind.F, rows), cuts, stage)[0])
-        kinds = self.kinds[1:]
+        kinds = self.plan.compute_kinds[1:]
         backward = sum(float(self._stage(self._sums(kind, rows), cuts, stage)[0]) for kind in kinds)
         of = {
             name: float(columns.layer_values(name)[start:stop].sum()) for name in ("weights", "gradients", "optimizer")

@@ -135,7 +135,7 @@ def _fastest(looks: Sequence[tuple[Plan, Observation]], lasting: int) -> tuple[n
 
 def _work(profile: ModelProfile, plan: Plan) -> Array:
     """Return the seconds of a micro-batch by the profile: of what runs before the layers, of each, and after them."""
-    kinds = [Kind.F, *((Kind.I, Kind.W) if plan.split_backward else (Kind.B,)), *([Kind.F] * any(plan.recompute))]
+    kinds = [*plan.compute_kinds, *([Kind.F] * any(plan.recompute))]
     sizes = [span.rows for span in plan.spans(Kind.F, 0)]
     each = [np.sum([profile.layer_arrays.seconds_at(kind, rows) for kind in kinds], axis=0) for rows in sizes]
     return np.asarray(np.mean(each, axis=0))

@@ -66,8 +66,11 @@ class Observation:
 
     def matches_plan(self, plan: Plan) -> bool:
         """Return whether the operations are all forwards and backwards of `plan`."""
-        kinds = (Kind.F, Kind.I, Kind.W) if plan.split_backward else (Kind.F, Kind.B)
-        tables = [(self.operations.get((kind, s)), plan.spans(kind, s)) for s in range(plan.n_stages) for kind in kinds]
+        tables = [
+            (self.operations.get((kind, s)), plan.spans(kind, s))
+            for s in range(plan.n_stages)
+            for kind in plan.compute_kinds
+        ]
         return self.batches > 0 and all(
             table is not None and table.shape == (self.batches, len(spans)) for table, spans in tables
         )

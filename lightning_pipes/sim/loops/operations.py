@@ -148,8 +148,8 @@ class Numbering:
         link = -1
         same: CostKey = stop - start
         if kind in SENDS:
-            target = self._plan.ranks[stage + 1 if kind is Kind.SF else stage - 1]
-            link = self._links.setdefault((rank, target), len(self._links))
+            pair = (rank, self._plan.target_rank(kind, stage))
+            link = self._links.setdefault(pair, len(self._links))
         else:
             same = cost_key(i, self._plan)
         group = self._groups.setdefault((kind, stage, job, batch, same), len(self.like))
@@ -197,7 +197,7 @@ def _prices(operations: Operations, costs: Costs) -> Prices:
     for i in operations.like:
         takes, latency, share = 0, 0, 0.0
         if i.kind in SENDS:
-            pair = (plan.ranks[i.stage], plan.ranks[i.stage + 1 if i.kind is Kind.SF else i.stage - 1])
+            pair = (plan.ranks[i.stage], plan.target_rank(i.kind, i.stage))
             takes, latency = costs.transfer_ns(i, plan)
             share = costs.link_between(*pair).peak_ratio
             slowest[pair] = max(slowest[pair], latency)

@@ -123,7 +123,7 @@ class _Numbering:
         return self._places.setdefault(send[:4], [-1] * count)
 
     def _link(self, i: Instruction) -> int:
-        pair = (self._plan.ranks[i.stage], self._plan.ranks[i.stage + 1 if i.kind is Kind.SF else i.stage - 1])
+        pair = (self._plan.ranks[i.stage], self._plan.target_rank(i.kind, i.stage))
         link = self._links.setdefault(pair, len(self._links))
         if link == len(self._found.pairs):
             self._found.pairs.append(pair)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_pipes.ir import Instruction, Kind
+from lightning_pipes.ir import Instruction, Kind, target_stage
 from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.labels import WORDS, Labels
 from lightning_pipes.sim.timeline import Timeline
@@ -253,7 +253,7 @@ class _Lanes:
 
 def _user(e: Event, timeline: Timeline, first_use: dict[Instruction, Event]) -> Event | None:
     i, plan = e.instruction, timeline.plan
-    stage = i.stage + 1 if i.kind is Kind.SF else i.stage - 1
+    stage = target_stage(i.kind, i.stage)
     kinds = (Kind.F,) if i.kind is Kind.SF else (Kind.B, Kind.I)
     users = (
         first_use.get(Instruction(kind, stage, i.job, i.batch, span))
