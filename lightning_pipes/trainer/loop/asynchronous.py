@@ -111,7 +111,7 @@ class AsynchronousTraining(Training):
         several = len(run.global_ranks) > 1
         run.state.expect_overlap(schedule.name, alone=not several)
         run.steps.left.expect_overlap(schedule.name)
-        self._mirroring = LayerCopies(run) if several and Cuts.wanted(run.cut.module, schedule) else None
+        self._mirroring = LayerCopies(run) if several and Cuts.are_needed(run.cut.module, schedule) else None
         if self._mirroring is not None:
             run.relocation.check_layers_stay("batches have cuts of their own")
         self._ordering = run.plans
@@ -213,8 +213,10 @@ class AsynchronousTraining(Training):
         return late.agree_on_stop
 
     def batch_complete(self, stage: Stage, item: Item) -> None:
-        """Steps what the batch steps on this stage, as the optimizers were told when it came; with those before it
-        where several are accumulated."""
+        """Step the parameters of a batch on this stage, by the settings that its optimizers had when it came.
+
+        Accumulated batches are stepped together.
+        """
         run, data = self._run, item.data
         run.watchers.before_optimizer_step(data)
         data.stepped += 1
@@ -236,7 +238,7 @@ class AsynchronousTraining(Training):
 
     @contextmanager
     def _own_gradients_of(self, stage: Stage, item: Item) -> Iterator[list[nn.Parameter]]:
-        """In the block the parameters that `item` steps on a stage have gradients, and no others."""
+        """Give the parameters that `item` steps on a stage their gradients in the block, and no others."""
         with_gradients, mine = self._with_gradients(), stage.stepped_parameters(item)
         if item.use is not None:
             self.between.check_gradients(item.number, with_gradients)
@@ -266,7 +268,7 @@ class AsynchronousTraining(Training):
         steps = self._steps = self._steps or PartialSteps(self._optimizers)
         run.relocation.before_step(item.number)
         for number, (optimizer, settings) in enumerate(zip(self._optimizers, data.settings, strict=True)):
-            with steps.only(number, optimizer, mine), self._stepping(stage, item):
+            with steps.restrict_optimizer(number, optimizer, mine), self._stepping(stage, item):
                 with with_settings(optimizer, settings):
                     with self._hooks(item, mine):
                         private.before_step(run.trainer.precision_plugin, run.cut.module, optimizer)
@@ -373,11 +375,11 @@ class AsynchronousTraining(Training):
         while self._unsaid and self._all_losses(self._unsaid[0]):
             data = self._unsaid.popleft()
             out, logged = data.result()
-            data.message = (out, self._run.replay.pack(logged), data.mark)
+            data.message = (out, self._run.replay.pack_calls(logged), data.mark)
             self._results.send_result(data.message)
 
     def _publish(self) -> None:
-        """Log the batches whose results are known by now."""
+        """Log finished batches."""
         run = self._run
         self._say()
         while self._under_way and self._is_known(self._under_way[0]):
@@ -386,7 +388,7 @@ class AsynchronousTraining(Training):
             out, logged, step.last_mark = self._results.receive_result() if message is None else message
             run.watchers.after_batch(step)
             with run.trainer.precision_plugin.train_step_context():
-                run.replay.replay(logged)
+                run.replay.replay_calls(logged)
             self._latest = move_data_to_device(out, run.device)
             for listener in run.listeners:
                 listener.after_result(step.number, step.batch, self._latest)

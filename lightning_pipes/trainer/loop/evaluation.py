@@ -50,10 +50,10 @@ class Evaluation:
         with watchers.around_batch(data):
             message = self._forward(step, item, batch, arguments)
         out, changes, logged, data.last_mark = run.control.broadcast(message, run.last_rank)
-        run.steps.settle(None if run.last else changes)
+        run.steps.apply_changes(None if run.last else changes)
         watchers.after_batch(data)
         with context():
-            run.replay.replay(logged)
+            run.replay.replay_calls(logged)
         return move_data_to_device(out, run.device)
 
     def _begin(
@@ -105,16 +105,16 @@ class Evaluation:
         return self._message(out, calls, item)
 
     def _message(self, out: Any, calls: list[LogCall], item: Item) -> Any:
-        """Return what the other ranks get of the last stage: the result, changes of state, and what was logged."""
+        """Return the message of the last stage to other ranks: the result, changes of state, and logs."""
         run = self._run
         logs = run.trainer.state.fn != TrainerFn.PREDICTING
-        packed = run.replay.pack(merge([calls], [item.rows])) if logs else []
-        return out, run.steps.changes(), packed, item.data.mark
+        packed = run.replay.pack_calls(merge([calls], [item.rows])) if logs else []
+        return out, run.steps.collect_changes(), packed, item.data.mark
 
     def _capture(
         self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]
     ) -> NoCallError | None:
-        """Get what an evaluation step calls the layers with, on the first stage.
+        """Capture the input of the layers in an evaluation step, on the first stage.
 
         In the first batch all ranks learn whether the step calls them: one that does not runs as it is, on the last
         stage. They learn whether its samples are on axis 0 of all tensors: a batch goes through the layers whole
@@ -125,7 +125,7 @@ class Evaluation:
         if run.first and (known is None or known.with_layers):
             try:
                 with data.context():
-                    run.steps.capture(step, item, batch, arguments)
+                    run.steps.keep_input(step, item, batch, arguments)
             except NoCallError as error:
                 if known is not None:
                     raise

@@ -14,11 +14,11 @@ from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.ir import LayerUse, PipelineError, Plan, Policy
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.module.tape import TapedLayer
-from lightning_pipes.trainer.step.cuts import Cuts, SaysCosts
+from lightning_pipes.trainer.step.cuts import Cuts, LayerCosts
 
 
 class LayerCopies:
-    """That of one training on this rank. Collective: all ranks make one.
+    """Holds copies of layers for one training on this rank. Collective: all ranks make one.
 
     Raises:
         PipelineError: siblings share the ranks.
@@ -33,7 +33,7 @@ class LayerCopies:
             )
         policy = run.plans.schedule
         assert isinstance(policy, Policy), "only policies order batches that overlap"
-        said = module.costs_of_layers() if isinstance(module, SaysCosts) else None
+        said = module.costs_of_layers() if isinstance(module, LayerCosts) else None
         self._cuts = Cuts(module, full, policy, run.control.broadcast(said, run.global_ranks[0]))
         self._optimizers: Sequence[Optimizer] = ()
         holdings, here = part.holdings, part.holdings.grid.position

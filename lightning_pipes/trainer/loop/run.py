@@ -77,11 +77,11 @@ class Training(ABC):
         """Puts the gradients where the optimizer looks for them."""
 
     def own_gradients(self) -> AbstractContextManager[None]:
-        """In the block parameters have the gradients that were accumulated for them."""
+        """Give parameters their accumulated gradients in the block."""
         return nullcontext()
 
     def why_no_state(self, parameter: torch.Tensor | None) -> str:
-        """Return why hooks can't have what an optimizer keeps of a parameter, or of all; empty where they can."""
+        """Return why hooks can't read an optimizer's state of a parameter, or of all; empty where they can."""
         return ""
 
     def layer_use(self, batch: Any) -> LayerUse | None:
@@ -93,7 +93,7 @@ class Training(ABC):
 
 
 class StageListener:
-    """Sees what a run does on its rank, as it does it; in a stream, where ranks are at different batches."""
+    """Observes a run on its rank; where batches overlap, ranks may be at different batches."""
 
     def before_inject(self, item: Item) -> None:
         """A training batch is about to be added to the window."""
@@ -188,7 +188,7 @@ class PipelineRun:
         self.last = plan.ranks[-1] == rank
         self.stages = self._made_stages(plan)
         self.loss_weights = None
-        if self.fitting and LossWeights.wanted(cut.module, check_loss):
+        if self.fitting and LossWeights.are_needed(cut.module, check_loss):
             sums = self._sums_over_replicas(ranks)
             if self.last:
                 self.loss_weights = LossWeights(cut.module, check_loss, sums, ranks.grid.replicas)
@@ -214,7 +214,7 @@ class PipelineRun:
 
     @contextmanager
     def step_asked(self) -> Iterator[None]:
-        """In the block an optimizer is asked to step by the batch that runs."""
+        """Mark in the block that an optimizer steps by the running batch."""
         self.steps_asked = True
         try:
             yield
@@ -222,12 +222,12 @@ class PipelineRun:
             self.steps_asked = False
 
     def end_window(self) -> None:
-        """Run what is left of the batches under way. Collective."""
+        """Finish the batches under way. Collective."""
         with self.cut.scope.suspended():  # a hook may save a checkpoint
             self.training.drain()
 
     def drain(self) -> None:
-        """Run what is left of the batches under way, and bring weights up to date. Collective."""
+        """Finish the batches under way, and bring weights up to date. Collective."""
         with self.cut.scope.suspended():
             self.end_window()
             if self.relocation.delays_steps:
@@ -285,7 +285,7 @@ class PipelineRun:
             made[number] = Stage(
                 number,
                 {n: TapedLayer(layer, n, self.hidden.layer) for n, layer in layers.items()},
-                self._watched(number, self.steps.body(number)),
+                self._watched(number, self.steps.stage_body(number)),
                 partial(self._batch_complete, number),
                 recompute=bool(plan.recompute) and plan.recompute[number],
                 last_backward=None if self.part.reducer is None else partial(self._reducing, self.part.reducer, number),
@@ -298,7 +298,7 @@ class PipelineRun:
         return reducer.last_backward(stage) if item.data.complete else nullcontext()
 
     def _watched(self, number: int, body: Body) -> Body:
-        """Return the body of a stage of which listeners hear, and whose first micro-batch is measured."""
+        """Return the body of a stage that calls listeners and measures its first micro-batch."""
         measured, seen = self.saved_bytes.around(number, body), self.saved_bytes.seen
 
         def run(stage: Stage, item: Item, span: Span, received: Any) -> Any:
@@ -323,7 +323,7 @@ class PipelineRun:
         if self.last:
             number = plan.n_stages - 1
             spans = [span.clip_to(item.rows) for span in plan.spans(Kind.F, number)]
-            self.steps.expect(self.stages[number], item, [span for span in spans if span.rows])
+            self.steps.prepare_last_stage(self.stages[number], item, [span for span in spans if span.rows])
         self.engine.inject(item)
         return item
 
@@ -335,7 +335,7 @@ class PipelineRun:
         last = plan.n_stages - 1
         forward, backward = plan.spans(Kind.F, last), plan.spans(Kind.B, last)
         spans = [span.clip_to(step.rows) for span in (forward if len(forward) > len(backward) else backward)]
-        step.weights = self.loss_weights.of(step.batch, step.rows, [span for span in spans if span.rows])
+        step.weights = self.loss_weights.weigh_batch(step.batch, step.rows, [span for span in spans if span.rows])
 
     def _sums_over_replicas(self, ranks: Ranks) -> Sums | None:
         """Return what adds up numbers of the replicas' last stages; None without replicas. Collective."""
@@ -347,7 +347,7 @@ class PipelineRun:
 
     @property
     def weighed_by(self) -> str:
-        """By what losses of micro-batches are weighed, for people; empty on other ranks than that of the last stage."""
+        """The name of the weights of micro-batch losses; empty on ranks without the last stage."""
         return "" if self.loss_weights is None else self.loss_weights.name
 
     def _batch_complete(self, number: int, item: Item) -> None:

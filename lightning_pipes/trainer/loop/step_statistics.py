@@ -1,4 +1,4 @@
-"""The sights of all ranks of the last batches, for planners."""
+"""Observations of the last batches by all ranks, for planners."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_pipes.trainer.reports.report import Window
 
 Array = npt.NDArray[np.float64]
 LOOKED_AT = 64
-"""Windows of a rank at most from one look to the next, the last ones."""
+"""Most windows that a rank keeps from one observation to the next."""
 AVERAGED = WINDOW + 2
 """Windows that averages are made of: the first one only says when the next begins, and of that one times still count
 what is done once."""
@@ -34,15 +34,14 @@ class DeviceMonitor(Protocol):
     """Watches the device of this rank."""
 
     def since_last(self) -> tuple[Mapping[str, float], int | None]:
-        """Means over the time since it was asked last, by name, NaN where a source was silent; and the bytes that are
-        free on the device, None where nobody knows."""
+        """Return means by name since the last call, NaN without samples, and the device's free bytes or None."""
 
     def to_curves(self) -> Curves:
-        """All that it has seen, in time."""
+        """Return every sample over time."""
 
 
 class RankStatistics(NamedTuple):
-    """One rank's part of a look.
+    """The part of one rank in an observation.
 
     Attributes:
         samples: of its last windows, but for the first.
@@ -56,11 +55,12 @@ class RankStatistics(NamedTuple):
 
 
 class StepStatistics:
-    """The sights of all ranks of the plan that runs, look by look. Collective: all ranks make one, and ask it after
-    the same batch.
+    """Observations of the running plan by all ranks.
+
+    Collective: all ranks make one, and call it after the same batch.
 
     Attributes:
-        monitor: of this rank's device, where somebody watches it.
+        monitor: of this rank's device; None where none was set.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -71,12 +71,15 @@ class StepStatistics:
         self.monitor: DeviceMonitor | None = None
 
     def add(self, window: Window) -> None:
-        """One more window of this rank."""
+        """Add a window of this rank."""
         self._windows.append(window)
 
     def observe_plan(self, plan: Plan) -> tuple[Observation, ...]:
-        """All looks at `plan`, this one included where there were two windows of it since the last one; the oldest
-        first. A plan that has not run, as for the short last batch of an epoch, leaves all for the next look."""
+        """Return all observations of `plan`, the oldest first.
+
+        Two windows since the last call make a new one. A plan that has not run, as for the short last batch of an
+        epoch, leaves its windows for the next call.
+        """
         own = [window for window in self._windows if window.plan is plan]
         if len(own) < 2:
             return tuple(self._seen) if plan is self._plan else ()
@@ -84,14 +87,14 @@ class StepStatistics:
         return self.merge_observations(self._ranks.control.all_gather(self.own_statistics(plan, own)), plan)
 
     def own_statistics(self, plan: Plan, own: Sequence[Window]) -> RankStatistics:
-        """This rank's part of a look, by windows of `plan`; nobody is asked for it."""
+        """Return this rank's part of an observation by its windows of `plan`. Not collective."""
         device, free = ({}, None) if self.monitor is None else self.monitor.since_last()
         return RankStatistics(
             [sample_of(*pair) for pair in pairwise(own[-AVERAGED:])], operations_of(own), device, free
         )
 
     def merge_observations(self, sights: Sequence[RankStatistics], plan: Plan) -> tuple[Observation, ...]:
-        """Return all observations of `plan`, with one that consists of the parts of all ranks."""
+        """Return all observations of `plan`, with a new one made of the parts of all ranks."""
         if plan is not self._plan:
             self._plan = plan
             self._seen.clear()
@@ -102,9 +105,10 @@ class StepStatistics:
 
 
 def seen_of(sights: Sequence[RankStatistics], pipelines: Sequence[Sequence[int]], plan: Plan) -> Observation | None:
-    """All sights together; of replicas what was slowest, for they wait for each other at every step. None where
-    there were not two windows. Where batches overlap ranks are at different ones: of each the last ones count, as many
-    as all have seen.
+    """Merge the parts of all ranks; None where some rank has fewer than two windows.
+
+    The slowest replica counts, as replicas wait for each other at every step. Where batches overlap, ranks are at
+    different ones: the last ones of each count, as many as all have seen.
 
     Args:
         sights: of all processes, by global rank.
@@ -129,7 +133,7 @@ def seen_of(sights: Sequence[RankStatistics], pipelines: Sequence[Sequence[int]]
 
 
 def operations_of(windows: Sequence[Window]) -> dict[tuple[Kind, int], Array]:
-    """Seconds of every computation in windows of one plan, as in `Observation`."""
+    """Return the seconds of every computation in windows of one plan, as in `Observation`."""
     batches = [max((e.instruction.batch for e in w.events), default=-1) + 1 for w in windows]
     found: dict[tuple[Kind, int], Array] = {}
     columns: dict[tuple[Kind, int], dict[object, int]] = {}
@@ -147,13 +151,13 @@ def operations_of(windows: Sequence[Window]) -> dict[tuple[Kind, int], Array]:
 
 
 def sample_of(before: Window, window: Window) -> StepSample:
-    """The sample of this rank's `window`, which came after another one."""
+    """Return the sample of this rank's `window`, which follows `before`."""
     ended = max((e.end for e in before.events if e.instruction.kind in (Kind.B, Kind.I)), default=0)
     return StepSample.from_events(window.events, window.plan, ended, chosen=not isinstance(window.order, Program))
 
 
 def _slowest(samples: Sequence[StepSample]) -> StepSample:
-    """The first of those of one rank in all replicas, with the longest means of all."""
+    """Return the first of one rank's samples in all replicas, with the longest means of all."""
     means = dict(samples[0].means)
     for sample in samples[1:]:
         means |= {key: max(mean, means.get(key, mean)) for key, mean in sample.means.items()}
@@ -161,15 +165,14 @@ def _slowest(samples: Sequence[StepSample]) -> StepSample:
 
 
 def _mean(devices: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """By name, of those that are numbers."""
+    """Return means by name, without NaN."""
     names = dict.fromkeys(name for device in devices for name in device)
     known = {name: [d[name] for d in devices if name in d and not isnan(d[name])] for name in names}
     return {name: fmean(values) if values else float("nan") for name, values in known.items()}
 
 
 def batches_left(trainer: pl.Trainer) -> int | None:
-    """Training batches until a limit of the Trainer ends the run, this one included; None where there is none that can
-    be counted."""
+    """Return the batches until a limit of the Trainer ends the run, this one included; None without a limit."""
     limits: list[float] = []
     if trainer.max_steps > -1:
         limits.append((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)

@@ -21,10 +21,10 @@ from lightning_pipes.trainer.ranks.control import Control
 
 
 class StopAgreement:
-    """Signal handlers only take note; `agree_on_stop` is called where all ranks are, and makes the note common.
+    """Has all ranks stop after the same batch. Signal handlers set a flag, which `agree_on_stop` exchanges.
 
     Args:
-        told: whether the process was told to end in another way, as an array's siblings are.
+        told: returns whether the process has to end for another reason, as an array's siblings do.
         patches: Lightning's own signal handlers and broadcast are back when they are closed.
 
     Attributes:
@@ -65,7 +65,7 @@ class StopAgreement:
         return self._trainer.should_stop, self._is_to_end, self._requeue is not None, last, not last
 
     def apply_flags(self, found: Sequence[bool], batch: int | None = None) -> None:
-        """Does what the flags of all ranks ask for, which they raised after batch number `batch`, by default this one.
+        """Apply the flags of all ranks, raised after batch number `batch`, by default this one.
 
         Raises:
             PipelineError: the epoch ends there on some ranks only.
@@ -120,8 +120,7 @@ def end_as_terminated() -> None:
 
 
 def as_terminated(error: SIGTERMException) -> SIGTERMException:
-    """An exception of Lightning's which would end the process as if all were well, with the status of a process that
-    was terminated, so that who started it knows."""
+    """Give Lightning's exception, which exits with 0, the exit status of a terminated process."""
     error.code = TERMINATED
     return error
 

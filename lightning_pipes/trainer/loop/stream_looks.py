@@ -1,4 +1,4 @@
-"""The sights of batches that overlap, for planners: nobody waits for it.
+"""Observations of batches that overlap, for planners; no rank waits for them.
 
 batch 50    every rank leaves what it has seen since the last look         a few numbers, in the store
 batch 54    all have come that far: every rank reads what all have left, and asks its planner
@@ -19,7 +19,7 @@ from lightning_pipes.trainer.reports.report import Window
 
 
 class StreamStatistics:
-    """The looks of a stream, one at a time.
+    """Observations of a stream, one at a time.
 
     Collective: all ranks make one, and the same calls for the same batches.
 
@@ -39,7 +39,7 @@ class StreamStatistics:
         self._from = 0  # events that end before were looked at
 
     def add_window(self, window: Window) -> None:
-        """A flush has ended this window of the rank; those since the last look count."""
+        """Add a window of the rank that a flush has ended; windows since the last observation count."""
         events = complete_events(window.events, self._from)
         if events:
             self._ended.append(replace(window, events=events))
@@ -54,7 +54,7 @@ class StreamStatistics:
         self._begun = None
 
     def start_observation(self, batch: int, window: Window) -> None:
-        """Leaves what this rank has seen of a plan, before batch number `batch`; no look waits.
+        """Send this rank's part of an observation, before batch number `batch`; none is pending.
 
         Args:
             window: the one that goes on.
@@ -73,8 +73,7 @@ class StreamStatistics:
         self._begun = batch, plan, sight
 
     def collect_observations(self, batch: int, rows: int, flushed: bool) -> tuple[Observation, ...] | None:
-        """The sights of all ranks of the plan for a batch of `rows` samples, before batch number `batch`; None where
-        there is nothing new of it, or some may not have told yet.
+        """Return observations of the plan for `rows` samples, before batch number `batch`; None without a new one.
 
         Args:
             flushed: whether all ranks are at this batch.
@@ -94,7 +93,7 @@ class StreamStatistics:
 
 
 def complete_events(events: Sequence[Event], since: int) -> list[Event]:
-    """Events of batches that have begun and ended since a time of the rank's clock, with batches counted from 0."""
+    """Return events of batches that began and ended since a time of the rank's clock, with batches counted from 0."""
     events = [e for e in events if e.start > since]
     ended = {e.instruction.batch for e in events if e.instruction.kind is Kind.STEP}
     begun = {e.instruction.batch for e in events if e.instruction.kind is Kind.F and not e.instruction.span.start}

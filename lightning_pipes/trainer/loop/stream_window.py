@@ -1,4 +1,4 @@
-"""Events kept of batches that overlap, from one flush to the next, for the report."""
+"""Events of batches that overlap, from one flush to the next, for the report."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.reports.report import Window
 
 SHOWN_BATCHES = 50
-"""Of a window that a policy ordered, the last ones: asking it again about thousands, to predict them, takes minutes."""
+"""Batches of a window that a policy ordered: predicting thousands by the policy takes minutes."""
 
 
 class WindowRecorder:
-    """The batches since the last flush."""
+    """Records the batches since the last flush."""
 
     def __init__(self) -> None:
         self._batches = 0
@@ -22,12 +22,12 @@ class WindowRecorder:
         self._programs: dict[tuple[Plan, int], Program] = {}
 
     def add(self, use: LayerUse) -> None:
-        """One more, which uses these layers."""
+        """Add a batch that uses these layers."""
         self._batches += 1
         self._uses.append(use)
 
     def last_window(self, engine: Engine, plans: Plans) -> Window:
-        """All of them on this rank, or the last ones, counted anew; `plans` are what ordered them."""
+        """Return the window of this rank's last batches, counted from 0, ordered by `plans`."""
         plan, batches, uses = engine.plan, self._batches, tuple(self._uses)
         self._batches = 0
         self._uses.clear()

@@ -75,7 +75,7 @@ class SynchronousTraining(Training):
 
     def _fresh_gradients(self, step: TrainingStep, optimizers: Sequence[Optimizer]) -> AbstractContextManager[None]:
         """Keep the gradients of the batch out of the way of Lightning's `zero_grad`."""
-        return self._gradients.made(optimizers, self._run.part.unstepped, step.first, self._keep_old)
+        return self._gradients.set_aside(optimizers, self._run.part.unstepped, step.first, self._keep_old)
 
     def _deferred_hooks(self, step: TrainingStep) -> AbstractContextManager[None]:
         """Run the user's hooks of parameters once for the batch, and not for each micro-batch."""
@@ -85,7 +85,7 @@ class SynchronousTraining(Training):
             if not step.complete:  # else they are summed with all others
                 part.shared.sum_gradients_of(parameters)
 
-        return self._hooks.deferred(part.parameters, part.reducer, step.first and step.complete, sum_of_hooked)
+        return self._hooks.defer_hooks(part.parameters, part.reducer, step.first and step.complete, sum_of_hooked)
 
     def _run_batch(self, step: TrainingStep) -> None:
         """Run forward and backward of all micro-batches; the user's step runs on the last stage."""
@@ -104,20 +104,20 @@ class SynchronousTraining(Training):
                 part.reducer.finish()
 
     def _share_result(self, step: TrainingStep) -> tuple[Any, Sequence[LogCall]]:
-        """Return what the user's step gave and logged on the last stage, on every rank."""
+        """Broadcast the result and the logs of the user's step from the last stage."""
         run, message = self._run, None
         if run.last:
             out, logged = step.result()
-            message = (out, run.steps.changes(), run.replay.pack(logged), step.mark)
+            message = (out, run.steps.collect_changes(), run.replay.pack_calls(logged), step.mark)
         out, changes, logged, step.last_mark = step.share(message)
-        run.steps.settle(None if run.last else changes)
+        run.steps.apply_changes(None if run.last else changes)
         return out, logged
 
     def _publish(self, out: Any, logged: Sequence[LogCall]) -> Any:
-        """Log what the user's step has logged, and return what it gave."""
+        """Replay the logs of the user's step, and return its result."""
         run = self._run
         with run.trainer.precision_plugin.train_step_context():  # numbers become tensors of its default type
-            run.replay.replay(logged)
+            run.replay.replay_calls(logged)
         return move_data_to_device(out, run.device)
 
     def drain(self) -> None:

@@ -36,10 +36,10 @@ class Watcher:
         """Watch a batch before it runs; return a context to run it in, or None."""
 
     def before_optimizer_step(self, step: TrainingStep) -> None:
-        """Watch a batch whose gradients are complete, before an optimizer steps by them."""
+        """Watch a batch with complete gradients, before an optimizer steps by them."""
 
     def after_batch(self, step: TrainingStep) -> None:
-        """Watch a batch whose result is known, before it is logged."""
+        """Watch a batch with a known result, before it is logged."""
 
 
 class EvaluationWatcher(Watcher):
@@ -52,7 +52,7 @@ class EvaluationWatcher(Watcher):
         """Watch a batch before it runs; return a context to run it in, or None."""
 
     def after_batch(self, step: Step) -> None:
-        """Watch a batch whose result is known, before it is logged."""
+        """Watch a batch with a known result, before it is logged."""
 
 
 class Watchers:
@@ -101,6 +101,6 @@ class Watchers:
 
 
 def _overridden(watchers: Sequence[Watcher], moment: str) -> list[Callable[[Any], Any]]:
-    """Return the bound methods of watchers whose class overrides this moment."""
+    """Return the bound methods of watchers with an override of this moment."""
     own = {vars(base)[moment] for base in (Watcher, EvaluationWatcher) if moment in vars(base)}
     return [getattr(each, moment) for each in watchers if getattr(type(each), moment) not in own]

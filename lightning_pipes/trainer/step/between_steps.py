@@ -60,7 +60,7 @@ class BetweenSteps:
         self._batches = 0
         self._warned_of_settings = False
 
-    def begin(self, uses: Iterable[LayerUse | None]) -> None:
+    def begin_hooks(self, uses: Iterable[LayerUse | None]) -> None:
         """The user's hooks may run until `check`, while batches with these uses are under way."""
         self._batches += 1
         if self._between:

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 
 from lightning_pipes.ir import LayerUse, PipelineError, Plan, PlanError, Policy, Span
 from lightning_pipes.trainer.module.proxy import Layers
-from lightning_pipes.trainer.step.uses import SaysLayers, numbered
+from lightning_pipes.trainer.step.uses import SaysLayers, number_layers
 
 
 @runtime_checkable
@@ -24,7 +24,7 @@ class CutsBatches(Protocol):
 
 
 @runtime_checkable
-class SaysCosts(Protocol):
+class LayerCosts(Protocol):
     """A LightningModule that knows how long parts of its layers take."""
 
     def costs_of_layers(self) -> Mapping[str, float]:
@@ -45,11 +45,11 @@ class Cuts:
         self, module: pl.LightningModule, full: Layers, policy: Policy, costs: Mapping[str, float] | None
     ) -> None:
         self._module, self._full, self._policy = module, full, policy
-        self._costs = None if costs is None else numbered(full, costs)
+        self._costs = None if costs is None else number_layers(full, costs)
         self._cost = cache(self._cost_of)
 
     @staticmethod
-    def wanted(module: pl.LightningModule, policy: object) -> bool:
+    def are_needed(module: pl.LightningModule, policy: object) -> bool:
         """Whether batches get cuts of their own.
 
         Raises:

@@ -57,7 +57,7 @@ class GradientLogs:
         def run(*args: Any, **kwargs: Any) -> None:
             with recorded(self._module) as calls:
                 hook(*args, **kwargs)
-            recordings = self._control.all_gather(self._replay.pack(calls))
+            recordings = self._control.all_gather(self._replay.pack_calls(calls))
             merged, doubtful = over_ranks(recordings, self._last)
             if doubtful and not self._warned:
                 self._warned = True
@@ -66,7 +66,7 @@ class GradientLogs:
                     "sees the gradients of its own layers; the last stage's is kept. For norms over the whole module "
                     "log all that lightning.pytorch.utilities.grad_norm returns: self.log_dict(grad_norm(self, 2))"
                 )
-            self._replay.replay(merged)
+            self._replay.replay_calls(merged)
 
         patches.replace_method(owner, name, run)
 

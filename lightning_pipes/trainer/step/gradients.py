@@ -24,7 +24,7 @@ class FreshGradients:
         self._carried: Gradients = []  # what no optimizer clears, from before this accumulation window
 
     @contextmanager
-    def made(
+    def set_aside(
         self, optimizers: Iterable[Optimizer], unstepped: Sequence[torch.Tensor], first: bool, keep_old: bool = False
     ) -> Iterator[None]:
         """Set aside the gradients that the block makes.

@@ -33,16 +33,16 @@ class LogCall:
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def reduction(self) -> str:
+    def reduction_name(self) -> str:
         """The name of its `reduce_fx`; empty for what a step has returned."""
         how = self.options.get("reduce_fx", "mean")
         how = how if isinstance(how, str) else getattr(how, "__name__", str(how))
         return "mean" if how == "avg" else how
 
     @property
-    def shown(self) -> str:
+    def call_text(self) -> str:
         """How the user wrote it."""
-        return f"self.log({self.name!r})" if self.reduction else self.name
+        return f"self.log({self.name!r})" if self.reduction_name else self.name
 
 
 class recorded:  # noqa: N801  # read as a function; a generator takes several times as long, for every micro-batch
@@ -108,7 +108,7 @@ def merge(
     """
     groups: dict[LogKey, list[tuple[LogCall, int]]] = {}
     for number, calls in enumerate(recordings):
-        for key, call in numbered(calls):
+        for key, call in number_calls(calls):
             groups.setdefault(key, []).append((call, number))
     return [
         _merged(
@@ -120,7 +120,7 @@ def merge(
     ]
 
 
-def numbered(calls: Iterable[LogCall]) -> Iterator[tuple[LogKey, LogCall]]:
+def number_calls(calls: Iterable[LogCall]) -> Iterator[tuple[LogKey, LogCall]]:
     """Return the calls with their names and how often a name was logged before."""
     seen: dict[str, int] = {}
     for call in calls:
@@ -135,7 +135,7 @@ def _merged(calls: Sequence[LogCall], weights: Sequence[float], shares: Sequence
         lasts = [call.value.last for call in calls]
         return LogCall(first.name, _Seen(first.value.metric, _mean(lasts, weights)), options)
     values = [call.value for call in calls]
-    how = first.reduction
+    how = first.reduction_name
     if len(values) == 1:
         value = values[0]
     elif shares is not None:
@@ -233,11 +233,11 @@ class LogReplay:
         self._module = module
         self._sent: dict[tuple[str, str], tuple[int, Any]] = {}  # how far the others have a growing list, and its end
 
-    def pack(self, calls: Sequence[LogCall]) -> list[LogCall]:
+    def pack_calls(self, calls: Sequence[LogCall]) -> list[LogCall]:
         """The calls with values that can be sent."""
         return [LogCall(c.name, self._packed(c), c.options) for c in calls]
 
-    def replay(self, calls: Sequence[LogCall]) -> None:
+    def replay_calls(self, calls: Sequence[LogCall]) -> None:
         """Makes the calls for good; must run inside the hook in which they were recorded."""
         for call in calls:
             value = call.value

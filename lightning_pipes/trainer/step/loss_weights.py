@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer.module.batches import cutter
-from lightning_pipes.trainer.step.logs import LogCall, LogKey, numbered
+from lightning_pipes.trainer.step.logs import LogCall, LogKey, number_calls
 
 SAMPLES, SUMS, OWN = "samples", "1: it is a sum", "microbatch_weight"
 EXTREME = "the largest or smallest"
@@ -53,12 +53,12 @@ class Amounts:
     of: Callable[[Span], float]
     total: float
 
-    def share(self, span: Span) -> float:
+    def loss_share(self, span: Span) -> float:
         """Return the weight of a micro-batch's loss in that of the batch."""
         return self.of(span) / self.total if self.total else 0.0
 
 
-def candidates(module: pl.LightningModule, batch: Any, rows: int, spans: Iterable[Span]) -> list[Amounts]:
+def find_candidates(module: pl.LightningModule, batch: Any, rows: int, spans: Iterable[Span]) -> list[Amounts]:
     """Return what the micro-batches of a batch may be weighed by, the likeliest first: the module's own weights,
     samples, tokens, and none."""
     found = []
@@ -67,7 +67,7 @@ def candidates(module: pl.LightningModule, batch: Any, rows: int, spans: Iterabl
         own = {span: float(module.microbatch_weight(cut(span))) for span in spans}
         found.append(Amounts(OWN, own.__getitem__, sum(own.values())))
     found.append(Amounts(SAMPLES, lambda span: span.rows, rows))
-    for where, tensor in columns(batch, rows):
+    for where, tensor in sample_tensors(batch, rows):
         if tensor.dtype is torch.bool or ("mask" in where and not tensor.is_floating_point()):
             found += _tokens(f"entries of {where}", "that are not 0", tensor, 0)
         elif tensor.dtype in (torch.int64, torch.int32):
@@ -75,7 +75,7 @@ def candidates(module: pl.LightningModule, batch: Any, rows: int, spans: Iterabl
     return [*found, Amounts(SUMS, lambda span: 1.0, 1.0)]
 
 
-def columns(batch: Any, rows: int, where: str = "batch") -> Iterator[tuple[str, torch.Tensor]]:
+def sample_tensors(batch: Any, rows: int, where: str = "batch") -> Iterator[tuple[str, torch.Tensor]]:
     """Return the tensors with an entry for each sample, and their places."""
     if isinstance(batch, torch.Tensor):
         if batch.ndim and batch.size(0) == rows:
@@ -89,7 +89,7 @@ def columns(batch: Any, rows: int, where: str = "batch") -> Iterator[tuple[str, 
     elif is_dataclass(batch):
         parts = ((f"{where}.{field.name}", getattr(batch, field.name)) for field in fields(batch))
     for place, part in parts:
-        yield from columns(part, rows, place)
+        yield from sample_tensors(part, rows, place)
 
 
 def _tokens(what: str, which: str, tensor: torch.Tensor, ignored: int) -> Iterator[Amounts]:
@@ -173,9 +173,9 @@ class BatchWeights:
             raise PipelineError("the replicas of the pipeline have batches with other columns at the same time")
         self.undecided = undecided > 0
 
-    def share(self, span: Span) -> float:
+    def loss_share(self, span: Span) -> float:
         """Return the weight of a micro-batch's loss in that of this rank's batch."""
-        return self.chosen.share(span) if self.chosen.total else span.rows / sum(each.rows for each in self.spans)
+        return self.chosen.loss_share(span) if self.chosen.total else span.rows / sum(each.rows for each in self.spans)
 
     def shares_of_logs(
         self, spans: Sequence[Span], calls: Sequence[Sequence[LogCall]], of_loss: Iterable[LogKey]
@@ -189,22 +189,22 @@ class BatchWeights:
         named = {each.name: each for each in self.every}
         known = {key: named[name] for key, name in self.logs.items() if name in named}
         by = {**dict.fromkeys(of_loss, self.chosen), **known}
-        told = [call for each in calls for key, call in numbered(each) if key in self.unsure and _is_told(call)]
+        told = [call for each in calls for key, call in number_calls(each) if key in self.unsure and _is_named(call)]
         if told:
             self.look_again(told)
         return {
-            key: [by[key].share(span) for span in spans]
-            for key, call in (numbered(calls[0]) if by else ())
+            key: [by[key].loss_share(span) for span in spans]
+            for key, call in (number_calls(calls[0]) if by else ())
             if key in by and by[key].total and by[key].name != usual_weights(call)
         }
 
-    def factor(self, span: Span) -> float:
+    def gradient_factor(self, span: Span) -> float:
         """Return the same for its gradient, which replicas average: in one process they would be one batch."""
         chosen = self.chosen
         if not self._totals or chosen.name == SAMPLES:
-            return self.share(span)
+            return self.loss_share(span)
         total = 1.0 if chosen.name == SUMS else self._totals[self.found.index(chosen)]
-        return chosen.of(span) * self._replicas / total if total else self.share(span)
+        return chosen.of(span) * self._replicas / total if total else self.loss_share(span)
 
 
 class LossWeights:
@@ -238,15 +238,15 @@ class LossWeights:
         self._epoch = 0
 
     @staticmethod
-    def wanted(module: pl.LightningModule, check_loss: bool) -> bool:
+    def are_needed(module: pl.LightningModule, check_loss: bool) -> bool:
         """Return whether micro-batches may be weighed by something else than their samples."""
         return check_loss or isinstance(module, WeighsMicrobatches)
 
-    def of(self, batch: Any, rows: int, spans: Sequence[Span]) -> BatchWeights | None:
+    def weigh_batch(self, batch: Any, rows: int, spans: Sequence[Span]) -> BatchWeights | None:
         """Return the weights of a batch, by its own labels; None if it is not cut and there are no replicas."""
         if len(spans) < 2 and self._sums is None:
             return None
-        found = candidates(self._module, batch, rows, spans)
+        found = find_candidates(self._module, batch, rows, spans)
         left = [each for each in found if each.name not in self._left_out]
         left = left or [each for each in found if each.name == SAMPLES]
         if not self._looks:
@@ -254,14 +254,14 @@ class LossWeights:
         if self._unsure and self._module.current_epoch != self._epoch:  # its number may be logged, which was 0
             self._start_looking()
         self._epoch = self._module.current_epoch
-        undecided = disagree(left, spans) or (self._looks_for_logs > 0 and self._logs_disagree(found, spans))
+        undecided = candidates_differ(left, spans) or (self._looks_for_logs > 0 and self._logs_disagree(found, spans))
         made = BatchWeights(
             found, left, spans, undecided, self._by(found), self._unsure, self._look_again, self._sums, self._replicas
         )
         self._name(made.chosen)
         return made
 
-    def choose(self, weights: BatchWeights, fitting: Collection[str] | None) -> None:
+    def choose_candidate(self, weights: BatchWeights, fitting: Collection[str] | None) -> None:
         """Take the likeliest of those candidates that make the loss of a batch; collective over replicas.
 
         Args:
@@ -272,7 +272,7 @@ class LossWeights:
         if self._sums is not None:
             self._sums(fit)()
         left = [each for each, number in zip(weights.found, fit.tolist(), strict=True) if number == self._replicas]
-        if disagree(weights.found, weights.spans):
+        if candidates_differ(weights.found, weights.spans):
             self._looks -= 1
         else:
             self._looks_for_logs -= 1
@@ -299,7 +299,7 @@ class LossWeights:
         self._unsure.clear()
         for key, names in self._logs.items():
             left = [named[name] for name in names if name in named]
-            if left and disagree(left, weights.spans):
+            if left and candidates_differ(left, weights.spans):
                 self._unsure.add(key)
         weights.logs = self._by(weights.every)
 
@@ -313,7 +313,7 @@ class LossWeights:
         return {key: names[0] if names else self._usual[key] for key, names in left.items()}
 
     def _look_again(self, told: Iterable[LogCall]) -> None:
-        names = {call.shown: None for call in told if call.shown not in self._told}
+        names = {call.call_text: None for call in told if call.call_text not in self._told}
         self._told.update(names)
         if names:
             rank_zero_warn(
@@ -331,10 +331,10 @@ class LossWeights:
     def _logs_disagree(self, every: Sequence[Amounts], spans: Sequence[Span]) -> bool:
         possible = {frozenset(names) for names in self._logs.values()}
         left = ([each for each in every if each.name in names] for names in possible)
-        return any(disagree(each, spans) for each in left if each)
+        return any(candidates_differ(each, spans) for each in left if each)
 
     @property
-    def alone(self) -> bool:
+    def has_no_replicas(self) -> bool:
         """Whether there are no replicas, which choose together."""
         return self._sums is None
 
@@ -350,18 +350,20 @@ class LossWeights:
 
 def usual_weights(call: LogCall) -> str:
     """Return by what values of a log call are merged unless a batch shows otherwise; empty if it must show."""
-    return {"mean": SAMPLES, "sum": SUMS, "max": EXTREME, "min": EXTREME}.get(call.reduction, "")
+    return {"mean": SAMPLES, "sum": SUMS, "max": EXTREME, "min": EXTREME}.get(call.reduction_name, "")
 
 
-def _is_told(call: LogCall) -> bool:
+def _is_named(call: LogCall) -> bool:
     """Whether a value is not 0, for which all weights do."""
     value = call.value
     return bool(value.any()) if isinstance(value, torch.Tensor) else bool(value)
 
 
-def disagree(found: Sequence[Amounts], spans: Sequence[Span]) -> bool:
+def candidates_differ(found: Sequence[Amounts], spans: Sequence[Span]) -> bool:
     """Return whether candidates give a batch's micro-batches different weights."""
-    first = [found[0].share(span) for span in spans]
+    first = [found[0].loss_share(span) for span in spans]
     return any(
-        abs(each.share(span) - share) > _ALIKE for each in found[1:] for span, share in zip(spans, first, strict=True)
+        abs(each.loss_share(span) - share) > _ALIKE
+        for each in found[1:]
+        for span, share in zip(spans, first, strict=True)
     )

@@ -24,7 +24,9 @@ class PartialSteps:
         ]
 
     @contextmanager
-    def only(self, number: int, optimizer: Optimizer, parameters: Collection[torch.Tensor]) -> Iterator[None]:
+    def restrict_optimizer(
+        self, number: int, optimizer: Optimizer, parameters: Collection[torch.Tensor]
+    ) -> Iterator[None]:
         """Within the block the optimizer with this number has these parameters and no others."""
         places = self._places[number]
         found = sorted(places[id(p)] for p in parameters if id(p) in places)

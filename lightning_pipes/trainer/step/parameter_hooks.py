@@ -28,7 +28,7 @@ class ParameterHooks:
         self._warned = False
 
     @contextmanager
-    def deferred(
+    def defer_hooks(
         self,
         parameters: Sequence[nn.Parameter],
         reducer: Reducer | None,

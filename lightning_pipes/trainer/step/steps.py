@@ -39,8 +39,16 @@ from lightning_pipes.trainer.state.left_values import (
     unpack_message,
 )
 from lightning_pipes.trainer.state.module_state import BatchState, ModuleState
-from lightning_pipes.trainer.step.logs import LogCall, LogKey, merge, merge_returned, numbered, recorded, returned_calls
-from lightning_pipes.trainer.step.loss_weights import BatchWeights, columns
+from lightning_pipes.trainer.step.logs import (
+    LogCall,
+    LogKey,
+    merge,
+    merge_returned,
+    number_calls,
+    recorded,
+    returned_calls,
+)
+from lightning_pipes.trainer.step.loss_weights import BatchWeights, sample_tensors
 
 Context = Callable[[], AbstractContextManager[Any]]
 _NOTHING = nullcontext()
@@ -66,7 +74,7 @@ class Kept:
     axis: int = 0
     left_out: str = ""
 
-    def keep(self, span: Span, received: Any, output: Any) -> None:
+    def keep_microbatch(self, span: Span, received: Any, output: Any) -> None:
         """Copies of what is needed of one micro-batch."""
         if self.left_out:
             return
@@ -85,7 +93,7 @@ class Kept:
             return
         self.parts[span] = pytree.tree_map_only(torch.Tensor, lambda t: self._with_samples_first(t.detach()), part)
 
-    def given(self, part: Any) -> Any:
+    def layer_outputs(self, part: Any) -> Any:
         """Return what `parts` have in the form in which it left the layers."""
         if not self.axis:
             return part
@@ -115,14 +123,14 @@ class StepResult:
     logged: Sequence[LogCall]
 
     @property
-    def calls(self) -> list[LogCall]:
+    def log_calls(self) -> list[LogCall]:
         """What it logged, and what it returned beside the loss."""
         return [*self.logged, *returned_calls(self.extras)] if self.extras else [*self.logged]
 
     def logged_losses(self) -> list[LogKey]:
         """Return which logged values are the loss itself."""
         own = self.loss.untyped_storage().data_ptr()
-        tensors = [(key, call.value) for key, call in numbered(self.logged) if isinstance(call.value, torch.Tensor)]
+        tensors = [(key, call.value) for key, call in number_calls(self.logged) if isinstance(call.value, torch.Tensor)]
         return [key for key, value in tensors if value.untyped_storage().data_ptr() == own]
 
 
@@ -167,11 +175,11 @@ class TrainingBatch:
         """Cuts out parts that will be asked for, one after another."""
         self._parts.update({span: self._cutter(span) for span in spans})
 
-    def keep(self) -> None:
+    def keep_copy(self) -> None:
         """Keeps a copy of the batch, to be looked at as a whole later."""
         self.kept = Kept(move_data_to_device(copied(self.batch), HOST), self.rows)
 
-    def part(self, span: Span) -> Any:
+    def select_samples(self, span: Span) -> Any:
         """Those samples of the batch."""
         return self._parts.pop(span) if span in self._parts else self._cutter(span)
 
@@ -191,8 +199,8 @@ class TrainingBatch:
         results = [self.results[s] for s in spans]
         shares, of_logs = [s.rows / self.rows for s in spans], dict[LogKey, list[float]]()
         if self.weights is not None:
-            shares = [self.weights.share(s) for s in spans]
-            of_logs = self.weights.shares_of_logs(spans, [o.calls for o in results], results[0].logged_losses())
+            shares = [self.weights.loss_share(s) for s in spans]
+            of_logs = self.weights.shares_of_logs(spans, [o.log_calls for o in results], results[0].logged_losses())
         # The loss of no token is no number.
         parts = [o.loss * share for share, o in zip(shares, results, strict=True) if share]
         loss = sum(parts[1:], start=parts[0]) if len(spans) > 1 else results[0].loss
@@ -272,11 +280,11 @@ class Steps:
         self._seed = seed
         self._device = device
 
-    def context(self) -> AbstractContextManager[Any]:
+    def step_context(self) -> AbstractContextManager[Any]:
         """The context that training steps run in."""
         return self._train or self._precision.train_step_context()
 
-    def body(self, number: int) -> Body:
+    def stage_body(self, number: int) -> Body:
         """The function that stage `number` runs for each micro-batch."""
         return self._last if number == self._stages - 1 else self._first if number == 0 else self._middle
 
@@ -285,12 +293,12 @@ class Steps:
         self.state.begin_batch()
         self.left.begin_batch(training)
 
-    def changes(self) -> tuple[Any, Any]:
+    def collect_changes(self) -> tuple[Any, Any]:
         """Merge what the last stage has found in the batch, and return what other ranks need of it for `settle`."""
         self.left.end_batch()
         return self.state.merge_microbatches(), self.left.collect_changes()
 
-    def settle(self, changes: tuple[Any, Any] | None) -> None:
+    def apply_changes(self, changes: tuple[Any, Any] | None) -> None:
         """End the batch with the changes of the last stage; None where this rank has it."""
         if changes is None:
             self.state.apply_changes()
@@ -321,13 +329,13 @@ class Steps:
         self.left.take_back()
         return sent
 
-    def expect(self, stage: Stage, item: Item, spans: Collection[Span]) -> None:
+    def prepare_last_stage(self, stage: Stage, item: Item, spans: Collection[Span]) -> None:
         """Gets ready what the last stage needs for each micro-batch: between layers, whose data fills the caches, each
         takes ten times as long, and before the first one the stage mostly waits."""
         stage.expect_user_code(item, spans)
         item.data.cut(spans)
 
-    def capture(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> None:
+    def keep_input(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> None:
         """Keep the input that `step` gives to the pipelined module for a whole batch, and how it can be cut.
 
         A tensor that the step makes may have as many entries on an axis as the batch has samples by chance, a mask
@@ -402,12 +410,12 @@ class Steps:
             self.left.put_values(self.left.merge_values(item.data.left))
             return y
 
-        out = self.around(step, item, batch, arguments, layers)
+        out = self.run_around_layers(step, item, batch, arguments, layers)
         self.left.end_step(Span(0, item.rows), whole=True)
         self.state.note_microbatch(Span(0, item.rows))
         return out
 
-    def around(
+    def run_around_layers(
         self,
         step: Callable[..., Any],
         item: Item,
@@ -446,9 +454,9 @@ class Steps:
                 return self._sent(stage, item, span, _samples(data, span, item.rows))
         last_run = stage.recomputing if stage.recompute else not self._both_ends
         self.state.restore_state()
-        with self.context(), data.state:
+        with self.step_context(), data.state:
             stage.seed_user_code(item, span, BEFORE_LAYERS)
-            part = data.part(span)
+            part = data.select_samples(span)
             step = named_step(self._module, "training_step")
             with recorded(self._module):  # the last stage logs
                 try:
@@ -463,7 +471,7 @@ class Steps:
 
     def _middle(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
         data = item.data
-        context = data.context if isinstance(data, EvaluationBatch) else self.context
+        context = data.context if isinstance(data, EvaluationBatch) else self.step_context
         if isinstance(data, TrainingBatch) and data.entered is not None:
             data.keep_entering(stage.number, span, unpack_message(received)[0])
         self.state.restore_state()
@@ -484,7 +492,7 @@ class Steps:
         if data.weights is not None:
             data.weights.join_replicas()
             if data.weights.undecided and data.kept is None:
-                data.keep()
+                data.keep_copy()
         y: Any = None
         failed_inside = False
 
@@ -499,15 +507,15 @@ class Steps:
                 self.left.warn_of_overlap(left)
             failed_inside = False
             if data.kept is not None:
-                data.kept.keep(span, unpack_message(entering)[0], y)
+                data.kept.keep_microbatch(span, unpack_message(entering)[0], y)
                 data.kept.left[span] = left
             stage.seed_user_code(item, span, AFTER_LAYERS)
             return y
 
         self.state.restore_state()
-        with self.context(), data.state:
+        with self.step_context(), data.state:
             stage.seed_user_code(item, span, BEFORE_LAYERS)
-            part = data.part(span)
+            part = data.select_samples(span)
             if self._recomputes_first:
                 part = copied(part)
             with recorded(self._module) as logged, self.state.watch_step(cut=span.rows < item.rows):
@@ -520,10 +528,10 @@ class Steps:
                     raise
         self.left.end_step(span)
         self.state.note_microbatch(span)
-        return self.scaled_loss(item, span, out, logged, tensors_in(y), partial(self._tell_apart, stage, item))
+        return self.scaled_loss(item, span, out, logged, tensors_in(y), partial(self._distinguish_batches, stage, item))
 
     @staticmethod
-    def _tell_apart(stage: Stage, item: Item) -> None:
+    def _distinguish_batches(stage: Stage, item: Item) -> None:
         """Have candidates for the weights of micro-batches told apart, once one has run."""
         if item.data.weights.undecided and item.data.look is not None:
             item.data.look(stage, item)
@@ -551,7 +559,7 @@ class Steps:
         factor = span.rows / item.rows
         if data.weights is not None:
             look()
-            factor = data.weights.factor(span)
+            factor = data.weights.gradient_factor(span)
         scaled = loss * (factor / data.divisor) if factor else _no_loss(leaving)
         scaler = getattr(self._precision, "scaler", None)
         return scaled if scaler is None else scaler.scale(scaled)
@@ -579,7 +587,7 @@ class Steps:
         with suppress(Exception):
             run(copied(take(data.batch, span, item.rows, samples=data.samples)), span.rows)
             return
-        cut = ", ".join(where for where, _ in columns(data.batch, item.rows))
+        cut = ", ".join(where for where, _ in sample_tensors(data.batch, item.rows))
         raise PipelineError(
             f"training_step runs with all {item.rows} samples of a batch, and not with {span.rows} of them, as a "
             f"micro-batch has ({type(error).__name__}: {error}). Tensors and lists of the batch with {item.rows} "

@@ -42,7 +42,7 @@ def use_of(module: pl.LightningModule, full: Layers, batch: Any, plan: Plan) -> 
     if not isinstance(module, SaysLayers):
         return None
     said = module.layers_of_batch(batch)
-    names = {name: inner for inner, name in numbered(full, {name: name for name in said}).items()}
+    names = {name: inner for inner, name in number_layers(full, {name: name for name in said}).items()}
     if not isinstance(said, Mapping):
         return LayerUse.from_names(names.values(), plan.layers)
     steps = [names[name] for name, stepped in said.items() if stepped]
@@ -50,7 +50,7 @@ def use_of(module: pl.LightningModule, full: Layers, batch: Any, plan: Plan) -> 
     return LayerUse.from_names(names.values(), plan.layers, None if len(steps) == len(said) else steps, delays)
 
 
-def numbered(full: Layers, said: Mapping[str, T]) -> dict[str, T]:
+def number_layers(full: Layers, said: Mapping[str, T]) -> dict[str, T]:
     """By the numbers of layers what is said by their names."""
     numbers = {name: str(number) for number, name in enumerate(full._modules)}
     return {
@@ -67,7 +67,7 @@ class Overlap:
         self._always: frozenset[str] | None = None
         self._batches = 0
 
-    def look(self, use: LayerUse | None, plan: Plan) -> None:
+    def count_batch(self, use: LayerUse | None, plan: Plan) -> None:
         """One more batch, which uses these layers; warns after `LOOKED_AT` of them."""
         if use is None or self._batches >= LOOKED_AT:
             return

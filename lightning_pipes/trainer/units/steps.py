@@ -49,7 +49,7 @@ class UnitSteps(Steps):
         self._cut = cut
         self._layout = layout
 
-    def body(self, number: int) -> Body:
+    def stage_body(self, number: int) -> Body:
         return self._run_stage
 
     def _run_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
@@ -60,9 +60,9 @@ class UnitSteps(Steps):
         if last and data.weights is not None:
             data.weights.join_replicas()
         self.state.restore_state()
-        with self.context():
+        with self.step_context():
             stage.seed_user_code(item, span, BEFORE_LAYERS)
-            part, step = data.part(span), named_step(self._module, "training_step")
+            part, step = data.select_samples(span), named_step(self._module, "training_step")
             with recorded(self._module) as logged, self._cut.in_step():
                 out = self._lazy(stage, item, span).run(step, part, data.arguments, received)
         if not last:

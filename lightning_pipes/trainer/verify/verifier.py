@@ -314,7 +314,7 @@ class Verifier(StageListener):
             self._seed, job, number, rows, spans_of_layers(run.engine.plan, run.part.holdings.layers, rows)
         )
         kind = run.device.type
-        with run.steps.context():
+        with run.steps.step_context():
             cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
             ours, theirs = slices.compare_with(self._draws, rows, gradients, self._parts.layer_name)
         self._found = self._comparison.compare_values(record.number, ours, theirs, Rounding.from_record(theirs, cast))

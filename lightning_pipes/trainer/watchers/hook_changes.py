@@ -31,4 +31,4 @@ class HookChanges(Watcher):
     @contextmanager
     def _noting(self) -> Iterator[None]:
         yield
-        self._training.between.begin(item.use for item in self._training.unstepped.values())
+        self._training.between.begin_hooks(item.use for item in self._training.unstepped.values())

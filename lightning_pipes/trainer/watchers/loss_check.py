@@ -32,8 +32,14 @@ from lightning_pipes.trainer.loop.watcher import Watcher
 from lightning_pipes.trainer.module.batches import copied, join, take
 from lightning_pipes.trainer.module.generators import state_of
 from lightning_pipes.trainer.module.unchanged import generators, unchanged
-from lightning_pipes.trainer.step.logs import LogCall, LogKey, numbered, recorded, returned_calls
-from lightning_pipes.trainer.step.loss_weights import EXTREME, BatchWeights, LossWeights, disagree, usual_weights
+from lightning_pipes.trainer.step.logs import LogCall, LogKey, number_calls, recorded, returned_calls
+from lightning_pipes.trainer.step.loss_weights import (
+    EXTREME,
+    BatchWeights,
+    LossWeights,
+    candidates_differ,
+    usual_weights,
+)
 from lightning_pipes.trainer.step.steps import Kept, loss_of, no_room
 
 _HALF = 1e-4
@@ -56,7 +62,7 @@ class _Losses(NamedTuple):
     types: set[torch.dtype]
     logged: dict[Span | None, list[LogCall]]
 
-    def differ(self, share: Callable[[Span], float]) -> bool:
+    def are_different(self, share: Callable[[Span], float]) -> bool:
         """Return whether the parts add up to something else than the whole."""
         parts = [(loss, share(span)) for span, loss in self.parts.items()]
         mean = sum(loss * weight for loss, weight in parts if weight)
@@ -82,16 +88,16 @@ class LossCheck(Watcher):
 
     def around_batch(self, step: TrainingStep) -> None:
         """Have the batch kept if it is the first that is cut, or candidates disagree on it."""
-        step.look, weights = self.look, step.weights
+        step.look, weights = self.find_candidates, step.weights
         if weights is not None and len(weights.spans) > 1 and (self._waits or weights.undecided):
-            step.keep()
+            step.keep_copy()
 
     def before_optimizer_step(self, step: TrainingStep) -> None:
         """Compare the loss of the whole batch with those of its micro-batches."""
         if step.kept is not None and step.item is not None:
-            self.compare(self._run.stages[self._run.engine.plan.n_stages - 1], step.item)
+            self.compare_losses(self._run.stages[self._run.engine.plan.n_stages - 1], step.item)
 
-    def look(self, stage: Stage, item: Item) -> None:
+    def find_candidates(self, stage: Stage, item: Item) -> None:
         """Tells apart candidates for the weights of a batch, once its first micro-batch has left the layers."""
         data = item.data
         weights, kept = data.weights, data.kept
@@ -101,14 +107,14 @@ class LossCheck(Watcher):
             if not math.isfinite(losses.whole):  # as of a batch without labels
                 raise _NotComparableError("it is no number")
         except Exception as error:  # the comparison after the batch tells of it
-            self._weights.choose(weights, None)
+            self._weights.choose_candidate(weights, None)
             if not isinstance(error, _NotComparableError):
                 self._said_why(error, "was not told how its micro-batches make")
             return
-        fitting = {each.name for each in weights.found if not losses.differ(each.share)}
-        self._weights.choose(weights, fitting)
+        fitting = {each.name for each in weights.found if not losses.are_different(each.loss_share)}
+        self._weights.choose_candidate(weights, fitting)
         likely = [each for each in weights.found if each.name in fitting]
-        if likely and disagree(likely, weights.spans):
+        if likely and candidates_differ(likely, weights.spans):
             rank_zero_warn(
                 f"The loss of {type(self._module).__name__}.training_step does not tell in batch {item.number} whether "
                 f"micro-batches are weighed by {' or by '.join(each.name for each in likely[:3])}; the first is taken, "
@@ -119,19 +125,19 @@ class LossCheck(Watcher):
     @staticmethod
     def _weights_of_logs(losses: _Losses, weights: BatchWeights) -> dict[LogKey, tuple[str, set[str]]]:
         """By what each logged or returned value is usually weighed, and the candidates by which it adds up."""
-        parts = {span: dict(numbered(losses.logged[span])) for span in losses.parts}
+        parts = {span: dict(number_calls(losses.logged[span])) for span in losses.parts}
         found = {}
-        for key, call in numbered(losses.logged[None]):
+        for key, call in number_calls(losses.logged[None]):
             of_parts = {span: calls.get(key) for span, calls in parts.items()}
             numbers = _numbers(call, of_parts)
             if numbers is None:
                 continue
             of_it = losses._replace(whole=numbers[0], parts=numbers[1])
-            names = {each.name for each in weights.every if not of_it.differ(each.share)}
-            if call.reduction in ("max", "min"):
-                extreme = (max if call.reduction == "max" else min)(of_it.parts.values())
+            names = {each.name for each in weights.every if not of_it.are_different(each.loss_share)}
+            if call.reduction_name in ("max", "min"):
+                extreme = (max if call.reduction_name == "max" else min)(of_it.parts.values())
                 made = of_it._replace(parts={Span(0, 1): extreme})
-                names |= set() if made.differ(lambda _: 1.0) else {EXTREME}
+                names |= set() if made.are_different(lambda _: 1.0) else {EXTREME}
             found[key] = usual_weights(call), names
         return found
 
@@ -157,7 +163,7 @@ class LossCheck(Watcher):
         left = dict.fromkeys(entering, kept.left[span])
         return self._losses(stage, item, replace(kept, left=left), x, entering, {})
 
-    def compare(self, stage: Stage, item: Item) -> None:
+    def compare_losses(self, stage: Stage, item: Item) -> None:
         """Warns if the loss of the whole batch is another one; `stage` is the last one, with the weights by which the
         batch was computed."""
         data = item.data
@@ -166,7 +172,7 @@ class LossCheck(Watcher):
             return
         first, self._waits = self._waits, False
         try:
-            parts = {span: (result.loss.item(), result.calls) for span, result in data.results.items()}
+            parts = {span: (result.loss.item(), result.log_calls) for span, result in data.results.items()}
             if kept.left_out:
                 raise _NotComparableError(kept.left_out)
             if kept.parts.keys() != parts.keys():
@@ -179,8 +185,8 @@ class LossCheck(Watcher):
             return
         if data.weights is not None:
             self._tell_logs(data.weights, losses, lambda: self._losses(stage, item, kept, x, kept.parts, parts))
-        share = partial(_by_rows, kept.rows) if data.weights is None else data.weights.share
-        if losses.differ(share):
+        share = partial(_by_rows, kept.rows) if data.weights is None else data.weights.loss_share
+        if losses.are_different(share):
             mean = sum(loss * share(span) for span, loss in losses.parts.items() if share(span))
             later = self._later(losses, data.weights)
             batch = "the first batch" if first else f"batch {item.number}"
@@ -201,12 +207,12 @@ class LossCheck(Watcher):
         wrong = {key for key, (_, names) in found.items() if not names} - self._warned
         if not wrong:
             return
-        once, twice = (dict(numbered(each.logged[None])) for each in (losses, again()))
+        once, twice = (dict(number_calls(each.logged[None])) for each in (losses, again()))
         # What differs between two runs is a time, or what else no two runs have in common.
         wrong = {key for key in wrong if key in twice and _are_equal(once[key], twice[key])}
         self._warned |= wrong
         if wrong:
-            names = ", ".join(once[key].shown for key in sorted(wrong))
+            names = ", ".join(once[key].call_text for key in sorted(wrong))
             rank_zero_warn(
                 f"{type(self._module).__name__}.training_step gives values that are no mean, sum or extreme over "
                 f"samples, so that they differ from one process: {names}. They are made of those of "
@@ -216,11 +222,13 @@ class LossCheck(Watcher):
 
     def _later(self, losses: _Losses, weights: BatchWeights | None) -> str:
         """By what later batches are weighed, where the loss of the first one tells it when it is trained."""
-        fitting = set() if weights is None else {e.name for e in weights.found if not losses.differ(e.share)}
-        if weights is None or not fitting or not self._weights.alone:
+        fitting = (
+            set() if weights is None else {e.name for e in weights.found if not losses.are_different(e.loss_share)}
+        )
+        if weights is None or not fitting or not self._weights.has_no_replicas:
             self._weights.give_up()
             return ""
-        self._weights.choose(weights, fitting)
+        self._weights.choose_candidate(weights, fitting)
         return f" in this batch; from the next one on they are weighed by {weights.chosen.name}"
 
     @staticmethod
@@ -262,7 +270,7 @@ class LossCheck(Watcher):
                 of_part = replace(item, rows=rows, training=False)
                 with recorded(self._module) as logged[span]:
                     value, extras, drew_too = self._loss(
-                        stage, of_part, copied(batch), kept.given(given), item.data.arguments, kept.inside, left
+                        stage, of_part, copied(batch), kept.layer_outputs(given), item.data.arguments, kept.inside, left
                     )
                 logged[span] += returned_calls(extras)
                 drew = drew or drew_too
@@ -314,9 +322,9 @@ class LossCheck(Watcher):
 
         own = generators(self._module, skip=None if inside else self._cut.proxy)
         before = _states(own)
-        with torch.no_grad(), self._steps.context(), item.data.state:
+        with torch.no_grad(), self._steps.step_context(), item.data.state:
             draws = RngUse(self._device)
-            out = self._steps.around(step, item, batch, arguments, layers, draws)
+            out = self._steps.run_around_layers(step, item, batch, arguments, layers, draws)
             self._steps.left.take_back()
             value, extras = loss_of(out)
             return value.detach(), extras, draws.was_used or _states(own) != before
@@ -331,7 +339,7 @@ class LossCheck(Watcher):
         yield
 
     def _types(self, loss: torch.Tensor, x: Any) -> set[torch.dtype]:
-        with self._steps.context():
+        with self._steps.step_context():
             kind = self._device.type
             cast = {torch.get_autocast_dtype(kind)} if torch.is_autocast_enabled(kind) else set()
         return {loss.dtype, *(t.dtype for t in tensors_in(x) if t.is_floating_point()), *cast}

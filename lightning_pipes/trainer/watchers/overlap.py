@@ -17,4 +17,4 @@ class OverlapWarning(Watcher):
 
     def around_batch(self, step: TrainingStep) -> None:
         """Look at the layers that one more batch steps."""
-        self._overlap.look(step.use, self._engine.plan)
+        self._overlap.count_batch(step.use, self._engine.plan)

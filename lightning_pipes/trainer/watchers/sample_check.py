@@ -81,7 +81,7 @@ class SampleCheck(Watcher):
             with trimmed_heap():  # a whole batch fits into no hole that micro-batches have left
                 for number, stage in self._pipeline.stages.items():
                     if number in step.entered:
-                        self.compare(stage, step.item)
+                        self.compare_samples(stage, step.item)
             if not step.entered:
                 step.loaded = None
         if (
@@ -91,7 +91,7 @@ class SampleCheck(Watcher):
             for values in self._pipeline.control.all_gather(left.whole_values()):
                 left.add_whole_values(values)
 
-    def compare(self, stage: Stage, item: Item) -> None:
+    def compare_samples(self, stage: Stage, item: Item) -> None:
         """Warn if something on this stage depends on several samples; with the weights that the batch has had."""
         data = item.data
         entered = {} if data.entered is None else data.entered.get(stage.number, {})
@@ -111,7 +111,7 @@ class SampleCheck(Watcher):
         bytes_of_all = sum(t.nbytes for part in entered.values() for t in tensors_in(part))
         if self._device.type == "cpu" and no_room(8 * bytes_of_all):
             return
-        with torch.no_grad(), forked_rng(self._device), self._steps.context():
+        with torch.no_grad(), forked_rng(self._device), self._steps.step_context():
             if stage.number == 0:
                 self._compare_entering(item, entered)
             parts = {span: move_data_to_device(entered[span], self._device) for span in spans}

@@ -59,7 +59,7 @@ def freeze(p: nn.Parameter) -> None:
 )
 def test_a_change_of_what_is_under_way_is_named(change: Any, what: str) -> None:
     net, between = watched()
-    between.begin([use("0.1", "2.0")])
+    between.begin_hooks([use("0.1", "2.0")])
     change(net.get_parameter("0.1.bias"))
     with pytest.raises(PipelineError, match=rf"changes {what} of net.0.1.bias between two batches"):
         between.check()
@@ -69,7 +69,7 @@ def test_a_change_of_what_is_under_way_is_named(change: Any, what: str) -> None:
 @pytest.mark.parametrize("change", [in_place, in_data, freeze])
 def test_what_no_batch_under_way_uses_may_change(change: Any) -> None:
     net, between = watched()
-    between.begin([use("0.1", "2.0"), use("1.0")])
+    between.begin_hooks([use("0.1", "2.0"), use("1.0")])
     change(net.get_parameter("0.0.bias"))
     change(net.get_parameter("2.0.bias"))  # on another rank
     between.check()
@@ -88,7 +88,7 @@ def test_values_are_compared_at_first_and_now_and_then() -> None:
     net, between = watched()
     found = []
     for number in range(1, 2 * EVERY + 1):
-        between.begin([use("0.1")])
+        between.begin_hooks([use("0.1")])
         in_data(net.get_parameter("0.1.bias"))
         try:
             between.check()
@@ -109,7 +109,7 @@ def test_gradients_of_layers_that_no_batch_names_are_found() -> None:
 
 def test_without_hooks_nothing_is_looked_at() -> None:
     net, between = watched(hooks=False)
-    between.begin([use("0.1")])
+    between.begin_hooks([use("0.1")])
     in_place(net.get_parameter("0.1.bias"))
     between.check()
 

@@ -72,9 +72,9 @@ def test_a_policy_goes_by_parameters_or_by_what_the_module_says() -> None:
 
 
 def test_when_batches_are_cut() -> None:
-    assert not Cuts.wanted(Says(), CSP())
-    assert Cuts.wanted(Says(), CSP(balanced=True))
-    assert Cuts.wanted(SaysCut(), CSP())
-    assert not Cuts.wanted(pl.LightningModule(), CSP(balanced=True))
+    assert not Cuts.are_needed(Says(), CSP())
+    assert Cuts.are_needed(Says(), CSP(balanced=True))
+    assert Cuts.are_needed(SaysCut(), CSP())
+    assert not Cuts.are_needed(pl.LightningModule(), CSP(balanced=True))
     with pytest.raises(PipelineError, match=r"OnlyCut has cut_of_batch, .* and not layers_of_batch"):
-        Cuts.wanted(OnlyCut(), CSP())
+        Cuts.are_needed(OnlyCut(), CSP())

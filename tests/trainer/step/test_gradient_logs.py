@@ -69,7 +69,7 @@ def test_hooks_are_wrapped_and_come_back() -> None:
     mine = callback.on_before_optimizer_step
     logged: list[LogCall] = []
     alone: Any = SimpleNamespace(ranks=(0,), all_gather=lambda calls: [calls])
-    replay: Any = SimpleNamespace(pack=list, replay=logged.extend)
+    replay: Any = SimpleNamespace(pack_calls=list, replay_calls=logged.extend)
     patches = Patches()
     GradientLogs(module, [callback, Callback()], alone, replay, 0, patches)
     module.on_after_backward()

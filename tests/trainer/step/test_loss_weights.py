@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import Span
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.step.loss_weights import candidates, disagree
+from lightning_pipes.trainer.step.loss_weights import candidates_differ, find_candidates
 from tests.trainer.lit import differences, plain_values, quiet
 from tests.trainers import make_trainer
 
@@ -312,7 +312,7 @@ def told(rank: int) -> list[list[str]]:
 def test_candidates_of_a_batch():
     (batch,) = batches(LENGTHS[:1])
     spans = [Span(0, 3), Span(3, 8)]
-    found = {each.name: [each.of(span) for span in spans] for each in candidates(LitTokens(), batch, ROWS, spans)}
+    found = {each.name: [each.of(span) for span in spans] for each in find_candidates(LitTokens(), batch, ROWS, spans)}
     labels = "labels in batch['labels'] that are not -100"
     assert found["samples"] == [3, 5]
     assert found[labels] == [8, 18]
@@ -323,4 +323,4 @@ def test_candidates_of_a_batch():
     assert found["1: it is a sum"] == [1, 1]
     (full,) = batches([FULL])
     del full["rest"]
-    assert not disagree(candidates(LitTokens(), full, ROWS, spans)[:-1], spans)
+    assert not candidates_differ(find_candidates(LitTokens(), full, ROWS, spans)[:-1], spans)

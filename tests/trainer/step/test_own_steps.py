@@ -32,7 +32,7 @@ def test_steps_are_those_of_what_has_gradients() -> None:
         others = [p for n, layer in enumerate(ours) if n not in chosen for p in layer.parameters()]
         for p in others:
             p.grad = torch.ones_like(p)  # of batches under way
-        with steps.only(0, own, [p for n in reversed(chosen) for p in ours[n].parameters()]):
+        with steps.restrict_optimizer(0, own, [p for n in reversed(chosen) for p in ours[n].parameters()]):
             assert [len(group["params"]) for group in own.param_groups] == [len(chosen)] * 2
             own.step()
             own.zero_grad()
@@ -52,7 +52,7 @@ def test_all_is_as_before_after_a_failure() -> None:
     strange = nn.Parameter(torch.zeros(1))
 
     def failing() -> None:
-        with PartialSteps([optimizer]).only(0, optimizer, [strange]):
+        with PartialSteps([optimizer]).restrict_optimizer(0, optimizer, [strange]):
             assert [group["params"] for group in optimizer.param_groups] == [[], []]
             raise ValueError
 

@@ -56,6 +56,6 @@ def test_it_is_said_once(shared: list[str], delays: dict[str, Delayed], said: st
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for use in uses(*shared, delays=delays)[: 2 * LOOKED_AT]:
-            look.look(use, made)
+            look.count_batch(use, made)
     assert len(caught) == bool(said)
     assert all(re.search(said, str(each.message)) for each in caught)

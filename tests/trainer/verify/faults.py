@@ -591,7 +591,7 @@ class _H7:
 
 @contextmanager
 def drops_last_part(rank: int) -> Iterator[None]:
-    part = steps.TrainingBatch.part
+    part = steps.TrainingBatch.select_samples
 
     def broken(self: Any, span: Any) -> Any:
         x, y = part(self, span)
