@@ -67,7 +67,7 @@ class BetweenSteps:
             self._marks = ChangeMarks(list(self._parameters(uses).values()), self._values and self._looks())
 
     def check(self) -> None:
-        """Compare what batches under way use with what it was at `begin`.
+        """Compare the weights and settings of batches under way with those at `begin_hooks`.
 
         Raises:
             PipelineError: a hook has changed it.
@@ -79,7 +79,7 @@ class BetweenSteps:
     def step_hooks(
         self, uses: Iterable[LayerUse | None], own: Iterable[nn.Parameter], optimizers: Sequence[Optimizer]
     ) -> Iterator[None]:
-        """In the block hooks run before the step of the parameters `own`; batches with `uses` may have run before.
+        """Guard hooks that run in the block, before the step of `own`; batches with `uses` may have run before.
 
         Raises:
             PipelineError: a hook changes what those use.

@@ -107,8 +107,9 @@ def total_norm(
 
 
 class HookClipping:
-    """While a hook of the user's runs, torch's `get_total_norm` and `clip_grad_norm_` count the weights and gradients
-    of all stages, each once, and what is here is clipped. All ranks that run the hook must call them.
+    """Makes torch's `get_total_norm` and `clip_grad_norm_` in the user's hooks count all stages, each weight once.
+
+    Gradients of this rank are clipped. All ranks that run the hook must call them.
 
     Args:
         parameters: gives those of this rank.

@@ -1,4 +1,4 @@
-"""The layers that each stage runs for a batch, where they are others than those of the plan."""
+"""Cuts of single batches, where stages run other layers than the plan's."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ class LayerCosts(Protocol):
     """A LightningModule that knows how long parts of its layers take."""
 
     def costs_of_layers(self) -> Mapping[str, float]:
-        """Seconds of forward and backward, or what is in proportion to them, by the names of `layers_of_batch`. Called
-        once, when training begins; what the first rank says counts."""
+        """Return seconds of forward and backward, or numbers in proportion, by the names of `layers_of_batch`.
+
+        Called once, when training begins; the numbers of the first rank count.
+        """
 
 
 class Cuts:

@@ -72,7 +72,7 @@ class GradientLogs:
 
 
 def over_ranks(recordings: Sequence[Sequence[LogCall]], last: int) -> tuple[list[LogCall], list[str]]:
-    """The log calls of all ranks, one for each name, and the names whose values can't be said for the whole module.
+    """Merge the log calls of all ranks by name; also return names without a value for the whole module.
 
     Names that one rank has are taken from there. Where several have one, as for parameters that several hold, the
     value of rank number `last` counts, or else the first; totals of `grad_norm` are computed again from all its norms.

@@ -12,7 +12,7 @@ Gradients = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class FreshGradients:
-    """Keeps what the pipeline computes out of the way of `zero_grad`, and gives it back in `backward`.
+    """Keeps gradients of the pipeline from `zero_grad`, and gives them back in `backward`.
 
     Parameters that no optimizer has keep their gradients from batch to batch, as on one process. What they have from
     earlier windows is not there while a batch makes its own, which several ranks may sum.
@@ -56,7 +56,7 @@ class FreshGradients:
             p.grad = grad
 
     def give_back(self) -> None:
-        """Add what was set aside to what Lightning has left."""
+        """Add the gradients set aside to the ones Lightning has left."""
         if self._fresh is not None:
             self._carried = [(p, p.grad) for p in self._others if p.grad is not None]
         for p, grad in self._fresh or ():

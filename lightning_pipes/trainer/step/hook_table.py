@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HookRow:
-    """What happens around one hook, or one other method of the user's that Lightning calls.
+    """The handling of one hook, or of another method of the user's that Lightning calls.
 
     Attributes:
         name: of the method.
@@ -73,5 +73,5 @@ HOOKS = (
 
 
 def select_hooks(condition: Callable[[HookRow], object]) -> tuple[str, ...]:
-    """Return the names of the hooks whose rows meet a condition."""
+    """Return the names of hooks by a condition on their rows."""
     return tuple(row.name for row in HOOKS if condition(row))

@@ -159,7 +159,7 @@ def _add_up(values: Sequence[Any], shares: Sequence[float]) -> Any:
 
 
 def returned_calls(extras: Mapping[str, Any]) -> list[LogCall]:
-    """Return what a step returns beside its loss, as log calls without a reduction."""
+    """Return the values that a step returns beside its loss, as log calls without a reduction."""
     found, _ = pytree.tree_flatten_with_path(dict(extras))
     return [LogCall(f"outputs{pytree.keystr(path)}", value, {"reduce_fx": ""}) for path, value in found]
 
@@ -167,7 +167,7 @@ def returned_calls(extras: Mapping[str, Any]) -> list[LogCall]:
 def merge_returned(
     extras: Sequence[Mapping[str, Any]], spans: Sequence[Span], shares: Mapping[LogKey, Sequence[float]]
 ) -> dict[str, Any]:
-    """Return what a step returned beside its loss for micro-batches as one process has it.
+    """Merge the values that a step returned beside its loss over micro-batches.
 
     Tensors over samples are joined, and what has shares adds up by them. Of the rest numbers with a fraction are
     averaged, equal words and flags are one, and else there is a list with an entry for each micro-batch.

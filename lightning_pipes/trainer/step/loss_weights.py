@@ -59,8 +59,10 @@ class Amounts:
 
 
 def find_candidates(module: pl.LightningModule, batch: Any, rows: int, spans: Iterable[Span]) -> list[Amounts]:
-    """Return what the micro-batches of a batch may be weighed by, the likeliest first: the module's own weights,
-    samples, tokens, and none."""
+    """Return the candidates for weights of micro-batches, the likeliest first.
+
+    They are the module's own weights, samples, tokens, and none.
+    """
     found = []
     if isinstance(module, WeighsMicrobatches):
         cut = cutter(batch, rows)
@@ -110,7 +112,7 @@ def _tokens(what: str, which: str, tensor: torch.Tensor, ignored: int) -> Iterat
 
 
 def _counted(name: str, numbers: Sequence[int]) -> Amounts:
-    """Of numbers for each sample."""
+    """Return the amounts of numbers for each sample."""
     ends = [0, *accumulate(numbers)]
     return Amounts(name, lambda span: ends[span.stop] - ends[span.start], ends[-1])
 
@@ -159,7 +161,7 @@ class BatchWeights:
             self._wait = sums(self._numbers)
 
     def join_replicas(self) -> None:
-        """Learn what the other replicas have in this batch, before its first loss.
+        """Exchange the amounts of this batch with other replicas, before its first loss.
 
         Raises:
             PipelineError: their batches have other columns.
@@ -287,7 +289,7 @@ class LossWeights:
             self._left_out |= set(names) - {weights.chosen.name}
 
     def weigh_logs(self, weights: BatchWeights, by: Mapping[LogKey, tuple[str, Collection[str]]]) -> None:
-        """Weigh logged and returned values by candidates that make them of those of micro-batches.
+        """Weigh logged and returned values by the candidates that reproduce them from micro-batches.
 
         Args:
             by: for each value its usual weights, and the candidates.

@@ -1,5 +1,7 @@
-"""Steps of a batch's own parameters, in time that does not grow with those of all others: a supernet has hundreds of
-times as many."""
+"""Steps of a batch's own parameters.
+
+A supernet has hundreds of times as many parameters as a batch; a step takes no time for the others.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class ParameterHooks:
         alone: bool,
         sum_gradients: Callable[[Sequence[nn.Parameter]], None],
     ) -> Iterator[None]:
-        """In the block no hook runs; at its end each runs with the gradients that the block has made.
+        """Defer hooks to the end of the block, where each runs with the gradients of the block.
 
         Args:
             reducer: whose own hooks run meanwhile.
@@ -90,7 +90,7 @@ class ParameterHooks:
 
 
 def warn_about_hooks(parameters: Sequence[nn.Parameter], reducer: Reducer | None) -> None:
-    """Warn of hooks of parameters, for schedules whose batches overlap: a gradient is in parts when they run."""
+    """Warn of hooks of parameters where batches overlap: they see parts of a gradient."""
     number = sum(
         not all(reducer is not None and reducer.is_own_hook(hook) for hook in accumulate_hooks(p).values())
         or bool(gradient_hooks(p))
@@ -106,7 +106,7 @@ def warn_about_hooks(parameters: Sequence[nn.Parameter], reducer: Reducer | None
 
 
 def _set_aside(table: dict[int, Any], reducer: Reducer | None) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the table of hooks, which is without those of the user's until it gets them back, and these."""
+    """Take the user's hooks out of the table; return the table and the hooks."""
     found = {key: hook for key, hook in table.items() if reducer is None or not reducer.is_own_hook(hook)}
     for key in found:
         del table[key]

@@ -57,7 +57,7 @@ HOST = torch.device("cpu")
 
 @dataclass
 class Kept:
-    """The first batch as it was loaded, and what the last stage had of each micro-batch; on the host.
+    """A copy of a batch on the host, with the last stage's values of each micro-batch.
 
     Attributes:
         inside: whether `parts` are what the last stage's layers got, for what they return has no samples: a loss.
@@ -75,7 +75,7 @@ class Kept:
     left_out: str = ""
 
     def keep_microbatch(self, span: Span, received: Any, output: Any) -> None:
-        """Copies of what is needed of one micro-batch."""
+        """Copy the received values and the output of one micro-batch."""
         if self.left_out:
             return
         trained = [t for t in tensors_in(output) if t.requires_grad]  # a mask without samples is no loss
@@ -94,7 +94,7 @@ class Kept:
         self.parts[span] = pytree.tree_map_only(torch.Tensor, lambda t: self._with_samples_first(t.detach()), part)
 
     def layer_outputs(self, part: Any) -> Any:
-        """Return what `parts` have in the form in which it left the layers."""
+        """Return an entry of `parts` in the form in which it left the layers."""
         if not self.axis:
             return part
         return pytree.tree_map_only(
@@ -124,7 +124,7 @@ class StepResult:
 
     @property
     def log_calls(self) -> list[LogCall]:
-        """What it logged, and what it returned beside the loss."""
+        """Return log calls of the step, and of the values it returned beside the loss."""
         return [*self.logged, *returned_calls(self.extras)] if self.extras else [*self.logged]
 
     def logged_losses(self) -> list[LogKey]:
@@ -176,11 +176,11 @@ class TrainingBatch:
         self._parts.update({span: self._cutter(span) for span in spans})
 
     def keep_copy(self) -> None:
-        """Keeps a copy of the batch, to be looked at as a whole later."""
+        """Keep a copy of the batch for a check of the whole batch."""
         self.kept = Kept(move_data_to_device(copied(self.batch), HOST), self.rows)
 
     def select_samples(self, span: Span) -> Any:
-        """Those samples of the batch."""
+        """Return the samples `span` of the batch."""
         return self._parts.pop(span) if span in self._parts else self._cutter(span)
 
     def keep_entering(self, stage: int, span: Span, x: Any) -> None:
@@ -281,11 +281,11 @@ class Steps:
         self._device = device
 
     def step_context(self) -> AbstractContextManager[Any]:
-        """The context that training steps run in."""
+        """Return the context of training steps."""
         return self._train or self._precision.train_step_context()
 
     def stage_body(self, number: int) -> Body:
-        """The function that stage `number` runs for each micro-batch."""
+        """Return the function that stage `number` runs for each micro-batch."""
         return self._last if number == self._stages - 1 else self._first if number == 0 else self._middle
 
     def begin_batch(self, training: bool = True) -> None:
@@ -294,7 +294,7 @@ class Steps:
         self.left.begin_batch(training)
 
     def collect_changes(self) -> tuple[Any, Any]:
-        """Merge what the last stage has found in the batch, and return what other ranks need of it for `settle`."""
+        """Merge the changes of state in the batch on the last stage; return them for `apply_changes`."""
         self.left.end_batch()
         return self.state.merge_microbatches(), self.left.collect_changes()
 
@@ -330,8 +330,10 @@ class Steps:
         return sent
 
     def prepare_last_stage(self, stage: Stage, item: Item, spans: Collection[Span]) -> None:
-        """Gets ready what the last stage needs for each micro-batch: between layers, whose data fills the caches, each
-        takes ten times as long, and before the first one the stage mostly waits."""
+        """Prepare each micro-batch of the last stage before the first one arrives.
+
+        Between layers, whose data fills the caches, the same work takes ten times as long.
+        """
         stage.expect_user_code(item, spans)
         item.data.cut(spans)
 
@@ -611,7 +613,7 @@ def _surrounds_nothing(precision: Precision) -> bool:
 
 
 def loss_of(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The loss and all else in what a training step returned.
+    """Return the loss and the other values of a training step's result.
 
     Raises:
         PipelineError: there is no loss, it is no scalar, or it can't be differentiated.

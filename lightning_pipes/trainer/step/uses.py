@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class SaysLayers(Protocol):
-    """A LightningModule whose batches do not use all layers, as those of a supernet."""
+    """A LightningModule with batches that use some layers only, such as a supernet."""
 
     def layers_of_batch(self, batch: Any) -> Iterable[str] | Mapping[str, bool | Delayed]:
         """The names of the layers that a training batch goes through, as they are called in the pipelined module: "5",
@@ -51,7 +51,7 @@ def use_of(module: pl.LightningModule, full: Layers, batch: Any, plan: Plan) -> 
 
 
 def number_layers(full: Layers, said: Mapping[str, T]) -> dict[str, T]:
-    """By the numbers of layers what is said by their names."""
+    """Return a mapping by names of layers as one by their numbers."""
     numbers = {name: str(number) for number, name in enumerate(full._modules)}
     return {
         ".".join((numbers.get(head, head), *rest)): what

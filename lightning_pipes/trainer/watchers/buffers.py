@@ -1,4 +1,4 @@
-"""Buffers of replicas, such as running averages, follow those of the first replica."""
+"""Broadcast of buffers, such as running averages, from the first replica."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class _NotComparableError(Exception):
 
 
 class _Losses(NamedTuple):
-    """Of the whole batch and of its parts; their type, and those of what they were computed from; what was logged."""
+    """Losses of a whole batch and its parts, with their types, the types of their inputs, and their logs."""
 
     whole: float
     parts: dict[Span, float]
@@ -93,7 +93,7 @@ class LossCheck(Watcher):
             step.keep_copy()
 
     def before_optimizer_step(self, step: TrainingStep) -> None:
-        """Compare the loss of the whole batch with those of its micro-batches."""
+        """Compare the loss of the whole batch with the losses of its micro-batches."""
         if step.kept is not None and step.item is not None:
             self.compare_losses(self._run.stages[self._run.engine.plan.n_stages - 1], step.item)
 
@@ -124,7 +124,7 @@ class LossCheck(Watcher):
 
     @staticmethod
     def _weights_of_logs(losses: _Losses, weights: BatchWeights) -> dict[LogKey, tuple[str, set[str]]]:
-        """By what each logged or returned value is usually weighed, and the candidates by which it adds up."""
+        """Return the usual weights of each logged or returned value, and the candidates by which it adds up."""
         parts = {span: dict(number_calls(losses.logged[span])) for span in losses.parts}
         found = {}
         for key, call in number_calls(losses.logged[None]):
@@ -201,7 +201,7 @@ class LossCheck(Watcher):
             )
 
     def _tell_logs(self, weights: BatchWeights, losses: _Losses, again: Callable[[], _Losses]) -> None:
-        """Weigh logged and returned values by what has made them in this batch; warn of those that nothing makes."""
+        """Weigh logged and returned values by the weights that reproduce them; warn where none does."""
         found = self._weights_of_logs(losses, weights)
         self._weights.weigh_logs(weights, found)
         wrong = {key for key, (_, names) in found.items() if not names} - self._warned
@@ -221,7 +221,7 @@ class LossCheck(Watcher):
             )
 
     def _later(self, losses: _Losses, weights: BatchWeights | None) -> str:
-        """By what later batches are weighed, where the loss of the first one tells it when it is trained."""
+        """Return the weights of later batches, if the training loss of the first one decides them."""
         fitting = (
             set() if weights is None else {e.name for e in weights.found if not losses.are_different(e.loss_share)}
         )
@@ -245,8 +245,9 @@ class LossCheck(Watcher):
         entering: Mapping[Span, Any],
         parts: Mapping[Span, tuple[float, list[LogCall]]],
     ) -> _Losses:
-        """The losses of a whole batch and of its parts, by what the layers give for them; those of `parts` are known,
-        with what they logged.
+        """Compute the losses of a whole batch and its parts from the outputs of layers.
+
+        The losses of `parts` are known, with their logs.
 
         Raises:
             _NotComparableError: they can't be compared.
@@ -310,8 +311,7 @@ class LossCheck(Watcher):
         inside: bool,
         left: Mapping[Any, Any],
     ) -> tuple[torch.Tensor, dict[str, Any], bool]:
-        """The loss of those samples, what the step returned beside it, and whether random numbers were drawn for it
-        outside of the layers."""
+        """Return the loss of samples, the other results, and whether the step drew random numbers outside of layers."""
         x, batch = move_data_to_device((copied(x), batch), self._device)
         step = self._module.training_step
 
@@ -331,7 +331,7 @@ class LossCheck(Watcher):
 
     @contextmanager
     def _evaluating(self, inside: bool) -> Iterator[None]:
-        """In the block all modules that are run are in evaluation mode; `unchanged` ends it."""
+        """Put the modules that run in evaluation mode for the block; `unchanged` ends it."""
         layers: set[nn.Module] = set() if inside else set(self._cut.proxy.modules())
         for part in self._module.modules():
             if part not in layers:

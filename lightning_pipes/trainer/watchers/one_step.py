@@ -9,7 +9,7 @@ from lightning_pipes.trainer.loop.watcher import Watcher
 
 
 class OneStep(Watcher):
-    """Refuses batches whose step the user's code leaves out, takes later or takes twice."""
+    """Refuses batches if the user's code skips, delays or repeats their step."""
 
     def __init__(self, run: PipelineRun) -> None:
         self._run = run

@@ -10,7 +10,7 @@ from lightning_pipes.trainer.plan.prediction import Prediction
 
 
 class PredictionCheck(Watcher):
-    """Compares first steps with what was predicted for them. It comes after `RunStatistics`, whose windows it reads."""
+    """Compares first steps with their prediction. It reads the windows of `RunStatistics`, and runs after it."""
 
     def __init__(self, run: PipelineRun, prediction: Prediction) -> None:
         self._run, self._prediction = run, prediction

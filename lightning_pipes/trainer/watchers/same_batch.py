@@ -68,7 +68,7 @@ class SameBatch(EvaluationWatcher):
             step.mark = sample_fingerprint(step.batch), 0 if use is None else use.fingerprint
 
     def after_batch(self, step: Step) -> None:
-        """Compare the checksums of this rank with those of the last stage.
+        """Compare the checksums of this rank with the last stage's.
 
         Raises:
             PipelineError: they differ.

@@ -156,7 +156,7 @@ class SampleCheck(Watcher):
             )
 
     def _outputs(self, number: int, layer: nn.Module, parts: dict[Span, Any]) -> _LayerOutputs | None:
-        """Return what a layer gives; None if the layer, or what follows it, gets no samples."""
+        """Return the outputs of a layer; None if the layer, or its successor, gets no samples."""
         spans = sorted(parts)
         if any(map(is_compiled, layer.modules())):
             return None  # it would be compiled anew, for other sizes
@@ -190,7 +190,7 @@ class SampleCheck(Watcher):
         return _LayerOutputs(whole, outputs, both, not known and not drew)
 
     def _run(self, layer: nn.Module, x: Any, draws: RngUse) -> tuple[Any, dict[str, Any]]:
-        """What a layer returns, and what it leaves in attributes of its modules, by their names."""
+        """Return the output of a layer, and new values of attributes of its modules, by their names."""
         seed_all(0, self._device)
         before = {place: (value, len(value) if _is_list(value) else 0) for place, value in _attributes(layer).items()}
         draws.start()
@@ -221,7 +221,7 @@ def _is_due(number: int) -> bool:
 
 @contextmanager
 def _evaluating(root: nn.Module, but: set[nn.Module] = frozenset()) -> Iterator[None]:  # type: ignore[assignment]
-    """In the block all modules in `root` are in evaluation mode."""
+    """Put all modules in `root` in evaluation mode for the block."""
     training = [part for part in root.modules() if part.training and part not in but]
     for part in training:
         part.training = False
@@ -251,7 +251,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def _differ(whole: Any, parts: Mapping[Span, Any], totals: bool = False) -> bool:
-    """Whether tensors of a whole batch are others than those of its parts, by more than rounding makes of it.
+    """Return whether tensors of a whole batch and of its parts differ by more than rounding.
 
     Args:
         totals: whether tensors without samples may be means or sums over samples.

@@ -10,7 +10,7 @@ from lightning_pipes.trainer.reports.timing import Share
 
 
 class RunStatistics(Watcher):
-    """Keeps the windows of a run whose stages end a batch before the next one begins."""
+    """Keeps the windows of a run with a flush after every batch."""
 
     def __init__(self, run: PipelineRun) -> None:
         self._run = run
