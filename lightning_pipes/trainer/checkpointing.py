@@ -22,6 +22,7 @@ from lightning_pipes.trainer.checkpoint.mapped import load_mapped
 from lightning_pipes.trainer.checkpoint.saving import Saver
 from lightning_pipes.trainer.checkpoint.writing import Writing
 from lightning_pipes.trainer.module.deferred import has_meta
+from lightning_pipes.trainer.module.optimizer_shards import OptimizerShards
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.plan.placement import Placement
@@ -43,6 +44,7 @@ class Checkpointing:
     Attributes:
         data: where training is in its data.
         container: the path of what the last run has cut; random numbers depend on which layers are counted.
+        shards: has the parts of optimizer states that this replica steps; None where states are whole.
         placement: returns where the layers of the run are now, and what was asked for; None before there is a run.
     """
 
@@ -52,6 +54,7 @@ class Checkpointing:
         self._writing = writing
         self._status = status
         self._saver = Saver(ranks.pipeline)
+        self.shards: OptimizerShards | None = None
         self.data = TrainingData(ranks.device, ranks.control.position == 0)
         self.container: str | None = None
         self.placement: Callable[[], Placement] | None = None
@@ -71,12 +74,13 @@ class Checkpointing:
 
     def optimizer_state(self, optimizer: Optimizer, layout: OptimizerLayout) -> dict[str, Any]:
         """The same of an optimizer."""
+        local = optimizer.state_dict() if self.shards is None else self.shards.gather_states(optimizer)
         if self._sharded:
-            return layout.named_state(optimizer.state_dict())
+            return layout.named_state(local)
         self._ranks.pipeline.connect()
         if self._ranks.grid.replica:
             return {}
-        return checkpoints.gather_optimizer(optimizer, layout, self._ranks.pipeline)
+        return checkpoints.gather_optimizer(local, layout, self._ranks.pipeline)
 
     def save(
         self,
@@ -216,3 +220,6 @@ class Checkpointing:
         if self._parts is not None:
             states = self._parts.optimizer_states([layout.names for layout in layouts])
         checkpoints.load_optimizers(optimizers, layouts, states, device)
+        if self.shards is not None:
+            for optimizer in optimizers:
+                self.shards.shard_states(optimizer)

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_pipes.engine.compute.rng import replica_seed
 from lightning_pipes.engine.residency.layer_memory import StateMemory
-from lightning_pipes.ir import PipelineError, Policy, Program, Schedule
+from lightning_pipes.ir import PipelineError, PlanError, Policy, Program, Schedule
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.callbacks.schedule_tuner import with_tuner
 from lightning_pipes.trainer.checkpoint.writing import Writing
@@ -29,6 +29,7 @@ from lightning_pipes.trainer.module.checks import check_run, warn_about, warn_ab
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_optimizers, check_same_cut
 from lightning_pipes.trainer.module.equal_starts import equal_weights
 from lightning_pipes.trainer.module.hidden_state import HiddenState
+from lightning_pipes.trainer.module.optimizer_shards import OptimizerShards, check_shardable
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout, parameter_names, refuse_unsuitable
 from lightning_pipes.trainer.module.pipelined import (
     LEAST_FOR_STATISTICS,
@@ -104,6 +105,8 @@ def prepare(
     is_spread = equal_weights(module, ranks.control)
     private.forget_optimizers(strategy)
     named_groups = _make_optimizers(strategy, module) if fitting else ()
+    if fitting and settings.shard_optimizer:
+        check_shardable(strategy.optimizers, ranks.device)
 
     # 2. What is cut, and how.
     path = WHOLE if names_modules(request.partition) else choose_container(trainer, module, session, settings.module)
@@ -116,7 +119,8 @@ def prepare(
     profiles = find_cache(trainer)
     _log.debug("decide: layers of %s over %d ranks", path, ranks.grid.length)
     if units is None:
-        decision = decide(trainer, module, path, session, settings.transport, request, profiles)
+        shards = ranks.grid.replicas if settings.shard_optimizer else 1
+        decision = decide(trainer, module, path, session, settings.transport, request, profiles, shards)
     else:
         decision = units.decide(request)
     _log.debug("decided: %s, layers %s on ranks %s", decision.schedule, decision.layers, decision.ranks)
@@ -129,6 +133,11 @@ def prepare(
         raise PipelineError(
             "replan moves layers, which siblings of a job array can't while they share the ranks; leave it out, or "
             "run this training alone"
+        )
+    if settings.shard_optimizer and links.turns is not None:
+        raise PipelineError(
+            "shard_optimizer=True shards states over replicas, which siblings of a job array can't while they share "
+            "the ranks; leave it out, or run this training alone"
         )
     cuts = PARAMETERS if names_modules(request.partition) else request.partition
     holdings = Holdings(ranks.grid, decision.ranks, decision.layers)
@@ -168,6 +177,9 @@ def prepare(
     for layout in session.layouts:
         layout.keep_local(cut.is_foreign)
     strategy.model_to_device()
+    checkpointing.shards = None
+    if fitting and settings.shard_optimizer:
+        checkpointing.shards = OptimizerShards(strategy.optimizers, session.replicas, cut.scope, patches)
 
     # 5. Stages, engine and everything around them.
     _log.debug("start: schedule %s", decision.schedule.name)
@@ -265,8 +277,13 @@ def decide(
     transport: str,
     request: RunRequest,
     profiles: ProfileCache,
+    shards: int,
 ) -> Decision:
-    """Return the decision: as asked for, as measured where something is trained, or as siblings have made it."""
+    """Return the decision: as asked for, as measured where something is trained, or as siblings have made it.
+
+    Args:
+        shards: ranks over which optimizer states of a stage are sharded.
+    """
     full, ranks, links = module.get_submodule(path), session.ranks, session.links
     assert isinstance(full, Layers)
     length, fitting = ranks.grid.length, trainer.state.fn == TrainerFn.FITTING
@@ -282,7 +299,7 @@ def decide(
 
     def measure() -> Decision:
         _log.debug("measure: layers of %s", path)
-        measured = Deciding(trainer, path, ranks, transport, profiles).decide(request, plain)
+        measured = Deciding(trainer, path, ranks, transport, profiles, shards).decide(request, plain)
         if length > 1:
             warn_about_outside(module, path, measured.profile)
         return measured
@@ -320,6 +337,11 @@ def choose_training(
         )
     if not streams:
         return SynchronousTraining
+    if settings.shard_optimizer:
+        raise PlanError(
+            f"schedule {schedule.name!r} steps stages apart, and shard_optimizer=True shards the steps of schedules "
+            "that flush between batches; use one of them, such as '1f1b', or leave shard_optimizer out"
+        )
     session.links.check_endless(schedule.name)
     named = trainer.lightning_module.named_parameters()
     tied = [n for n, p in named if p.requires_grad and len(holdings.holders.get(id(p), ())) > 1]

@@ -115,6 +115,9 @@ class PipelineStrategy(PipelineHost):
             With "buffered" no optimizer steps meanwhile, and all take the steps of these batches afterwards: they read
             older weights. The first two give the weights of a training in which nothing moves.
         process_group_backend: of the default process group; ours use gloo.
+        shard_optimizer: shard optimizer states over the replicas of each stage (ZeRO stage 1). Each replica steps an
+            equal part of every parameter, and the parts are gathered. Checkpoints are those without it. For optimizers
+            that treat every element alone, such as AdamW and SGD, and schedules that flush.
 
     Raises:
         PlanError: an argument makes no sense, or the schedule does not take these settings; when the run starts, a
@@ -144,6 +147,7 @@ class PipelineStrategy(PipelineHost):
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
         relocation: str = BLOCKING,
         process_group_backend: str | None = None,
+        shard_optimizer: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -163,6 +167,7 @@ class PipelineStrategy(PipelineHost):
         self.schedule = self._request.schedule
         self._settings = Settings(
             data_parallel=data_parallel,
+            shard_optimizer=shard_optimizer,
             module=module,
             seed=seed,
             transport=transport,
@@ -417,7 +422,8 @@ class PipelineStrategy(PipelineHost):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         step = super().optimizer_step
-        with self.session.status.reporting():
+        shards = self.session.checkpointing.shards
+        with self.session.status.reporting(), nullcontext() if shards is None else shards.restoring():
             return self._running.step(self, optimizer, closure, lambda c: step(optimizer, c, *args, **kwargs))
 
     @contextmanager

@@ -36,9 +36,8 @@ def load_model(cut: CutModule, state: Mapping[str, Any], strict: bool) -> None:
     cut.module.load_state_dict({key: state.get(key, value) for key, value in own.items()})
 
 
-def gather_optimizer(optimizer: Optimizer, layout: OptimizerLayout, control: Control) -> dict[str, Any]:
-    """One process's `state_dict` of the optimizer on the first rank; empty elsewhere."""
-    local = optimizer.state_dict()
+def gather_optimizer(local: Mapping[str, Any], layout: OptimizerLayout, control: Control) -> dict[str, Any]:
+    """One process's `state_dict` of an optimizer on the first rank, from those of all ranks; empty elsewhere."""
     states = control.gather(layout.states_by_name(local), control.ranks[0])
     return {} if states is None else layout.whole_state(local, reversed(states))
 

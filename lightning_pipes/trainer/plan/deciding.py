@@ -64,9 +64,18 @@ class Deciding:
         path: the pipelined container in the Trainer's module.
         transport: how messages will travel.
         cache: the profiles of earlier runs.
+        shards: ranks over which optimizer states of a stage are sharded.
     """
 
-    def __init__(self, trainer: pl.Trainer, path: str, ranks: Ranks, transport: str, cache: ProfileCache) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        path: str,
+        ranks: Ranks,
+        transport: str,
+        cache: ProfileCache,
+        shards: int = 1,
+    ) -> None:
         self._trainer = trainer
         self._path = path
         self._ranks = ranks
@@ -75,6 +84,7 @@ class Deciding:
         self._device = ranks.device
         self._transport = transport
         self._cache = cache
+        self._shards = shards
         layers = trainer.lightning_module.get_submodule(path)
         assert isinstance(layers, Layers)
         self._layers = layers
@@ -134,6 +144,7 @@ class Deciding:
         key = (
             _structure(module, self._layers, batch),
             (sizes, pieces, request.splits, str(self._trainer.precision_plugin.precision), _device_name(self._device)),
+            *(() if self._shards == 1 else (self._shards,)),
         )
         known = _profiles.get(key)
         if not all(self._together(lambda: known is not None)):
@@ -148,7 +159,7 @@ class Deciding:
         begun = time.monotonic()
         try:
             with Measuring(self._trainer, self._path, batch, sizes, self._device, self._together) as measuring:
-                own = measuring.profile(pieces, request.splits)
+                own = with_sharded_states(measuring.profile(pieces, request.splits), self._shards)
                 profile, speeds = self._merged(own, undisturbed if request.replans else ModelProfile.mean_of)
                 deployment = self._deployment(plain, speeds)
                 if not plain.schedule.flushes:  # which is tried batch by batch only
@@ -324,6 +335,12 @@ def _contradiction(made: Decision, trial: Trial) -> str:
         f"{seconds_text(1e9 * trial.predicted)} by the times of its layers one by one: these were corrected, and where "
         "stages begin was chosen anew"
     )
+
+
+def with_sharded_states(profile: ModelProfile, shards: int) -> ModelProfile:
+    """Return a profile whose layers have the optimizer states of one of several shards."""
+    layers = [replace(each, optimizer_bytes=-(-each.optimizer_bytes // shards)) for each in profile.layers]
+    return replace(profile, layers=tuple(layers))
 
 
 def undisturbed(profiles: Sequence[ModelProfile]) -> ModelProfile:

@@ -147,7 +147,17 @@ class RunRequest:
         return made.predicted(profile) if schedule.flushes else made
 
 
-_SAME_SETTINGS = ("module", "seed", "transport", "checkpoint", "gather", "check_loss", "verify", "relocation")
+_SAME_SETTINGS = (
+    "module",
+    "seed",
+    "transport",
+    "checkpoint",
+    "gather",
+    "check_loss",
+    "verify",
+    "relocation",
+    "shard_optimizer",
+)
 
 
 def describe_arguments(request: RunRequest, settings: Settings) -> dict[str, str]:

@@ -25,7 +25,7 @@ from lightning_pipes.ir import (
     short_repr,
 )
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.planner import Planner, Relocation, planner_of
+from lightning_pipes.planning.planner import BLOCKING, Planner, Relocation, planner_of
 
 AUTO = "auto"
 """The name of the schedule, and of the partition, that are chosen when training starts."""
@@ -220,6 +220,7 @@ def _of_type(hint: Any) -> Callable[[str, Any], Any]:
 
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "data_parallel": check_count,
+    "shard_optimizer": _of_type(bool),
     "module": _of_type(str | None),
     "seed": _check_seed,
     "transport": _check_transport,
@@ -243,6 +244,7 @@ class Settings:
     """
 
     data_parallel: int
+    shard_optimizer: bool
     module: str | None
     seed: int
     transport: str
@@ -264,3 +266,13 @@ class Settings:
             )
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
+        if self.shard_optimizer and self.data_parallel == 1:
+            raise InputError(
+                "shard_optimizer=True shards optimizer states over the replicas of a stage, and data_parallel=1 has "
+                "one; set data_parallel to 2 or more, or leave shard_optimizer out"
+            )
+        if self.shard_optimizer and self.relocation != BLOCKING:
+            raise InputError(
+                f"relocation={self.relocation!r} has ranks step layers that are on their way, which "
+                f"shard_optimizer=True can't; use relocation={BLOCKING!r}, or leave shard_optimizer out"
+            )

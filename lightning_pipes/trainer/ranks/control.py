@@ -225,6 +225,13 @@ class Control:
         assert work is not None
         return partial(self._finish, work) if dist.get_backend(group) == "gloo" else partial(_wait, work)
 
+    def start_all_gather_into(self, found: torch.Tensor, own: torch.Tensor, group: Any) -> Callable[[], None]:
+        """Starts to gather `own` of all ranks into `found`, one after the other, over a group of any backend; what it
+        returns waits for the end."""
+        work = dist.all_gather_into_tensor(found, own, group=group, async_op=True)
+        assert work is not None
+        return partial(self._finish, work) if dist.get_backend(group) == "gloo" else partial(_wait, work)
+
     def any(self, *flags: bool) -> list[bool]:
         """For each flag, whether it is set on any rank."""
         return self.start_any(*flags)()

@@ -37,6 +37,7 @@ class Replicas:
         self.grid = grid
         self.mesh: DeviceMesh | None = None
         self._control = control
+        self._device = device
         if grid.replicas > 1:
             shape = (grid.replicas, grid.length)
             self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=(DATA_PARALLEL, PIPELINE))
@@ -56,6 +57,14 @@ class Replicas:
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """The tensors of all replicas, stacked; the tensor itself without replicas."""
         return tensor if self.mesh is None else gather_over(tensor, group or self.group, sync_grads)
+
+    def gather_flat(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the 1-D tensors of all replicas, which are equally long: the first axis is replicas. Collective over
+        them."""
+        own = flat.to(self._device)
+        found = own.new_empty(self.grid.replicas * len(own))
+        self._control.start_all_gather_into(found, own, self.group)()
+        return found.view(self.grid.replicas, -1).to(flat.device)
 
     def reducer(self, layers_of_stages: Mapping[int, Iterable[nn.Module]], holdings: Holdings) -> Reducer | None:
         """Averages the gradients of parameters that are in one stage only; None without replicas."""

@@ -1,0 +1,244 @@
+"""Optimizer states sharded over the replicas of a stage (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054, stage 1).
+
+Every replica steps an equal part of the elements of each parameter, and has the states of these elements only. The
+parts are gathered after the step. Gradients stay whole, so that clipping and hooks see what they see without shards.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipes.engine.compute.reducer import BUCKET_BYTES
+from lightning_pipes.engine.private_torch import step_hooks
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.module.elsewhere import HookScope
+from lightning_pipes.trainer.patches import Patches
+from lightning_pipes.trainer.ranks.replicas import Replicas
+
+_WAY_OUT = "use one that treats every element alone, such as AdamW or SGD, or leave shard_optimizer out"
+_TOLERANCE = 1e-4
+"""Relative difference of two steps in float32 that differ by rounding only."""
+
+
+class OptimizerShards:
+    """Has optimizers step this replica's part of each parameter, until `patches` are closed.
+
+    Parameters with fewer elements than there are replicas, and those that are not contiguous, are stepped by all.
+
+    Args:
+        optimizers: of this rank; their states become those of the parts.
+        scope: says which hook runs.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer], replicas: Replicas, scope: HookScope, patches: Patches) -> None:
+        self._replicas = replicas
+        self._scope = scope
+        self._whole: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        """Each parameter that has a part in its place, with its values and gradient."""
+        for optimizer in optimizers:
+            self.shard_states(optimizer)
+            before = optimizer.register_step_pre_hook(self._before_step)
+            after = optimizer.register_step_post_hook(self._after_step)
+            step_hooks(optimizer)[1].move_to_end(after.id, last=False)  # type: ignore[attr-defined]
+            patches.callback(before.remove)
+            patches.callback(after.remove)
+
+    def shard_states(self, optimizer: Optimizer) -> None:
+        """Reduce an optimizer's states of whole parameters to this replica's parts."""
+        for parameter, state in optimizer.state.items():
+            optimizer.state[parameter] = self._sharded(parameter, state)
+
+    def gather_states(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the `state_dict` of an optimizer with the states of whole parameters. Collective over replicas."""
+        local = optimizer.state_dict()
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parts: list[tuple[dict[Any, Any], Any, Tensor]] = []
+        states: dict[int, Any] = {}
+        for number, state in local["state"].items():
+            parameter, states[number] = parameters[number], dict(state)
+            if self._is_sharded(parameter):
+                shape = (len(self._part(parameter, self._replicas.grid.replica)),)
+                names = sorted(name for name, value in state.items() if _has_shape(value, shape))
+                parts += [(states[number], name, parameter) for name in names]
+        wholes = []
+        for state, name, parameter in parts:
+            whole = torch.empty(parameter.shape, dtype=state[name].dtype, device=state[name].device)
+            wholes.append(whole)
+            self._cut(whole).copy_(state[name])
+            state[name] = whole
+        self._gather(wholes)
+        return {**local, "state": states}
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Around a step: whole parameters are back in place also where it fails."""
+        try:
+            yield
+        finally:
+            self._restore()
+
+    def _restore(self) -> None:
+        """Put whole parameters and gradients back in place of parts."""
+        for parameter, values, gradient in self._whole:
+            parameter.grad = None
+            parameter.data = values
+            parameter.grad = gradient
+        self._whole = []
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Put parts in place of parameters as soon as the gradients are there."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._enter(optimizer)
+            return None
+
+        def run() -> Any:
+            result = closure()
+            self._enter(optimizer)
+            return result
+
+        if len(args) > 1:
+            return (args[0], run, *args[2:]), kwargs
+        return args, {**kwargs, "closure": run}
+
+    def _enter(self, optimizer: Optimizer) -> None:
+        self._restore()  # a closure that is called twice
+        with self._scope.suspended():
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None or not self._is_sharded(parameter):
+                continue
+            self._whole.append((parameter, parameter.data, gradient))
+            parameter.grad = None
+            parameter.data = self._cut(parameter.data)
+            parameter.grad = self._cut(gradient)
+
+    def _after_step(self, *_: Any) -> None:
+        with self._scope.suspended():
+            stepped = [values for _, values, _ in self._whole]
+            self._restore()
+            self._gather(stepped)
+
+    def _gather(self, tensors: Sequence[Tensor]) -> None:
+        """Give each tensor the parts of all replicas; each replica has its own part of it. Collective over replicas."""
+        replicas, own = self._replicas.grid.replicas, self._replicas.grid.replica
+        for group in _buckets(tensors):
+            length = sum(-(-t.numel() // replicas) for t in group)
+            mine = torch.zeros(length, dtype=group[0].dtype, device=group[0].device)
+            torch.cat([self._cut(t) for t in group], out=mine[: sum(len(self._part(t, own)) for t in group)])
+            found = self._replicas.gather_flat(mine)
+            for replica in range(replicas):
+                if replica == own:
+                    continue
+                sizes = [len(self._part(t, replica)) for t in group]
+                for tensor, part in zip(group, torch.split(found[replica][: sum(sizes)], sizes), strict=True):
+                    self._cut(tensor, replica).copy_(part)
+
+    def _sharded(self, parameter: Tensor, state: Any) -> Any:
+        """Return this replica's part of a state that a parameter has."""
+        if not self._is_sharded(parameter) or not isinstance(state, Mapping):
+            return state
+        return {
+            name: self._cut(value.contiguous()).clone() if _has_shape(value, parameter.shape) else value
+            for name, value in state.items()
+        }
+
+    def _is_sharded(self, parameter: Tensor) -> bool:
+        return parameter.dim() > 0 and parameter.numel() >= self._replicas.grid.replicas and parameter.is_contiguous()
+
+    def _part(self, tensor: Tensor, replica: int) -> range:
+        """Return the elements of a tensor that a replica steps."""
+        elements, replicas = tensor.numel(), self._replicas.grid.replicas
+        return range(elements * replica // replicas, elements * (replica + 1) // replicas)
+
+    def _cut(self, tensor: Tensor, replica: int | None = None) -> Tensor:
+        part = self._part(tensor, self._replicas.grid.replica if replica is None else replica)
+        return tensor.reshape(-1)[part.start : part.stop]
+
+
+def _has_shape(value: object, shape: Sequence[int]) -> bool:
+    return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape)
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield tensors of one type and device that travel together, each group of about `BUCKET_BYTES`."""
+    groups: dict[Any, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        group = groups[tensor.dtype, tensor.device]
+        group.append(tensor)
+        if sum(t.nbytes for t in group) >= BUCKET_BYTES:
+            yield [*group]
+            group.clear()
+    yield from (group for group in groups.values() if group)
+
+
+def check_shardable(optimizers: Iterable[Optimizer], device: torch.device) -> None:
+    """Step small copies of parameters, whole and in two parts each, and compare.
+
+    Raises:
+        PipelineError: an optimizer gives the parts other values than the whole has.
+    """
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            why = _find_difference(optimizer, group, device) if group["params"] else ""
+            if why:
+                raise PipelineError(
+                    f"{type(optimizer).__name__}, group {number}, can't be sharded over replicas: {why}; {_WAY_OUT}"
+                )
+
+
+def _find_difference(optimizer: Optimizer, group: Mapping[str, Any], device: torch.device) -> str:
+    """Return why the parts of a parameter can't be stepped apart; empty if they can."""
+    like = max(group["params"], key=lambda p: (min(p.dim(), 2), -p.numel()))
+    has_state = bool(optimizer.state.get(like))
+    shape = like.shape if has_state or like.dim() != 2 else (4, 6)
+    shape = (6,) if not has_state and like.dim() in (0, 1) else shape
+    generator = torch.Generator().manual_seed(0)
+    values, *gradients = (torch.randn(shape, generator=generator).to(device, like.dtype) for _ in range(4))
+    state = {} if not has_state else {k: _on(v, device) for k, v in optimizer.state[like].items()}
+    half = values.numel() // 2
+    pieces: list[Callable[[Tensor], Tensor]] = [lambda t: t.reshape(-1)[:half], lambda t: t.reshape(-1)[half:]]
+    try:
+        whole = _step_copy(optimizer, group, values, state, gradients, lambda t: t)
+        parts = [_step_copy(optimizer, group, values, state, gradients, piece) for piece in pieces]
+    except Exception as error:  # whatever an optimizer of the user's raises of flat tensors
+        return f"a flat part of a parameter can't be stepped ({type(error).__name__}: {error})"
+    moved = (whole - values).abs().max()
+    apart = (torch.cat(parts) - whole.reshape(-1)).abs().max()
+    if not apart <= _TOLERANCE * max(float(moved), 1e-12):
+        return "a parameter in two parts is stepped to other values than in one, as by norms of whole parameters"
+    return ""
+
+
+def _step_copy(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    values: Tensor,
+    state: Mapping[str, Any],
+    gradients: Sequence[Tensor],
+    piece: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Return the values of a piece of a parameter after some steps by these settings."""
+    parameter = nn.Parameter(piece(values).clone())
+    own = copy.copy(optimizer)  # with all its settings, and without its hooks and the step that a scheduler has bound
+    own.param_groups = [{**group, "params": [parameter]}]
+    own.state = defaultdict(dict)
+    if state:
+        own.state[parameter] = {k: piece(v).clone() if _has_shape(v, values.shape) else v for k, v in state.items()}
+    for gradient in gradients:
+        parameter.grad = piece(gradient).clone()
+        own.step()
+    return parameter.detach()
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    return value.detach().to(device).clone() if isinstance(value, Tensor) else value

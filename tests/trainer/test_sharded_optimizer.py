@@ -1,0 +1,152 @@
+"""Optimizer states sharded over the replicas of a stage: training, checkpoints and resumed runs as on one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_pipes import PipelineStrategy, consolidate
+from lightning_pipes.ir import InputError, PipelineError, PlanError
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.module.optimizer_shards import check_shardable
+from tests.trainer.lit import Lit, LitOutside, data, differences, plain_values, quiet
+from tests.trainer.test_data_parallel import REPLICAS, ROWS, Dealt
+from tests.trainers import make_trainer
+
+SAMPLES = 22  # the last batch of an epoch has 3 a replica, the others 4
+CASES = {"full": ("adamw", "full"), "parts": ("adamw", "sharded"), "sgd": ("sgd", "full"), "sum": ("adagrad", "full")}
+"""The optimizer and the form of the checkpoint, by the checkpoint's name."""
+
+
+class LitUneven(LitOutside):
+    """A parameter of one element, one without an axis, a tied one, and a frozen one."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer=optimizer)
+        self.scale, self.shift = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(()))
+        self.model[6][0].weight = self.model[0][0].weight
+        self.model[2].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (self.scale + self.shift)
+
+    def configure_optimizers(self) -> Any:
+        if self.hparams.optimizer == "adagrad":  # which makes its states before the first step
+            return torch.optim.Adagrad(self.parameters(), lr=0.05)
+        return super().configure_optimizers()
+
+
+class CountStates(pl.Callback):
+    """Counts the elements that optimizers keep on this rank at the end of training."""
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        kept = [t for state in trainer.optimizers[0].state.values() for t in state.values()]
+        self.elements = sum(t.numel() for t in kept if isinstance(t, torch.Tensor) and t.dim())
+
+
+def train(
+    path: Path, optimizer: str = "adamw", strategy: Any = "auto", devices: int = 1, resume: Path | None = None
+) -> dict[str, Any]:
+    """Train with clipping and accumulation, two epochs or one more, and save."""
+    quiet()
+    pl.seed_everything(3, verbose=False)
+    module, count, dataset = LitUneven(optimizer).double(), CountStates(), data(SAMPLES)
+    trainer = make_trainer(
+        devices=devices,
+        strategy=strategy,
+        precision="64-true",
+        max_epochs=2 if resume is None else 3,
+        gradient_clip_val=0.05,
+        accumulate_grad_batches=2,
+        callbacks=[count],
+    )
+    replicas = REPLICAS if devices == 4 else 1
+    sampler = None if replicas == REPLICAS else Dealt(SAMPLES, shuffle=True)
+    trainer.fit(module, DataLoader(dataset, ROWS * REPLICAS // replicas, sampler=sampler), ckpt_path=resume)
+    trainer.save_checkpoint(path)
+    return {"weights": plain_values(dict(module.state_dict())), "states": count.elements}
+
+
+def train_sharded(rank: int, folder: str) -> dict[str, Any]:
+    found = {}
+    for name, (optimizer, form) in CASES.items():
+        strategy = PipelineStrategy(microbatches=2, data_parallel=REPLICAS, shard_optimizer=True, checkpoint=form)
+        found[name] = train(Path(folder, name), optimizer, strategy, 4)
+    for name in ("parts", "plain adamw"):
+        strategy = PipelineStrategy(microbatches=2, data_parallel=REPLICAS, shard_optimizer=True)
+        found[f"{name}, resumed"] = train(Path(folder, "on"), "adamw", strategy, 4, Path(folder, name))
+    return found
+
+
+def resume_whole(rank: int, folder: str) -> dict[str, Any]:
+    return train(Path(folder, "on"), "adamw", PipelineStrategy(microbatches=2), 2, Path(folder, "full"))
+
+
+def states_of(path: Path) -> Any:
+    """The optimizer states in a checkpoint, which have to be those of whole parameters."""
+    return plain_values(torch.load(path, weights_only=False)["optimizer_states"][0]["state"])
+
+
+def test_two_stages_of_two_sharded_replicas_are_one_process(tmp_path):
+    whole = {name: train(tmp_path / f"plain {name}", name) for name in ("adamw", "sgd", "adagrad")}
+    ranks = run_ranks(train_sharded, 4, str(tmp_path), timeout=120)
+    consolidate(tmp_path / "parts", tmp_path / "one file", weights_only=False)
+    for name, (optimizer, _) in CASES.items():
+        for found in ranks:
+            assert differences(found[name]["weights"], whole[optimizer]["weights"], tolerance=1e-10) == []
+        written = states_of(tmp_path / ("one file" if name == "parts" else name))
+        assert differences(written, states_of(tmp_path / f"plain {optimizer}"), tolerance=1e-10) == []
+        stages = [ranks[position][name]["states"] + ranks[position + 2][name]["states"] for position in (0, 1)]
+        for found, of_stage in zip(ranks, stages * 2, strict=True):
+            assert 0.45 < found[name]["states"] / of_stage < 0.55
+        assert sum(stages) >= whole[optimizer]["states"]  # what is tied or outside has states on both stages
+    further = train(tmp_path / "on", "adamw", resume=tmp_path / "plain adamw")["weights"]
+    assert differences(further, whole["adamw"]["weights"], tolerance=1e-3) != []
+    resumed = [found[f"{name}, resumed"] for name in ("parts", "plain adamw") for found in ranks]
+    resumed += run_ranks(resume_whole, 2, str(tmp_path), timeout=60)
+    resumed += [train(tmp_path / "on", "adamw", resume=tmp_path / name) for name in ("full", "one file")]
+    for found in resumed:
+        assert differences(found["weights"], further, tolerance=1e-10) == []
+
+
+class Layerwise(torch.optim.SGD):
+    """Steps by the norm of a whole gradient, as LARS and LAMB do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data -= group["lr"] * p.grad / p.grad.norm()
+
+
+def test_optimizers_are_told_apart_by_what_they_do():
+    weights = [nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(7)), nn.Parameter(torch.zeros(()))]
+    device = torch.device("cpu")
+    for kind in (torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Adadelta):
+        check_shardable([kind(weights)], device)
+    assert not any(p.grad is not None for p in weights)
+    for optimizer in (Layerwise(weights, 0.1), torch.optim.Adafactor(weights[:1]), torch.optim.Muon(weights[:1])):
+        with pytest.raises(PipelineError, match=f"{type(optimizer).__name__}, group 0, can't be sharded .* AdamW"):
+            check_shardable([optimizer], device)
+
+
+def test_bad_input():
+    with pytest.raises(InputError, match="data_parallel=1 has one; set data_parallel to 2 or more"):
+        PipelineStrategy(shard_optimizer=True)
+    with pytest.raises(InputError, match="relocation='buffered' has ranks step layers that are on their way"):
+        PipelineStrategy(shard_optimizer=True, data_parallel=2, relocation="buffered")
+    for refused in run_ranks(refusals, 2, timeout=60):
+        assert "schedule 'pipedream' steps stages apart" in refused
+
+
+def refusals(rank: int) -> str:
+    quiet()
+    strategy = PipelineStrategy("pipedream", data_parallel=2, shard_optimizer=True)
+    with pytest.raises(PlanError) as error:
+        make_trainer(strategy=strategy, max_epochs=1).fit(Lit(), DataLoader(data(), 8))
+    return str(error.value)
