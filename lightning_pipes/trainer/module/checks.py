@@ -90,7 +90,7 @@ def check_module(module: pl.LightningModule, fitting: bool) -> None:
             raise PipelineError(
                 f"{owner}.{name} is a DTensor, as fully_shard and tensor parallelism make them; a stage can't be "
                 "sharded: starting weights, gradient norms and checkpoints of shards are missing. Use more stages, "
-                "recompute=True, or data_parallel= for replicas of whole stages"
+                "recompute=True, or data_parallel= for replicas of whole stages, with shard_optimizer=True"
             )
         if isinstance(parameter, UninitializedParameter):
             raise PipelineError(f"{owner}.{name} has no shape yet; initialise lazy layers with a first forward")
