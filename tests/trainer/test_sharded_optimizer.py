@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy, consolidate
 from lightning_pipes.ir import InputError, PipelineError, PlanError
+from lightning_pipes.planning.partition import with_layer
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.module.optimizer_shards import check_shardable
 from tests.trainer.lit import Lit, LitOutside, data, differences, plain_values, quiet
@@ -20,7 +21,7 @@ from tests.trainer.test_data_parallel import REPLICAS, ROWS, Dealt
 from tests.trainers import make_trainer
 
 SAMPLES = 22  # the last batch of an epoch has 3 a replica, the others 4
-CASES = {"full": ("adamw", "full"), "parts": ("adamw", "sharded"), "sgd": ("sgd", "full"), "sum": ("adagrad", "full")}
+CASES = {"full": ("adamw", "full"), "parts": ("adamw", "sharded"), "moved": ("sgd", "full"), "sum": ("adagrad", "full")}
 """The optimizer and the form of the checkpoint, by the checkpoint's name."""
 
 
@@ -40,6 +41,15 @@ class LitUneven(LitOutside):
         if self.hparams.optimizer == "adagrad":  # which makes its states before the first step
             return torch.optim.Adagrad(self.parameters(), lr=0.05)
         return super().configure_optimizers()
+
+
+class MoveLayer(pl.Callback):
+    """Has the first layer of the last stage move to the first stage once, with its states."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        plan, _ = trainer.strategy.running.plans.for_rows(ROWS)
+        if trainer.global_step == 2 and plan.layers[1].start == 4:
+            trainer.strategy.adopt("1f1b", 2, with_layer(plan, 4, plan.ranks[0]))
 
 
 class CountStates(pl.Callback):
@@ -64,7 +74,7 @@ def train(
         max_epochs=2 if resume is None else 3,
         gradient_clip_val=0.05,
         accumulate_grad_batches=2,
-        callbacks=[count],
+        callbacks=[count, *([MoveLayer()] if path.name == "moved" else [])],
     )
     replicas = REPLICAS if devices == 4 else 1
     sampler = None if replicas == REPLICAS else Dealt(SAMPLES, shuffle=True)
@@ -76,7 +86,8 @@ def train(
 def train_sharded(rank: int, folder: str) -> dict[str, Any]:
     found = {}
     for name, (optimizer, form) in CASES.items():
-        strategy = PipelineStrategy(microbatches=2, data_parallel=REPLICAS, shard_optimizer=True, checkpoint=form)
+        settings: dict[str, Any] = {"partition": [4], "checkpoint": form}
+        strategy = PipelineStrategy(microbatches=2, data_parallel=REPLICAS, shard_optimizer=True, **settings)
         found[name] = train(Path(folder, name), optimizer, strategy, 4)
     for name in ("parts", "plain adamw"):
         strategy = PipelineStrategy(microbatches=2, data_parallel=REPLICAS, shard_optimizer=True)
