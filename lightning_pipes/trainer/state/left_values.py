@@ -178,12 +178,12 @@ class LeftValues:
             if place in self._before:
                 self._whole[place] = _entries_of(self._content(place))
 
-    def whole_values(self) -> dict[Place, Any]:
+    def collect_whole_values(self) -> dict[Place, Any]:
         """Return the values after a run with the whole batch, for other ranks."""
         return pytree.tree_map_only(torch.Tensor, _sendable, self._whole)  # type: ignore[no-any-return]
 
     def add_whole_values(self, values: Mapping[Place, Any]) -> None:
-        """Add those of layers on other ranks, but for large tensors."""
+        """Add the values of layers on other ranks after a run with the whole batch, but for large tensors."""
         for place, value in values.items():
             if not any(isinstance(leaf, Unsent) for leaf in pytree.tree_leaves(value)):
                 self._whole.setdefault(place, value)
@@ -367,7 +367,7 @@ class LeftValues:
         rows = [span.rows for span in spans]
         places = dict.fromkeys(place for span in spans for place in left[span])
         return {
-            place: self._merging.preview(
+            place: self._merging.merge_unchecked(
                 self._path(place), self._content_before(place), [left[span][place] for span in spans], rows
             )
             for place in places

@@ -126,7 +126,7 @@ class Merging:
             self._how.setdefault(path, name)
         return candidates[name]
 
-    def preview(self, path: Path, before: Any, values: Sequence[Any], rows: Sequence[int]) -> Any:
+    def merge_unchecked(self, path: Path, before: Any, values: Sequence[Any], rows: Sequence[int]) -> Any:
         """Return the merged value where it is compared later or elsewhere, so that no guess is warned of."""
         guessed, self._guessed = self._guessed, set()
         merged = self.merge(path, before, values, rows, None)

@@ -318,7 +318,7 @@ class ModuleState:
             contents = [result.get(index, holder.kept) for result in results]
             content: Any = contents[0]
             if len(contents) > 1 and holder.shared:  # layers have written to it: the loss tells whether that fits
-                content = self._merging.preview(holder.path, holder.kept, contents, rows)
+                content = self._merging.merge_unchecked(holder.path, holder.kept, contents, rows)
             elif len(contents) > 1:
                 expected = None if whole is None else whole.get(index, holder.kept)
                 content = self._merging.merge(holder.path, holder.kept, contents, rows, expected)

@@ -88,7 +88,7 @@ class SampleCheck(Watcher):
             self._looks and not self._pipeline.is_asynchronous
         ):  # the last stage merges what layers of other ranks leave, too
             left = self._steps.left
-            for values in self._pipeline.control.all_gather(left.whole_values()):
+            for values in self._pipeline.control.all_gather(left.collect_whole_values()):
                 left.add_whole_values(values)
 
     def compare_samples(self, stage: Stage, item: Item) -> None:
