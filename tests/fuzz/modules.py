@@ -118,7 +118,7 @@ def moving_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
 
 
 def replanned_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
-    """The module of a seed, whose planner has layers leave a slow rank."""
+    """Return the module of a seed with a planner that has layers leave a slow rank."""
     rng = random.Random(f"replans {seed}")
     schedule, arguments = rng.choice([each for each in SCHEDULES if each[0] in FIXED])
     given = {"schedule": schedule, "schedule_args": arguments, "siblings": 0, "rows": 48, "microbatches": 2}

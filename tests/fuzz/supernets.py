@@ -109,7 +109,7 @@ def streamed_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
 
 
 def moving_stream(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
-    """The stream of a seed, whose planner has layers leave a slow rank while batches overlap."""
+    """Return the stream of a seed with a planner that has layers leave a slow rank."""
     made = streamed_module(seed, ranks, pieces_at_most)
     rng = random.Random(f"moving stream {seed}")
     planner = {"every": 2, "windows": 1, "gain": 0.0}
