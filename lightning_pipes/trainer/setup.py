@@ -216,7 +216,7 @@ def prepare(
     )
     stays = bool(holdings.tied) or shares_ranks
     prediction = Prediction(decision, ranks, links.n_trainings == 1, stays, profiles.forget) if fitting else None
-    run.watchers = default_watchers(run, settings.check_loss and units is None, prediction)
+    run.watchers = default_watchers(run, settings.check_loss, units is not None, prediction)
     session.running = Running(run, stops, Evaluation(run))
     strategy.setup_precision_plugin()
     if memory is None or not isinstance(decision.schedule, Policy):  # else layers take turns on the device

@@ -603,6 +603,20 @@ for name, kind, reason in (
         reason=reason,
     )
 model(
+    "a module cut by units: padded labels (-100)",
+    module=models.LitPaddedLabels,
+    loaders=label_loaders,
+    strategy={"module": ""},
+    warned="is not compared with those of its micro-batches, for the module is cut by units",
+    reason="give the module `microbatch_weight(batch)`",
+)
+model(
+    "a module cut by units: a weight that the module gives",
+    module=models.LitWeighs,
+    loaders=label_loaders,
+    strategy={"module": ""},
+)
+model(
     "Hugging Face, output_hidden_states",
     module=partial(models.LitGPT2, output_hidden_states=True),
     loaders=token_loaders,

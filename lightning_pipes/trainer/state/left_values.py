@@ -179,14 +179,18 @@ class LeftValues:
                 self._whole[place] = _entries_of(self._content(place))
 
     def collect_whole_values(self) -> dict[Place, Any]:
-        """Return the values after a run with the whole batch, for other ranks."""
-        return pytree.tree_map_only(torch.Tensor, _sendable, self._whole)  # type: ignore[no-any-return]
+        """Return the values before the batch and after a run with the whole of it, for other ranks."""
+        found = {place: (self._before[place], whole) for place, whole in self._whole.items()}
+        known = {place: pair for place, pair in found.items() if pair[0] is not _ABSENT}
+        return pytree.tree_map_only(torch.Tensor, _sendable, known)  # type: ignore[no-any-return]
 
     def add_whole_values(self, values: Mapping[Place, Any]) -> None:
-        """Add the values of layers on other ranks after a run with the whole batch, but for large tensors."""
-        for place, value in values.items():
-            if not any(isinstance(leaf, Unsent) for leaf in pytree.tree_leaves(value)):
-                self._whole.setdefault(place, value)
+        """Add the values of layers on other ranks, but for large tensors."""
+        for place, (before, whole) in values.items():
+            if not any(isinstance(leaf, Unsent) for leaf in pytree.tree_leaves((before, whole))):
+                self._whole.setdefault(place, whole)
+                if isinstance(self._before.get(place), Elsewhere):
+                    self._before[place] = before
 
     def end_batch(self) -> None:
         """Leave in the layers of this rank what one process would have after the batch."""
@@ -194,7 +198,7 @@ class LeftValues:
         for place, noted in self._noted.items():
             spans = sorted(noted)
             before, *values = map(_entries_of, (self._before.get(place), *(noted[span] for span in spans)))
-            before = None if before is _ABSENT else before
+            before = None if before is _ABSENT or isinstance(before, Elsewhere) else before
             whole = self._whole.get(place)
             merged = self._merging.merge(self._path(place), before, values, [span.rows for span in spans], whole)
             content = Content(merged) if isinstance(noted[spans[0]], Content) else merged
@@ -383,7 +387,8 @@ class LeftValues:
         if not isinstance(place[0], int):
             return None
         value = self._before[place] if place in self._before else self._value(place)
-        return value if isinstance(value, (int, float, torch.Tensor)) else None
+        known = isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, Elsewhere)
+        return value if known else None
 
     def _content(self, place: Place) -> Any:
         """Return the present content of a place, which later changes in place do not reach."""

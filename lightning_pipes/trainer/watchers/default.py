@@ -11,7 +11,7 @@ from lightning_pipes.trainer.watchers.deferred_errors import DeferredErrors
 from lightning_pipes.trainer.watchers.first_batch import FirstBatch
 from lightning_pipes.trainer.watchers.hook_changes import HookChanges
 from lightning_pipes.trainer.watchers.layers_in_place import LayersInPlace
-from lightning_pipes.trainer.watchers.loss_check import LossCheck
+from lightning_pipes.trainer.watchers.loss_check import LossCheck, UncomparedLoss
 from lightning_pipes.trainer.watchers.one_step import OneStep
 from lightning_pipes.trainer.watchers.overlap import OverlapWarning
 from lightning_pipes.trainer.watchers.prediction import PredictionCheck
@@ -22,7 +22,7 @@ from lightning_pipes.trainer.watchers.shared_state import SharedState
 from lightning_pipes.trainer.watchers.statistics import RunStatistics
 
 
-def default_watchers(run: PipelineRun, check_loss: bool, prediction: Prediction | None) -> Watchers:
+def default_watchers(run: PipelineRun, check_loss: bool, by_units: bool, prediction: Prediction | None) -> Watchers:
     """Return the watchers of a run, in the order in which each moment calls them.
 
     The order matters where a comment says so. A watcher reads what those before it have left; a collective call must
@@ -30,6 +30,7 @@ def default_watchers(run: PipelineRun, check_loss: bool, prediction: Prediction 
 
     Args:
         check_loss: whether first batches are compared with their micro-batches.
+        by_units: whether the module is cut by units, of which no stage can run a whole batch.
         prediction: of the steps of the run; None where there is none.
     """
     training = run.training
@@ -46,7 +47,9 @@ def default_watchers(run: PipelineRun, check_loss: bool, prediction: Prediction 
     watchers += [FirstBatch(run), SharedState(run)]
     if run.connections.turns is not None:  # a training alone compares at once
         watchers.append(DeferredErrors(run))  # errors of ranks come before what only warns
-    if check_loss and run.fitting:
+    if check_loss and by_units and run.fitting:
+        watchers.append(UncomparedLoss(run))
+    elif check_loss and run.fitting:
         watchers.append(SampleCheck(run))
         if run.loss_weights is not None:
             watchers.append(LossCheck(run, run.loss_weights))

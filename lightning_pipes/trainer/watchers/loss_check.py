@@ -25,7 +25,7 @@ from lightning_pipes.engine.compute.footprint import tensors_in
 from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.rng import RngUse, comparable_state
 from lightning_pipes.engine.compute.stage import Stage
-from lightning_pipes.ir import Span
+from lightning_pipes.ir import Kind, Span
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.step_data import TrainingStep
 from lightning_pipes.trainer.loop.watcher import Watcher
@@ -35,13 +35,18 @@ from lightning_pipes.trainer.module.unchanged import generators, unchanged
 from lightning_pipes.trainer.step.logs import LogCall, LogKey, number_calls, recorded, returned_calls
 from lightning_pipes.trainer.step.loss_weights import (
     EXTREME,
+    SUMS,
     BatchWeights,
     LossWeights,
+    WeighsMicrobatches,
     candidates_differ,
+    find_candidates,
     usual_weights,
 )
 from lightning_pipes.trainer.step.steps import Kept, loss_of, no_room
 
+LABELLED_BATCHES = 20
+"""Batches whose labels are looked at where no loss is compared."""
 _HALF = 1e-4
 """By how much losses may differ, relatively, where they are computed from numbers with half the bits: batches of other
 sizes made 2e-6 of it."""
@@ -67,6 +72,39 @@ class _Losses(NamedTuple):
         parts = [(loss, share(span)) for span, loss in self.parts.items()]
         mean = sum(loss * weight for loss, weight in parts if weight)
         return _differ(self.whole, mean, [self.whole, *(loss for loss, _ in parts)], self.kind, self.types)
+
+
+class UncomparedLoss(Watcher):
+    """Warns of a batch whose loss may be a mean over something else than samples, where no loss is compared.
+
+    No stage of a module that is cut by units can run a whole batch by itself.
+    """
+
+    def __init__(self, run: PipelineRun) -> None:
+        self._run = run
+        self._batches = 0
+
+    def around_batch(self, step: TrainingStep) -> None:
+        """Look at the labels and masks of one of the first batches."""
+        run, plan = self._run, self._run.engine.plan
+        module = run.cut.module
+        if self._batches == LABELLED_BATCHES or not run.last or isinstance(module, WeighsMicrobatches):
+            return
+        self._batches += 1
+        spans = [span.clip_to(step.rows) for span in plan.spans(Kind.F, plan.n_stages - 1)]
+        spans = [span for span in spans if span.rows]
+        found = [each for each in find_candidates(module, step.batch, step.rows, spans) if each.name != SUMS]
+        other = next((each for each in found[1:] if candidates_differ([found[0], each], spans)), None)
+        if other is None:
+            return
+        self._batches = LABELLED_BATCHES
+        rank_zero_warn(
+            f"The loss of {type(module).__name__}.training_step is not compared with those of its micro-batches, for "
+            "the module is cut by units, and no stage can run a whole batch. Micro-batches are weighed by their "
+            f"{found[0].name}. If the loss is no mean over samples, but over {other.name}, training differs from one "
+            "process. Give the module microbatch_weight(batch), which returns the weight of a micro-batch, or set "
+            "PipelineStrategy(microbatches=1)"
+        )
 
 
 class LossCheck(Watcher):
