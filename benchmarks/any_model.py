@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.harness.report import make_parser
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 from tests.trainer.lit import differences
-from tests.trainer.units.lit_zoo import ALL, draws, settings_of, train_many, train_zoo
+from tests.trainer.units.lit_zoo import ALL, draws, read_result, settings_of, train_many, train_zoo
 
 PARTS = ("losses", "val", "weights", "saved", "optimizer")
 SIZES = (2, 3)
@@ -42,12 +42,12 @@ def train_in_pipelines(names: Sequence[str], folder: str) -> dict[str, list[list
         try:
             ranks = run_ranks(train_many, size, cases, size, folder, timeout=1800)
             for number, name in enumerate(names):
-                found[name].append([of_rank[number] for of_rank in ranks])
+                found[name].append([read_result(of_rank[number]) for of_rank in ranks])
         except RanksFailedError:  # which of them it was
             for case in cases:
                 try:
                     ranks = run_ranks(train_many, size, [case], size, folder, timeout=300)
-                    found[case[0]].append([of_rank[0] for of_rank in ranks])
+                    found[case[0]].append([read_result(of_rank[0]) for of_rank in ranks])
                 except RanksFailedError as error:
                     found[case[0]].append(str(error).strip().splitlines()[-1])
     return found
@@ -56,7 +56,7 @@ def train_in_pipelines(names: Sequence[str], folder: str) -> dict[str, list[list
 def check(name: str, pipelines: Sequence[list[dict[str, Any]] | str], folder: str) -> list[str]:
     """Return what is wrong with a case."""
     if draws(name):
-        alone = run_ranks(train_many, 1, [(name, settings_of(name))], 1, folder, timeout=300)[0][0]
+        alone = read_result(run_ranks(train_many, 1, [(name, settings_of(name))], 1, folder, timeout=300)[0][0])
     else:
         alone = train_zoo(name, 0, folder)
     wrong = []

@@ -81,6 +81,8 @@ class LazyStep(TracedStep):
         try:
             with self:
                 out = step(batch, *arguments)
+            if self._crossing is not None:
+                raise _Border  # a bare `except:` has caught the first one
             if len(self.units) < len(self._received[1].units):
                 raise self._other_way(f"ended after {len(self.units)} units")
             if not self._ends:
@@ -93,6 +95,8 @@ class LazyStep(TracedStep):
         return out if self._ends else self._crossing
 
     def run_unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
+        if self._crossing is not None:
+            raise _Border
         number, (_, trace) = len(self.units), self._received
         names = self._layout.names
         self._as_recorded = self._as_recorded and number < len(names) and names[number] == name

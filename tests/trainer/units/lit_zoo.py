@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -139,6 +141,8 @@ def train_zoo(name: str, ranks: int, folder: str, **settings: Any) -> dict[str, 
     path = f"{folder}/{''.join(filter(str.isalnum, name))}_{ranks}.ckpt"
     trainer.save_checkpoint(path)
     state = torch.load(path, weights_only=True) if trainer.is_global_zero else {}
+    trainer.strategy.barrier()
+    Path(path).unlink(missing_ok=True)
     return {
         "losses": keeps.losses,
         "here": keeps.here,
@@ -149,6 +153,17 @@ def train_zoo(name: str, ranks: int, folder: str, **settings: Any) -> dict[str, 
     }
 
 
-def train_many(rank: int, cases: list[tuple[str, dict[str, Any]]], ranks: int, folder: str) -> list[dict[str, Any]]:
-    """Train cases one after another on this rank, each with its settings."""
-    return [train_zoo(name, ranks, folder, **settings) for name, settings in cases]
+def train_many(rank: int, cases: list[tuple[str, dict[str, Any]]], ranks: int, folder: str) -> list[str]:
+    """Train cases one after another on this rank, each with its settings, and return files for `read_result`."""
+    paths = []
+    for number, (name, settings) in enumerate(cases):
+        paths.append(f"{folder}/{ranks}_{rank}_{number}.pickle")
+        Path(paths[-1]).write_bytes(pickle.dumps(train_zoo(name, ranks, folder, **settings)))
+    return paths
+
+
+def read_result(path: str) -> dict[str, Any]:
+    """Return what came out of a training, and remove its file."""
+    found: dict[str, Any] = pickle.loads(Path(path).read_bytes())
+    Path(path).unlink()
+    return found

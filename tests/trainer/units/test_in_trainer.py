@@ -10,7 +10,7 @@ import pytest
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import differences
-from tests.trainer.units.lit_zoo import ALL, draws, settings_of, train_many, train_zoo
+from tests.trainer.units.lit_zoo import ALL, draws, read_result, settings_of, train_many, train_zoo
 
 ALIKE = [
     *("nine linears", "siamese", "multi-task heads", "cell in a time loop", "tied by functions"),
@@ -29,7 +29,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = str(tmp_path_factory.mktemp("two"))
     names = [*ALIKE, *DRAWING]
     ranks = run_ranks(train_many, 2, [(name, settings_of(name)) for name in names], 2, folder, timeout=300)
-    return [dict(zip(names, found, strict=True)) for found in ranks]
+    return [dict(zip(names, map(read_result, found), strict=True)) for found in ranks]
 
 
 def compare(found: list[dict[str, Any]], name: str, expected: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ def test_two_stages_are_one_process(name: str, trained: list[dict[str, Any]], tm
 @pytest.mark.parametrize("name", DRAWING)
 def test_random_numbers_do_not_depend_on_the_borders(name: str, trained: list[dict[str, Any]], tmp_path: Path) -> None:
     (alone,) = run_ranks(train_many, 1, [(name, settings_of(name))], 1, str(tmp_path), timeout=120)
-    compare(trained, name, alone[0])
+    compare(trained, name, read_result(alone[0]))
 
 
 @pytest.mark.slow
@@ -55,9 +55,9 @@ def test_all_models_are_one_process(ranks: int, tmp_path: Path) -> None:
     cases = [(name, settings_of(name)) for name in ALL]
     of_ranks = run_ranks(train_many, ranks, cases, ranks, str(tmp_path), timeout=1800)
     (alone,) = run_ranks(train_many, 1, [case for case in cases if draws(case[0])], 1, str(tmp_path), timeout=1800)
-    same = dict(zip([name for name in ALL if draws(name)], alone, strict=True))
+    same = dict(zip([name for name in ALL if draws(name)], map(read_result, alone), strict=True))
     for number, name in enumerate(ALL):
-        found = [{name: of_rank[number]} for of_rank in of_ranks]
+        found = [{name: read_result(of_rank[number])} for of_rank in of_ranks]
         compare(found, name, same[name] if name in same else train_zoo(name, 0, str(tmp_path)))
 
 
@@ -81,7 +81,7 @@ def refused(rank: int, folder: str) -> list[str]:
 def test_stages_begin_at_modules_that_partition_names(tmp_path: Path) -> None:
     cases = [("nine linears", {"partition": ["net.fc3"], "microbatches": 2})]
     found = run_ranks(train_many, 2, cases, 2, str(tmp_path), timeout=120)
-    ranks = [{"nine linears": of_rank} for (of_rank,) in found]
+    ranks = [{"nine linears": read_result(of_rank)} for (of_rank,) in found]
     compare(ranks, "nine linears", train_zoo("nine linears", 0, str(tmp_path)))
     assert {name.split(".")[1] for name in ranks[1]["nine linears"]["here"]} == {"fc1", "fc2"}
 

@@ -19,7 +19,7 @@ from lightning_pipes.trainer.units.lazy_step import LazyStep
 from lightning_pipes.trainer.units.recording import StepRecord, record_step
 from lightning_pipes.trainer.units.trees import map_leaves, tensors_of
 from tests.trainer.units.library_zoo import HUGGING_FACE, VISION
-from tests.trainer.units.zoo import CASES, Case
+from tests.trainer.units.zoo import CASES, Case, classify
 
 CPU = torch.device("cpu")
 
@@ -145,6 +145,29 @@ def test_stages_are_exact(name: str, stages: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_borders_anywhere_are_exact(name: str) -> None:
     check_borders(name, CASES[name], 4)
+
+
+class Catching(nn.Module):
+    """A bare except takes the end of a stage for an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return self.layers(x)
+        except:  # noqa: E722
+            return torch.tanh(x)
+
+
+def test_a_bare_except_does_not_run_another_way() -> None:
+    def make() -> Case:
+        torch.manual_seed(0)
+        x = torch.randn(8, 4, dtype=torch.float64)
+        return Case(Catching().double(), (x, torch.arange(8) % 4), classify)
+
+    check_cut("bare except", make, 3)
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
