@@ -17,7 +17,7 @@ from lightning_pipes.planning.formatting import (
     strategy_line,
 )
 from lightning_pipes.planning.progress import Progress
-from lightning_pipes.planning.what_if import Trial, WhatIf
+from lightning_pipes.planning.what_if import SimulatedTrial, WhatIf
 from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.sim.shown.slowest import BottleneckRank
 from lightning_pipes.sim.units import seconds_text
@@ -77,7 +77,7 @@ class Advice:
 
 class _Tried(NamedTuple):
     reason: str
-    trial: Trial
+    trial: SimulatedTrial
 
 
 def advise_run(record: RunRecord, progress: Progress = lambda what, done: None) -> Advice:
@@ -116,7 +116,7 @@ def advise_run(record: RunRecord, progress: Progress = lambda what, done: None) 
     )
 
 
-def _candidates(model: WhatIf) -> Iterator[tuple[str, str, Callable[[], Trial | None]]]:
+def _candidates(model: WhatIf) -> Iterator[tuple[str, str, Callable[[], SimulatedTrial | None]]]:
     """Why, what, and how to try it."""
     m = model.now.n_microbatches
     yield "partition", "other cuts", model.with_best_cuts
@@ -133,11 +133,11 @@ def _candidates(model: WhatIf) -> Iterator[tuple[str, str, Callable[[], Trial | 
             )
 
 
-def _first(*attempts: Callable[[], Trial | None]) -> Trial | None:
+def _first(*attempts: Callable[[], SimulatedTrial | None]) -> SimulatedTrial | None:
     return next((trial for trial in (attempt() for attempt in attempts) if trial is not None), None)
 
 
-def _together(model: WhatIf, tried: Iterable[_Tried]) -> Trial | None:
+def _together(model: WhatIf, tried: Iterable[_Tried]) -> SimulatedTrial | None:
     """The best schedule, number of micro-batches and cuts at once."""
     tried = list(tried)
     best = {
@@ -170,15 +170,15 @@ def _proposed(model: WhatIf, slowest: BottleneckRank, tried: Iterable[_Tried]) -
     return best
 
 
-def _differs(trial: Trial, now: Trial) -> bool:
+def _differs(trial: SimulatedTrial, now: SimulatedTrial) -> bool:
     return (trial.schedule, trial.fit.plan) != (now.schedule, now.fit.plan)
 
 
-def _gain(model: WhatIf, trial: Trial) -> float:
+def _gain(model: WhatIf, trial: SimulatedTrial) -> float:
     return 1 - trial.step_seconds / model.now.step_seconds
 
 
-def _sentence(model: WhatIf, slowest: BottleneckRank, best: _Tried | None) -> tuple[str, Trial | None]:
+def _sentence(model: WhatIf, slowest: BottleneckRank, best: _Tried | None) -> tuple[str, SimulatedTrial | None]:
     """Return the sentence of the advice, and the change that it proposes."""
     now = model.now
     gain = _gain(model, best.trial) if best else 0.0
@@ -201,7 +201,7 @@ def _less_to_do(slowest: BottleneckRank, plan: Plan) -> str:
     return f": give it less to do{f' (now partition={cuts})' if cuts else ''}" if slowest.is_uneven else ""
 
 
-def _about_cuts(model: WhatIf, slowest: BottleneckRank, trial: Trial) -> str:
+def _about_cuts(model: WhatIf, slowest: BottleneckRank, trial: SimulatedTrial) -> str:
     moved = describe_moves(model.now.fit.plan.layers, trial.fit.plan.layers)
     cuts = [span.start for span in trial.fit.plan.layers[1:]]
     what = (
@@ -210,14 +210,14 @@ def _about_cuts(model: WhatIf, slowest: BottleneckRank, trial: Trial) -> str:
     return f"{slowest}: {what}"
 
 
-def _about_microbatches(model: WhatIf, slowest: BottleneckRank, trial: Trial) -> str:
+def _about_microbatches(model: WhatIf, slowest: BottleneckRank, trial: SimulatedTrial) -> str:
     now = model.now
     bubble = f" would make it {trial.bubble:.0%}" if trial.bubble < now.bubble else ""
     change = f"{trial.n_microbatches} micro-batches instead of {now.n_microbatches}{bubble}"
     return f"{_idle(model, slowest)}: {change}"
 
 
-def _about_schedule(model: WhatIf, slowest: BottleneckRank, trial: Trial) -> str:
+def _about_schedule(model: WhatIf, slowest: BottleneckRank, trial: SimulatedTrial) -> str:
     free = 1 - model.with_free_links() / model.now.step_seconds
     why = _idle(model, slowest)
     if slowest.link and free > _gain(model, trial) / 2:
@@ -235,7 +235,7 @@ def _less(before: float, after: float) -> str:
     return f"{seconds_text(1e9 * after)} instead of {seconds_text(1e9 * before)}"
 
 
-def _assumed(model: WhatIf, trial: Trial) -> str:
+def _assumed(model: WhatIf, trial: SimulatedTrial) -> str:
     if model.layers_known or trial.n_microbatches == model.now.n_microbatches:
         return ""
     return (
@@ -245,7 +245,7 @@ def _assumed(model: WhatIf, trial: Trial) -> str:
     )
 
 
-def _change(model: WhatIf, trial: Trial) -> Change:
+def _change(model: WhatIf, trial: SimulatedTrial) -> Change:
     now = model.now
     what = []
     if trial.schedule != now.schedule:

@@ -30,7 +30,7 @@ FAR = 2
 
 
 @dataclass(frozen=True)
-class Trial:
+class SimulatedTrial:
     """One way to train, simulated.
 
     Attributes:
@@ -85,7 +85,7 @@ class WhatIf:
         self.profile, self.cluster = self._of_layers() if self.layers_known else self._of_stages()
 
     @cached_property
-    def now(self) -> Trial:
+    def now(self) -> SimulatedTrial:
         """The run itself."""
         layers = self.plan.layers if self.layers_known else self._each_its_own
         return self._evaluated(self.schedule, replace(self.plan, layers=layers))
@@ -97,7 +97,7 @@ class WhatIf:
 
     def with_best_cuts(
         self, schedule: Schedule | Policy | None = None, microbatches: int | None = None
-    ) -> Trial | None:
+    ) -> SimulatedTrial | None:
         """The best cuts for a schedule and a number of micro-batches, by default the run's own; None where the layers
         are not known, or nothing fits."""
         if not self.layers_known:
@@ -112,7 +112,7 @@ class WhatIf:
 
     def with_same_cuts(
         self, schedule: Schedule | Policy | None = None, microbatches: int | None = None
-    ) -> Trial | None:
+    ) -> SimulatedTrial | None:
         """Another schedule or number of micro-batches on the same stages; None where it wants other stages, or does not
         fit."""
         schedule = schedule or self.schedule
@@ -151,16 +151,16 @@ class WhatIf:
         m = microbatches or len(self.plan.spans(Kind.F, 0))
         return solve_plan(Problem(schedule, self.plan.n_ranks, self.rows, m, any(self.plan.recompute)))
 
-    def _evaluated(self, schedule: Schedule | Policy, plan: Plan) -> Trial:
+    def _evaluated(self, schedule: Schedule | Policy, plan: Plan) -> SimulatedTrial:
         order = schedule.program(plan) if isinstance(schedule, Schedule) else schedule
         return self._with_bubble(schedule, evaluate_plan(self.profile, order, plan, self.cluster))
 
     @staticmethod
-    def _with_bubble(schedule: Schedule | Policy, fit: Fit) -> Trial:
+    def _with_bubble(schedule: Schedule | Policy, fit: Fit) -> SimulatedTrial:
         run = simulate(
             fit.order, replace(fit.plan, layers=()), fit.costs
         )  # as `evaluate_plan` did, which is remembered
-        return Trial(schedule, fit, fit.bubble, most_held(run))
+        return SimulatedTrial(schedule, fit, fit.bubble, most_held(run))
 
     # ---- the model of the run
 

@@ -248,7 +248,7 @@ def training_data(trainer: pl.Trainer) -> Any:
     return data
 
 
-def training_data_come_later(trainer: pl.Trainer) -> bool:
+def has_delayed_training_data(trainer: pl.Trainer) -> bool:
     """Whether a hook makes the training data, and the counters that it may look at are not yet those of the checkpoint
     to resume from, or the batch size is still to be found."""
     fit = trainer.fit_loop
@@ -364,7 +364,7 @@ def replace_unscale_gradients(
         scaler.__dict__["_unscale_grads_"] = method
 
 
-def wanted_layer_outputs() -> list[str]:
+def needed_layer_outputs() -> list[str]:
     """The outputs that a running Hugging Face model collects of all its layers by hooks, such as hidden_states."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(capturing, "_active_collector", None)

@@ -43,10 +43,10 @@ from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.deferred import (
     has_meta,
 )
-from lightning_pipes.trainer.module.elsewhere import HookScope
 from lightning_pipes.trainer.module.equal_starts import broadcast_random_state
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.pretrained import reads_later
+from lightning_pipes.trainer.module.remote_tensors import HookScope
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.request import RunRequest

@@ -183,7 +183,7 @@ class UnitSetup:
         """Return the record of a training step with as many samples as a micro-batch has. Collective."""
         trainer = self._trainer
         data = private.training_data(trainer)  # on all ranks: it may draw random numbers
-        if private.training_data_come_later(trainer):
+        if private.has_delayed_training_data(trainer):
             private.forget_training_data(trainer)
 
         def run() -> StepRecord:

@@ -105,7 +105,7 @@ def test_data_source_and_request_dataloader():
     t._data_connector.attach_data(module)
     ahead = private.training_data(t)
     assert module.calls == 1
-    assert not private.training_data_come_later(t)
+    assert not private.has_delayed_training_data(t)
     t.fit_loop.setup_data()
     assert module.calls == 1
     assert t.fit_loop._combined_loader.iterables.dataset is ahead.dataset
@@ -118,7 +118,7 @@ def test_data_source_and_request_dataloader():
     private.forget_training_data(t)
     assert "dataloader" not in vars(t.fit_loop._data_source)
     t.ckpt_path = "somewhere"
-    assert private.training_data_come_later(t)
+    assert private.has_delayed_training_data(t)
 
 
 def test_batch_transfer_hooks():
@@ -366,11 +366,11 @@ def test_collector_of_hidden_states():
     config = transformers.GPT2Config(vocab_size=5, n_positions=4, n_embd=4, n_layer=1, n_head=1)
     model = transformers.GPT2Model(config)
     seen = []
-    model.h[0].register_forward_hook(lambda *args: seen.append(private.wanted_layer_outputs()))
+    model.h[0].register_forward_hook(lambda *args: seen.append(private.needed_layer_outputs()))
     for wanted in ({}, {"output_hidden_states": True}, {"output_hidden_states": [-1]}):
         model(torch.zeros(1, 2, dtype=torch.long), **wanted)
     assert seen == [[], ["hidden_states"], ["hidden_states"]]
-    assert private.wanted_layer_outputs() == []
+    assert private.needed_layer_outputs() == []
 
 
 def test_compiled_in_place():

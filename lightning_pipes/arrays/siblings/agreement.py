@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 from lightning_pipes.arrays.siblings.sibling import Sibling
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.loop.stopping import StopAgreement, check_ends
-from lightning_pipes.trainer.ranks.control import Coming, Control
+from lightning_pipes.trainer.ranks.control import Control, PendingGather
 
 
 class SiblingAgreement:
@@ -23,7 +23,7 @@ class SiblingAgreement:
         self._stops = stops
         self._control = control
         self._sibling = sibling
-        self._last_answer: tuple[int, Coming[list[bool]]] | None = None
+        self._last_answer: tuple[int, PendingGather[list[bool]]] | None = None
 
     def agree(self) -> None:
         """After this call every rank stops, or none.
@@ -42,10 +42,10 @@ class SiblingAgreement:
             self._last_answer = None
             self._stops.apply_flags(_agreed(batch, answer), batch)
         else:
-            self._sibling.check_later(answer.come, lambda: _agreed(batch, answer), late=0)
+            self._sibling.check_later(answer.has_arrived, lambda: _agreed(batch, answer), late=0)
 
 
-def _agreed(batch: int, answer: Coming[list[bool]]) -> list[bool]:
+def _agreed(batch: int, answer: PendingGather[list[bool]]) -> list[bool]:
     *found, some_go_on = answer()
     if found[0] and some_go_on:
         raise PipelineError(

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipes.engine.compute.rng import random_state, set_random_state
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.checkpoint.resumable import Pass, ResumableLoader, State, resumable
+from lightning_pipes.trainer.checkpoint.resumable import LoaderPass, ResumableLoader, State, resumable
 from lightning_pipes.trainer.ignoring import ignore_warnings
 
 KEY = "lightning_pipes"
@@ -96,7 +96,7 @@ class TrainingData:
             passes = [None] * len(loaders)
         states = [
             passed.state(loaded - trained, trained)
-            if isinstance(passed, Pass)
+            if isinstance(passed, LoaderPass)
             else loader.state()
             if isinstance(loader, ResumableLoader)
             else None

@@ -67,7 +67,7 @@ class ResumableLoader(LoaderOfSamples):
         if start is not None and start["wrapped"]:  # a shorter loader of several, in its second pass or later
             self._start = {**start, "wrapped": False}
             return iter(())
-        return Pass(self, start)
+        return LoaderPass(self, start)
 
     def state(self) -> State:
         """Where the loader is between two passes."""
@@ -178,7 +178,7 @@ class SamplePass(Iterator[Any]):
         return entry
 
 
-class Pass(Iterator[Any]):
+class LoaderPass(Iterator[Any]):
     """One pass over a loader; with `start` it begins when its first batch is asked for, and where that says."""
 
     def __init__(self, loader: ResumableLoader, start: State | None) -> None:

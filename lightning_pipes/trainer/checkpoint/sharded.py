@@ -135,7 +135,7 @@ def write_part(part: Part, control: Control, store: Any) -> None:
             return
         results, sums = [written.value()], files.sums
         for position in range(1, control.size):
-            of_rank, sums_of_rank = _from_json(_said(position, part, control, store), control.ranks[position])
+            of_rank, sums_of_rank = _from_json(_receive_report(position, part, control, store), control.ranks[position])
             results.append(of_rank)
             sums.update(sums_of_rank)
         lost = [name for name in sums if not (part.temporary / name).exists()]
@@ -186,7 +186,7 @@ class _Files(FileSystem):
                 self.sums[name] = made.sum
 
 
-def _said(position: int, part: Part, control: Control, store: Any) -> str | bytes:
+def _receive_report(position: int, part: Part, control: Control, store: Any) -> str | bytes:
     """The word of another rank on its part, when it is written."""
     key, rank = _key(part, position), control.ranks[position]
     failed_at = None

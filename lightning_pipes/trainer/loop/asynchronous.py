@@ -35,7 +35,7 @@ from lightning_pipes.trainer.loop.stopping import LateAgreement, StopAgreement
 from lightning_pipes.trainer.loop.stream_looks import StreamStatistics
 from lightning_pipes.trainer.loop.stream_window import WindowRecorder
 from lightning_pipes.trainer.module.batches import rows_of
-from lightning_pipes.trainer.module.elsewhere import Elsewhere
+from lightning_pipes.trainer.module.remote_tensors import RemoteTensor
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.notices import Notices
@@ -44,7 +44,7 @@ from lightning_pipes.trainer.step.between_steps import BATCH_HOOKS, BetweenSteps
 from lightning_pipes.trainer.step.cuts import Cuts
 from lightning_pipes.trainer.step.hook_view import has_hooks
 from lightning_pipes.trainer.step.own_steps import PartialSteps
-from lightning_pipes.trainer.step.uses import SaysLayers, check_layers, check_room, use_of, warn_without_uses
+from lightning_pipes.trainer.step.uses import ChoosesLayers, check_layers, check_room, use_of, warn_without_uses
 
 
 class AsynchronousTraining(Training):
@@ -105,7 +105,7 @@ class AsynchronousTraining(Training):
         if self._foreign:
             run.cut.scope.on_layers = self._warn_of_old_weights
         self._hooked = self._foreign and has_hooks(run.cut.module, private.callbacks(run.trainer), BATCH_HOOKS)
-        self._names_layers = isinstance(run.cut.module, SaysLayers)
+        self._names_layers = isinstance(run.cut.module, ChoosesLayers)
         self._own_step: set[int] | None = None  # ids of the parameters that a batch steps now
         self.orders_uses = isinstance(schedule, Policy)  # results are those of one batch after another
         several = len(run.global_ranks) > 1
@@ -295,7 +295,7 @@ class AsynchronousTraining(Training):
 
     def why_no_state(self, parameter: torch.Tensor | None) -> str:
         schedule = self._run.plans.schedule.name
-        foreign = isinstance(parameter, Elsewhere)
+        foreign = isinstance(parameter, RemoteTensor)
         if not self.orders_uses or (foreign and not self._names_layers):
             return ""  # stages miss steps, or what is done to each state by itself is done where it is
         if foreign or (parameter is None and self._names_layers and self._foreign):
@@ -487,7 +487,7 @@ def check_turns(run: PipelineRun) -> None:
             backward does for the other.
     """
     module, plan = run.cut.module, run.engine.plan
-    if not isinstance(module, SaysLayers):
+    if not isinstance(module, ChoosesLayers):
         raise PipelineError(
             f"MemorySwap has the layers on the device that batches use, and {type(module).__name__} does not say which "
             "those are; give it layers_of_batch, as for a Supernet, or leave MemorySwap out"

@@ -31,7 +31,9 @@ def rows_of(batch: Any) -> int:
     Raises:
         PipelineError: the batch holds no tensor with an axis.
     """
-    rows = len(batch) if _is_list(batch) and _alike(batch) and all(map(_is_sample, batch)) else _rows_of_parts(batch)
+    rows = (
+        len(batch) if _is_list(batch) and _are_samples(batch) and all(map(_is_sample, batch)) else _rows_of_parts(batch)
+    )
     if not rows:
         raise PipelineError(
             f"can't tell how many samples a batch of type {type(batch).__name__} holds, so it can't be cut into "
@@ -55,7 +57,7 @@ def _rows_of_parts(batch: Any) -> int | None:
 def _holds_samples(part: Sequence[Any], rows: int, others: Sequence[Any]) -> bool:
     """Whether the entries of a list in a batch are its samples, as images of different sizes are, and not tensors with
     `rows` samples each, as two views of the same images are; `others` are the batch's other parts."""
-    if not _alike(part):
+    if not _are_samples(part):
         return False
     if any(t.size(0) != rows for t in tensors_of(part) if t.ndim):
         return True
@@ -78,7 +80,7 @@ def per_sample(part: Any, rows: int, outermost: bool = False) -> bool:
     Tensors of `rows` entries each are columns of a batch, not samples, however many there are: the outermost list is
     one of columns if any of its tensors is, or if it holds lists; a list in it if all are.
     """
-    if not _is_list(part) or len(part) != rows or not _alike(part):
+    if not _is_list(part) or len(part) != rows or not _are_samples(part):
         return False
     columns = [t.size(0) == rows for t in tensors_of(part) if t.ndim]
     if not outermost:
@@ -99,7 +101,7 @@ def _sample_lists(batch: Any, rows: int, known: Collection[Path] = (), path: Pat
     columns = any(isinstance(p, torch.Tensor) and p.ndim and p.size(0) == rows for p in parts)
     samples = not columns and any(per_sample(p, rows) for p in parts)
     for number, part in enumerate(parts):
-        if samples and _is_list(part) and len(part) == rows and _alike(part):
+        if samples and _is_list(part) and len(part) == rows and _are_samples(part):
             yield id(part)
         else:
             yield from _sample_lists(part, rows, known, (*path, number))
@@ -144,12 +146,12 @@ def _lists(
         if id(part) in decided:
             yield where, part, True
         elif columns and all(columns):
-            yield where, part, None if len(part) == rows and _alike(part) else False
+            yield where, part, None if len(part) == rows and _are_samples(part) else False
         else:
             yield from _lists(part, rows, decided, where)
 
 
-def _alike(entries: Sequence[Any]) -> bool:
+def _are_samples(entries: Sequence[Any]) -> bool:
     """Whether entries can be samples: plain values, or of one structure, with tensors that differ on one axis or on all
     but the first: boxes, or images."""
     if all(isinstance(e, _PLAIN) for e in entries):

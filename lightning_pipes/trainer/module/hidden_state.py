@@ -177,7 +177,7 @@ class HiddenState:
     def _compare(self, training: bool) -> None:
         changes = self._control.start_all_gather([_changes(s) for s in self._shared])
         if training:
-            self._check_later(changes.come, lambda: self._check(changes()), 1)
+            self._check_later(changes.has_arrived, lambda: self._check(changes()), 1)
         else:
             self._check(changes())
 

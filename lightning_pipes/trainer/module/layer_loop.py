@@ -29,7 +29,7 @@ from lightning_pipes.trainer.module.tape import (
     mapped,
     refuse_objects,
 )
-from lightning_pipes.trainer.private_lightning import wanted_layer_outputs
+from lightning_pipes.trainer.private_lightning import needed_layer_outputs
 
 
 class NotHereError(PipelineError, AttributeError):
@@ -208,7 +208,7 @@ class LayerLoop:
         self._recording.add(args, kwargs)
         if number + 1 < len(self._stand_ins):
             return Pending(self._recording, number)
-        wanted = wanted_layer_outputs()
+        wanted = needed_layer_outputs()
         if wanted:
             raise PipelineError(
                 f"the model is asked for the {' and '.join(wanted)} of all layers of {self._name}, which are on "

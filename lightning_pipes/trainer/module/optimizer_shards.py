@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_pipes.engine.compute.reducer import BUCKET_BYTES
 from lightning_pipes.engine.private_torch import step_hooks
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.module.elsewhere import HookScope
+from lightning_pipes.trainer.module.remote_tensors import HookScope
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.ranks.replicas import Replicas
 

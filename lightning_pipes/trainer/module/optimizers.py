@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.module.elsewhere import Elsewhere, HookScope, no_view
+from lightning_pipes.trainer.module.remote_tensors import HookScope, RemoteTensor, no_view
 from lightning_pipes.trainer.patches import Patches
 
 Groups = tuple[tuple[str, ...], ...]
@@ -69,7 +69,7 @@ class OptimizerLayout:
             check: of `WholeStates`.
         """
         self._hidden = [group["params"] for group in self.optimizer.param_groups]
-        self._shown = [list(map(Elsewhere.find_stand_in, parameters)) for parameters in self._parameters]
+        self._shown = [list(map(RemoteTensor.find_stand_in, parameters)) for parameters in self._parameters]
         self._whole = [list(parameters) for parameters in self._shown]
         self.optimizer.state = WholeStates(self.optimizer.state, self._whole, check)  # type: ignore[assignment]
         for group, parameters in zip(self.optimizer.param_groups, self._shown, strict=True):
@@ -87,7 +87,7 @@ class OptimizerLayout:
         if isinstance(self.optimizer.state, WholeStates):
             self.optimizer.state = self.optimizer.state.own  # type: ignore[assignment]
         else:  # code of the user's has put another one there
-            for key in [key for key in self.optimizer.state if isinstance(key, Elsewhere)]:
+            for key in [key for key in self.optimizer.state if isinstance(key, RemoteTensor)]:
                 del self.optimizer.state[key]
         return same
 
@@ -182,8 +182,8 @@ class WholeStates(MutableMapping[Any, Any]):
         self._likes: dict[Any, torch.Tensor] = {}  # parameters here that have states, by group and shape, by group
 
     def __getitem__(self, key: Any) -> Any:
-        key = Elsewhere.find_stand_in(key) if isinstance(key, torch.Tensor) else key
-        if not isinstance(key, Elsewhere):
+        key = RemoteTensor.find_stand_in(key) if isinstance(key, torch.Tensor) else key
+        if not isinstance(key, RemoteTensor):
             self._check(key)
             return self.own[key]
         if key not in self._made:
@@ -192,16 +192,16 @@ class WholeStates(MutableMapping[Any, Any]):
         return self._made[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if isinstance(key, Elsewhere):
-            self._made[Elsewhere.find_stand_in(key)] = value
+        if isinstance(key, RemoteTensor):
+            self._made[RemoteTensor.find_stand_in(key)] = value
         else:
             self._check(key)
             self.own[key] = value
 
     def __delitem__(self, key: Any) -> None:
-        if isinstance(key, Elsewhere):
-            self._deleted.add(Elsewhere.find_stand_in(key))
-            self._made.pop(Elsewhere.find_stand_in(key), None)
+        if isinstance(key, RemoteTensor):
+            self._deleted.add(RemoteTensor.find_stand_in(key))
+            self._made.pop(RemoteTensor.find_stand_in(key), None)
         else:
             self._check(key)
             del self.own[key]
@@ -209,15 +209,15 @@ class WholeStates(MutableMapping[Any, Any]):
 
     def __contains__(self, key: Any) -> bool:
         self._check(key)
-        if not isinstance(key, Elsewhere):
+        if not isinstance(key, RemoteTensor):
             return key in self.own
-        key = Elsewhere.find_stand_in(key)
+        key = RemoteTensor.find_stand_in(key)
         return key in self._made or (key not in self._deleted and self._find_like(key) is not None)
 
     def __iter__(self) -> Iterator[Any]:
         self._check(None)
         parameters = [p for group in self._groups for p in group]
-        elsewhere = [p for p in parameters if isinstance(p, Elsewhere)]
+        elsewhere = [p for p in parameters if isinstance(p, RemoteTensor)]
         if elsewhere and len(elsewhere) == len(parameters):
             elsewhere[0].refuse("goes through the states of an optimizer, such as that of")
         known = set(parameters)
@@ -237,12 +237,12 @@ class WholeStates(MutableMapping[Any, Any]):
         self._made.clear()
         self._likes.clear()
 
-    def _find_like(self, key: Elsewhere) -> torch.Tensor | None:
+    def _find_like(self, key: RemoteTensor) -> torch.Tensor | None:
         """A parameter here that has a state; of the same group and shape if there is one."""
         if not self._likes:
             for number, group in enumerate(self._groups):
                 for p in group:
-                    if isinstance(p, Elsewhere):
+                    if isinstance(p, RemoteTensor):
                         self._number[p] = number
                     elif p in self.own:
                         for place in ((number, p.shape), number, None):
@@ -252,10 +252,10 @@ class WholeStates(MutableMapping[Any, Any]):
         return next((p for p in found if p is not None), None) if key.requires_grad else None
 
 
-def _state_elsewhere(key: Elsewhere, state: Any, of: torch.Tensor) -> Any:
+def _state_elsewhere(key: RemoteTensor, state: Any, of: torch.Tensor) -> Any:
     """A state of `key` with the entries that the state of the parameter `of` has."""
 
-    def make(name: Any, value: torch.Tensor) -> Elsewhere:
+    def make(name: Any, value: torch.Tensor) -> RemoteTensor:
         shape = key.shape if value.shape == of.shape else value.shape
         like = torch.empty(shape, dtype=value.dtype, device="meta")
         return key.derive(like, f"an optimizer's {name!r} of")

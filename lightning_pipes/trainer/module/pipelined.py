@@ -17,8 +17,8 @@ from lightning_pipes.engine.private_torch import BatchNorm, backward_hooks, forw
 from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.capture import Interceptor
-from lightning_pipes.trainer.module.elsewhere import Absent, HookScope, Slot
 from lightning_pipes.trainer.module.proxy import Layers, StageProxy
+from lightning_pipes.trainer.module.remote_tensors import Absent, HookScope, Slot
 from lightning_pipes.trainer.private_lightning import is_compiled
 
 INCOMPLETE = "_lightning_pipes_incomplete"

@@ -11,8 +11,8 @@ from torch import nn
 
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.capture import Interceptor
-from lightning_pipes.trainer.module.elsewhere import HookScope
 from lightning_pipes.trainer.module.layer_loop import LayerLoop
+from lightning_pipes.trainer.module.remote_tensors import HookScope
 
 Layers = nn.Sequential | nn.ModuleList
 """Modules that can be cut: called as a whole, or layer by layer in a loop of the user's code."""

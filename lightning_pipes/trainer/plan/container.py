@@ -54,7 +54,7 @@ def _timed(
 ) -> dict[str, float] | None:
     """Seconds of the containers that a step runs layer by layer, once; the same on all ranks, None where it can't run.
     Rank 0, whose loggers write, only looks on."""
-    if control.any(has_meta(module))[0] or private.training_data_come_later(trainer):
+    if control.any(has_meta(module))[0] or private.has_delayed_training_data(trainer):
         return None
     data = private.training_data(trainer)  # on all ranks: it may draw random numbers
 

@@ -102,7 +102,7 @@ class Deciding:
         if not plain.schedule.flushes and not request.replans:
             reason = f"{plain.schedule.name} does not flush between batches, so there is no step to balance"
             return self._kept(request, plain, reason, quiet=True)
-        with _told(f"Measuring the layers of self.{self._path}, to cut them by time", self._control):
+        with _log_if_slow(f"Measuring the layers of self.{self._path}, to cut them by time", self._control):
             try:
                 made = self._measured(request, plain)
             except NotMeasuredError as why:
@@ -131,7 +131,7 @@ class Deciding:
         module = self._trainer.lightning_module
         if self._control.any(has_meta(module))[0]:
             raise NotMeasuredError(f"weights of {type(module).__name__} are on meta until the module is cut")
-        if private.training_data_come_later(self._trainer):
+        if private.has_delayed_training_data(self._trainer):
             raise NotMeasuredError(
                 "train_dataloader has to wait until a resumed run has its counters, or the batch size is known"
             )
@@ -383,7 +383,7 @@ def _structure(module: nn.Module, full: Layers, batch: Any) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _told(what: str, control: Control) -> Iterator[None]:
+def _log_if_slow(what: str, control: Control) -> Iterator[None]:
     """Says what is done if it takes long, on rank 0."""
     timer = threading.Timer(PATIENCE, rank_zero_info, (f"{what} ...",))
     timer.daemon = True

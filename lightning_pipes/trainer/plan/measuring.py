@@ -147,7 +147,7 @@ class Measuring:
             stack.enter_context(recorded(self._module))
             stack.enter_context(without_loggers())
             stack.enter_context(self._trainer.precision_plugin.train_step_context())
-            stack.enter_context(self._standing_in())
+            stack.enter_context(self._intercept_layers())
             stack.enter_context(torch.enable_grad())
             self._together(self._prepare)
             self._undo = stack.pop_all()
@@ -205,7 +205,7 @@ class Measuring:
             yield [stack.enter_context(self._there(self._taped[n], weights=self._writes)) for n in layers]
 
     @contextmanager
-    def _standing_in(self) -> Iterator[None]:
+    def _intercept_layers(self) -> Iterator[None]:
         """In the block the step's call of the layers comes to the interceptor."""
         parent, _, name = self._path.rpartition(".")
         around = self._module.get_submodule(parent)

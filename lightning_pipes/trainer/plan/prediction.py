@@ -104,10 +104,12 @@ class Prediction:
         if made.movable:
             with suppress(PlanError):  # nothing fits by these times either: what runs, runs
                 found = made.cut_anew(profile)
-        return replace(found, why="\n".join([*made.why.splitlines(), _said(made, found, trial, len(shares[0]))]))
+        return replace(
+            found, why="\n".join([*made.why.splitlines(), _correction_text(made, found, trial, len(shares[0]))])
+        )
 
 
-def _said(made: Decision, found: Decision, trial: Trial, steps: int) -> str:
+def _correction_text(made: Decision, found: Decision, trial: Trial, steps: int) -> str:
     was, now = ([span.start for span in each.layers[1:]] for each in (made, found))
     assert found.computing is not None
     if was != now:

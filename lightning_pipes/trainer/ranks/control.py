@@ -35,15 +35,13 @@ _FLAGS, _AT_ONCE, _LATER = range(3)
 T = TypeVar("T")
 
 
-class Coming(Generic[T]):
-    """The answers of all ranks, which a call waits for and returns, as often as it is made; without a wait if `come()`.
-
-    While one call waits another one may be made, by who has looked whether they have come.
+class PendingGather(Generic[T]):
+    """A gather under way; a call waits for the answers of all ranks and returns them.
 
     Args:
-        here: whether they have come.
-        wait: returns when the condition that it is given holds, or when something has come.
-        take: the answers; waits for what is missing.
+        here: whether all answers have arrived.
+        wait: returns when the given condition holds, or when a message has arrived.
+        take: returns the answers, after waiting for missing ones.
     """
 
     def __init__(
@@ -52,23 +50,23 @@ class Coming(Generic[T]):
         self._here = here
         self._wait = wait
         self._take = take
-        self._said: list[T] = []
+        self._answers: list[T] = []
 
     @classmethod
-    def at_once(cls, said: T) -> Coming[T]:
-        """Those of a rank that is alone."""
+    def at_once(cls, said: T) -> PendingGather[T]:
+        """Return the gather of a single rank."""
         return cls(lambda: True, lambda _: None, lambda: said)
 
-    def come(self) -> bool:
-        """Whether a call need not wait."""
-        return bool(self._said) or self._here()
+    def has_arrived(self) -> bool:
+        """Return whether a call returns at once."""
+        return bool(self._answers) or self._here()
 
     def __call__(self) -> T:
-        if not self._said:
-            self._wait(self.come)
-        if not self._said:
-            self._said.append(self._take())
-        return self._said[0]
+        if not self._answers:
+            self._wait(self.has_arrived)
+        if not self._answers:
+            self._answers.append(self._take())
+        return self._answers[0]
 
 
 class Control:
@@ -236,27 +234,29 @@ class Control:
         """For each flag, whether it is set on any rank."""
         return self.start_any(*flags)()
 
-    def start_any(self, *flags: bool) -> Coming[list[bool]]:
+    def start_any(self, *flags: bool) -> PendingGather[list[bool]]:
         """Starts `any`; what it returns waits for the answer."""
         if self.size == 1:
-            return Coming.at_once(list(flags))
+            return PendingGather.at_once(list(flags))
         group = self._group
         if self._mesh is not None:
             return self._start_any(self._mesh, flags)
         found = torch.tensor([int(f) for f in flags], dtype=torch.int32)
         work = dist.all_reduce(found, dist.ReduceOp.MAX, group, async_op=True)
         assert work is not None, "this process is not among the ranks"
-        return Coming(work.is_completed, lambda _: self._finish(work), lambda: [bool(f) for f in found])
+        return PendingGather(work.is_completed, lambda _: self._finish(work), lambda: [bool(f) for f in found])
 
-    def _start_any(self, mesh: Mesh, flags: Sequence[bool]) -> Coming[list[bool]]:
+    def _start_any(self, mesh: Mesh, flags: Sequence[bool]) -> PendingGather[list[bool]]:
         letter = self._letter(_FLAGS)
         mesh.send(letter, bytes(flags))
 
         def answer() -> list[bool]:
-            said = self._heard(mesh, mesh.others, letter)
+            said = self._receive_all(mesh, mesh.others, letter)
             return [any(of_all) for of_all in zip(flags, *said, strict=True)]
 
-        return Coming(partial(mesh.come, partial(mesh.has, mesh.others, letter)), partial(self._wait, mesh), answer)
+        return PendingGather(
+            partial(mesh.come, partial(mesh.has, mesh.others, letter)), partial(self._wait, mesh), answer
+        )
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrites `tensor` with that of global rank `source`."""
@@ -285,7 +285,7 @@ class Control:
             return partial(self._received, source, group, first, self._started(first, source, group))
 
         def receive(_: Any) -> Any:
-            (data,) = self._heard(mesh, [source], letter)
+            (data,) = self._receive_all(mesh, [source], letter)
             if data:
                 return unpacked(memoryview(data), TRUSTED)
             first = torch.empty(_FIRST, dtype=torch.uint8)
@@ -335,14 +335,14 @@ class Control:
         """The things of all ranks in order, on every rank; tensors arrive on the CPU."""
         return self.start_all_gather(thing)()
 
-    def start_all_gather(self, thing: Any) -> Coming[list[Any]]:
+    def start_all_gather(self, thing: Any) -> PendingGather[list[Any]]:
         """Starts `all_gather`; what it returns waits for the things. Where one of them is long that is a collective
         call, too, and they are never said to have come."""
         if self.size == 1:
-            return Coming.at_once([thing])
+            return PendingGather.at_once([thing])
         return self._all_gathered(thing, self._group)
 
-    def _all_gathered(self, thing: Any, group: Any) -> Coming[list[Any]]:
+    def _all_gathered(self, thing: Any, group: Any) -> PendingGather[list[Any]]:
         data = _message(thing, self._seal)
         first = [torch.empty(_FIRST, dtype=torch.uint8) for _ in self.ranks]
         work = dist.all_gather(first, data[:_FIRST], group=group, async_op=True)
@@ -350,7 +350,7 @@ class Control:
         def come() -> bool:
             return work.is_completed() and all(_end(message) <= _FIRST for message in first)
 
-        return Coming(come, lambda _: self._finish(work), partial(self._gathered, first, data, group))
+        return PendingGather(come, lambda _: self._finish(work), partial(self._gathered, first, data, group))
 
     def _gathered(self, first: Sequence[torch.Tensor], data: torch.Tensor, group: Any) -> list[Any]:
         """The things whose first messages have come."""
@@ -431,7 +431,7 @@ class Control:
                 self._idle(partial(mesh.come, done))
         self._waiting, self.watch.doing = False, None
 
-    def _heard(self, mesh: Mesh, sources: Sequence[int], letter: Letter) -> list[bytearray]:
+    def _receive_all(self, mesh: Mesh, sources: Sequence[int], letter: Letter) -> list[bytearray]:
         """The messages of these global ranks."""
         self._wait(mesh, partial(mesh.has, sources, letter))
         try:

@@ -16,8 +16,8 @@ from torch import nn
 
 from lightning_pipes.engine.private_torch import NoSubclassFunctions
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.module.elsewhere import give_values
 from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.module.remote_tensors import give_values
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 from lightning_pipes.trainer.relocation.transfer import go_home

@@ -24,8 +24,8 @@ from torchmetrics import Metric
 
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import PipelineError, Span
-from lightning_pipes.trainer.module.elsewhere import Elsewhere, HookScope
 from lightning_pipes.trainer.module.hidden_state import OWN, can_change
+from lightning_pipes.trainer.module.remote_tensors import HookScope, RemoteTensor
 from lightning_pipes.trainer.state.merging import Merging, Path
 from lightning_pipes.trainer.state.module_entries import follow_path, read_entries, tensor_version, write_entries
 from lightning_pipes.trainer.state.module_state import ModuleState
@@ -444,7 +444,7 @@ class LeftValues:
     def _stand_in(self, place: Place, unsent: Unsent) -> torch.Tensor:
         number, name, key = place
         like = torch.empty(unsent.shape, dtype=unsent.dtype, device="meta")
-        return Elsewhere.of(like, f"{key!r} of layer {number}{name and f', {name}'}", self._scope)
+        return RemoteTensor.of(like, f"{key!r} of layer {number}{name and f', {name}'}", self._scope)
 
 
 class _Mark:

@@ -30,8 +30,8 @@ from torchmetrics import Metric
 
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import Span
-from lightning_pipes.trainer.module.elsewhere import Elsewhere
 from lightning_pipes.trainer.module.hidden_state import can_change
+from lightning_pipes.trainer.module.remote_tensors import RemoteTensor
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.state.merging import Merging, Path, format_path
 from lightning_pipes.trainer.state.module_entries import (
@@ -588,7 +588,7 @@ class ModuleState:
     def _sendable(self, path: Path, value: Any) -> Any:
         value = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
         leaves = pytree.tree_leaves(value)
-        if any(isinstance(leaf, Elsewhere) for leaf in leaves):
+        if any(isinstance(leaf, RemoteTensor) for leaf in leaves):
             return MISSING  # hooks have made it of weights, each rank of its own
         if all(isinstance(leaf, (torch.Tensor, str, bytes, int, float, complex, type(None))) for leaf in leaves):
             return value

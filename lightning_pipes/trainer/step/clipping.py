@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.private_torch import Clipping
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.module.elsewhere import Elsewhere, HookScope
+from lightning_pipes.trainer.module.remote_tensors import HookScope, RemoteTensor
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.private_lightning import replace_unscale_gradients, unscale_gradients
 from lightning_pipes.trainer.ranks.control import Control
@@ -142,7 +142,7 @@ class HookClipping:
 
     def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         # With foreach=True torch refuses the device of what is elsewhere.
-        here = [p for p in _listed(parameters) if not (self._scope.here and isinstance(p, Elsewhere))]
+        here = [p for p in _listed(parameters) if not (self._scope.here and isinstance(p, RemoteTensor))]
         return original(here, *args, **kwargs)
 
     def _norm(
@@ -157,8 +157,8 @@ class HookClipping:
         if not scope.here:
             return original(found, norm_type, *args, **kwargs)
         own = {id(t): p for p in self._parameters() for t in (p, p.grad) if t is not None}
-        elsewhere = [t for t in found if isinstance(t, Elsewhere)]
-        others = [t for t in found if not (t.is_whole if isinstance(t, Elsewhere) else id(t) in own)]
+        elsewhere = [t for t in found if isinstance(t, RemoteTensor)]
+        others = [t for t in found if not (t.is_whole if isinstance(t, RemoteTensor) else id(t) in own)]
         # What follows must come out alike on all ranks, or some wait for the others.
         if others and len(others) < len(found):
             raise PipelineError(
@@ -175,7 +175,7 @@ class HookClipping:
                 f"{scope.hook} takes a norm over the layers of all stages, which step at other times with this "
                 "schedule; clip by value, or use a schedule that flushes between batches, such as '1f1b'"
             )
-        here = [(own[id(t)], t) for t in found if not isinstance(t, Elsewhere)]
+        here = [(own[id(t)], t) for t in found if not isinstance(t, RemoteTensor)]
         mine = [(self._holdings.number_of(p), t) for p, t in here if self._holdings.counts_here(p)]
         dtype = reduce(torch.promote_types, (t.dtype for t in found)) if found else torch.float32
         of = self._holdings.numbers

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 
 from lightning_pipes.ir import LayerUse, PipelineError, Plan, PlanError, Policy, Span
 from lightning_pipes.trainer.module.proxy import Layers
-from lightning_pipes.trainer.step.uses import SaysLayers, number_layers
+from lightning_pipes.trainer.step.uses import ChoosesLayers, number_layers
 
 
 @runtime_checkable
@@ -57,13 +57,13 @@ class Cuts:
         Raises:
             PipelineError: the module wants to cut batches and does not say which layers they use.
         """
-        if isinstance(module, CutsBatches) and not isinstance(module, SaysLayers):
+        if isinstance(module, CutsBatches) and not isinstance(module, ChoosesLayers):
             raise PipelineError(
                 f"{type(module).__name__} has cut_of_batch, which has layers go from rank to rank, and not "
                 "layers_of_batch, which says the layers that a batch uses: give it both, or neither"
             )
         cuts = isinstance(policy, Policy) and policy.cuts_batches
-        return isinstance(module, SaysLayers) and (cuts or isinstance(module, CutsBatches))
+        return isinstance(module, ChoosesLayers) and (cuts or isinstance(module, CutsBatches))
 
     def apply(self, batch: Any, use: LayerUse, plan: Plan) -> LayerUse:
         """`use` with the batch's own cut, if it has one.

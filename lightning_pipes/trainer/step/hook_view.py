@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.private_torch import step_hooks
-from lightning_pipes.trainer.module.elsewhere import HookScope
+from lightning_pipes.trainer.module.remote_tensors import HookScope
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.step.hook_table import select_hooks
 

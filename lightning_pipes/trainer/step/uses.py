@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 @runtime_checkable
-class SaysLayers(Protocol):
+class ChoosesLayers(Protocol):
     """A LightningModule with batches that use some layers only, such as a supernet."""
 
     def layers_of_batch(self, batch: Any) -> Iterable[str] | Mapping[str, bool | Delayed]:
@@ -39,7 +39,7 @@ def use_of(module: pl.LightningModule, full: Layers, batch: Any, plan: Plan) -> 
     Raises:
         PlanError: there is no such layer.
     """
-    if not isinstance(module, SaysLayers):
+    if not isinstance(module, ChoosesLayers):
         return None
     said = module.layers_of_batch(batch)
     names = {name: inner for inner, name in number_layers(full, {name: name for name in said}).items()}
@@ -102,7 +102,7 @@ def speed_behind(plan: Plan, stage: int) -> float:
 
 def warn_without_uses(module: pl.LightningModule, schedule: Schedule | Policy, ranks: int) -> None:
     """Warn of a module that does not say which layers batches use, for a schedule that goes by that."""
-    if ranks > 1 and isinstance(schedule, Policy) and not isinstance(module, SaysLayers):
+    if ranks > 1 and isinstance(schedule, Policy) and not isinstance(module, ChoosesLayers):
         owner = type(module).__name__
         rank_zero_warn(
             f"schedule {schedule.name!r} has batches overlap that use different layers, and {owner} has no "
@@ -157,7 +157,7 @@ def check_layers(module: pl.LightningModule, full: Layers) -> None:
     Raises:
         PipelineError: the module says which layers batches use, and trains parameters outside of them, or in several.
     """
-    if not isinstance(module, SaysLayers):
+    if not isinstance(module, ChoosesLayers):
         return
     within = Counter(id(p) for layer in full for p in {id(p): p for p in layer.parameters()}.values())
     wrong = [name for name, p in module.named_parameters() if p.requires_grad and within[id(p)] != 1]

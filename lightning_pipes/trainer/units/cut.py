@@ -13,8 +13,8 @@ from torch import nn
 from lightning_pipes.engine.allocator import release_free_memory
 from lightning_pipes.engine.private_torch import unsaved_buffers
 from lightning_pipes.ir import PlanError
-from lightning_pipes.trainer.module.elsewhere import Absent, HookScope, Slot
 from lightning_pipes.trainer.module.pipelined import INCOMPLETE, CutModule, on_meta
+from lightning_pipes.trainer.module.remote_tensors import Absent, HookScope, Slot
 from lightning_pipes.trainer.units.layout import UnitLayout
 
 WHOLE = ""

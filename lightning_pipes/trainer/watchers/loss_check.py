@@ -147,7 +147,7 @@ class LossCheck(Watcher):
         except Exception as error:  # the comparison after the batch tells of it
             self._weights.choose_candidate(weights, None)
             if not isinstance(error, _NotComparableError):
-                self._said_why(error, "was not told how its micro-batches make")
+                self._log_failure(error, "was not told how its micro-batches make")
             return
         fitting = {each.name for each in weights.found if not losses.are_different(each.loss_share)}
         self._weights.choose_candidate(weights, fitting)
@@ -219,10 +219,10 @@ class LossCheck(Watcher):
             x = join([kept.parts[span] for span in order], order, "what the last stage has", average=True)
             losses = self._losses(stage, item, kept, x, kept.parts, parts)
         except Exception as error:  # a step that can't run on a whole batch, or not without gradients
-            self._said_why(error, "was not compared with those of")
+            self._log_failure(error, "was not compared with those of")
             return
         if data.weights is not None:
-            self._tell_logs(data.weights, losses, lambda: self._losses(stage, item, kept, x, kept.parts, parts))
+            self._weigh_logs(data.weights, losses, lambda: self._losses(stage, item, kept, x, kept.parts, parts))
         share = partial(_by_rows, kept.rows) if data.weights is None else data.weights.loss_share
         if losses.are_different(share):
             mean = sum(loss * share(span) for span, loss in losses.parts.items() if share(span))
@@ -238,7 +238,7 @@ class LossCheck(Watcher):
                 "PipelineStrategy(check_loss=False) leaves this comparison out"
             )
 
-    def _tell_logs(self, weights: BatchWeights, losses: _Losses, again: Callable[[], _Losses]) -> None:
+    def _weigh_logs(self, weights: BatchWeights, losses: _Losses, again: Callable[[], _Losses]) -> None:
         """Weigh logged and returned values by the weights that reproduce them; warn where none does."""
         found = self._weights_of_logs(losses, weights)
         self._weights.weigh_logs(weights, found)
@@ -270,7 +270,7 @@ class LossCheck(Watcher):
         return f" in this batch; from the next one on they are weighed by {weights.chosen.name}"
 
     @staticmethod
-    def _said_why(error: Exception, what: str) -> None:
+    def _log_failure(error: Exception, what: str) -> None:
         reason = str(error) if isinstance(error, _NotComparableError) else f"{type(error).__name__}: {error}"
         rank_zero_info(f"The loss of the first batch {what} its micro-batches: {reason}")
 

@@ -11,7 +11,7 @@ from lightning_pipes.trainer.loop.step_data import Step
 from lightning_pipes.trainer.loop.watcher import EvaluationWatcher
 from lightning_pipes.trainer.module.batches import check_same, fingerprint, sample_fingerprint
 from lightning_pipes.trainer.module.optimizers import check_same_settings, settings_of
-from lightning_pipes.trainer.ranks.control import Coming
+from lightning_pipes.trainer.ranks.control import PendingGather
 
 CHECKED_BATCHES = 2
 """Batches at the start of every epoch, and of a run, whose checksums all ranks compare."""
@@ -49,7 +49,7 @@ class SameBatch(EvaluationWatcher):
         found = run.control.start_all_gather((fingerprint(step.batch), settings))
         check = partial(_check_same, found, run.control.ranks, f"{step.name}, batch {step.batch_idx}")
         if step.training:
-            run.connections.check_later(found.come, check, late=1)
+            run.connections.check_later(found.has_arrived, check, late=1)
         else:
             check()
 
@@ -93,7 +93,7 @@ class SameBatch(EvaluationWatcher):
             raise _other_layers(where, [", ".join(names[:5]) or "none" for names in others], control.ranks)
 
 
-def _check_same(found: Coming[list[tuple[str, dict[str, str]]]], ranks: Sequence[int], where: str) -> None:
+def _check_same(found: PendingGather[list[tuple[str, dict[str, str]]]], ranks: Sequence[int], where: str) -> None:
     batches, settings = zip(*found(), strict=True)
     check_same_settings(settings, ranks)
     check_same(batches, ranks, where)

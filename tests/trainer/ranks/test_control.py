@@ -19,7 +19,7 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from lightning_pipes.testing.timeouts import scale_timeout
 from lightning_pipes.trainer.ranks import control as controls
-from lightning_pipes.trainer.ranks.control import Coming, Control, close_all
+from lightning_pipes.trainer.ranks.control import Control, PendingGather, close_all
 
 MESH, NONE, HOSTS = "mesh", "none", "hosts"
 """A mesh; none, for the ranks are too many; none, for one of them is on another host."""
@@ -147,7 +147,7 @@ def idles(rank: int) -> list[bool]:
         store.wait(["three"])
     answer = control.start_any(rank == 1)
     if rank == 1:
-        while not answer.come():
+        while not answer.has_arrived():
             time.sleep(0.001)
     assert answer() == [True]
     control.close()
@@ -163,13 +163,13 @@ def test_something_else_is_done_meanwhile() -> None:
 
 def looks_meanwhile(rank: int, how: str) -> list[list[bool]]:
     """What calls return; of rank 0 one waits while another one is made, as soon as the answer has come."""
-    asked: list[Coming[list[bool]]] = []
+    asked: list[PendingGather[list[bool]]] = []
     seen: list[list[bool]] = []
 
     def idle(_: Any) -> None:
         if asked and not seen:
             store.set("waiting", "")
-            while not asked[0].come():
+            while not asked[0].has_arrived():
                 time.sleep(0.001)
             seen.append(asked[0]())
 

@@ -20,8 +20,8 @@ from torch.nn.utils import clip_grad_norm_
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 from lightning_pipes.trainer.module.capture import Interceptor
-from lightning_pipes.trainer.module.elsewhere import Elsewhere
 from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.module.remote_tensors import RemoteTensor
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.step.clipping import HookClipping
 from lightning_pipes.trainer.step.hook_view import track_hooks
@@ -50,7 +50,7 @@ def test_parameters_and_state_are_those_of_the_whole_module():
         assert all(torch.equal(p, whole.get_parameter(n)) for n, p in module.named_parameters() if n in here)
     assert {n for n, _ in module.named_parameters()} == here < {n for n, _ in whole.named_parameters()}
     restore(cut, whole.state_dict())
-    assert not any(isinstance(p, Elsewhere) for p in module.parameters())
+    assert not any(isinstance(p, RemoteTensor) for p in module.parameters())
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), whole.parameters(), strict=True))
 
 

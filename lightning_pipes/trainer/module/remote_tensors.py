@@ -60,7 +60,7 @@ class HookScope:
         self.hook = ""
         self.everywhere = True
         self.device = device
-        self.copies: WeakValueDictionary[int, Elsewhere] = WeakValueDictionary()
+        self.copies: WeakValueDictionary[int, RemoteTensor] = WeakValueDictionary()
         """Those that code of the user's has made of stand-ins, as for a running average."""
         self.gradients: Callable[[], bool] = lambda: False
         self.view: Callable[[bool], AbstractContextManager[None]] = no_view
@@ -106,11 +106,11 @@ class HookScope:
             self.hook, self.everywhere, self._thread = before
 
 
-class Elsewhere(torch.Tensor):
+class RemoteTensor(torch.Tensor):
     """A tensor without values: a weight of a layer on another rank, or what was made from one.
 
-    What is computed from it is Elsewhere too, and writing to it does nothing here: the rank that has the layer does the
-    same with the values. So work on each weight by itself, a running average for example, gives what it should.
+    What is computed from it is a RemoteTensor, too. Writing to it does nothing here: the rank with the layer writes the
+    values. So work on each weight by itself, a running average for example, gives what it should.
 
     Raises:
         PipelineError: its values are read, stored, or written to a tensor that is here.
@@ -122,32 +122,32 @@ class Elsewhere(torch.Tensor):
     _scope = HookScope(torch.device("meta"))
 
     @staticmethod
-    def of(tensor: torch.Tensor, name: str, scope: HookScope) -> Elsewhere:
+    def of(tensor: torch.Tensor, name: str, scope: HookScope) -> RemoteTensor:
         """Shape, type and kind of `tensor`, which is called `name`."""
-        found = tensor.detach().to("meta").as_subclass(Elsewhere)
+        found = tensor.detach().to("meta").as_subclass(RemoteTensor)
         if isinstance(tensor, nn.Parameter):
             with NoSubclassFunctions():  # as nn.Parameter does, at a tenth of the cost
                 found.requires_grad_(tensor.requires_grad)
             found.__dict__["_is_param"] = True
         found.__dict__["is_whole"] = True
-        return found._tell(name, scope)
+        return found._describe(name, scope)
 
     @property
-    def gradient(self) -> Elsewhere | None:
+    def gradient(self) -> RemoteTensor | None:
         """Of a weight that is trained, as `grad`."""
         if not (self.is_whole and self.requires_grad and self._scope.gradients()) or in_grad_norm(2):
             return None
-        return Elsewhere.of(self.detach(), f"the gradient of {self._name}", self._scope)
+        return RemoteTensor.of(self.detach(), f"the gradient of {self._name}", self._scope)
 
     @staticmethod
-    def replace(tensor: torch.Tensor, stand_in: Elsewhere) -> None:
+    def replace(tensor: torch.Tensor, stand_in: RemoteTensor) -> None:
         """Have `tensor` behave as `stand_in` wherever code of the user's has kept it, without memory of its own.
 
         `put_back` undoes it.
         """
         kept = tensor.__class__
         tensor.data = tensor.data.new_empty(()).expand(tensor.shape)
-        tensor.__class__ = Elsewhere
+        tensor.__class__ = RemoteTensor
         tensor.__dict__.update(
             _kept_class=kept,
             _stand_in=stand_in,
@@ -174,7 +174,7 @@ class Elsewhere(torch.Tensor):
         tensor.__class__ = kept
         tensor.data = tensor.data.new_empty(0)
 
-    def _tell(self, name: str, scope: HookScope) -> Elsewhere:
+    def _describe(self, name: str, scope: HookScope) -> RemoteTensor:
         self.__dict__.update(_name=name, _scope=scope)
         return self
 
@@ -182,7 +182,7 @@ class Elsewhere(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Elsewhere))
+        first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, RemoteTensor))
         if func == torch.Tensor.device.__get__:
             return first._scope.device
         if func == torch.Tensor.is_meta.__get__:  # type: ignore[attr-defined]
@@ -204,7 +204,7 @@ class Elsewhere(torch.Tensor):
             _draw(func, args, kwargs, first._scope.device)
         written = _written(name, args, kwargs)
         if written:
-            if any(not isinstance(t, Elsewhere) for t in written):
+            if any(not isinstance(t, RemoteTensor) for t in written):
                 first.refuse("writes into a tensor of this rank what it has of")
             if not first._scope.everywhere:
                 first.refuse("changes, on one rank only,")
@@ -217,12 +217,12 @@ class Elsewhere(torch.Tensor):
         args, kwargs = pytree.tree_map_only(torch.Tensor, _without_values, (args, kwargs))
         result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Elsewhere) and "_scope" not in leaf.__dict__:
-                leaf._tell(first._name, first._scope)
+            if isinstance(leaf, RemoteTensor) and "_scope" not in leaf.__dict__:
+                leaf._describe(first._name, first._scope)
         return result
 
-    def _copied(self, memo: dict[int, Any]) -> Elsewhere:
-        memo[id(self)] = copy = Elsewhere.of(self, self._name, self._scope)
+    def _copied(self, memo: dict[int, Any]) -> RemoteTensor:
+        memo[id(self)] = copy = RemoteTensor.of(self, self._name, self._scope)
         self._scope.copies[id(copy)] = copy
         copy.__dict__["is_whole"] = False
         return copy
@@ -233,9 +233,9 @@ class Elsewhere(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self._name}, {tuple(self.shape)}, {self.dtype})"
 
-    def derive(self, like: torch.Tensor, what: str) -> Elsewhere:
+    def derive(self, like: torch.Tensor, what: str) -> RemoteTensor:
         """Return a tensor without values that is `what` of this one, of the shape and type of `like`."""
-        found = Elsewhere.of(like, f"{what} {self._name}", self._scope)
+        found = RemoteTensor.of(like, f"{what} {self._name}", self._scope)
         found.__dict__["is_whole"] = False
         return found
 
@@ -284,20 +284,20 @@ class Absent:
     def add(self, slots: Iterable[Slot]) -> None:
         """Those are on other ranks from now on."""
         slots = list(slots)
-        stand_ins = {id(s.tensor): Elsewhere.of(s.tensor, f"self.{s.key}", self._scope) for s in reversed(slots)}
+        stand_ins = {id(s.tensor): RemoteTensor.of(s.tensor, f"self.{s.key}", self._scope) for s in reversed(slots)}
         for slot in slots:
             slot.table[slot.name] = stand_ins[id(slot.tensor)]
         for key, tensor in {id(s.tensor): s.tensor for s in slots}.items():
             tensor.grad = None
             if not tensor.is_meta:
-                Elsewhere.replace(tensor, stand_ins[key])
+                RemoteTensor.replace(tensor, stand_ins[key])
         self.slots += slots
         self._ids.update(id(s.tensor) for s in slots)
 
     def put_back(self) -> None:
         """Have all tensors be themselves again, without values; they stay out of their slots."""
         for slot in self.slots:
-            Elsewhere.put_back(slot.tensor)
+            RemoteTensor.put_back(slot.tensor)
 
     def take_back(self, layer: int, values: Mapping[int, torch.Tensor]) -> None:
         """The tensors of a layer have come here, with these values, by id of their stand-ins."""
@@ -313,7 +313,7 @@ def give_values(tensor: torch.Tensor, values: torch.Tensor, like: torch.Tensor) 
     """Has a tensor without memory hold these, as `like` would lie in memory."""
     with NoSubclassFunctions():  # `like` is a stand-in, whose functions take long
         values = with_layout_of(values, like)
-    Elsewhere.put_back(tensor)
+    RemoteTensor.put_back(tensor)
     if tensor.is_meta:
         made = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
         torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
@@ -358,7 +358,7 @@ def _draw(func: Any, args: Any, kwargs: Any, device: torch.device) -> None:
     """Draw the random numbers that `func` draws for a tensor that is here, so that what is drawn next is the same."""
 
     kept = {key: value for key, value in kwargs.items() if key != "out"}
-    args, kept = pytree.tree_map_only(Elsewhere, lambda tensor: _made_up(tensor, device), (args, kept))
+    args, kept = pytree.tree_map_only(RemoteTensor, lambda tensor: _made_up(tensor, device), (args, kept))
     func(*args, **kept)
 
 
@@ -367,17 +367,17 @@ def _draw_as_init(caller: FrameType, device: torch.device) -> None:
     code = caller.f_code
     if caller.f_globals is vars(nn.init):
         given = {name: caller.f_locals[name] for name in code.co_varnames[: code.co_argcount]}
-        vars(nn.init)[code.co_name](**pytree.tree_map_only(Elsewhere, lambda t: _made_up(t, device), given))
+        vars(nn.init)[code.co_name](**pytree.tree_map_only(RemoteTensor, lambda t: _made_up(t, device), given))
 
 
-def _made_up(tensor: Elsewhere, device: torch.device) -> torch.Tensor:
+def _made_up(tensor: RemoteTensor, device: torch.device) -> torch.Tensor:
     """A tensor here like one that is on another rank, with some values."""
     like = _without_values(tensor)
     return torch.full(tuple(like.shape), 0.5, dtype=like.dtype, device=device)
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, Elsewhere):
+    if isinstance(tensor, RemoteTensor):
         found: torch.Tensor = tensor.__dict__.get("_stand_in", tensor)
         return found
     return tensor if tensor.is_meta else tensor.to("meta")
