@@ -189,7 +189,7 @@ class LeftValues:
         for place, (before, whole) in values.items():
             if not any(isinstance(leaf, Unsent) for leaf in pytree.tree_leaves((before, whole))):
                 self._whole.setdefault(place, whole)
-                if isinstance(self._before.get(place), Elsewhere):
+                if isinstance(self._before.get(place), RemoteTensor):
                     self._before[place] = before
 
     def end_batch(self) -> None:
@@ -198,7 +198,7 @@ class LeftValues:
         for place, noted in self._noted.items():
             spans = sorted(noted)
             before, *values = map(_entries_of, (self._before.get(place), *(noted[span] for span in spans)))
-            before = None if before is _ABSENT or isinstance(before, Elsewhere) else before
+            before = None if before is _ABSENT or isinstance(before, RemoteTensor) else before
             whole = self._whole.get(place)
             merged = self._merging.merge(self._path(place), before, values, [span.rows for span in spans], whole)
             content = Content(merged) if isinstance(noted[spans[0]], Content) else merged
@@ -387,7 +387,7 @@ class LeftValues:
         if not isinstance(place[0], int):
             return None
         value = self._before[place] if place in self._before else self._value(place)
-        known = isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, Elsewhere)
+        known = isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, RemoteTensor)
         return value if known else None
 
     def _content(self, place: Place) -> Any:
