@@ -16,7 +16,7 @@ from lightning_pipes.planning.replanning import GradientSample
 
 
 class GradientProbe(pl.Callback):
-    """Measures what the number of batches on S stages depends on where gradients are S batches old (DynPipe, S IV-B2).
+    """Measures constants of convergence under gradients that are S batches old on S stages (DynPipe, S IV-B2).
 
     For a short run of the model as it is, in one process: `Trainer(devices=1, max_steps=20, callbacks=[probe])`. Before
     every step the gradient of one and the same batch, the first, is taken with the weights as they are; this does

@@ -117,8 +117,10 @@ class InterferenceMonitor(PipelineCallback):
         self._stop()
 
     def everyone(self) -> list[RankState | None]:
-        """How each rank was when it last said so, by global rank; None from one that has said nothing yet. A rank asks
-        when it likes, and waits for nobody. While `fit` runs only."""
+        """Return the last published state of each global rank while `fit` runs; None where none is published.
+
+        The call is not collective and does not block.
+        """
         return [self._own if rank == self._rank else self._notices.find(str(rank)) for rank in self._ranks]
 
     def _stop(self) -> None:
@@ -157,7 +159,7 @@ class InterferenceMonitor(PipelineCallback):
 
 
 def stage_times(events: Iterable[Event]) -> dict[int, StageTimes]:
-    """Of each stage the seconds of a forward and of a backward, whole or in its two parts."""
+    """Return the mean seconds of a forward and of a backward of each stage."""
     took: dict[tuple[int, Kind], list[int]] = {}
     for _, i, start, end in events:
         if i.kind is Kind.F or i.kind in _BACKWARDS:
@@ -174,7 +176,7 @@ def stage_times(events: Iterable[Event]) -> dict[int, StageTimes]:
 
 
 def _named(rank: int, state: RankState) -> dict[str, float]:
-    """By the names that loggers get; without what is missing, and without percentiles, which are for planners."""
+    """Return the metrics of a rank under their logged names, without missing values and percentiles."""
     found = {f"{name}.rank{rank}": value for name, value in state.features.items() if not name.endswith("_p95")}
     for stage, times in state.stages.items():
         found |= {f"stage{stage}.forward_seconds": times.forward, f"stage{stage}.backward_seconds": times.backward}

@@ -20,9 +20,10 @@ from lightning_pipes.trainer.loop.run import StageListener
 
 
 class ReproducibilityLog(PipelineCallback, StageListener):
-    """Writes each batch's loss, who read and stepped which layer in what order, and, every `every_n_batches`, a hash of
-    all parameters and buffers of the layers that the batch has stepped, at the end of an epoch of all: with
-    `lightning-pipes compare RUN RUN` one sees where two runs part.
+    """Writes losses, the order of reads and steps of layers, and hashes of weights, to find where two runs differ.
+
+    Every `every_n_batches` it hashes the parameters and buffers of the layers that the batch has stepped. At the end of
+    an epoch it hashes all layers. `lightning-pipes compare RUN RUN` shows the first difference.
 
     For schedules that do not flush. Nothing waits for it: a stage takes the hash of its own layers where it steps them,
     so the batches may be at any place in the pipeline, and the training is the same with and without.

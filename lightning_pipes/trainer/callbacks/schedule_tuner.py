@@ -1,4 +1,4 @@
-"""A callback that changes the order of micro-batches while training goes on, to what is fastest on the links as is."""
+"""A callback that switches to the schedule that is fastest on the measured links, between two batches."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class LayerCopies:
         self._optimizers = optimizers
 
     def step_layers(self, names: Iterable[str]) -> AbstractContextManager[None]:
-        """Let optimizers step these layers in the block, also layers whose home is another rank."""
+        """Let optimizers step these layers in the block, also layers of other ranks."""
         return self._mirrors.in_optimizers(names)
 
     def show_layers(self, names: Iterable[str]) -> AbstractContextManager[None]:

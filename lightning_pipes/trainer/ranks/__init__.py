@@ -1,1 +1,1 @@
-"""Who we are, and what ranks tell each other."""
+"""Ranks, the layers on each of them, and their collectives outside of the pipeline."""

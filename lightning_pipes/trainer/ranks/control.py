@@ -1,4 +1,4 @@
-"""The talk of ranks outside the pipeline: small objects and reductions, never waiting for the dead."""
+"""Control-plane collectives outside of the pipeline; a peer's failure interrupts every wait."""
 
 from __future__ import annotations
 
@@ -160,14 +160,14 @@ class Control:
         return self.watch.has_ended(self.ranks[position])
 
     def close(self) -> None:
-        """Ends the connections; a later call makes new ones.
+        """Close the connections; a later call makes new ones.
 
         After a failure they stay open: gloo waits for a collective that was given up, which may never end.
         """
         close_all([self])
 
     def _parted(self) -> list[Any]:
-        """Its groups, known to nobody else any more, if they may be closed; closes the mesh."""
+        """Close the mesh, and release the process groups that may be destroyed."""
         controls = [control for control in (self, self._part) if control is not None]
         whole = [control._is_idle() for control in controls]
         for control in controls:
@@ -179,7 +179,7 @@ class Control:
         return groups
 
     def _is_idle(self) -> bool:
-        """Whether no collective was given up; waits for those that are sure to end."""
+        """Return whether no collective was given up; wait for those that are sure to end."""
         if self._waiting or self.watch.error is not None:
             return False
         leaving, self._leaving = self._leaving, deque()
@@ -208,11 +208,11 @@ class Control:
             mesh.close()
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
+        """Block until every rank has called it."""
         self.all_reduce(torch.zeros(1))
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> torch.Tensor:
-        """`tensor`, reduced in place over all ranks or those of a `subgroup`; bit-equal on each of them."""
+        """Reduce `tensor` in place over all ranks, or over a `subgroup`; the result is bit-equal on each rank."""
         if self.size > 1:
             self._finish(dist.all_reduce(tensor, op, group=group or self._group, async_op=True))
         return tensor
@@ -231,7 +231,7 @@ class Control:
         return partial(self._finish, work) if dist.get_backend(group) == "gloo" else partial(_wait, work)
 
     def any(self, *flags: bool) -> list[bool]:
-        """For each flag, whether it is set on any rank."""
+        """Return for each flag whether it is set on any rank."""
         return self.start_any(*flags)()
 
     def start_any(self, *flags: bool) -> PendingGather[list[bool]]:
@@ -259,12 +259,12 @@ class Control:
         )
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
-        """Overwrites `tensor` with that of global rank `source`."""
+        """Overwrite `tensor` with the one of global rank `source`."""
         if self.size > 1:
             self._finish(dist.broadcast(tensor, source, group=self._group, async_op=True))
 
     def broadcast(self, thing: Any, source: int) -> Any:
-        """The `thing` of global rank `source`, which waits for nobody; tensors arrive on the CPU."""
+        """Return the `thing` of global rank `source`, which does not block; tensors arrive on the CPU."""
         return thing if self.size == 1 else self._broadcast(source, self._group, _AT_ONCE)(thing)
 
     def prepare_broadcast(self, source: int) -> Callable[[Any], Any]:
@@ -276,7 +276,7 @@ class Control:
         return (lambda thing: thing) if self.size == 1 else self._broadcast(source, self.get_ready(), _LATER)
 
     def _broadcast(self, source: int, group: Any, kind: int) -> Callable[[Any], Any]:
-        """A function that sends the thing of `source`, or receives it."""
+        """Return a function that sends the object of `source`, or receives it."""
         mesh, letter = self._mesh, self._letter(kind)
         if source == (dist.get_rank() if mesh is None else mesh.rank):
             return partial(self._send, source, group, letter)
@@ -314,7 +314,7 @@ class Control:
         return work
 
     def _received(self, source: int, group: Any, first: torch.Tensor, coming: dist.Work, _: Any) -> Any:
-        """The thing whose first message is `coming`."""
+        """Receive an object; `coming` receives its first message."""
         self._finish(coming)
         end = _end(first)
         rest = torch.empty(max(0, end - _FIRST), dtype=torch.uint8)
@@ -323,7 +323,7 @@ class Control:
         return _thing(torch.cat([first[_LENGTH:end], rest]), self._seal)
 
     def gather(self, thing: Any, to: int) -> list[Any] | None:
-        """On global rank `to` the things of all ranks in order, None elsewhere; tensors arrive on the CPU."""
+        """Return the objects of all ranks in order on global rank `to`, None on others; tensors arrive on the CPU."""
         if self.size == 1:
             return [thing]
         data, sizes = self._announced(thing)
@@ -353,7 +353,7 @@ class Control:
         return PendingGather(come, lambda _: self._finish(work), partial(self._gathered, first, data, group))
 
     def _gathered(self, first: Sequence[torch.Tensor], data: torch.Tensor, group: Any) -> list[Any]:
-        """The things whose first messages have come."""
+        """Return the gathered objects once their first messages have arrived."""
         ends = [_end(message) for message in first]
         whole = list(first)
         if max(ends) > _FIRST:
@@ -395,7 +395,9 @@ class Control:
                 if self.watch.has_ended(rank):
                     self.watch.report_lost_peer(rank, error)
             self.watch.raise_reason()
-        raise PipelineError(f"another rank has ended without a word while this one waited for it: {error}") from error
+        raise PipelineError(
+            f"another rank has ended without an error message while this rank waited for it: {error}"
+        ) from error
 
     def _finish(self, work: dist.Work | None) -> None:
         assert work is not None, "this process is not among the ranks"
@@ -416,7 +418,7 @@ class Control:
                     self._idle(work.is_completed)
 
     def _wait(self, mesh: Mesh, done: Callable[[], bool]) -> None:
-        """Like `_finish`, for what the mesh brings."""
+        """Wait for messages of the mesh, like `_finish`."""
         fault_point("collective")
         if done():
             return
@@ -432,7 +434,7 @@ class Control:
         self._waiting, self.watch.doing = False, None
 
     def _receive_all(self, mesh: Mesh, sources: Sequence[int], letter: Letter) -> list[bytearray]:
-        """The messages of these global ranks."""
+        """Return the messages of these global ranks."""
         self._wait(mesh, partial(mesh.has, sources, letter))
         try:
             return [mesh.take(source, letter) for source in sources]
@@ -457,7 +459,7 @@ def close_all(controls: Iterable[Control]) -> None:
 
 
 def _message(thing: Any, seal: Seal | None) -> torch.Tensor:
-    """Its length and its bytes, in at least as many as a first message has."""
+    """Pack the length and bytes of an object, padded to the size of a first message."""
     packed = Packed(thing, seal)
     data = torch.zeros(max(_FIRST, _LENGTH + packed.size), dtype=torch.uint8)
     data[:_LENGTH] = torch.tensor([packed.size], dtype=torch.int64).view(torch.uint8)
@@ -466,7 +468,7 @@ def _message(thing: Any, seal: Seal | None) -> torch.Tensor:
 
 
 def _end(message: torch.Tensor) -> int:
-    """Where a message ends that begins with its length."""
+    """Return the offset at which a message ends that begins with its length."""
     return _LENGTH + int(message[:_LENGTH].view(torch.int64))
 
 
@@ -481,7 +483,7 @@ def _messages(thing: Any, seal: Seal | None) -> list[torch.Tensor]:
 
 
 def _broke(work: dist.Work) -> bool:
-    """Whether a collective that has ended did not succeed."""
+    """Return whether a collective that has ended failed."""
     try:
         work.wait(_SLICE)
     except RuntimeError:

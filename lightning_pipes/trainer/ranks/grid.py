@@ -55,5 +55,5 @@ class Grid:
         return tuple(tuple(range(r * self.length, (r + 1) * self.length)) for r in range(self.replicas))
 
     def everywhere(self, positions: tuple[int, ...]) -> tuple[int, ...]:
-        """The global ranks at these positions of all pipelines, ascending."""
+        """Return the global ranks at these positions of all pipelines, ascending."""
         return tuple(sorted(pipeline[position] for pipeline in self.pipelines for position in positions))

@@ -1,4 +1,4 @@
-"""Who holds which layer. This object knows; all others ask it, and are told when layers have moved."""
+"""The placement of layers and parameters on ranks, the one record that all others read."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Holdings:
         self._numbers: dict[int, int] = {}
 
     def look_at(self, module: pl.LightningModule, path: str) -> None:
-        """Learns which parameters are in which layers, from a module that is whole; `path` is that of the layers."""
+        """Learn which parameters are in which layers from a whole module with its layers at `path`."""
         layer_of = {name: number for number, name in enumerate(module.get_submodule(path)._modules)}
 
         def layers(name: str, parameter: torch.Tensor) -> Iterable[int]:
@@ -74,13 +74,13 @@ class Holdings:
         self._numbers = {key: number for number, key in enumerate(found)}
 
     def settle(self, layers: Sequence[Span]) -> None:
-        """The stages have these layers now, which whoever holds them has seen to."""
+        """Record that the stages have these layers now; the caller has moved them."""
         self.layers = tuple(layers)
         self.stage_of_layer = [s for s, span in enumerate(self.layers) for _ in range(span.rows)]
         self.position_of_layer = [self.positions[self.ranks[s]] for s in self.stage_of_layer]
 
     def moves(self, layers: Sequence[Span]) -> list[Move]:
-        """The layers that go to other processes for the stages to have `layers`.
+        """Return the layers that move to other processes if the stages get `layers`.
 
         Raises:
             PlanError: these are not the layers that there are, or a parameter that several of them have would be on
@@ -110,18 +110,18 @@ class Holdings:
 
     @property
     def tied(self) -> tuple[tuple[int, ...], ...]:
-        """Numbers of the layers that share a parameter; who shares one with the code around them may move."""
+        """Numbers of the layers that share a parameter with each other only, and not with code around them."""
         groups = {parts for parts in self._parts_of.values() if len(parts) > 1 and OUTSIDE not in parts}
         return tuple(sorted(tuple(sorted(parts)) for parts in groups))
 
     @property
     def rank(self) -> int:
-        """That of this process."""
+        """The rank of this process in the order of the plan."""
         return self.positions.index(self.grid.position)
 
     @property
     def stages(self) -> list[int]:
-        """Those of this process."""
+        """The stages of this process."""
         return [s for s, r in enumerate(self.ranks) if r == self.rank]
 
     @property
@@ -140,15 +140,17 @@ class Holdings:
         return [n for n, position in enumerate(self.position_of_layer) if position == self.grid.position]
 
     def stages_of_processes(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Every global rank with its stages."""
+        """Yield every global rank with its stages."""
         for pipeline in self.grid.pipelines:
             for rank, position in enumerate(self.positions):
                 yield pipeline[position], tuple(s for s, r in enumerate(self.ranks) if r == rank)
 
     @property
     def holders(self) -> Holders:
-        """Who holds each parameter: all positions what is outside of the pipelined module, that of its layer what is in
-        one, and several what occurs several times."""
+        """The positions that hold each parameter.
+
+        All positions hold a parameter outside of the pipelined module, and every layer's position one inside.
+        """
         where = {
             OUTSIDE: range(self.grid.length),
             **{n: (position,) for n, position in enumerate(self.position_of_layer)},
@@ -159,7 +161,7 @@ class Holdings:
         }
 
     def counts_here(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank is the one of the holders that answers for the parameter in a sum over the pipeline."""
+        """Return whether this rank counts the parameter in a sum over the pipeline; one holder does."""
         parts, where = self._parts_of.get(id(parameter), ()), self.position_of_layer
         return (
             min((0 if part == OUTSIDE else where[part] for part in parts), default=self.grid.position)
@@ -168,15 +170,15 @@ class Holdings:
 
     @property
     def numbers(self) -> int:
-        """The numbers that `number_of` gives."""
+        """How many numbers `number_of` gives."""
         return len(self._numbers) + 1
 
     def number_of(self, parameter: torch.Tensor) -> int:
-        """The place of a parameter among those of the whole module, wherever it is; all others have the last one."""
+        """Return the index of a parameter in the whole module; unknown tensors get the last index."""
         return self._numbers.get(id(parameter), len(self._numbers))
 
     def in_one_stage(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter occurs in one stage only, so that one backward completes its gradient."""
+        """Return whether a parameter occurs in one stage only, so that one backward completes its gradient."""
         parts, stages = self._parts_of.get(id(parameter), frozenset()), self.stage_of_layer
         return OUTSIDE not in parts and len({stages[part] for part in parts}) == 1
 

@@ -1,4 +1,4 @@
-"""Lightning's launcher, whose processes look after each other from the first moment on."""
+"""Lightning's launcher with processes that monitor each other from the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sockets between each two ranks of one host, for what is small and must come soon.
+"""Sockets between each two ranks of one host, for small messages with low latency.
 
 A message is one write here and one read there, without a thread in between; gloo takes four changes of thread for it.
 """
@@ -22,11 +22,11 @@ _READ = 65536
 
 
 class Letter(NamedTuple):
-    """Names a message, the same for all who send or take it.
+    """Identifies a message; the sender and all receivers use the same one.
 
     Attributes:
-        kind: of those that are counted together.
-        number: among these.
+        kind: messages of one kind are counted together.
+        number: of the message within its kind.
     """
 
     kind: int
@@ -47,7 +47,7 @@ class Mesh:
 
     Raises:
         PeerFailure: another rank has failed meanwhile.
-        ForgedError: who listens there is somebody else.
+        ForgedError: the listener is another program.
     """
 
     def __init__(self, rank: int, names: dict[int, str], listener: PeerListener, watch: FailureWatch) -> None:
@@ -72,7 +72,7 @@ class Mesh:
 
     @property
     def sent(self) -> bool:
-        """Whether all that was sent has left."""
+        """Whether all sent bytes have left."""
         return not any(peer.leaving for peer in self._peers.values())
 
     def has(self, sources: Sequence[int], letter: Letter) -> bool:
@@ -81,10 +81,10 @@ class Mesh:
         return self.sent and all((rank, letter) in self._here or self._peers[rank].ended for rank in sources)
 
     def take(self, source: int, letter: Letter) -> bytearray:
-        """The message that has come.
+        """Remove and return the message that has arrived.
 
         Raises:
-            ConnectionError: it never will.
+            ConnectionError: the peer closed its connection before.
         """
         if (source, letter) not in self._here:
             raise ConnectionError(f"connection closed by rank {source}")
@@ -109,7 +109,7 @@ class Mesh:
         return done()
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Close the connections."""
         for peer in self._peers.values():
             peer.socket.close()
 
@@ -135,7 +135,7 @@ class _Peer:
         self._read = bytearray()
 
     def send(self, data: bytes) -> None:
-        """As much as goes now."""
+        """Send as much as the socket takes without blocking."""
         if self.ended:
             self.leaving = b""
             return
@@ -148,7 +148,7 @@ class _Peer:
             self.leaving = b""
 
     def received(self) -> Sequence[tuple[Letter, bytearray]]:
-        """The messages that are complete by now."""
+        """Return the messages that are complete by now."""
         try:
             data = self.socket.recv(_READ)
         except BlockingIOError:

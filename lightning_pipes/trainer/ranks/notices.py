@@ -1,4 +1,4 @@
-"""Messages that ranks leave for each other: who tells something goes on at once."""
+"""Messages between ranks through a store; the sender never blocks."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class Notices:
         self._seal = TRUSTED if seal_of(self._store) else None  # the store vouches for what is in it
 
     def put(self, name: str, message: Any) -> None:
-        """Leaves a message, in place of an earlier one of the name. Alone on its control a rank leaves nothing."""
+        """Store a message, in place of an earlier one of the name; a single rank stores nothing."""
         if self._store is None:
             return
         self._store.set(name, b"".join(Packed(message, self._seal).parts))
 
     def remove(self, name: str) -> None:
-        """Takes it away, if it is there."""
+        """Delete the message if there is one."""
         if self._store is not None:
             self._store.delete_key(name)
 
     def find(self, name: str) -> Any:
-        """The message, if it is there already; else None."""
+        """Return the message if it has arrived, else None."""
         return self._read(name) if self._store is not None and self._store.check([name]) else None
 
     def get(self, name: str) -> Any:
-        """The message of another rank, as soon as it is there.
+        """Wait for the message of another rank and return it.
 
         Raises:
             PeerFailure: another rank failed.

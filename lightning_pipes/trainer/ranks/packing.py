@@ -17,7 +17,7 @@ class Packed:
     """An object, ready to be written; its tensors arrive as plain tensors on the CPU.
 
     Args:
-        seal: of whom the receivers believe; it vouches for what the object is, and not for the contents of tensors.
+        seal: authenticates the object to its receivers, but not the contents of tensors.
     """
 
     def __init__(self, thing: Any, seal: Seal | None) -> None:
@@ -30,7 +30,7 @@ class Packed:
         """In bytes."""
 
     def write(self, into: torch.Tensor) -> None:
-        """Fills the first `size` bytes of a tensor of bytes."""
+        """Fill the first `size` bytes of a tensor of bytes."""
         view, at = into.numpy().data, 0
         for part in self.parts:
             view[at : at + part.nbytes] = part
@@ -38,10 +38,10 @@ class Packed:
 
 
 def unpacked(data: memoryview, seal: Seal | None) -> Any:
-    """The object whose parts these bytes begin with, which can be written; nothing of it shares memory with them.
+    """Return the object at the beginning of these writable bytes; it shares no memory with them.
 
     Raises:
-        PipelineError: it comes from nobody who may send it.
+        PipelineError: the sender is not trusted.
     """
     (count,) = _NUMBER.unpack_from(data)
     parts, at = [], _NUMBER.size * (count + 1)

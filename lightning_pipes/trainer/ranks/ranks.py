@@ -12,13 +12,13 @@ from lightning_pipes.trainer.ranks.grid import Grid
 
 @dataclass(frozen=True)
 class Ranks:
-    """From `setup_environment` of a strategy until the next one.
+    """The ranks of a session: from `setup_environment` of a strategy until the next one.
 
     Attributes:
         grid: where this rank is among the replicas and stages.
         device: of this rank.
-        control: what all ranks tell each other.
-        pipeline: what those of this rank's pipeline tell each other outside of it.
+        control: collectives of all ranks.
+        pipeline: collectives of the ranks of this rank's pipeline.
     """
 
     grid: Grid

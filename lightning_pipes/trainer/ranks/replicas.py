@@ -44,7 +44,7 @@ class Replicas:
 
     @property
     def group(self) -> Any:
-        """Their process group; None without replicas."""
+        """The process group of the replicas; None without replicas."""
         return None if self.mesh is None else self.mesh.get_group(DATA_PARALLEL)
 
     def reduce(self, value: Any, group: Any = None, op: Any = "mean") -> Any:
@@ -67,7 +67,7 @@ class Replicas:
         return found.view(self.grid.replicas, -1).to(flat.device)
 
     def reducer(self, layers_of_stages: Mapping[int, Iterable[nn.Module]], holdings: Holdings) -> Reducer | None:
-        """Averages the gradients of parameters that are in one stage only; None without replicas."""
+        """Return a reducer of the gradients of parameters in one stage only; None without replicas."""
         if self.mesh is None:
             return None
         parameters = {
@@ -81,7 +81,7 @@ class Replicas:
 
 
 class BufferSync:
-    """Buffers that training changes, such as running averages, follow those of the first replica.
+    """Copies buffers that training changes, such as running averages, from the first replica to the others.
 
     Which ones change is seen in the first batch of every epoch; masks and tables are never sent.
     """
@@ -98,7 +98,7 @@ class BufferSync:
         self._watching, self._before = True, {}
 
     def before_batch(self) -> None:
-        """Gives all replicas the changing buffers of the first; a collective call."""
+        """Broadcast the changing buffers of the first replica; a collective call."""
         if self._replicas.mesh is None or not (self._watching or self._changing):
             return
         buffers = dict(self._module.named_buffers())

@@ -19,7 +19,7 @@ from lightning_pipes.trainer.ranks.holdings import Holders, Holdings
 
 
 class SharedParameters:
-    """Parameters of this rank whose gradients are complete when those of other holders are added.
+    """Parameters that several ranks hold; their gradients are summed over the holders.
 
     A collective call of all ranks of `control`; good for as long as no layer moves.
 

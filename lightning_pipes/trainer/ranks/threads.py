@@ -1,4 +1,4 @@
-"""Every rank computes with its share of its host's cores, whoever started it."""
+"""The number of threads of a rank: its share of the cores of its host."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Cores:
 
     @classmethod
     def here(cls) -> Cores:
-        """Of this process."""
+        """Return the share of this process."""
         if hasattr(os, "sched_getaffinity"):
             cores = frozenset(os.sched_getaffinity(0))
         else:
@@ -63,7 +63,7 @@ class Threads:
         self._given = VARIABLE in os.environ
 
     def share_cores(self, control: Control) -> None:
-        """This process computes with its share, unless somebody has said with how many threads. Collective."""
+        """Let this process compute with its share of threads, unless the user has set their number. Collective."""
         mine = Cores.here()
         said = control.all_gather((mine.host, sorted(mine.cores), mine.group, mine.allowed))
         if not self._given:

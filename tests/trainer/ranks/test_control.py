@@ -123,7 +123,7 @@ def waits_for_the_dead(rank: int, how: str) -> tuple[str, float]:
 def test_nobody_waits_for_the_dead(how: str) -> None:
     first, _ = watch_ranks(waits_for_the_dead, 2, how, timeout=60)
     message, seconds = first.value
-    assert message.startswith("another rank has ended without a word while this one waited for it")
+    assert message.startswith("another rank has ended without an error message while this rank waited for it")
     assert seconds < scale_timeout(5)
 
 
