@@ -42,7 +42,7 @@ from lightning_pipes.engine import Engine, FailureWatch, Item, Stage, make_trans
 from lightning_pipes.ir import COMPUTE, Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.sim import Timeline, simulate
-from lightning_pipes.sim.event import Event
+from lightning_pipes.sim.timeline import Event
 from lightning_pipes.testing.emulated import EmulatedLayer, StepRecord, sleeping_layer
 from lightning_pipes.testing.ranks import run_ranks
 

@@ -19,7 +19,7 @@ from hydra.utils import instantiate
 
 from benchmarks.harness.report import make_parser
 from lightning_pipes.cost import Cluster, Deployment, ModelProfile
-from lightning_pipes.cost.cluster_settings import make_cluster
+from lightning_pipes.cost.cluster import make_cluster
 from lightning_pipes.cost.zoo import named_profile
 from lightning_pipes.ir import PlanError, Policy, Schedule
 from lightning_pipes.ir.registry import make_schedule

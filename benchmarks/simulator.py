@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from benchmarks.harness.report import describe_machine, make_parser
 from lightning_pipes.cost import CostModel, LayerProfile, Link, ModelProfile
-from lightning_pipes.cost.cluster_settings import make_cluster
+from lightning_pipes.cost.cluster import make_cluster
 from lightning_pipes.ir import MAX_FORWARDS, Kind, Plan, Program, Rule, RulePolicy, Schedule, verify
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.auto import choose_option

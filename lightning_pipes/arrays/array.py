@@ -44,8 +44,7 @@ from lightning_pipes.engine.allocator import kept_heap, share_heap
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import InputError, PlanError, check_count, check_type, short_repr
-from lightning_pipes.sim.event import Event
-from lightning_pipes.sim.timeline import Timeline
+from lightning_pipes.sim.timeline import Event, Timeline
 from lightning_pipes.trainer.loop.connections import share_connections
 from lightning_pipes.trainer.loop.stopping import sigterm_error
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.ir import Cut, Plan
-from lightning_pipes.sim.event import Event
-from lightning_pipes.sim.timeline import Timeline
+from lightning_pipes.sim.timeline import Event, Timeline
 
 KEPT = 200_000
 """Events; an array that goes on loses its later ones."""

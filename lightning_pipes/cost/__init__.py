@@ -1,13 +1,12 @@
 """Costs of a plan: seconds and bytes of stages and links. The order of execution belongs to `sim`."""
 
 from lightning_pipes.cost.cluster import Cluster, Device
-from lightning_pipes.cost.costs import Costs
 from lightning_pipes.cost.deployment import Deployment
 from lightning_pipes.cost.layer import LayerProfile
 from lightning_pipes.cost.links.link import FREE, Link
 from lightning_pipes.cost.links.regime import Regime
 from lightning_pipes.cost.measurement import RecordedTimeline
-from lightning_pipes.cost.model import CostModel
+from lightning_pipes.cost.model import CostModel, Costs
 from lightning_pipes.cost.profile import ModelProfile
 from lightning_pipes.cost.table import Table
 

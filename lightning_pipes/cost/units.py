@@ -1,4 +1,4 @@
-"""Parses sizes, rates and times such as "16GiB", "12.5GB/s" and "10us"."""
+"""Parses and writes sizes, rates and times such as "16GiB", "12.5GB/s" and "10us"."""
 
 from __future__ import annotations
 
@@ -98,3 +98,21 @@ def _number(value: str | float, units: Mapping[str, Fraction], what: str, exampl
             raise InputError(f"{short_repr(value)} is not {what} between {1 / MAX_VALUE:g} and {MAX_VALUE:g}")
         return 0.0
     return float(Fraction(match[1]) * (units[unit] if unit else 1))  # a fraction, so that 10us is 1e-5 to the last bit
+
+
+def seconds_text(nanoseconds: float) -> str:
+    """`1.62 s`, `20 ms`, `5.5 us`, `3 ns`: three digits, whatever the size."""
+    for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
+        if abs(nanoseconds) >= size:
+            return (
+                f"{nanoseconds / size:.3g} {unit}" if nanoseconds < 1000 * size else f"{nanoseconds / size:.0f} {unit}"
+            )
+    return f"{nanoseconds:.3g} ns"
+
+
+def bytes_text(size: float) -> str:
+    """`1.5 GiB`, `20 MiB`, `512 bytes`: three digits, whatever the size."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= factor:
+            return f"{size / factor:.3g} {unit}" if size < 1000 * factor else f"{size / factor:.0f} {unit}"
+    return f"{size:.0f} bytes"

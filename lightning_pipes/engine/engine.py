@@ -42,7 +42,7 @@ from lightning_pipes.ir import (
     check_stream,
     lower,
 )
-from lightning_pipes.sim.event import Event
+from lightning_pipes.sim.timeline import Event
 
 
 class Watch(Protocol):

@@ -36,10 +36,11 @@ from lightning_pipes.ir.passes import (
 )
 from lightning_pipes.ir.plan import MAX_FORWARDS, MAX_MICROBATCHES, MAX_STAGES, Cut, Plan
 from lightning_pipes.ir.program import Program
-from lightning_pipes.ir.rule import Rule, RulePolicy, eligible_instructions, has_room
 from lightning_pipes.ir.schedule import (
     Policy,
     RankView,
+    Rule,
+    RulePolicy,
     Schedule,
     Traits,
     adapt_plan,
@@ -47,6 +48,8 @@ from lightning_pipes.ir.schedule import (
     check_one_stage_a_rank,
     check_placement,
     check_stream,
+    eligible_instructions,
+    has_room,
     ready_key,
 )
 from lightning_pipes.ir.span import Span, even_spans

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import Kind, PipelineError, Plan
 from lightning_pipes.planning.auto import installed_variants
 from lightning_pipes.planning.formatting import (
@@ -18,9 +19,8 @@ from lightning_pipes.planning.formatting import (
 )
 from lightning_pipes.planning.progress import Progress
 from lightning_pipes.planning.what_if import SimulatedTrial, WhatIf
+from lightning_pipes.sim.shown.compare import BottleneckRank
 from lightning_pipes.sim.shown.record import RunRecord
-from lightning_pipes.sim.shown.slowest import BottleneckRank
-from lightning_pipes.sim.units import seconds_text
 
 WORTH_IT = 0.03
 """A change that shortens a step by less is not proposed."""

@@ -10,6 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from lightning_pipes.cost import Cluster, Deployment, Device, ModelProfile
+from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import Kind, Plan, PlanError, Policy, Schedule, Span
 from lightning_pipes.planning.fit import (
     edge_seconds,
@@ -21,7 +22,6 @@ from lightning_pipes.planning.fit import (
 )
 from lightning_pipes.planning.partition import balanced_partitions
 from lightning_pipes.planning.planner import Planner, Problem, Solution
-from lightning_pipes.sim.units import seconds_text
 
 WORTH_IT = 0.05
 """The share of a step that another cut must save: what is measured once, in a second, is not exact."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lightning_pipes.cost import Costs
+from lightning_pipes.cost.units import bytes_text
 from lightning_pipes.ir import Cut, InputError, Kind, Plan, Policy, Schedule, adapt_plan
 from lightning_pipes.planning.formatting import schedule_label
 from lightning_pipes.planning.memory import stage_peak
 from lightning_pipes.planning.planner import EvenPlanner, planner_of
 from lightning_pipes.sim.loops.memory import Limit, limits_of
-from lightning_pipes.sim.units import bytes_text
 
 
 @dataclass(frozen=True)

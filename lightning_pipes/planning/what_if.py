@@ -22,7 +22,7 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.fit import Fit, evaluate_plan, fit_layers, step_seconds
 from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.sim import simulate
-from lightning_pipes.sim.shown.curve import most_held
+from lightning_pipes.sim.shown.memory_use import most_held
 from lightning_pipes.sim.shown.record import RunRecord
 
 FAR = 2

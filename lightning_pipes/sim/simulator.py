@@ -8,16 +8,25 @@ from itertools import repeat
 import numpy as np
 
 from lightning_pipes.cost import Costs
-from lightning_pipes.ir import InputError, Instruction, LayerUse, Plan, Policy, Program, check_stream, unroll_stream
-from lightning_pipes.sim.event import Event
+from lightning_pipes.ir import (
+    InputError,
+    Instruction,
+    LayerUse,
+    Plan,
+    Policy,
+    Program,
+    Schedule,
+    check_stream,
+    short_repr,
+    unroll_stream,
+)
 from lightning_pipes.sim.loops.dispatch import run_policy
-from lightning_pipes.sim.loops.given import check_order
 from lightning_pipes.sim.loops.memory import Bytes, Limit, rank_peaks
 from lightning_pipes.sim.loops.operations import Operations, Prices, Timed, priced_by
 from lightning_pipes.sim.loops.static import compile_program, ends_under, run
 from lightning_pipes.sim.loops.tables import Array
 from lightning_pipes.sim.loops.window import open_queues
-from lightning_pipes.sim.timeline import Timeline
+from lightning_pipes.sim.timeline import Event, Timeline
 
 
 def simulate(
@@ -154,3 +163,28 @@ def _timeline(operations: Operations, prices: Prices, timed: Timed, peak: tuple[
     rows = sorted(zip(starts, ends, operations.ranks, turn, operations.instructions, strict=True))
     made = map(tuple.__new__, repeat(Event), [(rank, i, start, end) for start, end, rank, _, i in rows])
     return Timeline(tuple(made), operations.plan, peak, name, regimes=prices.regimes)
+
+
+Kinds = type[Program] | type[Policy]
+
+
+def check_order(who: str, order: object, plan: object, *kinds: Kinds) -> None:
+    """Refuse arguments that are no order or no plan; a schedule makes programs and is no order.
+
+    Args:
+        who: the function that was called.
+        kinds: what it takes; by default programs and policies.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(order, kinds or (Program, Policy)):
+        wanted = " or ".join(f"a {kind.__name__}" for kind in kinds or (Program, Policy))
+        way_out = (
+            f"the one of {order.name!r} is schedule.program(plan)"
+            if isinstance(order, Schedule)
+            else ("a schedule's program is schedule.program(plan)")
+        )
+        raise TypeError(f"{who} takes {wanted}, got {short_repr(order)}; {way_out}")
+    if not isinstance(plan, Plan):
+        raise TypeError(f"{who} needs the Plan that was ordered as second, got {short_repr(plan)}")

@@ -13,15 +13,15 @@ from statistics import fmean
 import numpy as np
 
 from lightning_pipes.cost import CostModel
+from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import InputError, Instruction, Plan, Policy, Program, check_count, check_number
 from lightning_pipes.sim.loops.dispatch import run_policy
-from lightning_pipes.sim.loops.given import check_order
 from lightning_pipes.sim.loops.memory import Bytes
 from lightning_pipes.sim.loops.operations import Prices
 from lightning_pipes.sim.loops.static import compile_program, ends_under, run
 from lightning_pipes.sim.loops.tables import Array
 from lightning_pipes.sim.loops.window import open_queues
-from lightning_pipes.sim.units import seconds_text
+from lightning_pipes.sim.simulator import check_order
 
 SLOW = 0.95
 """Of this share of draws none took longer than what is called slow."""

@@ -6,13 +6,25 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from typing import NamedTuple
 
 from lightning_pipes.cost.links.regime import Regime, describe_regimes
 from lightning_pipes.cost.measurement import InputQueue, input_queues
-from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Plan, Program
-from lightning_pipes.sim.event import Event
-from lightning_pipes.sim.gantt import gantt
-from lightning_pipes.sim.units import seconds_text
+from lightning_pipes.cost.units import seconds_text
+from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, Program
+
+
+class Event(NamedTuple):
+    """One instruction on one rank, in nanoseconds from the start of the timeline.
+
+    A transfer runs from the moment its link starts to move it until its last byte is there; it is listed under the
+    sending rank, with the instruction of the send.
+    """
+
+    rank: int
+    instruction: Instruction
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -134,7 +146,78 @@ class Timeline:
         return Program(tuple(map(tuple, rows)))
 
     def gantt(self, width: int = 100) -> str:
-        """A drawing in text, `width` characters for the makespan; see `sim.gantt`."""
+        """A drawing in text, `width` characters for the makespan."""
         title = f"{self.name + ': ' if self.name else ''}{seconds_text(self.makespan)}"
         title += f", {self.regime}" if self.regimes else ""
         return gantt(self.plan, self.events, self.makespan, self.bubble, title, width)
+
+
+_FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "+", Kind.W: "~", Kind.STEP: "#"}
+
+
+def gantt(
+    plan: Plan, events: Sequence[Event], makespan: int, bubbles: Sequence[float], title: str, width: int = 100
+) -> str:
+    """The title, and one line a rank with its share of idle time: `width` characters for the makespan, a number where a
+    micro-batch begins, dots where the rank idles. What is shorter than half a character is left out, labels that do
+    not fit too."""
+    labels = Labels(plan, events)
+    scale = width / max(1, makespan)
+    rows = [["."] * width for _ in range(plan.n_ranks)]
+    used = set()
+    for e in events:
+        if e.instruction.kind not in COMPUTE:
+            continue
+        left = round(e.start * scale)
+        long = round(e.end * scale) - left
+        if not long:
+            continue
+        label = labels.label_of(e.instruction)
+        fill = _FILL[e.instruction.kind]
+        used.add(e.instruction.kind)
+        fits = 1 < long >= len(label)
+        rows[e.rank][left : left + long] = label.ljust(long, fill) if fits else fill * long
+    digits = len(str(len(rows) - 1))
+    lines = [title]
+    for rank, (row, bubble) in enumerate(zip(rows, bubbles, strict=True)):
+        lines.append(f"rank {rank:>{digits}} |{''.join(row)}| bubble {bubble:.1%}")
+    lines.append(
+        f"{'':{digits + 5}}  " + "  ".join([f"{_FILL[k]} {WORDS[k]}" for k in _FILL if k in used] + [". idle"])
+    )
+    return "\n".join(lines)
+
+
+WORDS = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input gradients",
+    Kind.W: "weight gradients",
+    Kind.STEP: "step",
+}
+
+
+class Labels:
+    """Micro-batch numbers, with job and batch where the events have several."""
+
+    def __init__(self, plan: Plan, events: Sequence[Event]) -> None:
+        self._plan = plan
+        items = [(e.instruction.job, e.instruction.batch) for e in events]
+        self._jobs = any(job for job, _ in items)
+        self._batches = any(batch for _, batch in items)
+
+    def label_of(self, i: Instruction) -> str:
+        """`3` is the fourth micro-batch, `3'` on its rank's second stage, `b3` of job 1, `2.3` of batch 2."""
+        if i.kind is Kind.STEP:
+            return "S"
+        spans = self._plan.spans(i.kind, i.stage, i.job)
+        number = str(spans.index(i.span)) if i.span in spans else f"{i.span.start}:{i.span.stop}"
+        if self._batches:
+            number = str(i.batch) if len(spans) == 1 else f"{i.batch}.{number}"
+        if self._jobs:
+            letter = chr(ord("a") + i.job) if i.job < 26 else f"j{i.job}:"
+            number = letter if len(spans) == 1 and not self._batches else letter + number
+        return number + "'" * self.stage_index(i)
+
+    def stage_index(self, i: Instruction) -> int:
+        """Which of its rank's stages `i` concerns, from 0."""
+        return self._plan.stages[self._plan.ranks[i.stage]].index(i.stage)

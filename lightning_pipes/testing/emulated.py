@@ -18,7 +18,7 @@ from lightning_pipes.cost import LayerProfile
 from lightning_pipes.cost.table import at_rows
 from lightning_pipes.engine import Engine, FailureWatch, Item, Stage, make_transport
 from lightning_pipes.ir import Plan, Policy, Program, Span
-from lightning_pipes.sim.event import Event
+from lightning_pipes.sim.timeline import Event
 
 SPIN = 0.00005
 

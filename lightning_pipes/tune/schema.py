@@ -15,7 +15,7 @@ from omegaconf import MISSING
 
 from lightning_pipes.tune.schedule_schema import ScheduleSettings, register_schedule
 
-MAKE_CLUSTER = "lightning_pipes.cost.cluster_settings.make_cluster"
+MAKE_CLUSTER = "lightning_pipes.cost.cluster.make_cluster"
 
 
 @dataclass

@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import Span, check_count, short_repr
 from lightning_pipes.ir.errors import InputError
-from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.strategies.dynpipe.meshes import DeviceMesh, Pricing, list_meshes
 from lightning_pipes.strategies.dynpipe.paper import Pipeline, extend_pipeline, paper_seconds, true_seconds
 

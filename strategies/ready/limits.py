@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_pipes.cost import Costs
+from lightning_pipes.cost.units import bytes_text
 from lightning_pipes.ir import Kind, Plan, PlanError, check_one_stage_a_rank
 from lightning_pipes.planning.memory import stage_peak
 from lightning_pipes.sim.loops.memory import Limit, limits_of
-from lightning_pipes.sim.units import bytes_text
 
 
 def largest_rows(plan: Plan) -> tuple[int, ...]:

@@ -9,11 +9,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from lightning_pipes.cost import Cluster, CostModel, Deployment, Device
+from lightning_pipes.cost.units import bytes_text, seconds_text
 from lightning_pipes.ir import Cut, Kind, Plan, PlanError, Policy, Program, Schedule, Span
 from lightning_pipes.planning.fit import Fit, evaluate_plan, fit_layers, improve_cuts
 from lightning_pipes.planning.planner import EvenPlanner, Planner, Problem
 from lightning_pipes.sim import makespan
-from lightning_pipes.sim.units import bytes_text, seconds_text
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.umpipe.fitting import Choices, fit_choices, value_choice
 from lightning_pipes.strategies.umpipe.flushed import bound_choices, evolve_choices

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from lightning_pipes.cost import FREE, Link
-from lightning_pipes.cost.cluster_settings import make_cluster
+from lightning_pipes.cost.cluster import make_cluster
 from lightning_pipes.ir import PlanError
 
 

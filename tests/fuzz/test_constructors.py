@@ -27,7 +27,7 @@ from lightning_pipes import (
     consolidate,
 )
 from lightning_pipes.cost import Cluster, CostModel, Deployment, Device, LayerProfile, Link, ModelProfile
-from lightning_pipes.cost.cluster_settings import make_cluster
+from lightning_pipes.cost.cluster import make_cluster
 from lightning_pipes.cost.units import parse_bytes, parse_rate, parse_seconds
 from lightning_pipes.cost.zoo import OPTIMIZERS, named_profile
 from lightning_pipes.ir import Cut, Kind, PipelineError, Plan, Policy, Schedule, Span

@@ -15,10 +15,6 @@ ROOT = Path(__file__).parents[2]
 LAYERS = ["ir", "cost", "sim", "planning", "engine", "trainer", "supernets", "arrays", "tune"]  # from the bottom
 ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
     "sim": [
-        "units",
-        "event",
-        "labels",
-        "gantt",
         "timeline",
         "residency",
         "loops",

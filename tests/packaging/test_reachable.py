@@ -23,7 +23,6 @@ DOCUMENTED = {
 """Further names that users import from a schedule's package, and the page that tells them to."""
 EXCEPTIONS = {
     "lightning_pipes.__main__": "run by `python -m lightning_pipes`",
-    "lightning_pipes.cost.cluster_settings": "docs/scaling.md and conf/cluster name its function",
 }
 """Modules that may be unreachable, and why."""
 

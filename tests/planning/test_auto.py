@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link, ModelProfile
-from lightning_pipes.cost.cluster_settings import make_cluster
+from lightning_pipes.cost.cluster import make_cluster
 from lightning_pipes.cost.zoo import named_profile
 from lightning_pipes.ir import Plan, PlanError, Program
 from lightning_pipes.ir import plan as plans
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.auto import choose_option, options, search
+from lightning_pipes.planning.auto import choice as options
+from lightning_pipes.planning.auto import choose_option, search
 from lightning_pipes.planning.bounds import step_bound
 from lightning_pipes.planning.fit import evaluate_plan, fit_layers
 from lightning_pipes.planning.planner import even_plan
@@ -179,7 +180,7 @@ def test_memory_of_a_bound_does_not_grow_with_stages_times_layers_squared() -> N
 
 A_THOUSAND = """
 import resource, time
-from lightning_pipes.cost.cluster_settings import make_cluster
+from lightning_pipes.cost.cluster import make_cluster
 from lightning_pipes.planning.auto import choose
 from tests.planning.samples import equal_layers
 

@@ -16,7 +16,7 @@ from lightning_pipes.ir import (
     eligible_instructions,
     ready_key,
 )
-from lightning_pipes.sim.event import Event
+from lightning_pipes.sim.timeline import Event
 from tests.sim.links import Links
 
 

@@ -10,12 +10,12 @@ from html.parser import HTMLParser
 import pytest
 
 from lightning_pipes.cost import Regime
+from lightning_pipes.cost.units import bytes_text, seconds_text
 from lightning_pipes.ir import Kind
 from lightning_pipes.planning.advice import Advice, advise_run
 from lightning_pipes.sim import compare_timelines, simulate
 from lightning_pipes.sim.page import page
-from lightning_pipes.sim.shown.slowest import BottleneckRank
-from lightning_pipes.sim.units import bytes_text, seconds_text
+from lightning_pipes.sim.shown.compare import BottleneckRank
 from lightning_pipes.testing.records import record_of
 
 RECORD = record_of([2] * 6 + [4] * 3 + [2] * 3, 4, 8)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_pipes.sim.units import seconds_text
+from lightning_pipes.cost.units import seconds_text
 
 
 @pytest.mark.parametrize(

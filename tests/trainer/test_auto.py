@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, ModelProfile
 from lightning_pipes.cost.profile import LEAST_ROWS
+from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.engine.compute.rng import random_state
 from lightning_pipes.ir import Kind, Plan, PlanError
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.module.unchanged import unchanged
 from lightning_pipes.trainer.plan import deciding, measuring

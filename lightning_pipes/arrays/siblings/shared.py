@@ -11,7 +11,7 @@ from lightning_pipes.arrays.siblings.sibling_board import PeerStore
 from lightning_pipes.engine.messages.mailbox import Key, Mailbox, Transport
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.ir import InputError
-from lightning_pipes.sim.event import Event
+from lightning_pipes.sim.timeline import Event
 from lightning_pipes.trainer.ranks.control import Control, close_all
 
 _GATHER_TIMEOUT = timedelta(minutes=5)

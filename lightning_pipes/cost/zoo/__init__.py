@@ -1,7 +1,6 @@
 """Models and devices by name, and formulas for the cost of the models' layers on the devices."""
 
-from lightning_pipes.cost.zoo.chips import CHIPS, Chip
 from lightning_pipes.cost.zoo.models import MODELS, ZooModel, named_model
-from lightning_pipes.cost.zoo.profiles import OPTIMIZERS, named_profile
+from lightning_pipes.cost.zoo.profiles import CHIPS, OPTIMIZERS, Chip, named_profile
 
 __all__ = ["CHIPS", "MODELS", "OPTIMIZERS", "Chip", "ZooModel", "named_model", "named_profile"]

@@ -32,7 +32,7 @@ from lightning_pipes.ir import (
     receive_of,
     send_of,
 )
-from lightning_pipes.sim.event import Event
+from lightning_pipes.sim.timeline import Event
 
 Records = list[tuple[SavedForward, Sequence[Any]]]
 """Forwards and the gradients of their outputs."""

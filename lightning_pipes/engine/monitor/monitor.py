@@ -18,7 +18,7 @@ import numpy as np
 from lightning_pipes.engine.monitor.rows import Sample, SampleHistory, SampleWindow, mean_of
 from lightning_pipes.engine.monitor.source import Row, Source, SourceError
 from lightning_pipes.ir import check_number
-from lightning_pipes.sim.shown.monitored import Curves
+from lightning_pipes.sim.shown.training_record import Curves
 
 OVERHEAD = 0.005
 """The share of a core that sampling may take: where samples cost more, there are fewer."""

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from lightning_pipes.ir import RECEIVES, SENDS, Instruction, Plan, PlanError, Program, deadlock_error, lower, needs
-from lightning_pipes.ir.belonging import check_program_matches_plan, describe_absent_needs
+from lightning_pipes.ir.deadlock import check_program_matches_plan, describe_absent_needs
 from lightning_pipes.ir.program import remember_results
 from lightning_pipes.sim.loops import kernel
 from lightning_pipes.sim.loops.jit import rebind_globals

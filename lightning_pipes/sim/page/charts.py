@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from lightning_pipes.sim.shown.monitored import Curves
-from lightning_pipes.sim.units import bytes_text, seconds_text
+from lightning_pipes.cost.units import bytes_text, seconds_text
+from lightning_pipes.sim.shown.training_record import Curves
 
 FIRST = 6
 """Charts that are shown at once; the others unfold."""

@@ -9,16 +9,15 @@ from statistics import median
 from string import Template
 from typing import Protocol
 
+from lightning_pipes.cost.units import bytes_text, seconds_text
 from lightning_pipes.ir import Kind
-from lightning_pipes.sim.labels import WORDS
 from lightning_pipes.sim.page.charts import charts
 from lightning_pipes.sim.page.picture import SENT, picture_json, timelines
+from lightning_pipes.sim.shown.compare import BottleneckRank
 from lightning_pipes.sim.shown.memory_use import MEASURED, estimate_alternatives
 from lightning_pipes.sim.shown.record import RunRecord
-from lightning_pipes.sim.shown.slowest import BottleneckRank
 from lightning_pipes.sim.spread import SLOW, Spread, draw_spread
-from lightning_pipes.sim.timeline import Timeline
-from lightning_pipes.sim.units import bytes_text, seconds_text
+from lightning_pipes.sim.timeline import WORDS, Timeline
 
 SCATTERED = 1.05
 """Steps on average, as a multiple of what medians say, from which on the page tells both."""

@@ -6,13 +6,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import SENDS, Kind, Span
-from lightning_pipes.sim.labels import WORDS, Labels
-from lightning_pipes.sim.shown.curve import memory_curves
+from lightning_pipes.sim.shown.compare import BottleneckRank
+from lightning_pipes.sim.shown.memory_use import memory_curves
 from lightning_pipes.sim.shown.record import RunRecord
-from lightning_pipes.sim.shown.slowest import BottleneckRank
-from lightning_pipes.sim.timeline import Timeline
-from lightning_pipes.sim.units import seconds_text
+from lightning_pipes.sim.timeline import WORDS, Labels, Timeline
 
 SENT = {Kind.SF: "activation sent", Kind.SB: "gradient sent"}
 

@@ -10,13 +10,13 @@ from typing import Any
 from lightning_pipes.cost import CostModel, ModelProfile
 from lightning_pipes.cost.json_files import check_json_fields
 from lightning_pipes.cost.links.link import LONGEST
+from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import InputError, Kind, Plan, PlanError, check_count, check_fields, check_number, short_repr
 from lightning_pipes.ir.checks import field_types
 from lightning_pipes.sim.shown.memory_use import describe_peaks, estimate_alternatives
-from lightning_pipes.sim.shown.monitored import Curves, curves_of
 from lightning_pipes.sim.shown.saved import costs_data, costs_of, read_json, timeline_data, timeline_of, write_json
+from lightning_pipes.sim.shown.training_record import Curves, curves_of
 from lightning_pipes.sim.timeline import Timeline
-from lightning_pipes.sim.units import seconds_text
 
 FILE = "run.json"
 """Its name in the directory of a run."""

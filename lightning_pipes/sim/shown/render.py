@@ -10,11 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import Instruction, Kind, target_stage
-from lightning_pipes.sim.event import Event
-from lightning_pipes.sim.labels import WORDS, Labels
-from lightning_pipes.sim.timeline import Timeline
-from lightning_pipes.sim.units import seconds_text
+from lightning_pipes.sim.timeline import WORDS, Event, Labels, Timeline
 
 Shade = Callable[[Instruction], Any]
 """The colour of an instruction, as matplotlib takes it."""

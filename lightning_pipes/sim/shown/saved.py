@@ -25,8 +25,7 @@ from lightning_pipes.ir import (
     short_repr,
 )
 from lightning_pipes.ir.checks import field_types
-from lightning_pipes.sim.event import Event
-from lightning_pipes.sim.timeline import Timeline
+from lightning_pipes.sim.timeline import Event, Timeline
 
 FORMAT = 1
 """Of files with timelines in them; raised when a reader of an older one would misread it."""

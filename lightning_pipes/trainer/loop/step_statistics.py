@@ -17,7 +17,7 @@ from lightning_pipes.ir import COMPUTE, Kind, Plan, Program
 from lightning_pipes.ir.instruction import NO_SPAN
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, Observation
-from lightning_pipes.sim.shown.monitored import Curves
+from lightning_pipes.sim.shown.training_record import Curves
 from lightning_pipes.trainer.ranks.holdings import positions
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.reports.report import Window

@@ -18,12 +18,12 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_pipes.cost import Cluster, Deployment, Device, Link, ModelProfile
+from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.engine.compute.footprint import tensors_in
 from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.engine.messages.links import measure_links
 from lightning_pipes.engine.messages.transport import make_transport
 from lightning_pipes.ir import Kind, Plan, PlanError
-from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.module.proxy import Layers

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import Plan, PlanError
-from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.trial import Trial, simulated
 from lightning_pipes.trainer.ranks.ranks import Ranks

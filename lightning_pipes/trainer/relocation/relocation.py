@@ -30,9 +30,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
+from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.planning.planner import BLOCKING, BUFFERED, OVERLAPPED
-from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.relocation.late_steps import DeferredSteps

@@ -12,13 +12,12 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_pipes.cost import CostModel, ModelProfile
+from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import LayerUse, Plan, PlanError, Policy, Program
 from lightning_pipes.sim import simulate
-from lightning_pipes.sim.event import Event
-from lightning_pipes.sim.shown.monitored import Curves
 from lightning_pipes.sim.shown.record import FILE, RunRecord
-from lightning_pipes.sim.timeline import Timeline
-from lightning_pipes.sim.units import seconds_text
+from lightning_pipes.sim.shown.training_record import Curves
+from lightning_pipes.sim.timeline import Event, Timeline
 from lightning_pipes.trainer.reports.stage_bytes import StageBytes, with_bytes
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from lightning_pipes.ir import COMPUTE, Kind
-from lightning_pipes.sim.event import Event
+from lightning_pipes.sim.timeline import Event
 
 _IDLE = ("pipeline/bubble", "pipeline/efficiency")
 """Values that say nothing of a rank that computes for others meanwhile."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_pipes.sim.units import bytes_text
+from lightning_pipes.cost.units import bytes_text
 from lightning_pipes.trainer.loop.asynchronous import AsynchronousTraining
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.step_data import TrainingStep

@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_pipes.cost import Cluster, Deployment, ModelProfile
+from lightning_pipes.cost.units import bytes_text, seconds_text
 from lightning_pipes.ir import MAX_FORWARDS, InputError, check_count
 from lightning_pipes.planning.advice import Advice, Change
 from lightning_pipes.planning.auto import Choice, Option, choose_option
@@ -23,10 +24,9 @@ from lightning_pipes.planning.formatting import (
 )
 from lightning_pipes.planning.progress import progress_bar
 from lightning_pipes.sim import Timeline, simulate
-from lightning_pipes.sim.shown.curve import most_held
+from lightning_pipes.sim.shown.compare import BottleneckRank
+from lightning_pipes.sim.shown.memory_use import most_held
 from lightning_pipes.sim.shown.record import RunRecord
-from lightning_pipes.sim.shown.slowest import BottleneckRank
-from lightning_pipes.sim.units import bytes_text, seconds_text
 from lightning_pipes.tune.cli.command import PICTURES, Command, drawing_width, format_table, print_json
 from lightning_pipes.tune.cli.pictures import write_pictures
 from lightning_pipes.tune.cli.sources import (

@@ -11,7 +11,7 @@ from lightning_pipes.cost import Cluster
 from lightning_pipes.cost.layer import per_row
 from lightning_pipes.cost.table import at_rows
 from lightning_pipes.cost.zoo import MODELS, named_model, named_profile
-from lightning_pipes.cost.zoo.chips import CHIPS
+from lightning_pipes.cost.zoo.profiles import CHIPS
 from lightning_pipes.ir import Kind, Plan, PlanError
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.fit import fit_layers

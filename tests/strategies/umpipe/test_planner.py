@@ -6,12 +6,12 @@ from itertools import product
 import pytest
 
 from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link, ModelProfile
+from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import B, Cut, F, InputError, Kind, Plan, PlanError, Schedule, Span, graph_spans
 from lightning_pipes.planning.auto import choose_option
 from lightning_pipes.planning.fit import evaluate_plan
 from lightning_pipes.planning.planner import Planner, Problem, even_plan, solve_plan
 from lightning_pipes.sim import simulate
-from lightning_pipes.sim.units import seconds_text
 from lightning_pipes.strategies.deep import Deep
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.interleaved import Interleaved

@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.sim.shown.monitored import Curves
+from lightning_pipes.sim.shown.training_record import Curves
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import Lit, data, plain_values, quiet
 from tests.trainers import make_trainer

@@ -21,11 +21,11 @@ from torch import nn
 
 from lightning_pipes import JobArray, PipelineStrategy, TimelineLogger
 from lightning_pipes.cost import CostModel, Link
+from lightning_pipes.cost.units import bytes_text
 from lightning_pipes.ir import B, F, Kind, Plan, Span
 from lightning_pipes.sim import draw_spread, simulate
-from lightning_pipes.sim.event import Event
 from lightning_pipes.sim.shown.record import RunRecord
-from lightning_pipes.sim.units import bytes_text
+from lightning_pipes.sim.timeline import Event
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.reports.report import AMONG_SIBLINGS, About, PipelineReport, Window
