@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_pipes.trainer.checkpoint.export import export_weights
     from lightning_pipes.trainer.checkpoint.sharded import consolidate
     from lightning_pipes.trainer.module.pretrained import load_pretrained
-    from lightning_pipes.tune.studies.pruning import OptunaPruning
+    from lightning_pipes.tune.studies.reporting import OptunaPruning
     from lightning_pipes.tune.studies.study import optimize_array
 
 _WHERE = {
@@ -27,7 +27,7 @@ _WHERE = {
     "InterferenceMonitor": "lightning_pipes.trainer.callbacks.interference_monitor",
     "JobArray": "lightning_pipes.arrays.array",
     "MemorySwap": "lightning_pipes.arrays.memory_swap",
-    "OptunaPruning": "lightning_pipes.tune.studies.pruning",
+    "OptunaPruning": "lightning_pipes.tune.studies.reporting",
     "PipelineStrategy": "lightning_pipes.trainer",
     "ReproducibilityLog": "lightning_pipes.trainer.callbacks.reproducibility_log",
     "ScheduleTuner": "lightning_pipes.trainer",

@@ -2,12 +2,10 @@
 
 from lightning_pipes.supernets.bulk_synchronous import bulk_synchronous
 from lightning_pipes.supernets.costs import measure_layer_costs
-from lightning_pipes.supernets.evolution import Evolution
-from lightning_pipes.supernets.explorer_feedback import ExplorerFeedback
-from lightning_pipes.supernets.explorers import Explorer, FromIterable, FromList, RoundRobin, Uniform
+from lightning_pipes.supernets.explorers import Evolution, Explorer, FromIterable, FromList, RoundRobin, Uniform
 from lightning_pipes.supernets.layers import ChoiceBlock, SharedLayer
 from lightning_pipes.supernets.optuna_search import OptunaExplorer
-from lightning_pipes.supernets.stream import SubnetStream
+from lightning_pipes.supernets.stream import ExplorerFeedback, SubnetStream
 from lightning_pipes.supernets.subnet import SearchSpace, Subnet
 from lightning_pipes.supernets.supernet import Supernet
 

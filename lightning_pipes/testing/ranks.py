@@ -28,7 +28,14 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_pipes.engine.watch import heartbeat
-from lightning_pipes.testing.timeouts import scale_timeout
+
+
+def scale_timeout(seconds: float) -> float:
+    """Return `seconds` scaled by the load: twice the number of runnable processes per core, now or in the last minutes,
+    from 1 to 20. A hang on a quiet machine is still noticed soon."""
+    waiting = max(os.getloadavg()) / (os.cpu_count() or 1)
+    return seconds * min(max(1.0, 2 * waiting), 20.0)
+
 
 # A store looks up the name of every client that connects, and answers no request meanwhile. A name server that loses
 # one query in fifty would delay one test in ten by five seconds.

@@ -1,6 +1,5 @@
 """1F1B with a longer warm-up where links are slow."""
 
-from lightning_pipes.strategies.per_link.planner import extra_for
-from lightning_pipes.strategies.per_link.schedule import PerLink, forwards_ahead, warmed_up
+from lightning_pipes.strategies.per_link.schedule import PerLink, extra_for, forwards_ahead, warmed_up
 
 __all__ = ["PerLink", "extra_for", "forwards_ahead", "warmed_up"]

@@ -16,15 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.arrays.array import JobArray
 from lightning_pipes.arrays.arrivals import Arrivals
-from lightning_pipes.arrays.memory_swap import MemorySwap
-from lightning_pipes.arrays.sibling_memory import SiblingMemory
+from lightning_pipes.arrays.memory_swap import MemorySwap, SiblingMemory
 from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, Sibling, current_sibling
 from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure
 from lightning_pipes.ir import Kind, PipelineError, PlanError, Schedule
 from lightning_pipes.strategies.jap import round_order
 from lightning_pipes.strategies.umpipe import UM1F1B, UMPipe
-from lightning_pipes.testing.ranks import run_ranks, watch_ranks
-from lightning_pipes.testing.timeouts import scale_timeout
+from lightning_pipes.testing.ranks import run_ranks, scale_timeout, watch_ranks
 from tests.arrays.jobs import EXCEPTIONS, LAST, UNEQUAL, Job, Net, assert_equal, told_text
 from tests.trainer.lit import quiet
 from tests.trainers import make_trainer

@@ -1,6 +1,6 @@
 """Small batches at both ends of the first ones."""
 
-from lightning_pipes.arrays.first_batches import order_first_batches
+from lightning_pipes.arrays.arrivals import order_first_batches
 
 
 def test_large_batches_are_in_the_middle() -> None:

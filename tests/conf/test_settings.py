@@ -22,7 +22,7 @@ from lightning_pipes.ir import PlanError
 from lightning_pipes.ir.registry import installed_schedules
 from lightning_pipes.tune import schema
 from lightning_pipes.tune.messages import explain_error, plain_errors
-from lightning_pipes.tune.schedule_schema import MAKE_SCHEDULE, schedule_schema
+from lightning_pipes.tune.schema import MAKE_SCHEDULE, schedule_schema
 
 ROOT = Path(__file__).parents[2]
 SCHEDULES = sorted(path.stem for path in (ROOT / "conf" / "schedule").glob("*.yaml") if path.stem != "auto")

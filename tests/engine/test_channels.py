@@ -25,9 +25,8 @@ from lightning_pipes.ir import (
     Span,
 )
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.testing.loopback import Loopback
-from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.testing.timeouts import scale_timeout
+from lightning_pipes.testing.ranks import run_ranks, scale_timeout
+from lightning_pipes.testing.reference import Loopback
 from tests.engine.pipes import ROWS, TRANSPORTS, WIDTH, batch, connect, layers, make_stages
 
 

@@ -14,8 +14,8 @@ import torch
 from lightning_pipes.engine import Engine, Item, PeerFailure, Stage
 from lightning_pipes.ir import Plan, PlanError, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.testing.loopback import Loopback
 from lightning_pipes.testing.ranks import watch_ranks
+from lightning_pipes.testing.reference import Loopback
 from tests.engine.pipes import ROWS, batch, body, connect, layers, make_stages
 
 RANKS = 3

@@ -33,8 +33,8 @@ from lightning_pipes.ir import (
     verify,
 )
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.testing.loopback import Loopback
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.testing.reference import Loopback
 from tests.engine.pipes import (
     ROWS,
     TRANSPORTS,

@@ -16,7 +16,7 @@ from lightning_pipes.ir import COMPUTE, Cut, Kind, Plan, cost_classes, count_con
 from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.umpipe import UMPipe
 from lightning_pipes.strategies.umpipe.planner import spans_of
-from lightning_pipes.testing.loopback import Loopback
+from lightning_pipes.testing.reference import Loopback
 from tests.cases import for_each
 from tests.engine.pipes import WIDTH, layers, make_stages
 

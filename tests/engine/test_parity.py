@@ -11,8 +11,8 @@ from torch import nn
 from lightning_pipes.engine import Item
 from lightning_pipes.ir import Plan, Policy, Program, Schedule, adapt_plan
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.testing.loopback import Loopback
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.testing.reference import Loopback
 from tests.cases import for_each
 from tests.engine.pipes import (
     ROWS,

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_pipes.engine import Item, Stage
 from lightning_pipes.ir import Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.testing.loopback import Loopback
+from lightning_pipes.testing.reference import Loopback
 from tests.engine.pipes import ROWS, WIDTH, assert_close, batch, body, gradients, layers, make_stages, squared_error
 
 

@@ -12,8 +12,8 @@ from torch.func import functional_call
 from lightning_pipes.engine import Item
 from lightning_pipes.ir import Plan, Program, Schedule, adapt_plan
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.testing.loopback import Loopback
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.testing.reference import Loopback
 from tests.cases import for_each
 from tests.engine.pipes import ROWS, assert_close, batch, connect, layers, make_stages, sgd_step, squared_error, weights
 

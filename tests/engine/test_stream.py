@@ -31,8 +31,8 @@ from lightning_pipes.ir import (
     adapt_plan,
 )
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.testing.loopback import Loopback
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
+from lightning_pipes.testing.reference import Loopback
 from tests.cases import for_each
 from tests.engine.jumbled import Jumbled
 from tests.engine.pipes import ROWS, WIDTH, assert_close, connect, squared_error, weights

@@ -26,8 +26,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.engine.watch.fault_points import Fault
-from lightning_pipes.testing.ranks import RankResult, run_ranks, watch_ranks
-from lightning_pipes.testing.timeouts import scale_timeout
+from lightning_pipes.testing.ranks import RankResult, run_ranks, scale_timeout, watch_ranks
 from tests.faults.training import ROWS, Net, Run, pairs, terminate, train
 from tests.launch.example import environment
 from tests.trainer.lit import quiet

@@ -21,7 +21,7 @@ from lightning_pipes.planning.tuning import Effect, effect_of
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing import namespaces, netlab
 from lightning_pipes.testing.emulated import Emulation, sleeping_layer
-from lightning_pipes.testing.timeouts import scale_timeout
+from lightning_pipes.testing.ranks import scale_timeout
 from tests.engine.pipes import connect
 from tests.faults.training import Run, train
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pipes.testing.ranks import RankResult, run_ranks, watch_ranks
-from lightning_pipes.testing.timeouts import scale_timeout
+from lightning_pipes.testing.ranks import RankResult, run_ranks, scale_timeout, watch_ranks
 from tests.faults.training import EPOCHS, PLACES, STEPS, Run, losses, seconds_after, train, train_all
 
 SOON = 10.0

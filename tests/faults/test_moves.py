@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_pipes.engine.watch.fault_points import Fault
-from lightning_pipes.testing.ranks import RankResult, run_ranks, watch_ranks
-from lightning_pipes.testing.timeouts import scale_timeout
+from lightning_pipes.testing.ranks import RankResult, run_ranks, scale_timeout, watch_ranks
 from tests.trainer.lit import differences
 from tests.trainer.relocation.waiting import BATCHES, Waiting, expected, fit, pauses
 

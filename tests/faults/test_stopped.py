@@ -16,8 +16,7 @@ import pytest
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine.watch.heartbeat import StallTimer
 from lightning_pipes.ir import PlanError
-from lightning_pipes.testing.ranks import RankResult, watch_ranks
-from lightning_pipes.testing.timeouts import scale_timeout
+from lightning_pipes.testing.ranks import RankResult, scale_timeout, watch_ranks
 from tests.faults.training import EPOCHS, STEPS, Run, train
 
 DEADLINE = 60.0

@@ -15,7 +15,7 @@ from lightning_pipes.engine.compute.split import backward_inputs
 from lightning_pipes.ir import I, Kind, Span
 from lightning_pipes.sim import simulate
 from lightning_pipes.testing.emulated import EmulatedLayer, StepRecord, sleeping_layer, step_seconds
-from lightning_pipes.testing.timeouts import scale_timeout
+from lightning_pipes.testing.ranks import scale_timeout
 
 ROOT = Path(__file__).parents[2]
 SHARED = scale_timeout(3.0)

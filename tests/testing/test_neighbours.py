@@ -13,7 +13,7 @@ import pytest
 
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.neighbours import KINDS, Neighbour, Quota, why_no_quota
-from lightning_pipes.testing.timeouts import scale_timeout
+from lightning_pipes.testing.ranks import scale_timeout
 
 CORE = min(os.sched_getaffinity(0))
 SCRIPT = """

@@ -21,7 +21,7 @@ from lightning_pipes.engine.messages.links import measure_links
 from lightning_pipes.ir import Plan, PlanError
 from lightning_pipes.testing import namespaces
 from lightning_pipes.testing.netlab import GOODPUT, Competition, NetLab, lab_unavailable_reason
-from lightning_pipes.testing.timeouts import scale_timeout
+from lightning_pipes.testing.ranks import scale_timeout
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(bool(lab_unavailable_reason()), reason=lab_unavailable_reason())]
 

@@ -26,8 +26,7 @@ from torch.utils.data import DataLoader, Subset
 from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.strategies.kfkb import KFKB
-from lightning_pipes.testing.ranks import run_ranks, watch_ranks
-from lightning_pipes.testing.timeouts import scale_timeout
+from lightning_pipes.testing.ranks import run_ranks, scale_timeout, watch_ranks
 from lightning_pipes.trainer.module import checks
 from lightning_pipes.trainer.module.checks import warn_about, warn_about_pieces, warn_about_small_batch
 from tests.trainer.lit import ROWS, Lit, LitOutside, data, quiet

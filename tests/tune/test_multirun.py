@@ -29,8 +29,7 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.tune import multirun as multirun_module
 from lightning_pipes.tune import sweep_settings
 from lightning_pipes.tune.multirun import Multirun
-from lightning_pipes.tune.studies.search import open_storage
-from lightning_pipes.tune.studies.space import distribution_from_override
+from lightning_pipes.tune.studies.search import distribution_from_override, open_storage
 from tests.launch.example import environment
 from tests.tune import app
 from tests.tune.sweep import fit

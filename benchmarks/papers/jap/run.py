@@ -26,7 +26,7 @@ from benchmarks.engine import gpt_parts
 from benchmarks.harness.silence import QUIET, hush
 from benchmarks.papers.jap.peers import Single, by_torch, data_parallel, side_by_side, singles
 from lightning_pipes import JobArray, PipelineStrategy
-from lightning_pipes.arrays.first_batches import order_first_batches
+from lightning_pipes.arrays.arrivals import order_first_batches
 from lightning_pipes.cost import CostModel, LayerProfile, ModelProfile
 from lightning_pipes.cost.table import Table
 from lightning_pipes.engine.allocator import describe_allocator

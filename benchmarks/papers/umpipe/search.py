@@ -39,8 +39,7 @@ from lightning_pipes.strategies.umpipe.search import (
     local_greedy,
     search_optimum,
 )
-from lightning_pipes.strategies.umpipe.search.chain import chains_of_network
-from lightning_pipes.strategies.umpipe.search.evaluate import evaluate_genes
+from lightning_pipes.strategies.umpipe.search.chain import chains_of_network, evaluate_genes
 from lightning_pipes.strategies.umpipe.search.genetic import Evaluator
 
 # ---- The experiments of UMPIPE's paper that evaluate formulas, and one with realistic networks.

@@ -13,14 +13,12 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.item import Item
-from lightning_pipes.engine.compute.layer_offload import LayerOffload
-from lightning_pipes.engine.compute.layer_parameters import LayerParameters
+from lightning_pipes.engine.compute.layer_parameters import LayerOffload, LayerParameters
 from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS, seed_all, seed_for_layer, stream_seed
 from lightning_pipes.engine.compute.sample_independence import SampleIndependenceCheck
 from lightning_pipes.engine.compute.weights import BuffersBefore, LateWeights, WeightVersion, WeightVersions
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
-from lightning_pipes.engine.residency.mirrored import MirroredLayers
-from lightning_pipes.engine.residency.mirrors import Mirrors
+from lightning_pipes.engine.residency.mirrors import MirroredLayers, Mirrors
 from lightning_pipes.ir import Kind, LayerUse, PlanError, Span
 
 Body = Callable[["Stage", Item, Span, Any], Any]

@@ -23,17 +23,18 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from lightning_pipes.engine.messages.channel import RECEIVER, SENDER
-from lightning_pipes.engine.messages.chunks import (
+from lightning_pipes.engine.messages.channel import RECEIVER, SENDER, StageIn
+from lightning_pipes.engine.messages.socket_queues import SocketQueues
+from lightning_pipes.engine.messages.transport import IDLE
+from lightning_pipes.engine.messages.tree_format import (
     MAX_CHUNK,
     ByteLayout,
     ChunkSizer,
     SendQueue,
+    fill_skeleton,
+    pack_tree,
+    parse_description,
 )
-from lightning_pipes.engine.messages.socket_queues import SocketQueues
-from lightning_pipes.engine.messages.staging import StageIn
-from lightning_pipes.engine.messages.transport import IDLE
-from lightning_pipes.engine.messages.tree_format import fill_skeleton, pack_tree, parse_description
 from lightning_pipes.engine.private_torch import ProcessGroupGloo
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.ir import InputError, PipelineError

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
-from lightning_pipes.engine.messages.channel import RECEIVER, SENDER, Inbox, Outbox, Work
+from lightning_pipes.engine.messages.channel import RECEIVER, SENDER, Inbox, Outbox, Work, record_stream_use
 from lightning_pipes.engine.messages.message import Message
-from lightning_pipes.engine.messages.staging import record_stream_use
 from lightning_pipes.engine.private_torch import ProcessGroupGloo
 from lightning_pipes.engine.watch.trust import Seal
 from lightning_pipes.ir import Instruction

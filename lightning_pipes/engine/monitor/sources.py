@@ -7,11 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_pipes.engine.monitor.cuda import CudaSource
-from lightning_pipes.engine.monitor.gpm import GpmSource
 from lightning_pipes.engine.monitor.host import host_sources
-from lightning_pipes.engine.monitor.nvidia import uuid_of
-from lightning_pipes.engine.monitor.nvml import NvmlSource
+from lightning_pipes.engine.monitor.nvidia import CudaSource, GpmSource, NvmlSource, uuid_of
 from lightning_pipes.engine.monitor.source import Source
 
 

@@ -1,10 +1,13 @@
 """Schemes: what they take, and the best ones, all forwards before all backwards."""
 
-from lightning_pipes.strategies.umpipe.search.chain import SchemeSolution
-from lightning_pipes.strategies.umpipe.search.evaluate import evaluate_schemes
-from lightning_pipes.strategies.umpipe.search.exact import search_optimum
+from lightning_pipes.strategies.umpipe.search.chain import SchemeSolution, evaluate_schemes
+from lightning_pipes.strategies.umpipe.search.exact import (
+    best_equal_scheme,
+    global_greedy,
+    local_greedy,
+    search_optimum,
+)
 from lightning_pipes.strategies.umpipe.search.genetic import Evolved, SchemeEvolution, evolve_schemes
-from lightning_pipes.strategies.umpipe.search.greedy import best_equal_scheme, global_greedy, local_greedy
 from lightning_pipes.strategies.umpipe.search.kernel import load_loops
 
 __all__ = [

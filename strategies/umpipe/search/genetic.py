@@ -10,8 +10,13 @@ import numpy as np
 
 from lightning_pipes.ir import InputError, check_count, check_number
 from lightning_pipes.strategies.umpipe.network import Scheme, Times
-from lightning_pipes.strategies.umpipe.search.chain import Chain, CutTables, SchemeSolution, chains_of_network
-from lightning_pipes.strategies.umpipe.search.evaluate import evaluate_genes
+from lightning_pipes.strategies.umpipe.search.chain import (
+    Chain,
+    CutTables,
+    SchemeSolution,
+    chains_of_network,
+    evaluate_genes,
+)
 
 Evaluator = Callable[[Chain, Times], Any]
 """When the batch has left a chain, for each row of genes."""

@@ -7,8 +7,7 @@ from torch import nn
 
 from lightning_pipes import MemorySwap
 from lightning_pipes.engine.compute.item import Item
-from lightning_pipes.engine.compute.layer_offload import LayerOffload
-from lightning_pipes.engine.compute.layer_parameters import LayerParameters
+from lightning_pipes.engine.compute.layer_parameters import LayerOffload, LayerParameters
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.ir import Kind, LayerUse, Span
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_pipes.engine.messages.chunks import MAX_CHUNK, MIN_CHUNK, SECONDS, ChunkSizer, SendQueue
+from lightning_pipes.engine.messages.tree_format import MAX_CHUNK, MIN_CHUNK, SECONDS, ChunkSizer, SendQueue
 
 
 @pytest.mark.parametrize("most", [1, 7, 64])

@@ -20,8 +20,7 @@ from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing import netlab
 from lightning_pipes.testing.emulated import Emulation, sleeping_layer
-from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.testing.timeouts import scale_timeout
+from lightning_pipes.testing.ranks import run_ranks, scale_timeout
 from tests.engine.pipes import batch, connect, layers, make_stages
 
 MS = 1_000_000

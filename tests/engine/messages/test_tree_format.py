@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pipes.engine.messages.chunks import ByteLayout
-from lightning_pipes.engine.messages.tree_format import fill_skeleton, pack_tree, parse_description
+from lightning_pipes.engine.messages.tree_format import ByteLayout, fill_skeleton, pack_tree, parse_description
 from lightning_pipes.ir import PipelineError, PlanError
 from tests.engine.messages.parcels import content, same
 

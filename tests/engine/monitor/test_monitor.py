@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_pipes.engine.monitor.monitor import OVERHEAD, Monitor
-from lightning_pipes.engine.monitor.rows import Sample, SampleHistory, SampleWindow
+from lightning_pipes.engine.monitor.monitor import OVERHEAD, Monitor, Sample, SampleHistory, SampleWindow
 from lightning_pipes.engine.monitor.source import Rates, Source, SourceError
 from lightning_pipes.engine.monitor.sources import free_metrics, sources_for
 from lightning_pipes.ir import InputError
-from lightning_pipes.testing.timeouts import scale_timeout
+from lightning_pipes.testing.ranks import scale_timeout
 
 NAN = math.nan
 

@@ -21,9 +21,9 @@ from pathlib import Path
 import lightning_pipes
 engine = sys.modules["lightning_pipes.engine"] = types.ModuleType("lightning_pipes.engine")  # torch takes seconds
 engine.__path__ = [str(Path(lightning_pipes.__file__).parent / "engine")]
-from lightning_pipes.engine.monitor import gpm
-from lightning_pipes.engine.monitor.gpm import GpmSource
-from lightning_pipes.engine.monitor.nvml import NvmlSource
+from lightning_pipes.engine.monitor import nvidia
+from lightning_pipes.engine.monitor.nvidia import GpmSource
+from lightning_pipes.engine.monitor.nvidia import NvmlSource
 from lightning_pipes.engine.monitor.source import SourceError
 found = {}
 for source in (GpmSource(sys.argv[1]), NvmlSource(sys.argv[1])):
@@ -34,9 +34,9 @@ for source in (GpmSource(sys.argv[1]), NvmlSource(sys.argv[1])):
         continue
     said = found[source.name] = {"reads": [], "lost": source.lost}
     if source.name == "gpm":
-        gpm.LEAST_SECONDS = 60
+        nvidia.LEAST_SECONDS = 60
         found["soon"] = list(map(str, source.read()))
-        gpm.LEAST_SECONDS = 0
+        nvidia.LEAST_SECONDS = 0
     for _ in range(5):
         try:
             said["reads"].append({n: v if v == v else None for n, v in zip(source.metrics, map(float, source.read()))})

@@ -21,7 +21,7 @@ from lightning_pipes.engine.messages.tree_format import fill_skeleton, pack_tree
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.ir import Kind, LayerUse, Plan, PlanError, Policy, Span
-from lightning_pipes.testing.loopback import Loopback
+from lightning_pipes.testing.reference import Loopback
 from tests.engine.jumbled import Jumbled
 from tests.engine.pipes import ROWS, WIDTH, assert_close, squared_error
 

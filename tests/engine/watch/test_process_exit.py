@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lightning_pipes.testing.timeouts import scale_timeout
+from lightning_pipes.testing.ranks import scale_timeout
 
 ENDS = """
 import atexit, os, subprocess, sys, threading, time

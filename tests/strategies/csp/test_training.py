@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import Kind
-from lightning_pipes.strategies.csp.planner import MICROBATCHES
+from lightning_pipes.strategies.csp.schedule import MICROBATCHES
 from lightning_pipes.supernets import ChoiceBlock, Supernet
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import plain_values, quiet

@@ -11,9 +11,14 @@ import pytest
 
 from lightning_pipes.cost import Cluster, Link
 from lightning_pipes.ir import InputError
-from lightning_pipes.strategies.dynpipe.choosing import choose_stages
+from lightning_pipes.strategies.dynpipe.choosing import (
+    Pipeline,
+    choose_stages,
+    least_seconds,
+    paper_seconds,
+    true_seconds,
+)
 from lightning_pipes.strategies.dynpipe.meshes import DeviceMesh, Pricing, list_meshes
-from lightning_pipes.strategies.dynpipe.paper import Pipeline, least_seconds, paper_seconds, true_seconds
 from lightning_pipes.strategies.dynpipe.theory import Iterations
 from lightning_pipes.testing.neighbourhood import layered_model
 from tests.cases import for_each

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lightning_pipes.strategies.dynpipe.paper import extend_pipeline, least_seconds, paper_seconds, true_seconds
+from lightning_pipes.strategies.dynpipe.choosing import extend_pipeline, least_seconds, paper_seconds, true_seconds
 
 
 def pipelines(count: int, seed: int, stages: int) -> list[tuple[list[float], list[float]]]:

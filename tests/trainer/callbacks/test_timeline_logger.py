@@ -17,8 +17,7 @@ from lightning_pipes.sim.shown.compare import BottleneckRank
 from lightning_pipes.sim.timeline import Event
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import uniform
-from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.testing.timeouts import scale_timeout
+from lightning_pipes.testing.ranks import run_ranks, scale_timeout
 from lightning_pipes.trainer.reports.timing import Share, Timing
 from tests.trainer.lit import Lit
 from tests.trainer.reports.runs import fit

@@ -18,8 +18,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PipelineError, PlanError
-from lightning_pipes.testing.ranks import run_ranks, watch_ranks
-from lightning_pipes.testing.timeouts import scale_timeout
+from lightning_pipes.testing.ranks import run_ranks, scale_timeout, watch_ranks
 from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO
 from lightning_pipes.trainer.checkpoint.saving import Saver, snapshot
 from lightning_pipes.trainer.module.checks import check_async

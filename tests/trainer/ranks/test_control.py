@@ -16,8 +16,7 @@ from torch import nn
 
 from lightning_pipes.engine import FailureWatch
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.testing.ranks import run_ranks, watch_ranks
-from lightning_pipes.testing.timeouts import scale_timeout
+from lightning_pipes.testing.ranks import run_ranks, scale_timeout, watch_ranks
 from lightning_pipes.trainer.ranks import control as controls
 from lightning_pipes.trainer.ranks.control import Control, PendingGather, close_all
 

@@ -19,8 +19,7 @@ from torch import nn
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine.watch.fault_points import Fault
 from lightning_pipes.ir import Plan, PlanError, Span
-from lightning_pipes.testing.ranks import run_ranks, watch_ranks
-from lightning_pipes.testing.timeouts import scale_timeout
+from lightning_pipes.testing.ranks import run_ranks, scale_timeout, watch_ranks
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.ranks.grid import Grid

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.strategies.dynpipe.interference.apart import ForestTraining
 from lightning_pipes.strategies.dynpipe.interference.features import NAMES
 from lightning_pipes.strategies.dynpipe.interference.forest import train
+from lightning_pipes.strategies.dynpipe.interference.refit import ForestTraining
 
 
 def numbers(count: int = 40):
@@ -41,7 +41,7 @@ def test_its_last_words_come_back():
 def test_it_ends_with_the_process_that_started_it():
     code = """
         import numpy as np, os
-        from lightning_pipes.strategies.dynpipe.interference.apart import ForestTraining
+        from lightning_pipes.strategies.dynpipe.interference.refit import ForestTraining
         from lightning_pipes.strategies.dynpipe.interference.features import NAMES
         random = np.random.default_rng(0)
         training = ForestTraining(random.random((5000, len(NAMES))), random.random(5000), 10**6)

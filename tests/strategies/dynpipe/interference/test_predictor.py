@@ -16,7 +16,7 @@ from lightning_pipes.strategies.dynpipe.interference import Forest, Predictor
 from lightning_pipes.strategies.dynpipe.interference.features import NAMES, RUN, WAIT, feature_table, predict_by_formula
 from lightning_pipes.strategies.dynpipe.interference.forest import train
 from lightning_pipes.strategies.dynpipe.interference.predictor import Corrected, Formula
-from lightning_pipes.testing.timeouts import scale_timeout
+from lightning_pipes.testing.ranks import scale_timeout
 
 BUSY = "host.machine_busy_share"
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from lightning_pipes.strategies.jap.problem import ArrayProblem
-from lightning_pipes.strategies.jap.solvers.branch import solve_as_printed
+from lightning_pipes.strategies.jap.solvers.solve import solve_as_printed
 from tests.cases import for_each
 from tests.strategies.jap.by_hand import random_problem
 

@@ -2,8 +2,8 @@
 
 from lightning_pipes.strategies.jap import Effort, solve_array
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
-from lightning_pipes.strategies.jap.solvers.branch import branch_and_bound
 from lightning_pipes.strategies.jap.solvers.rules import order_by_rule
+from lightning_pipes.strategies.jap.solvers.solve import branch_and_bound
 from tests.cases import for_each
 from tests.strategies.jap.by_hand import best_of_all, random_problem
 

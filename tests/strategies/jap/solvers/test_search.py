@@ -2,12 +2,12 @@
 
 from benchmarks.papers.jap.jobs import random_array
 from lightning_pipes.strategies.jap import Effort, solve_array
-from lightning_pipes.strategies.jap.solvers.branch import solve_as_printed
 from lightning_pipes.strategies.jap.solvers.genetic import (
     evolve_orders,
 )
 from lightning_pipes.strategies.jap.solvers.rules import order_by_rule
 from lightning_pipes.strategies.jap.solvers.search import search_orders
+from lightning_pipes.strategies.jap.solvers.solve import solve_as_printed
 
 
 def test_the_clock_ends_a_search():

@@ -7,9 +7,8 @@ from lightning_pipes.ir import PlanError
 from lightning_pipes.strategies.jap import Effort, solve_array
 from lightning_pipes.strategies.jap.problem import ArraySolution
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
-from lightning_pipes.strategies.jap.solvers.branch import solve_as_printed
 from lightning_pipes.strategies.jap.solvers.rules import RULES
-from lightning_pipes.strategies.jap.solvers.solve import METHODS
+from lightning_pipes.strategies.jap.solvers.solve import METHODS, solve_as_printed
 from tests.strategies.jap.by_hand import random_problem
 
 PACKAGE = "lightning_pipes.strategies.jap.solvers"

@@ -11,9 +11,13 @@ from lightning_pipes.ir import Cut, InputError, Instruction, Kind, Plan, Span
 from lightning_pipes.sim import simulate
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.umpipe.network import Network, Scheme
-from lightning_pipes.strategies.umpipe.search.chain import chains_of_network
-from lightning_pipes.strategies.umpipe.search.evaluate import evaluate_genes, evaluate_schemes, people_of
-from lightning_pipes.strategies.umpipe.search.greedy import best_equal_scheme
+from lightning_pipes.strategies.umpipe.search.chain import (
+    chains_of_network,
+    evaluate_genes,
+    evaluate_schemes,
+    people_of,
+)
+from lightning_pipes.strategies.umpipe.search.exact import best_equal_scheme
 from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS
 from tests.strategies.umpipe.search.examples import (
     every_chain,

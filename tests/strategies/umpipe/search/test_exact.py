@@ -9,10 +9,8 @@ from benchmarks.papers.umpipe.networks import powers_of_two, realistic, simulate
 from lightning_pipes.ir import InputError
 from lightning_pipes.strategies.umpipe.network import Network
 from lightning_pipes.strategies.umpipe.search import exact
-from lightning_pipes.strategies.umpipe.search.chain import chains_of_network
-from lightning_pipes.strategies.umpipe.search.evaluate import evaluate_genes, evaluate_schemes
-from lightning_pipes.strategies.umpipe.search.exact import search_optimum
-from lightning_pipes.strategies.umpipe.search.greedy import best_equal_scheme
+from lightning_pipes.strategies.umpipe.search.chain import chains_of_network, evaluate_genes, evaluate_schemes
+from lightning_pipes.strategies.umpipe.search.exact import best_equal_scheme, search_optimum
 from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS, load_loops
 from tests.strategies.umpipe.search.examples import every_chain, figure_1, figure_2, random_network
 

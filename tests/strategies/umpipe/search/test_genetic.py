@@ -7,10 +7,9 @@ import pytest
 from benchmarks.papers.umpipe.evaluators import in_loops, one_level, two_level
 from benchmarks.papers.umpipe.networks import realistic, simulated
 from lightning_pipes.ir import InputError
-from lightning_pipes.strategies.umpipe.search.evaluate import evaluate_schemes
-from lightning_pipes.strategies.umpipe.search.exact import search_optimum
+from lightning_pipes.strategies.umpipe.search.chain import evaluate_schemes
+from lightning_pipes.strategies.umpipe.search.exact import best_equal_scheme, search_optimum
 from lightning_pipes.strategies.umpipe.search.genetic import METHODS, SchemeEvolution, evolve_schemes
-from lightning_pipes.strategies.umpipe.search.greedy import best_equal_scheme
 
 SHORT = SchemeEvolution(population=12, generations=8, mutation=0.1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_pipes.ir import Kind
 from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.strategies.csp import CSP
-from lightning_pipes.strategies.csp.planner import MICROBATCHES
+from lightning_pipes.strategies.csp.schedule import MICROBATCHES
 
 
 def test_as_many_on_any_number_of_stages() -> None:
