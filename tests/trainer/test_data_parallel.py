@@ -247,5 +247,5 @@ def test_processes_that_cannot_be_shared_out():
 def test_grid():
     grid = Grid(replicas=3, size=6, rank=3)
     assert (grid.length, grid.replica, grid.position, grid.pipeline) == (2, 1, 1, (2, 3))
-    assert grid.everywhere((0,)) == (0, 2, 4)
-    assert grid.everywhere((0, 1)) == (0, 1, 2, 3, 4, 5)
+    assert grid.on_all_replicas((0,)) == (0, 2, 4)
+    assert grid.on_all_replicas((0, 1)) == (0, 1, 2, 3, 4, 5)

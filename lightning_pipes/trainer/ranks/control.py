@@ -255,7 +255,9 @@ class Control:
             return [any(of_all) for of_all in zip(flags, *said, strict=True)]
 
         return PendingGather(
-            partial(mesh.come, partial(mesh.has, mesh.others, letter)), partial(self._wait, mesh), answer
+            partial(mesh.exchange_until, partial(mesh.has_messages, mesh.others, letter)),
+            partial(self._wait, mesh),
+            answer,
         )
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
@@ -299,7 +301,7 @@ class Control:
             packed = Packed(thing, TRUSTED)
             small = packed.size <= _FIRST
             mesh.send(letter, b"".join(packed.parts) if small else b"")
-            self._wait(mesh, lambda: mesh.sent)
+            self._wait(mesh, lambda: mesh.is_sent)
             if small:
                 return thing
         while self._leaving and (len(self._leaving) > _MOST_LEAVING or self._leaving[0].is_completed()):
@@ -347,10 +349,10 @@ class Control:
         first = [torch.empty(_FIRST, dtype=torch.uint8) for _ in self.ranks]
         work = dist.all_gather(first, data[:_FIRST], group=group, async_op=True)
 
-        def come() -> bool:
+        def has_arrived() -> bool:
             return work.is_completed() and all(_end(message) <= _FIRST for message in first)
 
-        return PendingGather(come, lambda _: self._finish(work), partial(self._gathered, first, data, group))
+        return PendingGather(has_arrived, lambda _: self._finish(work), partial(self._gathered, first, data, group))
 
     def _gathered(self, first: Sequence[torch.Tensor], data: torch.Tensor, group: Any) -> list[Any]:
         """Return the gathered objects once their first messages have arrived."""
@@ -425,19 +427,19 @@ class Control:
         self._waiting = True
         self.watch.doing = self._call
         patience, until = _SLICE if self._idle is None else _PROMPT, time.monotonic() + self._timeout.total_seconds()
-        while not mesh.come(done, patience.total_seconds()):
+        while not mesh.exchange_until(done, patience.total_seconds()):
             self.watch.check()
             if time.monotonic() > until:
                 self._raise_reason(TimeoutError(f"no answer for {self._timeout.total_seconds():.0f} s"))
             if self._idle is not None:
-                self._idle(partial(mesh.come, done))
+                self._idle(partial(mesh.exchange_until, done))
         self._waiting, self.watch.doing = False, None
 
     def _receive_all(self, mesh: Mesh, sources: Sequence[int], letter: Letter) -> list[bytearray]:
         """Return the messages of these global ranks."""
-        self._wait(mesh, partial(mesh.has, sources, letter))
+        self._wait(mesh, partial(mesh.has_messages, sources, letter))
         try:
-            return [mesh.take(source, letter) for source in sources]
+            return [mesh.pop(source, letter) for source in sources]
         except ConnectionError as error:
             self._waiting, self.watch.doing = True, self._call
             self._raise_reason(error)

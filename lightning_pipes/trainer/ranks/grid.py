@@ -54,6 +54,6 @@ class Grid:
         """The global ranks of every pipeline."""
         return tuple(tuple(range(r * self.length, (r + 1) * self.length)) for r in range(self.replicas))
 
-    def everywhere(self, positions: tuple[int, ...]) -> tuple[int, ...]:
+    def on_all_replicas(self, positions: tuple[int, ...]) -> tuple[int, ...]:
         """Return the global ranks at these positions of all pipelines, ascending."""
         return tuple(sorted(pipeline[position] for pipeline in self.pipelines for position in positions))

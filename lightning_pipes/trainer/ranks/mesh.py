@@ -64,23 +64,27 @@ class Mesh:
         self._by_descriptor = {peer.socket.fileno(): peer for peer in self._peers.values()}
 
     def send(self, letter: Letter, data: bytes) -> None:
-        """Sends to all others; what does not go at once goes with calls of `come`, until `sent`. Who has closed its end
-        gets nothing more."""
+        """Send to all other ranks; calls of `exchange_until` send the rest, until `is_sent`.
+
+        A peer that has closed its connection gets nothing.
+        """
         message = _HEAD.pack(letter.kind, letter.number, len(data)) + data
         for peer in self._peers.values():
             peer.send(message)
 
     @property
-    def sent(self) -> bool:
+    def is_sent(self) -> bool:
         """Whether all sent bytes have left."""
         return not any(peer.leaving for peer in self._peers.values())
 
-    def has(self, sources: Sequence[int], letter: Letter) -> bool:
-        """Whether all has left, and the messages of these global ranks had come when `come` looked last, or never
-        will."""
-        return self.sent and all((rank, letter) in self._here or self._peers[rank].ended for rank in sources)
+    def has_messages(self, sources: Sequence[int], letter: Letter) -> bool:
+        """Return whether all sent bytes have left and no message of these ranks is missing.
 
-    def take(self, source: int, letter: Letter) -> bytearray:
+        Messages arrive in `exchange_until`. A closed connection misses none.
+        """
+        return self.is_sent and all((rank, letter) in self._here or self._peers[rank].ended for rank in sources)
+
+    def pop(self, source: int, letter: Letter) -> bytearray:
         """Remove and return the message that has arrived.
 
         Raises:
@@ -90,8 +94,8 @@ class Mesh:
             raise ConnectionError(f"connection closed by rank {source}")
         return self._here.pop((source, letter))
 
-    def come(self, done: Callable[[], bool], seconds: float = 0.0) -> bool:
-        """Whether `done()`, once all was taken that has come, and sent what could be; waits that long for more."""
+    def exchange_until(self, done: Callable[[], bool], seconds: float = 0.0) -> bool:
+        """Send and receive what is ready, waiting at most `seconds` for more, and return `done()`."""
         if done():
             return True
         for peer in self._peers.values():
@@ -103,7 +107,7 @@ class Mesh:
                 peer.send(b"")
                 self._poll.modify(descriptor, select.POLLIN)
             if events & ~select.POLLOUT:
-                self._here.update({(peer.rank, letter): data for letter, data in peer.received()})
+                self._here.update({(peer.rank, letter): data for letter, data in peer.read_messages()})
             if peer.ended:
                 self._poll.unregister(descriptor)
         return done()
@@ -147,7 +151,7 @@ class _Peer:
         except OSError:  # closed; what has come from there can still be read
             self.leaving = b""
 
-    def received(self) -> Sequence[tuple[Letter, bytearray]]:
+    def read_messages(self) -> Sequence[tuple[Letter, bytearray]]:
         """Return the messages that are complete by now."""
         try:
             data = self.socket.recv(_READ)

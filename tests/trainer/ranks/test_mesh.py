@@ -48,9 +48,9 @@ def meshes() -> Iterator[dict[int, Mesh]]:
 
 def until(mesh: Mesh, done: Callable[[], bool]) -> bool:
     end = time.monotonic() + scale_timeout(10)
-    while not mesh.come(done, 0.01) and time.monotonic() < end:
+    while not mesh.exchange_until(done, 0.01) and time.monotonic() < end:
         pass
-    return mesh.come(done)
+    return mesh.exchange_until(done)
 
 
 def test_each_message_has_its_name(meshes: dict[int, Mesh]) -> None:
@@ -62,9 +62,9 @@ def test_each_message_has_its_name(meshes: dict[int, Mesh]) -> None:
     for rank, mesh in meshes.items():
         for source in RANKS:
             for letter in (second, first, other) if source != rank else ():
-                assert until(mesh, partial(mesh.has, [source], letter))
-                assert mesh.take(source, letter) == f"{source} {letter.kind} {letter.number}".encode()
-                assert not mesh.has([source], letter)
+                assert until(mesh, partial(mesh.has_messages, [source], letter))
+                assert mesh.pop(source, letter) == f"{source} {letter.kind} {letter.number}".encode()
+                assert not mesh.has_messages([source], letter)
 
 
 def test_who_does_not_read_holds_nobody_up(meshes: dict[int, Mesh]) -> None:
@@ -73,14 +73,14 @@ def test_who_does_not_read_holds_nobody_up(meshes: dict[int, Mesh]) -> None:
     bodies = [bytes([number]) * 16_000 for number in range(100)]
     for number, body in enumerate(bodies):
         sender.send(Letter(0, number), body)
-    assert not sender.sent
+    assert not sender.is_sent
     for mesh in (reader, idle):
         for number, body in enumerate(bodies):
-            while not mesh.has([RANKS[0]], Letter(0, number)):
-                sender.come(lambda: False)
-                mesh.come(lambda: False, 0.01)
-            assert mesh.take(RANKS[0], Letter(0, number)) == body
-    assert sender.sent
+            while not mesh.has_messages([RANKS[0]], Letter(0, number)):
+                sender.exchange_until(lambda: False)
+                mesh.exchange_until(lambda: False, 0.01)
+            assert mesh.pop(RANKS[0], Letter(0, number)) == body
+    assert sender.is_sent
 
 
 def test_what_was_sent_before_the_end_still_comes(meshes: dict[int, Mesh]) -> None:
@@ -89,16 +89,16 @@ def test_what_was_sent_before_the_end_still_comes(meshes: dict[int, Mesh]) -> No
     gone.send(Letter(0, 1), b"the last word")
     gone.close()
     reader.send(Letter(0, 8), b"to nobody")
-    assert until(reader, lambda: reader.has([RANKS[0]], Letter(0, 1)))
-    assert reader.take(RANKS[0], Letter(0, 1)) == b"the last word"
-    assert until(reader, lambda: reader.has([RANKS[0]], Letter(0, 2)))
+    assert until(reader, lambda: reader.has_messages([RANKS[0]], Letter(0, 1)))
+    assert reader.pop(RANKS[0], Letter(0, 1)) == b"the last word"
+    assert until(reader, lambda: reader.has_messages([RANKS[0]], Letter(0, 2)))
     with pytest.raises(ConnectionError, match="closed by rank 3"):
-        reader.take(RANKS[0], Letter(0, 2))
+        reader.pop(RANKS[0], Letter(0, 2))
     reader.send(Letter(0, 3), b"x" * 1_000_000)  # to the others only
     third = meshes[RANKS[2]]
-    assert not reader.sent
-    assert until(third, lambda: third.has([RANKS[1]], Letter(0, 3)) or reader.come(lambda: False))
-    assert reader.sent
+    assert not reader.is_sent
+    assert until(third, lambda: third.has_messages([RANKS[1]], Letter(0, 3)) or reader.exchange_until(lambda: False))
+    assert reader.is_sent
 
 
 def test_a_stranger_gets_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
