@@ -129,6 +129,7 @@ class AsynchronousTraining(Training):
         the last stage this one where it is through. Until the first one is, a loss that is not a number."""
         watchers, step = self._run.watchers, self._begin(batch, arguments, complete)
         watchers.before_batch(step)
+        self._run.steps_asked = False
         self._plan(step, optimizers)
         with watchers.around_batch(step), self.own_gradients():
             self._inject(step)

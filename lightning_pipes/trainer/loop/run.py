@@ -20,7 +20,7 @@ from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.messages.transport import make_transport
 from lightning_pipes.engine.watch.fault_points import fault_point
-from lightning_pipes.ir import Kind, LayerUse, Plan, Policy, Program, Span
+from lightning_pipes.ir import Kind, LayerUse, PipelineError, Plan, Policy, Program, Span
 from lightning_pipes.planning.planner import BLOCKING
 from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.step_data import TrainingStep
@@ -141,7 +141,7 @@ class PipelineRun:
         decision: the one that first steps have called for; None while they agree with that of the run.
         watchers: checks, statistics and safety nets beside the step; whoever makes the run gives them.
         loss_weights: weighs the losses of micro-batches, on the rank of the last stage.
-        steps_asked: whether an optimizer is asked to step by the batch that runs.
+        steps_asked: whether an optimizer waits for a batch to step by.
 
     Raises:
         PlanError: the transport can't be had here.
@@ -214,10 +214,21 @@ class PipelineRun:
 
     @contextmanager
     def step_asked(self) -> Iterator[None]:
-        """Mark in the block that an optimizer steps by the running batch."""
+        """Mark in the block that an optimizer steps by the next batch, where batches overlap.
+
+        Raises:
+            PipelineError: no batch has run in the block.
+        """
         self.steps_asked = True
         try:
             yield
+            if self.steps_asked:
+                raise PipelineError(
+                    f"{type(self.cut.module).__name__} calls optimizer.step() without a batch of its own. With "
+                    f"schedule {self.plans.schedule.name!r} each stage steps once for a batch, as soon as its gradients are "
+                    "complete there, so a second step can't be taken. Call optimizer.step(closure=optimizer_closure) "
+                    "once for every batch, or use a schedule that flushes between batches, such as '1f1b'"
+                )
         finally:
             self.steps_asked = False
 
