@@ -225,9 +225,10 @@ class PipelineRun:
             if self.steps_asked:
                 raise PipelineError(
                     f"{type(self.cut.module).__name__} calls optimizer.step() without a batch of its own. With "
-                    f"schedule {self.plans.schedule.name!r} each stage steps once for a batch, as soon as its gradients "
-                    "are complete there, so a second step can't be taken. Call optimizer.step(closure=optimizer_closure) "
-                    "once for every batch, or use a schedule that flushes between batches, such as '1f1b'"
+                    f"schedule {self.plans.schedule.name!r} each stage steps once for a batch, as soon as its "
+                    "gradients are complete there, so a second step can't be taken. Call "
+                    "optimizer.step(closure=optimizer_closure) once for every batch, or use a schedule that flushes "
+                    "between batches, such as '1f1b'"
                 )
         finally:
             self.steps_asked = False
