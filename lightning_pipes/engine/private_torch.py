@@ -232,7 +232,7 @@ def in_checkpoint() -> bool:
 
 
 def count_python_references(tensor: Any) -> int:
-    """Return how many references to a tensor Python code holds, those of this call aside."""
+    """Return the number of Python references to a tensor, except those of this call."""
     return sys.getrefcount(tensor) - _OF_CALL - (_HELD_BY_GRAPH if tensor._use_count() > 1 else 0)
 
 

@@ -56,7 +56,7 @@ class Spread:
 
 
 def draw_spread(order: Program | Policy, plan: Plan, costs: CostModel, *, draws: int = 200, seed: int = 0) -> Spread:
-    """Draw makespans of a finite program or a policy whose operations vary as `costs.scatter` says.
+    """Draw makespans of a finite program or a policy with operations that vary by `costs.scatter`.
 
     The time of every operation is multiplied by one of the ratios of its kind and stage, each as likely. The draws are
     the same for the same seed.

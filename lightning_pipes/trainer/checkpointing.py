@@ -136,7 +136,7 @@ class Checkpointing:
                 checkpoint[KEY]["placement"] = self.placement().data()
 
     def remove(self, path: str | Path) -> None:
-        """Removes a checkpoint, after those that are being written."""
+        """Remove a checkpoint, after pending writes."""
         self._saver.remove(path, self._writing.io)
 
     def check(self) -> None:
@@ -190,7 +190,7 @@ class Checkpointing:
         return checkpoint
 
     def resumed_container(self) -> str | None:
-        """The path of what was cut when the checkpoint was written that was loaded last; once."""
+        """Return the path of the container in the last loaded checkpoint; once."""
         found, self._resumed = self._resumed, None
         return found
 
@@ -200,7 +200,7 @@ class Checkpointing:
         return found
 
     def load_later(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Keeps weights for a module whose own have no values before it is cut."""
+        """Keep weights for a module without values until it is cut."""
         self._waiting = state, strict
 
     def load_waiting(self, cut: CutModule) -> None:

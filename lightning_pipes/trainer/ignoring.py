@@ -7,7 +7,7 @@ import warnings
 
 
 def ignore_warnings(message: str) -> None:
-    """From now on warnings with this text, a regular expression, are ignored.
+    """Ignore warnings with this text, a regular expression.
 
     Nothing is done where they are: after any change of the filters Python shows all warnings of a process again, and
     every sibling of an array would repeat those that a script shows once.

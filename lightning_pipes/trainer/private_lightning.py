@@ -160,7 +160,7 @@ def pauses_after_this_batch(trainer: pl.Trainer) -> bool:
 
 @contextmanager
 def as_in_training_step(trainer: pl.Trainer) -> Iterator[None]:
-    """In the block `self.log` does what it does in training_step, wherever Lightning is."""
+    """Let `self.log` act in the block as in training_step."""
     module, stage = trainer.lightning_module, trainer.state.stage
     hook, module._current_fx_name = module._current_fx_name, "training_step"
     trainer.training = True
@@ -205,7 +205,7 @@ def set_metric_sync(metric: Metric, on: bool) -> None:
 
 
 class LoaderOfSamples(DataLoader[Any]):
-    """A DataLoader whose sampler, or batch sampler, is `wrapped` for the iterators that it makes."""
+    """Return a DataLoader with its sampler, or batch sampler, `wrapped` for its iterators."""
 
     def wrapped(self, sampler: Iterable[Any]) -> Any:
         """The sampler from which iterators take indices."""
@@ -249,15 +249,17 @@ def training_data(trainer: pl.Trainer) -> Any:
 
 
 def has_delayed_training_data(trainer: pl.Trainer) -> bool:
-    """Whether a hook makes the training data, and the counters that it may look at are not yet those of the checkpoint
-    to resume from, or the batch size is still to be found."""
+    """Return whether the training data of a hook must be made later.
+
+    Its counters may not be those of the checkpoint to resume from yet, or the batch size is still to be found.
+    """
     fit = trainer.fit_loop
     changing = trainer.ckpt_path is not None or any(isinstance(c, BatchSizeFinder) for c in callbacks(trainer))
     return changing and fit._combined_loader is None and fit._data_source.is_module()
 
 
 def forget_training_data(trainer: pl.Trainer) -> None:
-    """From now on train_dataloader is called when Lightning asks for its data."""
+    """Have Lightning call train_dataloader when it asks for data."""
     trainer.fit_loop._data_source.__dict__.pop("dataloader", None)
 
 

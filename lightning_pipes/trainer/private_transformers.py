@@ -1,4 +1,4 @@
-"""What loading weights needs of transformers beyond its documented interface; from version 5 on.
+"""Interfaces of transformers for loading weights, beyond its documented ones; from version 5 on.
 
 Every function works without transformers installed: then no module is a model of it.
 """

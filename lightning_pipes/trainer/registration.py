@@ -18,8 +18,10 @@ CLASS_NAMES = ("PipelineStrategy", "lightning_pipes.PipelineStrategy")
 
 
 def register_names() -> None:
-    """Registers the names with Lightning, in lower case because the Trainer lowers what it is given; with Fabric too,
-    to say there that they are no use."""
+    """Register the names with Lightning, in lower case, as the Trainer lowers names.
+
+    With Fabric they are registered for a clear error.
+    """
     settings: dict[str, dict[str, Any]] = {f"pipeline_{name}": {"schedule": name} for name in installed_schedules()}
     settings[f"pipeline_{AUTO}"] = {"schedule": AUTO}
     settings.update({name: {} for name in CLASS_NAMES})

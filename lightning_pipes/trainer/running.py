@@ -24,7 +24,7 @@ from lightning_pipes.trainer.reports.report import About, Window
 
 @dataclass(frozen=True)
 class Running:
-    """From `setup` of a strategy to its `teardown`.
+    """A run from `setup` of a strategy to its `teardown`.
 
     Attributes:
         evaluation: evaluates batches in it.

@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 class Session:
-    """From `setup_environment` of a strategy to the next one: connections, and what ranks decide together.
+    """The time from `setup_environment` of a strategy to the next one: connections, and common decisions.
 
     Every stage holds the same values, so averages are over replicas.
 

@@ -1,4 +1,4 @@
-"""From a whole module to its run in a pipeline."""
+"""Setup of a run: from a whole module to stages in a pipeline."""
 
 from __future__ import annotations
 
@@ -252,7 +252,9 @@ def _make_optimizers(strategy: PipelineHost, module: pl.LightningModule) -> Sequ
 
 
 def choose_container(trainer: pl.Trainer, module: pl.LightningModule, session: Session, named: str | None) -> str:
-    """Return the path of what is cut: as named, as before in a run that goes on, or as it is found. Collective.
+    """Return the path of the container to cut: the named one, that of a run that goes on, or the one found.
+
+    Collective. Collective.
 
     It is that of the module itself where there is no container of layers that is clearly the largest.
     """

@@ -62,7 +62,7 @@ from lightning_pipes.trainer.session import Session
 from lightning_pipes.trainer.setup import prepare
 from lightning_pipes.trainer.step.steps import Context
 from lightning_pipes.trainer.verify.reference import ReferenceProcess, fork_reference
-from lightning_pipes.trainer.versions import tell_if_untested
+from lightning_pipes.trainer.versions import warn_if_untested
 
 _log = logging.getLogger(__name__)
 
@@ -200,7 +200,10 @@ class PipelineStrategy(PipelineHost):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy starts from: the settings. Connections and the run under way are this one's alone."""
+        """Return the state of a copy: the settings.
+
+        Connections and the run under way are not copied. Connections and the run under way are this one's alone.
+        """
         state = {**self.__dict__, **dict.fromkeys(("_session", "_spread"))}
         return {**state, "_patches": Patches()}
 
@@ -261,7 +264,7 @@ class PipelineStrategy(PipelineHost):
             self._launcher = Launcher(self._environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
-        """Tells the environment who we are, as Lightning's own strategies do."""
+        """Set this rank in the environment, as Lightning's own strategies do."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -272,7 +275,7 @@ class PipelineStrategy(PipelineHost):
         if self._is_reference():
             return
         super().setup_environment()
-        tell_if_untested()
+        warn_if_untested()
         before, self._session = self._session, None
         if before is not None and before.is_connected:
             before.links.renew_control(before.control)
@@ -470,8 +473,7 @@ class PipelineStrategy(PipelineHost):
     def adopt(
         self, schedule: str | Schedule | Policy, microbatches: int | None = None, plan: Plan | None = None
     ) -> None:
-        """From the next training batch on, another schedule, number of micro-batches or plan, as a callback may find
-        better.
+        """Change the schedule, the number of micro-batches or the plan from the next training batch on.
 
         Collective: all ranks call it with the same arguments, at the same batch. Layers stay where they are, unless the
         plan has them in other stages: then they move before that batch, or during the next ones, as `relocation` says,

@@ -95,7 +95,7 @@ class UnitSetup:
         return replace(request, partition=partition).unmeasured([1] * stages, stages, least)
 
     def note_weights(self, holdings: Holdings) -> None:
-        """Tell who holds which weights."""
+        """Tell the ranks of each weight."""
         names = {id(p): name for name, p in self._module.named_parameters()}
         holdings.look_at_weights(self._module, lambda _, p: self._layout.stages_of.get(names[id(p)], ()))
 

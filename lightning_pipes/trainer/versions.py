@@ -12,8 +12,8 @@ TESTED = (2, 14)
 
 
 @cache
-def tell_if_untested(version: str = torch.__version__) -> None:
-    """Says on rank 0, once, that torch is newer than what was tested, if it is."""
+def warn_if_untested(version: str = torch.__version__) -> None:
+    """Warn on rank 0, once, of a torch newer than the tested one."""
     if tuple(int(part) for part in version.split(".")[:2]) > TESTED:
         rank_zero_info(
             f"lightning_pipes was tested with torch {TESTED[0]}.{TESTED[1]} and older, and this is {version}; if "

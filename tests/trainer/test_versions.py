@@ -6,7 +6,7 @@ import logging
 import re
 from pathlib import Path
 
-from lightning_pipes.trainer.versions import TESTED, tell_if_untested
+from lightning_pipes.trainer.versions import TESTED, warn_if_untested
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,6 +25,6 @@ def test_pages_name_the_versions_that_tests_run_on():
 def test_newer_ones_are_told_once(caplog):
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
         for version in ("2.14.0+cpu", "2.12.1", "2.15.0a0", "2.15.0a0", "3.0.0"):
-            tell_if_untested(version)
+            warn_if_untested(version)
     said = [r.getMessage() for r in caplog.records if "lightning_pipes" in r.getMessage()]
     assert [re.search(r"this is (\S+);", text)[1] for text in said] == ["2.15.0a0", "3.0.0"]

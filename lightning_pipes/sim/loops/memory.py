@@ -59,7 +59,7 @@ class Bytes:
     @classmethod
     @lru_cache(maxsize=16)
     def untracked(cls, operations: Operations) -> Bytes:
-        """Return the bytes of operations whose memory is not tracked."""
+        """Return the bytes of operations without tracked memory."""
         ranks, groups = operations.plan.n_ranks, len(operations.like)
         return cls([0] * ranks, [PLENTY] * ranks, [0] * groups, [0] * groups)
 

@@ -146,7 +146,7 @@ class RunComparison:
 
 
 def compare_runs(a: TrainingRecord, b: TrainingRecord) -> RunComparison:
-    """Find the first batch of two runs whose loss differs, or which leaves a layer differently.
+    """Find the first batch of two runs with another loss, or another layer after it.
 
     Raises:
         InputError: they have no loss and no hash in common.

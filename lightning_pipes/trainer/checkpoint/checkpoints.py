@@ -37,7 +37,7 @@ def load_model(cut: CutModule, state: Mapping[str, Any], strict: bool) -> None:
 
 
 def gather_optimizer(local: Mapping[str, Any], layout: OptimizerLayout, control: Control) -> dict[str, Any]:
-    """One process's `state_dict` of an optimizer on the first rank, from those of all ranks; empty elsewhere."""
+    """Gather the whole `state_dict` of an optimizer on the first rank; return {} on other ranks."""
     states = control.gather(layout.states_by_name(local), control.ranks[0])
     return {} if states is None else layout.whole_state(local, reversed(states))
 

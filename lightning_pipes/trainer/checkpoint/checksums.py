@@ -25,7 +25,7 @@ WAY_OUT = "Use an earlier checkpoint, or another copy of this one"
 
 
 class Sum(NamedTuple):
-    """Bytes of a file and their CRC-32, which tell whether it is still what was written."""
+    """The size of a file in bytes and its CRC-32, which detect changes."""
 
     size: int
     crc32: int
@@ -40,14 +40,14 @@ class Sum(NamedTuple):
 
 
 class Summing:
-    """A file that is written from its beginning to its end, and knows the sum of what it got."""
+    """A file written from start to end, with a running checksum."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.sum = Sum(0, 0)
 
     def write(self, data: Any) -> int:
-        """As of any file."""
+        """Write data and add it to the checksum."""
         view = memoryview(data)
         self._file.write(view)
         self.sum = Sum(self.sum.size + view.nbytes, zlib.crc32(view, self.sum.crc32))
@@ -64,7 +64,7 @@ class SealedZip(Summing):
     """The end of what was written, held back: in the last two bytes of a zip file is the length of its comment."""
 
     def write(self, data: Any) -> int:
-        """As of any file."""
+        """Flush the file."""
         view = memoryview(data).cast("B")
         if view.nbytes:
             whole = view if view.nbytes > 1 else memoryview(self._last + bytes(view))
@@ -90,7 +90,7 @@ def seal(file: Summing) -> None:
 
 
 def check(path: Path, sealed: bool = False) -> None:
-    """Raises PipelineError, which names the file and a way out, if it is not what was written.
+    """Raise PipelineError, with the file and a way out, if a file's checksum differs.
 
     Of files without a seal, which other programs and older versions write, torch's checksums are compared instead.
 

@@ -83,7 +83,7 @@ class TrainingData:
                 loader.begin_anew()
 
     def forget(self) -> None:
-        """Drops what was loaded, which is for one run only."""
+        """Drop loaded states, which are for one run only."""
         self._loaded, self._waiting = None, []
 
     def state(self, trainer: pl.Trainer) -> State:

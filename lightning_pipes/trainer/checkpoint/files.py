@@ -36,7 +36,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Writes the file, or raises and leaves what was there."""
+        """Write the file, or raise and leave the previous one."""
         local = local_path(path)
         if local is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -88,7 +88,7 @@ def save(thing: Any, path: Path) -> Sum:
 
 
 def load(path: Path, **options: Any) -> Any:
-    """The content that torch.load reads with these options, if it is what was written.
+    """Return the content by torch.load with these options, after checking the file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -110,7 +110,7 @@ def load(path: Path, **options: Any) -> Any:
 
 @contextmanager
 def saying_why() -> Iterator[None]:
-    """Raises what the system said, where torch.save would say that a position in the file was unexpected."""
+    """Raise the system's error in place of torch.save's error about a position in the file."""
     try:
         yield
     except RuntimeError as error:
@@ -121,7 +121,7 @@ def saying_why() -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name for what is to become `path` at the end of the block, which must have been written by then."""
+    """Yield a temporary path, which replaces `path` at the end of the block."""
     temporary = temporary_for(path)
     try:
         yield temporary
@@ -133,7 +133,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def temporary_for(path: Path) -> Path:
-    """A new name next to `path`, whose folder is made; what killed processes have left there is removed."""
+    """Return a new path next to `path`; make its folder and remove files of killed processes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for entry in os.scandir(path.parent):
         owner = _owner(entry.name)
@@ -144,7 +144,7 @@ def temporary_for(path: Path) -> Path:
 
 
 def _temporary_name(name: str) -> str:
-    """A name that nobody can know beforehand, with the process that it belongs to."""
+    """Return an unpredictable name, with the process that it belongs to."""
     return f".{name[:100]}.{Process.current()}.{secrets.token_hex(8)}.saving"
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints whose weights stay in their file until somebody reads them."""
+"""Checkpoints with weights that are read from their file on first use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO, load
 
 
 def load_mapped(reader: CheckpointIO, path: str | Path, weights_only: bool | None) -> dict[str, Any] | None:
-    """A checkpoint whose weights are read from the file when they are used; None where that is not possible.
+    """Load a checkpoint with weights that are read on first use; None where that is not possible.
 
     Args:
         reader: of such files.

@@ -55,7 +55,7 @@ class ResumableLoader(LoaderOfSamples):
         self.__dict__["had_workers"] = state["workers"]
 
     def draw_as(self, state: State) -> None:
-        """Has the random generators of this loader and its samplers draw what they drew after `state`."""
+        """Set the random generators of this loader and its samplers to `state`."""
         _set_generators(_generators(self), state["generators"])
 
     def begin_anew(self) -> None:
@@ -121,7 +121,7 @@ def resumable(loader: DataLoader[Any]) -> ResumableLoader:
 
 
 class Samples(Iterable[Any]):
-    """A sampler whose passes can begin later than with its first entry.
+    """A sampler with passes that can begin after the first entry.
 
     Args:
         sampler: gives indices, or lists of them.
@@ -135,7 +135,7 @@ class Samples(Iterable[Any]):
         self.latest: SamplePass | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy starts from: a pass under way is this one's alone."""
+        """Return the state of a copy; a pass under way is not copied."""
         return {**self.__dict__, "latest": None}
 
     def __len__(self) -> int:
@@ -167,7 +167,7 @@ class SamplePass(Iterator[Any]):
             self._next()
 
     def checksum(self, number: int) -> int | None:
-        """Of the entry with this number, counted from 1; None if it was given too long ago."""
+        """Return the checksum of entry `number`, counted from 1; None if it is too old."""
         back = self._given - number
         return self._checksums[-1 - back] if 0 <= back < len(self._checksums) else None
 

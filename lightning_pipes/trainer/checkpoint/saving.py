@@ -87,7 +87,7 @@ class Saver:
         self.check()
 
     def close(self) -> None:
-        """Lets what was begun come to its end; raises nothing."""
+        """Wait for writing under way; raise nothing."""
         try:
             self.wait()
         except PipelineError as error:

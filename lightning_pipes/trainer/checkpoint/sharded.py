@@ -1,4 +1,4 @@
-"""Checkpoints as folders, to which every rank adds what it holds, in the format of torch.distributed.checkpoint.
+"""Checkpoints as folders, with a part of every rank, in the format of torch.distributed.checkpoint.
 
 All tensors of the model and the optimizers are in that format, by name. What else Lightning saves is in one file of the
 same folder, together with small values of the optimizers that are no tensors. torch's own `save` has collectives that
@@ -79,7 +79,7 @@ class Part:
 
 
 def plan_part(checkpoint: Mapping[str, Any], order: Sequence[str], path: Path, number: int, control: Control) -> Part:
-    """Agrees with the other ranks on who writes what; no tensor is sent, and none is written.
+    """Agree with other ranks on the part that each writes; no tensor is sent, and none is written.
 
     Args:
         checkpoint: Lightning's, with this rank's part of the state dict and of each optimizer's `named_state`.
@@ -161,7 +161,7 @@ def write_part(part: Part, control: Control, store: Any) -> None:
 
 
 class _Files(FileSystem):
-    """Files that are new, and whose sums are known when they are written; the index gets a seal.
+    """New files with a checksum each; the index gets a seal.
 
     Attributes:
         sums: by the name of the file.
@@ -173,7 +173,7 @@ class _Files(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """As the writer wants it, which only ever writes."""
+        """Open a new file for the writer, which only writes."""
         name = Path(path).name
         with open(path, mode.replace("w", "x")) as file:
             made = Summing(file)
@@ -228,7 +228,7 @@ def _key(part: Part, position: int) -> str:
 
 
 class ShardedCheckpoint:
-    """A checkpoint in a folder, of which every rank reads what it needs.
+    """A checkpoint in a folder; every rank reads its own part.
 
     Args:
         path: the folder.
@@ -259,7 +259,7 @@ class ShardedCheckpoint:
             raise damaged(path, f"{INDEX} does not know {unknown[0]}, which {REST} names: they are of different saves")
 
     def checkpoint(self, into: Mapping[str, Any]) -> dict[str, Any]:
-        """Lightning's checkpoint, but for what the optimizers have by parameter.
+        """Return Lightning's checkpoint without the optimizers' states of parameters.
 
         Args:
             into: a state dict whose tensors are overwritten and taken, where names, shapes and types are the same. If
@@ -318,7 +318,7 @@ class ShardedCheckpoint:
 
 
 class _Weights(Mapping[str, Any]):
-    """A state dict whose tensors are read one by one."""
+    """A state dict that reads its tensors one by one."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""By what checkpoints are written, and when."""
+"""Choice of the checkpoint writer, and of the moment of writing."""
 
 from __future__ import annotations
 

@@ -231,9 +231,10 @@ def cutter(batch: Any, rows: int, whole: Collection[int] = (), samples: Collecti
 
 
 def join(parts: Sequence[Any], spans: Sequence[Span], what: str, average: bool = False) -> Any:
-    """The whole of what was computed span by span: tensors are joined along axis 0, and lists that have an entry for
-    each sample; all else is that of the first, as are tensors that have not one entry for each sample and are the same
-    in all parts.
+    """Join results that were computed span by span.
+
+    Tensors are joined along axis 0, and so are lists with an entry for each sample. Other values are those of the first
+    span, as are tensors without an entry for each sample that are equal in all parts.
 
     Args:
         average: take the mean over samples of other tensors without samples, as of an auxiliary loss.

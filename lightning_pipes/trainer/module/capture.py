@@ -39,7 +39,7 @@ class NoCallError(PipelineError):
 
 
 class Interceptor:
-    """Decides what a call of the pipelined module does, or a loop over its layers.
+    """Intercepts calls of the pipelined module, or of a loop over its layers.
 
     Args:
         name: how the user calls the module, for messages.
@@ -95,7 +95,7 @@ class Interceptor:
         return self._answer(x)
 
     def capture(self, step: Step, *args: Any) -> Any:
-        """With what `step(*args)` calls the layers; the step goes no further.
+        """Return the input with which `step(*args)` calls the layers; the step goes no further.
 
         Raises:
             NoCallError: the step ends without the call.
@@ -165,7 +165,7 @@ class Interceptor:
 
 
 class _GapInGraph:
-    """The gap in the graph of a step between what enters the layers and what they return.
+    """The gap in the graph of a step between input and output of the layers.
 
     Args:
         step: its name.

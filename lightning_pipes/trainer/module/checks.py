@@ -127,7 +127,7 @@ def warn_about(module: pl.LightningModule, full: Layers) -> None:
 
 
 def _copies(module: pl.LightningModule, full: nn.Module) -> list[str]:
-    """Names of other modules with parameters of the same shapes in the same order as those of `full`."""
+    """Return names of modules with the same shapes of parameters as `full`, in the same order."""
     shapes = [p.shape for p in full.parameters()]
     inside = {id(part) for part in full.modules()}
     others = [(name, part) for name, part in module.named_modules() if name and id(part) not in inside]

@@ -29,9 +29,10 @@ def broadcast_random_state(control: Control, device: torch.device) -> None:
 
 
 def equal_weights(module: pl.LightningModule, control: Control) -> bool:
-    """Gives all ranks the parameters and buffers of rank 0, but for those that are on `meta` on any rank; ranks that
-    are equal find that out by checksums, in one exchange. Returns whether an earlier run has left the layers of any
-    rank spread out.
+    """Give all ranks the parameters and buffers of rank 0, except tensors on `meta` on any rank.
+
+    Equal ranks are found by checksums in one exchange. Return whether an earlier run has left the layers of any rank
+    spread out.
 
     Raises:
         PipelineError: the ranks have built different modules.
@@ -50,7 +51,7 @@ def equal_weights(module: pl.LightningModule, control: Control) -> bool:
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """Of all their bits: other ones, or elsewhere, give another number but for one case in 2**60."""
+    """Return a checksum of tensors; other bits or another order change it but for one case in 2**60."""
     total = 1
     for tensor in tensors:
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -206,7 +206,7 @@ class HiddenState:
         )
 
     def _others(self, shared: _Shared, number: int | None) -> str:
-        """Who else has the object; empty if nobody on another stage does."""
+        """Return the names of other stages with the object; empty if there are none."""
         others = [n for n in shared.layers if number is None or self._stages[n] != self._stages[number]]
         names = [self._named(n) for n in others[:5]] + ["more"] * (len(others) > 5)
         if shared.outside and number is not None and self._stages[number] != self._stages[-1]:

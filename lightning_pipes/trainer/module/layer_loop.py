@@ -33,7 +33,7 @@ from lightning_pipes.trainer.private_lightning import needed_layer_outputs
 
 
 class NotHereError(PipelineError, AttributeError):
-    """The user's code looked into what a layer on another rank returns; `hasattr` takes it for a no."""
+    """Raised when the user's code reads the output of a layer on another rank; `hasattr` takes it for a no."""
 
 
 class Pending:

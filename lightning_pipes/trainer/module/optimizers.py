@@ -44,7 +44,7 @@ class OptimizerLayout:
         self._given_names = [list(group.get("param_names", ())) for group in optimizer.param_groups]
 
     def keep_local(self, foreign: Callable[[torch.Tensor], bool]) -> None:
-        """Has the optimizer step what is not on other ranks, as it is now; the states of all else are gone.
+        """Restrict the optimizer to parameters of this rank; states of other parameters are dropped.
 
         Groups stay, also when they get empty, so that schedulers and learning rates are the same on every rank.
         """
@@ -76,7 +76,7 @@ class OptimizerLayout:
             group["params"] = parameters
 
     def show_local(self) -> bool:
-        """Have the optimizer show what it steps here again; return whether nobody has changed what it showed."""
+        """Show the parameters of this rank in the optimizer again; return whether the shown groups are unchanged."""
         groups, shown = self.optimizer.param_groups, self._shown
         same = len(groups) == len(shown) and all(
             group["params"] is parameters and list(map(id, parameters)) == list(map(id, whole))
@@ -188,7 +188,7 @@ class WholeStates(MutableMapping[Any, Any]):
             return self.own[key]
         if key not in self._made:
             like = None if key in self._deleted else self._find_like(key)
-            self._made[key] = {} if like is None else _state_elsewhere(key, self.own[like], like)
+            self._made[key] = {} if like is None else _state_on_other_rank(key, self.own[like], like)
         return self._made[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -252,7 +252,7 @@ class WholeStates(MutableMapping[Any, Any]):
         return next((p for p in found if p is not None), None) if key.requires_grad else None
 
 
-def _state_elsewhere(key: RemoteTensor, state: Any, of: torch.Tensor) -> Any:
+def _state_on_other_rank(key: RemoteTensor, state: Any, of: torch.Tensor) -> Any:
     """A state of `key` with the entries that the state of the parameter `of` has."""
 
     def make(name: Any, value: torch.Tensor) -> RemoteTensor:
@@ -266,7 +266,7 @@ def _state_elsewhere(key: RemoteTensor, state: Any, of: torch.Tensor) -> Any:
 
 
 class OptimizersView:
-    """Has optimizers show the parameters of all ranks to code of the user's, and those of this rank to all else.
+    """Shows the user's code the parameters of all ranks in optimizers, and other code those of this rank.
 
     Args:
         scope: says which hook runs; its `view` is this object until `patches` are closed.
@@ -290,7 +290,7 @@ class OptimizersView:
 
     @contextmanager
     def __call__(self, whole: bool) -> Iterator[None]:
-        """In the block optimizers show the parameters of all ranks, or of this one.
+        """Show the parameters of all ranks, or of this one, in optimizers for the block.
 
         Raises:
             PipelineError: code of the user's has changed which parameters an optimizer has.

@@ -185,7 +185,7 @@ def _has_own_forward(full: nn.Module) -> bool:
 
 
 def work_size(part: nn.Module) -> int:
-    """The number of parameters, those of embeddings left out."""
+    """Return the number of parameters without embeddings."""
     tables = [m for m in part.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     return _size(part) - sum(map(_size, tables))
 
@@ -200,12 +200,12 @@ LEAST_FOR_STATISTICS = 2
 
 
 def batch_statistics(full: nn.Module) -> list[str]:
-    """Names of layers whose result depends on which samples share a micro-batch."""
+    """Return names of layers with results that depend on the samples beside each in a micro-batch."""
     return [name for name, m in full.named_modules() if isinstance(m, BatchNorm)]
 
 
 class CutModule:
-    """A LightningModule whose pipelined part is replaced by the layers of this rank.
+    """A LightningModule with the layers of this rank in place of its pipelined part.
 
     The weights of other ranks' layers are released; what is left of them is on `meta`. `restore` brings the whole
     module back, with the very same Parameter objects, unless `stays_spread`.
@@ -268,7 +268,7 @@ class CutModule:
         self._absent.check(layer)
 
     def hold(self, local: Collection[int], arrived: Mapping[int, LayerState], device: torch.device) -> None:
-        """From now on the `local` layers live here: those that have `arrived`, on `device`, and those that stay."""
+        """Take the `local` layers: those that have `arrived`, on `device`, and those that stay."""
         leaving = {*self.local} - {*local}
         self.local = sorted(local)
         self.proxy.hold(self.local)

@@ -143,7 +143,7 @@ class PretrainedWeights:
             )
 
     def fill(self, tensors: Collection[Tensor]) -> None:
-        """Copy values into those of the tensors that have a source; they have memory already.
+        """Copy values into tensors with a source; their memory is allocated already.
 
         One source is in memory at a time besides.
 

@@ -73,8 +73,11 @@ class StageProxy(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As of any module, in a hook with the layers of all ranks; PipelineError for a step that wants all of them, as
-        a penalty on all weights does."""
+        """Iterate over submodules; a hook sees the layers of all ranks.
+
+        Raises:
+            PipelineError: a step needs the layers of all ranks, as a penalty on all weights does.
+        """
         call = self.__dict__["_call"]
         if self._reach_layers():
             memo = set() if memo is None else memo
@@ -95,11 +98,11 @@ class StageProxy(nn.Module):
             )
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """As of any module, in a hook with the layers of all ranks."""
+        """Iterate over parameters; a hook sees the layers of all ranks."""
         yield from self.__dict__["_full"].named_children() if self._reach_layers() else super().named_children()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module, in a hook with the layers of all ranks."""
+        """Iterate over buffers; a hook sees the layers of all ranks."""
         return (
             self.__dict__["_full"].state_dict(*args, **kwargs)
             if self._reach_layers()
@@ -107,7 +110,7 @@ class StageProxy(nn.Module):
         )
 
     def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
-        """Leaves out what a state dict has of other ranks' layers: those load it themselves."""
+        """Drop the entries of other ranks' layers, which load them themselves, from a state dict."""
         elsewhere = tuple(f"{prefix}{n}." for n in self.__dict__["_full"]._modules if n not in self._modules)
         for key in [key for key in state if key.startswith(elsewhere)] if self._in_hook else ():
             del state[key]

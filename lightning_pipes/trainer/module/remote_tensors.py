@@ -47,7 +47,7 @@ def no_view(whole: bool) -> AbstractContextManager[None]:
 
 
 class HookScope:
-    """Which of the user's hooks runs, if any, for messages and for what it is to see.
+    """The running hook of the user's, if any, for messages and for the tensors that it sees.
 
     Attributes:
         hook: its name; empty where none runs.
@@ -76,13 +76,13 @@ class HookScope:
 
     @contextmanager
     def running(self, hook: str, everywhere: bool, whole: bool = True) -> Iterator[None]:
-        """In the block that hook runs; if `whole`, optimizers show it the parameters of all ranks."""
+        """Mark a hook as running in the block; if `whole`, optimizers show it the parameters of all ranks."""
         with self._as(hook, everywhere), self.view(whole):
             yield
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """In the block no hook runs: what it calls of ours, or of Lightning's, is about this rank."""
+        """Mark no hook as running in the block, for calls of ours or of Lightning's about this rank."""
         with self.view(False), self._as("", True):
             yield
 
@@ -134,7 +134,7 @@ class RemoteTensor(torch.Tensor):
 
     @property
     def gradient(self) -> RemoteTensor | None:
-        """Of a weight that is trained, as `grad`."""
+        """Return the gradient of a trained weight, shown as `grad`."""
         if not (self.is_whole and self.requires_grad and self._scope.gradients()) or in_grad_norm(2):
             return None
         return RemoteTensor.of(self.detach(), f"the gradient of {self._name}", self._scope)
@@ -159,7 +159,7 @@ class RemoteTensor(torch.Tensor):
 
     @staticmethod
     def find_stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        """Return what the module shows in place of a tensor that `replace` was called with, else the tensor."""
+        """Return the stand-in that the module shows for a tensor after `replace`, else the tensor."""
         found: torch.Tensor = tensor.__dict__.get("_stand_in", tensor)
         return found
 
@@ -282,7 +282,7 @@ class Absent:
         return id(tensor) in self._ids
 
     def add(self, slots: Iterable[Slot]) -> None:
-        """Those are on other ranks from now on."""
+        """Replace the tensors in these slots, now on other ranks, by stand-ins."""
         slots = list(slots)
         stand_ins = {id(s.tensor): RemoteTensor.of(s.tensor, f"self.{s.key}", self._scope) for s in reversed(slots)}
         for slot in slots:
@@ -355,7 +355,7 @@ _RANDOM = {
 
 
 def _draw(func: Any, args: Any, kwargs: Any, device: torch.device) -> None:
-    """Draw the random numbers that `func` draws for a tensor that is here, so that what is drawn next is the same."""
+    """Draw the random numbers of `func` for a local tensor, so that later draws are the same."""
 
     kept = {key: value for key, value in kwargs.items() if key != "out"}
     args, kept = pytree.tree_map_only(RemoteTensor, lambda tensor: _made_up(tensor, device), (args, kept))

@@ -1,4 +1,4 @@
-"""Whether an optimizer steps each parameter by itself, so that every rank can step those of its own layers.
+"""Checks that an optimizer steps each parameter by itself, as ranks step their own layers only.
 
 Optimizers of torch do. Of any other a copy steps a few small parameters, and another copy some of these alone: what
 comes of them must be the same.
@@ -30,7 +30,7 @@ _SIZE = 2
 
 
 def check_steps_apart(optimizers: Sequence[Optimizer], streams: bool) -> None:
-    """Refuse optimizers whose step for one parameter depends on others.
+    """Refuse optimizers with a step for one parameter that depends on others.
 
     What a step takes by torch's `clip_grad_norm_` or `get_total_norm` is that of all ranks, unless it `streams`.
 
@@ -73,7 +73,7 @@ def check_steps_apart(optimizers: Sequence[Optimizer], streams: bool) -> None:
 
 
 def _compare(optimizer: Optimizer) -> str:
-    """Return what a step depends on besides its own parameter: "random" numbers, "all" parameters, or nothing."""
+    """Return the other inputs of a parameter's step: "random" numbers, "all" parameters, or ""."""
     whole = _stepped(optimizer, range(_TENSORS), seed=0)
     if not _same(whole, _stepped(optimizer, range(_TENSORS), seed=1)):
         return "random"
@@ -136,7 +136,7 @@ def _copy(optimizer: Optimizer, chosen: dict[int, list[nn.Parameter]], memo: dic
 
 @contextmanager
 def _equal_norms(equal: bool) -> Iterator[None]:
-    """In the block torch's norm over several tensors is always the same, if `equal`, as on all ranks it will be."""
+    """Fix torch's norm over several tensors for the block, if `equal`, as all ranks will have one norm."""
 
     def one(original: Callable[..., torch.Tensor], tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.ones(())

@@ -34,7 +34,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Output:
-    """Stands for what the layer `back` layers ago returned, or the part of it at `path`."""
+    """A reference to the output of the layer `back` layers ago, or to its part at `path`."""
 
     back: int
     path: Path = ()
@@ -171,7 +171,7 @@ def refuse_objects(thing: Any, where: str) -> None:
 
 
 def _part(out: Any, path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The part of what a layer returned that the loop hands on.
+    """Return the part of a layer's output that the loop passes on.
 
     A loop that hands on all of it may have looked whether it is a tuple, which it could not see yet. Then the first
     entry is meant, unless the layer was given a tuple itself.

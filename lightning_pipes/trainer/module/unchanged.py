@@ -66,14 +66,14 @@ def _generators(things: Iterable[Any]) -> list[Any]:
 
 
 def _tensors(thing: Any) -> Iterable[torch.Tensor]:
-    """Those that it holds itself, and in lists and dicts that are its own; parameters count by themselves."""
+    """Yield tensors of an object and of its lists and dicts, except parameters."""
     for _, entry in entries(thing):
         inside = [part for _, part in entries(entry)] if isinstance(entry, CONTAINERS) else [entry]
         yield from (t for t in inside if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter))
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    """None of weights that are on a device, where there may be no room for a second time, and of what has no values."""
+    """Return a copy of a tensor; None for weights on a device, which may have no room, and for `meta`."""
     if tensor.is_meta or (isinstance(tensor, nn.Parameter) and tensor.device.type != "cpu"):
         return None
     return tensor.detach().clone()
@@ -95,7 +95,7 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _content(thing: Any) -> Any:
-    """A copy of what it holds directly, one level deeper for the tables of a module."""
+    """Return a copy of an object's content, one level deeper for the tables of a module."""
     if isinstance(thing, CONTAINERS):
         return copy.copy(thing)
     return {name: (value, copy.copy(value) if _is_table(value) else None) for name, value in vars(thing).items()}
@@ -106,7 +106,7 @@ def _is_table(value: Any) -> bool:
 
 
 def _put_back(thing: Any, content: Any) -> None:
-    """Puts back what has changed; the rest is not touched, for other threads may be at it."""
+    """Restore changed entries; other entries are not touched, as other threads may use them."""
     if _is_table(thing):
         _refill(thing, content)
         return

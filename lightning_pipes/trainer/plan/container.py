@@ -36,8 +36,9 @@ MOST = 0.5
 
 
 def find_container(trainer: pl.Trainer, module: pl.LightningModule, control: Control, device: torch.device) -> str:
-    """The path of what to spread over the stages, where nobody has named it; by time if there are several to choose
-    from and a step can be run. Collective.
+    """Return the path of the container to cut, where the user names none.
+
+    Of several containers the one with the largest measured time is taken, if a step can run. Collective. Collective.
 
     Raises:
         PipelineError: there is none or no clear one, or it is not run layer by layer.

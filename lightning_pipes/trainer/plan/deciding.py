@@ -206,8 +206,10 @@ class Deciding:
     def _merged(
         self, own: ModelProfile, merge: Callable[[Sequence[ModelProfile]], ModelProfile]
     ) -> tuple[ModelProfile, list[float]]:
-        """The profile that `merge` makes of those of all processes, and how fast each is, relative to one of them;
-        those that are equal by name are equally fast."""
+        """Merge the profiles of all processes by `merge`; return the speed of each relative to one, too.
+
+        Devices of one name are equally fast.
+        """
         names, profiles = zip(*self._control.all_gather((_device_name(self._device), own)), strict=True)
         speeds = [1.0] * len(profiles)
         if len(set(names)) > 1:
@@ -338,7 +340,7 @@ def _contradiction(made: Decision, trial: Trial) -> str:
 
 
 def with_sharded_states(profile: ModelProfile, shards: int) -> ModelProfile:
-    """Return a profile whose layers have the optimizer states of one of several shards."""
+    """Return a profile with the optimizer states of one of several shards."""
     layers = [replace(each, optimizer_bytes=-(-each.optimizer_bytes // shards)) for each in profile.layers]
     return replace(profile, layers=tuple(layers))
 
@@ -354,7 +356,7 @@ def undisturbed(profiles: Sequence[ModelProfile]) -> ModelProfile:
 
 
 def _seconds(profile: ModelProfile) -> float:
-    """Of all layers for the most samples that were measured."""
+    """Return the seconds of all layers for the largest measured number of samples."""
     rows = profile.layers[0].forward[-1][0]
     kinds = (Kind.F, Kind.B)
     return sum(profile.seconds(kind, n, rows) for n in range(len(profile.layers)) for kind in kinds)
@@ -384,7 +386,7 @@ def _structure(module: nn.Module, full: Layers, batch: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def _log_if_slow(what: str, control: Control) -> Iterator[None]:
-    """Says what is done if it takes long, on rank 0."""
+    """Log the work in progress on rank 0 if it takes long."""
     timer = threading.Timer(PATIENCE, rank_zero_info, (f"{what} ...",))
     timer.daemon = True
     if control.position == 0:

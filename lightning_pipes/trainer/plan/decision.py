@@ -96,7 +96,7 @@ class Decision:
         return Plans(replace(self.problem(), tied=tied, relocation=relocation), replanner)
 
     def predicted(self, profile: ModelProfile) -> Decision:
-        """The same decision with what it comes to by a profile, for its devices and batches of its size."""
+        """Return the decision with its seconds by a profile, for its devices and batches of its size."""
         made = replace(self, profile=profile)
         plan, order = made.plans().for_rows(self.rows)
         assert self.deployment is not None

@@ -200,13 +200,16 @@ class Measuring:
 
     @contextmanager
     def there(self, layers: Sequence[int]) -> Iterator[list[nn.Module]]:
-        """In the block these layers are on the device. Their weights are copied only if a layer has written to some."""
+        """Move layers to the device for the block.
+
+        Their weights are copied only if a layer has written to some.
+        """
         with ExitStack() as stack:
             yield [stack.enter_context(self._there(self._taped[n], weights=self._writes)) for n in layers]
 
     @contextmanager
     def _intercept_layers(self) -> Iterator[None]:
-        """In the block the step's call of the layers comes to the interceptor."""
+        """Send the step's call of the layers to the interceptor in the block."""
         parent, _, name = self._path.rpartition(".")
         around = self._module.get_submodule(parent)
         setattr(around, name, StageProxy(self._full, (), self._interceptor, f"self.{self._path}"))
@@ -228,7 +231,7 @@ class Measuring:
 
     @contextmanager
     def _there(self, layer: nn.Module, weights: bool = True) -> Iterator[nn.Module]:
-        """In the block a layer is on the device, and unchanged afterwards; one at a time: all of them may not fit."""
+        """Move one layer to the device for the block, and restore it afterwards; all of them may not fit."""
         with unchanged(layer, weights=weights) as changed:
             if self._device.type != "cpu":
                 layer.to(self._device)
@@ -267,7 +270,7 @@ class Measuring:
                 raise NotMeasuredError(what, quiet=True)
 
     def _around(self, rows: int, leaving: Sequence[Any]) -> _Around:
-        """Runs the step around the layers, whose output is the one in `leaving`."""
+        """Run the step around the layers, with the one output in `leaving`."""
         found = _Around()
         self._together(partial(self._run_around, rows, leaving[0], found))
         return found
@@ -301,7 +304,7 @@ class Measuring:
         return time.perf_counter() - begun, self._backward([loss])
 
     def _stand_in_for_after(self, x: Any) -> tuple[float, float]:
-        """Keeps this rank busy while others run what it must not."""
+        """Keep this rank busy while others run code that must not run here."""
         with torch.no_grad(), self._there(self._taped[0]) as layer:
             layer(_leaves(x, False))
         return 0.0, 0.0
@@ -348,7 +351,7 @@ class Measuring:
 
 @contextmanager
 def without_loggers() -> Iterator[None]:
-    """In the block `logger.experiment` is on rank 0 what it is elsewhere, where nothing is written."""
+    """Silence `logger.experiment` on rank 0 for the block, as on other ranks."""
     rank = rank_zero_only.rank  # type: ignore[attr-defined]
     rank_zero_only.rank = rank or 1  # type: ignore[attr-defined]
     try:

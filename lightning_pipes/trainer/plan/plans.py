@@ -1,4 +1,4 @@
-"""From a schedule to the plan and the order of a batch."""
+"""Plans: the plan and the order of a batch by a schedule."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Plans:
 
     @property
     def layers(self) -> tuple[Span, ...]:
-        """Those of each stage, whatever the number of samples; empty where they are not decided."""
+        """Layers of each stage for any number of samples; empty where they are not decided."""
         return self._problem.layers
 
     def for_rows(self, rows: int) -> tuple[Plan, Program | Policy]:
@@ -121,7 +121,7 @@ class Plans:
         return self._asked.every
 
     def due(self, batch: int) -> bool:
-        """Whether who is asked again wants to look before training batch number `batch`."""
+        """Return whether the planner is asked again before training batch number `batch`."""
         return bool(self.every and batch) and batch % self.every == 0
 
     def throttles(self, looks: tuple[Observation, ...]) -> bool:
@@ -129,7 +129,7 @@ class Plans:
         return self._asked.should_serialize(looks)
 
     def revised(self, rows: int, looks: tuple[Observation, ...], remaining: int | None = None) -> Plans:
-        """The answer of who is asked again before a batch of so many samples; mostly itself.
+        """Return the planner's answer before a batch of `rows` samples; mostly these plans.
 
         Args:
             looks: what was seen of the plan for such a batch, the oldest first.

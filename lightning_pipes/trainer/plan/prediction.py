@@ -26,7 +26,7 @@ LOOKS = 3
 
 
 class Prediction:
-    """Compares steps with what was predicted for them: first ones, and first ones since the last correction.
+    """Compares first steps, and first steps after a correction, with their prediction.
 
     Collective: all ranks make one, and the same calls of it.
 

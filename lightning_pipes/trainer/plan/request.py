@@ -73,8 +73,9 @@ class RunRequest:
         )
 
     def unmeasured(self, sizes: Sequence[int], ranks: int, least: int = 1) -> Decision:
-        """The decision if nobody measures the layers; `sizes` are their parameters, and a micro-batch is to have at
-        least so many samples.
+        """Return the decision without measured layers; `sizes` are their parameters.
+
+        A micro-batch has at least `least` samples.
 
         Raises:
             PlanError: layers can't be cut so, or the schedule can't order it.
@@ -99,7 +100,7 @@ class RunRequest:
 
     @property
     def planner(self) -> Planner:
-        """The planner that decides what the user leaves open."""
+        """The planner of the settings that the user leaves open."""
         if self.chooses:
             return AutoPlanner()
         own = planner_of(self.schedule)

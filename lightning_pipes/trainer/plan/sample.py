@@ -63,8 +63,7 @@ def example_batch(loader: DataLoader[Any], rows: int) -> Any:
 
 
 def first_item(loader: Any) -> Any:
-    """Return the first item of a dataset whose items are batches, as `batch_size=None` says; loaded as `example_batch`
-    does.
+    """Return the first item of a dataset of batches (`batch_size=None`), loaded as by `example_batch`.
 
     Raises:
         NoSampleError: the loader is none for such a dataset.

@@ -1,4 +1,4 @@
-"""Steps that something else on the machine disturbs for a moment, and those that count nevertheless."""
+"""Steps disturbed for a moment by other work on the machine, and the steps that count."""
 
 from __future__ import annotations
 

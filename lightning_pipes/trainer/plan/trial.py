@@ -185,7 +185,7 @@ def _body(number: int, plan: Plan, entering: Mapping[int, Any]) -> Body:
 
 
 def _loss(out: Any) -> torch.Tensor:
-    """Something whose gradient reaches all that the last layer gives."""
+    """Return a scalar with a gradient for each output of the last layer."""
     parts = [t.float().sum() for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
     return sum(parts[1:], start=parts[0]) if parts else nn.Parameter(torch.zeros(()))
 

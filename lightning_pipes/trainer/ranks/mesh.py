@@ -95,7 +95,7 @@ class Mesh:
         return self._here.pop((source, letter))
 
     def exchange_until(self, done: Callable[[], bool], seconds: float = 0.0) -> bool:
-        """Send and receive what is ready, waiting at most `seconds` for more, and return `done()`."""
+        """Send and receive ready messages, waiting at most `seconds` for more, and return `done()`."""
         if done():
             return True
         for peer in self._peers.values():

@@ -18,7 +18,7 @@ _OF_THIS_RANK = ("params", "param_names")
 
 
 def settings_of(optimizer: Optimizer) -> Settings:
-    """All that its groups are told now, in memory of its own."""
+    """Return a copy of the settings of an optimizer's groups."""
     return [
         {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in group.items() if key not in _OF_THIS_RANK}
         for group in optimizer.param_groups
@@ -40,7 +40,7 @@ def _put_settings(optimizer: Optimizer, settings: Settings) -> None:
 
 
 def _keep_gradients() -> float:
-    """The closure of a late step, whose gradients are there; its loss is that of an earlier batch, and not known."""
+    """Act as the closure of a late step with known gradients; its loss is unknown."""
     return math.nan
 
 
@@ -51,7 +51,7 @@ class DeferredSteps:
         self._steps: dict[tuple[int, int], tuple[Settings, Gradients]] = {}
 
     def add(self, batch: int, number: int, settings: Settings, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Optimizer `number` is to step these for a batch, besides those of other stages of the rank."""
+        """Have optimizer `number` step these parameters for a batch, beside those of other stages."""
         self._steps.setdefault((batch, number), (settings, {}))[1].update(gradients)
 
     def give(self, batch: int, number: int, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:

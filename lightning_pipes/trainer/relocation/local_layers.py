@@ -25,7 +25,7 @@ from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
 
 
 class LocalLayers:
-    """This rank's layers, and what follows from who has which.
+    """Layers of this rank, with their optimizers and parameters.
 
     Collective: all ranks make one, and the same calls of it.
 
@@ -81,8 +81,10 @@ class LocalLayers:
             )
 
     def take(self, layers: Sequence[Span], arrived: Mapping[int, tuple[LayerState, Sequence[str]]]) -> None:
-        """The stages have these layers, of which this rank has those that have `arrived`, each with the names of its
-        buffers that change, as `changing` gives them."""
+        """Take the layers of the stages; this rank takes those that have `arrived`.
+
+        Each has the names of its buffers that change, as `changing` gives them.
+        """
         states = {layer: state for layer, (state, _) in arrived.items()}
         self._disconnect_gradients()
         self.holdings.settle(layers)
@@ -96,11 +98,11 @@ class LocalLayers:
         self._connect_gradients()
 
     def state_of(self, layer: int, gradients: bool = True) -> LayerState:
-        """That of a layer of this rank; it refers to the tensors."""
+        """Return the state of a layer of this rank; it refers to the tensors."""
         return LayerState.from_layer(self.cut.full[layer], self.optimizers, gradients)
 
     def parameters_of(self, layer: int) -> dict[str, nn.Parameter]:
-        """Those of a layer of this rank, by name in it."""
+        """Return the parameters of a layer of this rank, by name in it."""
         return dict(self.cut.full[layer].named_parameters())
 
     def changing(self, layer: int) -> list[str]:
@@ -109,7 +111,7 @@ class LocalLayers:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those of this rank."""
+        """Optimizers of this rank."""
         return [layout.optimizer for layout in self.layouts]
 
     def close(self) -> None:
@@ -120,7 +122,7 @@ class LocalLayers:
 
     @property
     def bulk_transfer(self) -> BulkTransfer:
-        """Those by which layers go; all ranks have to ask for them the first time at one place of training."""
+        """Return the transfer of whole layers; all ranks make the first call at the same batch."""
         if self._bulk_transfer is None:
             grid, watch = self.holdings.grid, self._control.watch
             self._bulk_transfer = BulkTransfer(dist.get_rank(), grid.pipeline, watch)

@@ -157,7 +157,7 @@ class LayerTransfer:
         fault_point("move.ended")
 
     def _compare(self, sums: dict[int, int], kept: dict[int, LayerState]) -> None:
-        """Returns when the states of the layers are here what they are at the source."""
+        """Wait until the states of the layers equal those at the source."""
         if not self._launched:
             return
         part = self._part
@@ -189,7 +189,9 @@ class LayerTransfer:
 
 
 def move(part: LocalLayers, layers: Sequence[Span], gradients: bool = True) -> None:
-    """From now on the stages have these layers; no window is open, and all ranks wait until they are there. Collective.
+    """Move layers to the ranks of these stages, with no window open.
+
+    All ranks wait for arrival. Collective. Collective.
 
     Raises:
         PlanError: see `LocalLayers.check`, or a layer has something that can't be sent.

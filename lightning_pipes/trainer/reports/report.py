@@ -1,4 +1,4 @@
-"""A run as measured beside what the simulator predicts for it, and what to change."""
+"""A measured run beside the simulator's prediction, with advice."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class PipelineReport:
 
     @property
     def measured(self) -> Timeline:
-        """The batch whose time is the median of those kept, on all ranks."""
+        """The batch of median time among those kept, on all ranks."""
         assert self.record.measured is not None
         return self.record.measured
 
@@ -164,8 +164,10 @@ class PipelineReport:
 
     @cached_property
     def advice(self) -> Advice:
-        """Advice on what is slow, and what to change, as found by simulating changes: seconds of work, with a progress
-        bar, for hundreds of micro-batches."""
+        """Advice on slow parts and on changes, found by simulating changes.
+
+        It takes seconds of work, with a progress bar, for hundreds of micro-batches.
+        """
         from lightning_pipes.planning.advice import advise_run
         from lightning_pipes.planning.progress import progress_bar
 

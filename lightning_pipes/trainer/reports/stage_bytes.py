@@ -18,8 +18,10 @@ from lightning_pipes.ir import Span
 
 
 class StageBytes(NamedTuple):
-    """Of one stage: weights with buffers, gradients with optimizer states, and per sample what is kept from forward to
-    backward and what is handed on."""
+    """Bytes of one stage: weights with buffers, and gradients with optimizer states.
+
+    Per sample it has the bytes kept from forward to backward, and those sent on.
+    """
 
     weights: int
     states: int
@@ -71,7 +73,7 @@ class SavedBytes:
         return None if seen is None else seen.activations
 
     def of(self, stages: Mapping[int, Iterable[nn.Module]], optimizers: Iterable[Optimizer]) -> dict[int, StageBytes]:
-        """By number, what those stages hold whose first micro-batch was seen."""
+        """Return the bytes of stages with a measured first micro-batch, by number."""
         states: dict[torch.Tensor, int] = {}
         for optimizer in optimizers:
             for parameter, values in optimizer.state.items():

@@ -15,8 +15,13 @@ _IDLE = ("pipeline/bubble", "pipeline/efficiency")
 
 
 class Share(NamedTuple):
-    """Of one rank: nanoseconds from its first instruction to the end of its last; what each stage computed; the number
-    of batches."""
+    """The time of one rank in a window.
+
+    Attributes:
+        took: nanoseconds from its first instruction to the end of its last.
+        stages: nanoseconds of each stage.
+        batches: their number.
+    """
 
     took: int
     stages: dict[int, int]
@@ -24,7 +29,7 @@ class Share(NamedTuple):
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Share:
-        """The share of one rank, by what it recorded."""
+        """Return the share of one rank by its events."""
         first, last, stages, batches = None, 0, dict[int, int](), 1
         for _, i, start, end in events:
             if i.kind in COMPUTE:
@@ -58,7 +63,7 @@ class Timing:
 
     @classmethod
     def of(cls, shares: Sequence[Share], alone: bool = True) -> Timing:
-        """From every rank's share, in the order of ranks."""
+        """Return the timing from the shares of all ranks, in their order."""
         busy = [sum(share.stages.values()) for share in shares]
         took = max(1, *(share.took for share in shares))
         most = max(range(len(busy)), key=lambda rank: busy[rank])
@@ -75,7 +80,7 @@ class Timing:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """By the name under which they are logged; no bubble and no efficiency unless it was alone."""
+        """Return metrics by logged name; no bubble and no efficiency with siblings."""
         found = {
             "pipeline/step_ms": 1e3 * self.seconds,
             "pipeline/bubble": self.bubble,

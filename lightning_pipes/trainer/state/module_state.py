@@ -186,7 +186,7 @@ class BatchState:
 
 
 def _merge_entries(later: Content, kept: Content, own: Collection[Any]) -> Any:
-    """Return the entries `later` with those of `kept`, but for the step's own."""
+    """Return the entries `later` with the entries of `kept`, except the step's own."""
     if isinstance(later, dict) and isinstance(kept, dict):
         return {**later, **{key: value for key, value in kept.items() if key not in own}}
     return later if None in own else kept

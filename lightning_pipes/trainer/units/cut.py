@@ -103,7 +103,7 @@ class UnitCut(CutModule):
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """In the block the stand-ins of other stages' weights are in their places."""
+        """Put the stand-ins of other stages' weights in their places for the block."""
         self._show()
         try:
             yield
@@ -162,7 +162,7 @@ class UnitCut(CutModule):
         return self._by_id.get(id(tensor), ())
 
     def _hide(self) -> None:
-        """Take the stand-ins out of the module, so that its weights are those of this rank."""
+        """Take the stand-ins out of the module, which then has the weights of this rank only."""
         tables = {id(slot.table): slot.table for slot in self._absent.slots}
         names = {(id(slot.table), slot.name) for slot in self._absent.slots}
         self._hidden = [(table, list(table.items())) for table in tables.values()]

@@ -1,4 +1,4 @@
-"""Who has what of a model that is cut by units."""
+"""The places of weights and buffers of a model that is cut by units."""
 
 from __future__ import annotations
 

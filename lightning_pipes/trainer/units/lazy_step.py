@@ -34,7 +34,7 @@ class _Border(BaseException):
 
 
 class LazyStep(TracedStep):
-    """Runs steps of a module whose other weights are on `meta`.
+    """Runs steps of a module with other stages' weights on `meta`.
 
     A step that is like the recorded one ends where the record is cut. Any other one ends in front of the first unit
     whose weights are not here: stages need no record of it.
@@ -67,7 +67,7 @@ class LazyStep(TracedStep):
     def run(
         self, step: Callable[..., Any], batch: Any, arguments: Sequence[Any], received: Crossing | None
     ) -> Crossing | Any:
-        """Return what the next stage gets; on the last stage the result of the step.
+        """Return the message to the next stage; on the last stage the result of the step.
 
         Args:
             received: what the stage before has sent; None on the first stage.
@@ -144,7 +144,7 @@ class LazyStep(TracedStep):
         return ran.out
 
     def _pass_over(self, done: Done, given: Sequence[torch.Tensor]) -> Any:
-        """Return placeholders for what a unit of an earlier stage has made."""
+        """Return placeholders for the results of a unit on an earlier stage."""
         self.values.meet(given)
         for number, key in done.written:
             if self.values.taint(number) != key:
@@ -183,7 +183,7 @@ class LazyStep(TracedStep):
             ) from error
 
     def _pack(self) -> Crossing:
-        """Return what the next stage needs: the values that the user's code holds, and the units so far."""
+        """Return the message to the next stage: the values that the user's code holds, and the units so far."""
         keys = tuple(self.values.alive())
         found = tuple(self.values.value(key) for key in keys)
         memory: dict[int, list[int]] = defaultdict(list)

@@ -27,7 +27,7 @@ _TRIES = 100
 
 @dataclass(frozen=True)
 class RecordedUnit:
-    """What was seen of a unit.
+    """The record of a unit.
 
     Attributes:
         name: the path of a module, or the name of a function.
@@ -169,7 +169,7 @@ class Recorder(TracedStep):
             self._kept.append(tensor)
 
     def _look_for_hidden(self, tensor: torch.Tensor) -> None:
-        """Note the module that has left a tensor elsewhere than in what it returned."""
+        """Note the module that has stored a tensor besides returning it."""
         if id(tensor) in self._left and not self.values.is_value(tensor):
             self.hidden.add(self._left[id(tensor)][0])
 
@@ -188,7 +188,7 @@ class Recorder(TracedStep):
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts multiplications and additions, as `FlopCounterMode` does, whose hooks call functions of torch."""
+    """Counts multiplications and additions, as `FlopCounterMode` does, but without calls of torch in its hooks."""
 
     total = 0.0
 

@@ -46,7 +46,7 @@ class UnitRun:
 
 
 class TracedStep(UnitMode):
-    """Runs units, and says of each whether it is pure and what it makes.
+    """Runs units, and records for each whether it is pure, and its results.
 
     Args:
         atomic: modules whose calls are units, by path.
@@ -111,7 +111,7 @@ class TracedStep(UnitMode):
     def _describe(
         self, name: str, path: str | None, out: Any, given: list[torch.Tensor], written: list[torch.Tensor], drew: bool
     ) -> Done:
-        """Write down what later stages need of a unit, and number what it has made."""
+        """Record the values of a unit for later stages, and number its results."""
         values, made = self.values, tensors_of(out)
         if not drew and not self.placed(path, given) and not any(map(values.is_value, given)):
             for tensor in made:

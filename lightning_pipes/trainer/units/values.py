@@ -100,7 +100,7 @@ class Values:
         )
 
     def stand_for(self, out: Any, device: torch.device) -> Any:
-        """Return what a unit of another stage returned, with placeholders for the values that it made."""
+        """Return the result of a unit on another stage, with placeholders for its values."""
 
         def fill(leaf: Any) -> Any:
             if isinstance(leaf, Made):
@@ -118,7 +118,7 @@ class Values:
         return [key for key in self._held if self._references(key) > 1]
 
     def prune(self) -> None:
-        """Let go of values that nobody else holds, from time to time."""
+        """Release values without other references, from time to time."""
         if len(self._held) < self._limit:
             return
         for key in [key for key in self._held if self._references(key) <= 1]:
@@ -149,7 +149,7 @@ def placeholder(made: Made, device: torch.device) -> torch.Tensor:
 
 
 def stands_on(tensor: torch.Tensor) -> torch.device | None:
-    """Return the device of what a placeholder stands for; None for any other tensor."""
+    """Return the device of a placeholder's value; None for any other tensor."""
     found: torch.device | None = tensor.__dict__.get("stands_on")
     return found
 

@@ -75,7 +75,7 @@ class _Losses(NamedTuple):
 
 
 class UncomparedLoss(Watcher):
-    """Warns of a batch whose loss may be a mean over something else than samples, where no loss is compared.
+    """Warns of a batch with a loss that may be no mean over samples, where no loss is compared.
 
     No stage of a module that is cut by units can run a whole batch by itself.
     """
