@@ -213,6 +213,7 @@ def prepare(
         settings.check_loss and units is None,
         training,
         settings.relocation,
+        None if units is None else units.ruled_out_weights,
     )
     stays = bool(holdings.tied) or shares_ranks
     prediction = Prediction(decision, ranks, links.n_trainings == 1, stays, profiles.forget) if fitting else None

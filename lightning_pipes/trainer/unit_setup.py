@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
-from lightning_pipes.engine.compute.rng import forked_rng, seed_all
-from lightning_pipes.ir import PipelineError, Plan, PlanError
+from lightning_pipes.engine.compute.rng import RngUse, forked_rng, seed_all
+from lightning_pipes.ir import PipelineError, Plan, PlanError, Span
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.module.batches import copied
+from lightning_pipes.trainer.module.batches import copied, cutter, rows_of
 from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.module.pipelined import LEAST_FOR_STATISTICS, batch_statistics
@@ -33,12 +33,25 @@ from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.session import Session
 from lightning_pipes.trainer.state.module_state import ModuleState
 from lightning_pipes.trainer.step.logs import recorded
+from lightning_pipes.trainer.step.loss_weights import (
+    SAMPLES,
+    SUMS,
+    Amounts,
+    candidates_differ,
+    find_candidates,
+    losses_differ,
+)
+from lightning_pipes.trainer.step.steps import loss_of
 from lightning_pipes.trainer.units.borders import Borders
 from lightning_pipes.trainer.units.cut import UnitCut, weights_of_stages
 from lightning_pipes.trainer.units.layout import UnitLayout
 from lightning_pipes.trainer.units.recording import StepRecord, find_atomic, record_step
 from lightning_pipes.trainer.units.steps import UnitSteps, stage_modules
 
+T = TypeVar("T")
+
+COMPARED = 32
+"""The most samples of a batch whose loss is compared with the losses of its parts."""
 ORDERS = ("gpipe", "1f1b", "kfkb")
 """Schedules that can order stages of units."""
 
@@ -83,6 +96,8 @@ class UnitSetup:
             )
         stages = self._ranks.grid.length
         self._refuse(request)
+        self.ruled_out_weights: frozenset[str] | None = None
+        """Candidates for the weights of micro-batches that don't make the loss; None where nothing was compared."""
         self._layout = self._lay_units(request, stages)
         self.weights = weights_of_stages(module, self._layout)
         """The weights of each stage, in the place of layers."""
@@ -186,16 +201,22 @@ class UnitSetup:
         if private.has_delayed_training_data(trainer):
             private.forget_training_data(trainer)
 
-        def run() -> StepRecord:
+        def run() -> tuple[StepRecord, frozenset[str] | None]:
             try:
                 with forked_rng(self._ranks.device):
                     batch = self._example(data, request, stages)
+                    compares = self._settings.check_loss and request.microbatches != 1 and not is_of_batches(data)
+                    larger = example_batch(data, min(batch_rows(data), COMPARED)) if compares else None
             except NoSampleError as why:
                 raise NotMeasuredError(str(why)) from None
-            return self._record_with(batch)
+            return self._record_with(batch), None if larger is None else self._rule_out_weights(larger)
 
         try:
-            return Together(self._ranks.control)(run)[self._ranks.control.position]
+            records, ruled_out = zip(*Together(self._ranks.control)(run), strict=True)
+            if None not in ruled_out:
+                self.ruled_out_weights = frozenset().union(*ruled_out)
+            record: StepRecord = records[self._ranks.control.position]
+            return record
         except NotMeasuredError as why:
             raise PipelineError(
                 f"{type(self._module).__name__} has no one container of layers that is called in order, and its "
@@ -223,21 +244,78 @@ class UnitSetup:
         step = named_step(module, "training_step")
         arguments = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
 
-        def run(recording: Any) -> StepRecord:
-            with ExitStack() as stack:
-                stack.enter_context(forked_rng(device))
-                for context in (unchanged(module), recorded(module), without_loggers()):
-                    stack.enter_context(context)
-                stack.enter_context(self._trainer.precision_plugin.train_step_context())
-                stack.enter_context(torch.enable_grad())
-                seed_all(self._settings.seed, device, everything=True)
-                training = {part: part.training for part in module.modules()}
-                module.train()
-                try:
-                    found: StepRecord = recording()
-                finally:
-                    for part, mode in training.items():
-                        part.training = mode
-                return found
-
+        run = partial(self._run_without_trace, True)
         return record_step(module, run, step, partial(copied, batch), arguments, device)
+
+    def _run_without_trace(self, training: bool, work: Callable[[], T]) -> T:
+        """Return the result of `work`, which runs the step of the whole module in a mode and leaves no trace in it."""
+        module, device = self._module, self._ranks.device
+        with ExitStack() as stack:
+            stack.enter_context(forked_rng(device))
+            for context in (unchanged(module), recorded(module), without_loggers()):
+                stack.enter_context(context)
+            stack.enter_context(self._trainer.precision_plugin.train_step_context())
+            stack.enter_context(torch.enable_grad())
+            seed_all(self._settings.seed, device, everything=True)
+            modes = {part: part.training for part in module.modules()}
+            module.train(training)
+            try:
+                return work()
+            finally:
+                for part, mode in modes.items():
+                    part.training = mode
+
+    def _rule_out_weights(self, batch: Any) -> frozenset[str] | None:
+        """Return the candidates for weights by which losses of parts don't make that of a batch.
+
+        None is returned, and logged, where the losses say nothing: the step draws random numbers, or can't run so.
+        """
+        module, device = self._module, self._ranks.device
+        batch = private.on_device(self._trainer, batch)
+        step, draws = named_step(module, "training_step"), RngUse(device)
+        arguments = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
+
+        def find_means(spans: list[Span]) -> list[Amounts]:
+            return [each for each in find_candidates(module, batch, rows, spans) if each.name != SUMS]
+
+        def compute_loss(part: Any) -> torch.Tensor:
+            draws.start()
+            with torch.no_grad():
+                loss, _ = loss_of(step(copied(part), *arguments))
+            draws.stop()
+            return loss.detach()
+
+        try:
+            rows = rows_of(batch)
+            if rows < 2:
+                return None
+            cuts = [[Span(0, at), Span(at, rows)] for at in range(1, rows)]
+            spans = next((each for each in cuts if candidates_differ(find_means(each), each)), cuts[0])
+            cut = cutter(batch, rows)
+            whole, *parts = (
+                self._run_without_trace(False, partial(compute_loss, part)) for part in (batch, *map(cut, spans))
+            )
+        except Exception as error:  # of the user's code, with other numbers of samples
+            rank_zero_info(f"The loss of {type(module).__name__}.training_step was not compared: {error}")
+            return None
+        if draws.was_used:
+            rank_zero_info(f"The loss of {type(module).__name__}.training_step was not compared: it is drawn at random")
+            return None
+        losses = [loss.item() for loss in parts]
+        kinds = {t.dtype for t in (*module.parameters(), whole) if t.is_floating_point()}
+        wrong = set()
+        candidates = find_candidates(module, batch, rows, spans)
+        for each in candidates:
+            mean = sum(loss * each.loss_share(span) for loss, span in zip(losses, spans, strict=True) if each.of(span))
+            if losses_differ(whole.item(), mean, [whole.item(), *losses], whole.dtype, kinds):
+                wrong.add(each.name)
+        if len(wrong) == len(candidates):
+            wrong.discard(SAMPLES)
+            rank_zero_warn(
+                f"The loss of {type(module).__name__}.training_step is {whole.item():.6g} for {rows} samples, and no "
+                f"sum or mean of its losses for parts of them, {losses[0]:.6g} and {losses[1]:.6g}. A batch is "
+                "trained by the losses of its micro-batches, so training differs from one process. Set "
+                "PipelineStrategy(microbatches=1), or give the module microbatch_weight(batch), which returns the "
+                "weight of a micro-batch. PipelineStrategy(check_loss=False) leaves this comparison out"
+            )
+        return frozenset(wrong)

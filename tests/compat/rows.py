@@ -602,14 +602,18 @@ for name, kind, reason in (
         tolerance=1e-5 if kind is models.LitPaddedLabels else 1e-10,  # the library's loss is in single precision
         reason=reason,
     )
-model(
-    "a module cut by units: padded labels (-100)",
-    module=models.LitPaddedLabels,
-    loaders=label_loaders,
-    strategy={"module": ""},
-    warned="is not compared with those of its micro-batches, for the module is cut by units",
-    reason="give the module `microbatch_weight(batch)`",
-)
+for name, kind, reason in (
+    ("padded labels (-100)", models.LitPaddedLabels, "weighed by labels, as the loss of the first samples is"),
+    ("sums", models.LitSummedLabels, "summed, as the loss of the first samples is"),
+):
+    model(
+        f"a module cut by units: {name}",
+        module=kind,
+        loaders=label_loaders,
+        strategy={"module": ""},
+        tolerance=1e-5 if kind is models.LitPaddedLabels else 1e-10,
+        reason=reason,
+    )
 model(
     "a module cut by units: a weight that the module gives",
     module=models.LitWeighs,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,18 +13,15 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, Sampler
+from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.ranks.grid import Grid
 from tests.trainer.lit import Keeper, Lit, LitOutside, MeanOfAll, data, differences, plain_values, quiet
+from tests.trainer.replicas import REPLICAS, ROWS, SEED, Dealt
 from tests.trainers import make_trainer
-
-REPLICAS = 2
-SEED = 3
-ROWS = 4  # samples of one replica's batch
 
 
 class LitSynced(LitOutside):
@@ -78,25 +74,6 @@ class LitUnfrozen(LitSynced):
     def _train(self, trained: bool) -> None:
         for part in (self.inlet, self.outlet, self.model[2]):
             part.requires_grad_(trained)
-
-
-class Dealt(Sampler[int]):
-    """For one process: what Lightning's DistributedSampler deals out to the replicas, batch by batch."""
-
-    def __init__(self, rows: int, shuffle: bool) -> None:
-        self.samplers = [DistributedSampler(range(rows), REPLICAS, r, shuffle, SEED) for r in range(REPLICAS)]
-
-    def set_epoch(self, epoch: int) -> None:
-        for sampler in self.samplers:
-            sampler.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[int]:
-        dealt = [list(sampler) for sampler in self.samplers]
-        steps = range(0, len(dealt[0]), ROWS)
-        return iter([n for step in steps for mine in dealt for n in mine[step : step + ROWS]])
-
-    def __len__(self) -> int:
-        return sum(map(len, self.samplers))
 
 
 SAMPLES, VALIDATED = 24, 16

@@ -17,7 +17,7 @@ from lightning_pipes.planning.partition import with_layer
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.module.optimizer_shards import check_shardable
 from tests.trainer.lit import Lit, LitOutside, data, differences, plain_values, quiet
-from tests.trainer.test_data_parallel import REPLICAS, ROWS, Dealt
+from tests.trainer.replicas import REPLICAS, ROWS, Dealt
 from tests.trainers import make_trainer
 
 SAMPLES = 22  # the last batch of an epoch has 3 a replica, the others 4

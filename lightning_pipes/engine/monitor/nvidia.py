@@ -9,11 +9,12 @@ import math
 import time
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from lightning_pipes.engine.monitor.source import Rates, Source, SourceError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Nvidia:
@@ -93,6 +94,8 @@ class CudaSource(Source):
             raise SourceError("this rank computes on no CUDA device")
 
     def read(self) -> list[float]:
+        import torch
+
         device = self._device
         free, _ = torch.cuda.mem_get_info(device)
         return [float(free), float(torch.cuda.memory_allocated(device)), float(torch.cuda.memory_reserved(device))]

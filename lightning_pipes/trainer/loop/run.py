@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
@@ -128,6 +128,7 @@ class PipelineRun:
         seed: what the random streams of the layers start from.
         transport: how messages travel, as `make_transport` names it.
         check_loss: find out in first batches by what losses of micro-batches are weighed.
+        left_out: candidates for these weights that are ruled out already; None where nothing was compared.
         training: makes what trains, when all else is made.
         relocation: how layers move while training goes on.
 
@@ -160,6 +161,7 @@ class PipelineRun:
         check_loss: bool,
         training: Callable[[PipelineRun], Training],
         relocation: str = BLOCKING,
+        left_out: Collection[str] | None = None,
     ) -> None:
         self.part = part
         self.cut = cut = part.cut
@@ -188,10 +190,11 @@ class PipelineRun:
         self.last = plan.ranks[-1] == rank
         self.stages = self._made_stages(plan)
         self.loss_weights = None
-        if self.fitting and LossWeights.are_needed(cut.module, check_loss):
+        if self.fitting and LossWeights.are_needed(cut.module, check_loss or left_out is not None):
             sums = self._sums_over_replicas(ranks)
             if self.last:
                 self.loss_weights = LossWeights(cut.module, check_loss, sums, ranks.grid.replicas)
+                self.loss_weights.left_out.update(left_out or ())
         make = partial(make_transport, plan, rank, global_ranks, device, control.watch, transport)
         connect = partial(control.watch.call, make)
         self.engine = Engine(

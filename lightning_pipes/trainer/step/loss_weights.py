@@ -6,6 +6,7 @@ make the loss of the whole batch of the losses of its micro-batches.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -25,6 +26,9 @@ EXTREME = "the largest or smallest"
 """By what values are merged that are logged with reduce_fx="max" or "min"; no weights."""
 IGNORED = -100
 """The label of what does not count, as of `torch.nn.functional.cross_entropy`."""
+_HALF = 1e-4
+"""By how much losses may differ, relatively, where they are computed from numbers with half the bits: batches of other
+sizes made 2e-6 of it."""
 _ALIKE = 1e-12
 """By how much equal weights may differ."""
 
@@ -218,6 +222,7 @@ class LossWeights:
 
     Attributes:
         name: by what micro-batches are weighed; empty before the first batch.
+        left_out: names of candidates that don't make the loss.
     """
 
     MOST_LOOKS, MOST_FOR_LOGS, MOST_AGAIN = 5, 3, 16
@@ -229,7 +234,7 @@ class LossWeights:
         self._module = module
         self._looks = self.MOST_LOOKS if looks else 0
         self._sums, self._replicas = sums, replicas
-        self._left_out: set[str] = set()
+        self.left_out: set[str] = set()
         self._looks_for_logs = self.MOST_FOR_LOGS if looks else 0
         self._looks_again = self.MOST_AGAIN if looks else 0
         self._logs: dict[LogKey, set[str]] = {}
@@ -249,7 +254,7 @@ class LossWeights:
         if len(spans) < 2 and self._sums is None:
             return None
         found = find_candidates(self._module, batch, rows, spans)
-        left = [each for each in found if each.name not in self._left_out]
+        left = [each for each in found if each.name not in self.left_out]
         left = left or [each for each in found if each.name == SAMPLES]
         if not self._looks:
             left = left[:1]
@@ -282,11 +287,11 @@ class LossWeights:
         if not left:
             left = [each for each in weights.found if each.name == SAMPLES]
             self._looks = 0
-        self._left_out |= set(names) - {each.name for each in left}
+        self.left_out |= set(names) - {each.name for each in left}
         weights.chosen = left[0] if left else weights.found[0]
         self._name(weights.chosen)
         if not self._looks:
-            self._left_out |= set(names) - {weights.chosen.name}
+            self.left_out |= set(names) - {weights.chosen.name}
 
     def weigh_logs(self, weights: BatchWeights, by: Mapping[LogKey, tuple[str, Collection[str]]]) -> None:
         """Weigh logged and returned values by the candidates that reproduce them from micro-batches.
@@ -369,3 +374,20 @@ def candidates_differ(found: Sequence[Amounts], spans: Sequence[Span]) -> bool:
         for each in found[1:]
         for span, share in zip(spans, first, strict=True)
     )
+
+
+def losses_differ(
+    whole: float, mean: float, losses: Iterable[float], kind: torch.dtype, types: set[torch.dtype]
+) -> bool:
+    """Return whether the loss of a batch and the mean over its parts differ by more than rounding.
+
+    Args:
+        losses: all losses, for their size.
+        kind: the type of the losses.
+        types: the types of the numbers from which they were computed.
+    """
+    if not math.isfinite(whole) or not math.isfinite(mean):
+        return math.isfinite(whole) or math.isfinite(mean)
+    coarsest, own = (max(torch.finfo(dtype).eps for dtype in of) for of in (types, {kind}))
+    relative = max(_HALF if coarsest > _HALF else 0.0, own if own > _HALF else own ** (2 / 3))
+    return abs(whole - mean) > relative * max(abs(loss) for loss in losses if math.isfinite(loss))

@@ -41,15 +41,13 @@ from lightning_pipes.trainer.step.loss_weights import (
     WeighsMicrobatches,
     candidates_differ,
     find_candidates,
+    losses_differ,
     usual_weights,
 )
 from lightning_pipes.trainer.step.steps import Kept, loss_of, no_room
 
 LABELLED_BATCHES = 20
 """Batches whose labels are looked at where no loss is compared."""
-_HALF = 1e-4
-"""By how much losses may differ, relatively, where they are computed from numbers with half the bits: batches of other
-sizes made 2e-6 of it."""
 _MOST = 1e4
 """Values beyond are those of masks, which are not distorted."""
 
@@ -71,7 +69,7 @@ class _Losses(NamedTuple):
         """Return whether the parts add up to something else than the whole."""
         parts = [(loss, share(span)) for span, loss in self.parts.items()]
         mean = sum(loss * weight for loss, weight in parts if weight)
-        return _differ(self.whole, mean, [self.whole, *(loss for loss, _ in parts)], self.kind, self.types)
+        return losses_differ(self.whole, mean, [self.whole, *(loss for loss, _ in parts)], self.kind, self.types)
 
 
 class UncomparedLoss(Watcher):
@@ -93,16 +91,20 @@ class UncomparedLoss(Watcher):
         self._batches += 1
         spans = [span.clip_to(step.rows) for span in plan.spans(Kind.F, plan.n_stages - 1)]
         spans = [span for span in spans if span.rows]
-        found = [each for each in find_candidates(module, step.batch, step.rows, spans) if each.name != SUMS]
+        left_out = {SUMS} if run.loss_weights is None else {SUMS, *run.loss_weights.left_out}
+        found = [each for each in find_candidates(module, step.batch, step.rows, spans) if each.name not in left_out]
+        if not found:  # a sum
+            return
         other = next((each for each in found[1:] if candidates_differ([found[0], each], spans)), None)
         if other is None:
             return
         self._batches = LABELLED_BATCHES
         rank_zero_warn(
             f"The loss of {type(module).__name__}.training_step is not compared with those of its micro-batches, for "
-            "the module is cut by units, and no stage can run a whole batch. Micro-batches are weighed by their "
-            f"{found[0].name}. If the loss is no mean over samples, but over {other.name}, training differs from one "
-            "process. Give the module microbatch_weight(batch), which returns the weight of a micro-batch, or set "
+            "the module is cut by units, and no stage can run a whole batch. The first samples, which were compared, "
+            f"do not tell {found[0].name} from {other.name}. Micro-batches are weighed by their {found[0].name}; if "
+            "the loss is a mean over the other, training differs from one process. Give the module "
+            "microbatch_weight(batch), which returns the weight of a micro-batch, or set "
             "PipelineStrategy(microbatches=1)"
         )
 
@@ -413,13 +415,3 @@ def _numbers(whole: LogCall, parts: Mapping[Any, LogCall | None]) -> tuple[float
             weights = torch.rand(tensors[0].numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         numbers = [float((t.detach().cpu().double().reshape(-1) * weights).sum()) for t in tensors]
     return numbers[0], dict(zip(parts, numbers[1:], strict=True))
-
-
-def _differ(whole: float, mean: float, losses: Iterable[float], kind: torch.dtype, types: set[torch.dtype]) -> bool:
-    """Whether the two differ by more than rounding makes of losses of that size and `kind`; `types` are those of what
-    they were computed from."""
-    if not math.isfinite(whole) or not math.isfinite(mean):
-        return math.isfinite(whole) or math.isfinite(mean)
-    coarsest, own = (max(torch.finfo(dtype).eps for dtype in of) for of in (types, {kind}))
-    relative = max(_HALF if coarsest > _HALF else 0.0, own if own > _HALF else own ** (2 / 3))
-    return abs(whole - mean) > relative * max(abs(loss) for loss in losses if math.isfinite(loss))

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.arrays.array import JobArray
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.step.loss_weights import losses_differ
 from lightning_pipes.trainer.watchers import loss_check
-from lightning_pipes.trainer.watchers.loss_check import _differ
 from tests.compat.models import LitGPT2, LitLlama
 from tests.trainer.lit import Case, Lit, data, differences, quiet, train_cases
 from tests.trainers import make_trainer
@@ -291,16 +291,16 @@ def test_replicas_say_it_once():
 def test_rounding_is_no_difference():
     """Also where it is more than the loss itself, because its parts cancel out."""
     half, single, double = torch.bfloat16, torch.float32, torch.float64
-    assert not _differ(2.0, 2.00001, [2.0], single, {single})
-    assert _differ(2.0, 2.0002, [2.0], single, {single})
-    assert _differ(2.0, 2.0000001, [2.0], double, {double})
-    assert not _differ(2.0, 2.0001, [2.0], single, {single, half})
-    assert _differ(2.0, 2.001, [2.0], single, {single, half})
-    assert not _differ(2.0, 2.01, [2.0], half, {half})
-    assert _differ(2.0, 2.03, [2.0], half, {half})
-    assert not _differ(1e-7, 0.0, [1.0, -1.0], single, {single})
-    assert _differ(2.0, float("nan"), [2.0, 2.0, float("nan")], single, {single})  # a micro-batch of padding only
-    assert not _differ(float("nan"), float("nan"), [2.0], single, {single})
+    assert not losses_differ(2.0, 2.00001, [2.0], single, {single})
+    assert losses_differ(2.0, 2.0002, [2.0], single, {single})
+    assert losses_differ(2.0, 2.0000001, [2.0], double, {double})
+    assert not losses_differ(2.0, 2.0001, [2.0], single, {single, half})
+    assert losses_differ(2.0, 2.001, [2.0], single, {single, half})
+    assert not losses_differ(2.0, 2.01, [2.0], half, {half})
+    assert losses_differ(2.0, 2.03, [2.0], half, {half})
+    assert not losses_differ(1e-7, 0.0, [1.0, -1.0], single, {single})
+    assert losses_differ(2.0, float("nan"), [2.0, 2.0, float("nan")], single, {single})  # a micro-batch of padding only
+    assert not losses_differ(float("nan"), float("nan"), [2.0], single, {single})
 
 
 class LitPaddedGPT2(LitGPT2):

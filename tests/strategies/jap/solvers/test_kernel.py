@@ -16,7 +16,7 @@ def test_the_same_with_and_without_numba(monkeypatch):
     small = random_array(4, 3, seed=1)
     tried = []
     for kernel in (SOLVERS.python, SOLVERS.numba):
-        for module in ("search", "branch", "rules"):
+        for module in ("search", "solve", "rules"):
             monkeypatch.setattr(
                 f"lightning_pipes.strategies.jap.solvers.{module}.kernel_for", lambda blocks, k=kernel: k
             )
