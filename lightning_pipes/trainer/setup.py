@@ -255,7 +255,7 @@ def _make_optimizers(strategy: PipelineHost, module: pl.LightningModule) -> Sequ
 def choose_container(trainer: pl.Trainer, module: pl.LightningModule, session: Session, named: str | None) -> str:
     """Return the path of the container to cut: the named one, that of a run that goes on, or the one found.
 
-    Collective. Collective.
+    Collective.
 
     It is that of the module itself where there is no container of layers that is clearly the largest.
     """

@@ -202,7 +202,7 @@ class PipelineStrategy(PipelineHost):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy: the settings.
 
-        Connections and the run under way are not copied. Connections and the run under way are this one's alone.
+        Connections and the run under way are not copied.
         """
         state = {**self.__dict__, **dict.fromkeys(("_session", "_spread"))}
         return {**state, "_patches": Patches()}

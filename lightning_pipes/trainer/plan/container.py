@@ -38,7 +38,7 @@ MOST = 0.5
 def find_container(trainer: pl.Trainer, module: pl.LightningModule, control: Control, device: torch.device) -> str:
     """Return the path of the container to cut, where the user names none.
 
-    Of several containers the one with the largest measured time is taken, if a step can run. Collective. Collective.
+    Of several containers the one with the largest measured time is taken, if a step can run. Collective.
 
     Raises:
         PipelineError: there is none or no clear one, or it is not run layer by layer.

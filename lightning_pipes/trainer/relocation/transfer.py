@@ -191,7 +191,7 @@ class LayerTransfer:
 def move(part: LocalLayers, layers: Sequence[Span], gradients: bool = True) -> None:
     """Move layers to the ranks of these stages, with no window open.
 
-    All ranks wait for arrival. Collective. Collective.
+    All ranks wait for arrival. Collective.
 
     Raises:
         PlanError: see `LocalLayers.check`, or a layer has something that can't be sent.

@@ -101,8 +101,7 @@ def profile_subject(
     repeats: int,
     progress: Progress,
 ) -> ModelProfile:
-    """Return the profile of `subject` for every number of rows. On a CPU it runs on `threads` threads. On a CPU it runs
-    on `threads` threads.
+    """Return the profile of `subject` for every number of rows. On a CPU it runs on `threads` threads.
 
     Raises:
         InputError: there is no such device, or no such optimizer.
