@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from lightning_pipes.ir import PipelineError
 BUCKET_BYTES = 25 * 2**20
 """Bytes of a bucket as in torch's DistributedDataParallel: large enough for bandwidth, small enough to leave early."""
 
+Tensor = TypeVar("Tensor", bound=torch.Tensor)
 Wait = Callable[[], object]
 AllReduce = Callable[[torch.Tensor], Wait]
 """Starts to sum a tensor in place over some ranks; what it returns waits for the end."""
@@ -83,15 +84,21 @@ class TrainableParameters:
 
 def make_buckets(parameters: Iterable[nn.Parameter], size: int = BUCKET_BYTES) -> list[Bucket]:
     """Return parameters in buckets of about `size` bytes: the last ones first, as backward reaches them."""
-    found: list[Bucket] = []
-    groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for p in reversed(list(parameters)):
-        group = groups.setdefault((p.dtype, p.device), [])
-        group.append(p)
-        if sum(q.numel() * q.element_size() for q in group) >= size:
-            found.append(Bucket(group))
-            group.clear()
-    return [*found, *(Bucket(group) for group in groups.values() if group)]
+    return [Bucket(group) for group in group_by_bytes(reversed(list(parameters)), size)]
+
+
+def group_by_bytes(tensors: Iterable[Tensor], size: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
+    """Yield tensors of one type and device in groups of about `size` bytes, in their order."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        key = tensor.dtype, tensor.device
+        groups.setdefault(key, []).append(tensor)
+        filled[key] = filled.get(key, 0) + tensor.numel() * tensor.element_size()
+        if filled[key] >= size:
+            yield groups[key]
+            groups[key], filled[key] = [], 0
+    yield from (group for group in groups.values() if group)
 
 
 class Reducer:

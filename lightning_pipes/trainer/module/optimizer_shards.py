@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipes.engine.compute.reducer import BUCKET_BYTES
+from lightning_pipes.engine.compute.reducer import group_by_bytes
 from lightning_pipes.engine.private_torch import step_hooks
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.remote_tensors import HookScope
@@ -131,7 +131,7 @@ class OptimizerShards:
     def _gather(self, tensors: Sequence[Tensor]) -> None:
         """Give each tensor the parts of all replicas; each replica has its own part of it. Collective over replicas."""
         replicas, own = self._replicas.grid.replicas, self._replicas.grid.replica
-        for group in _buckets(tensors):
+        for group in group_by_bytes(tensors):
             length = sum(-(-t.numel() // replicas) for t in group)
             mine = torch.zeros(length, dtype=group[0].dtype, device=group[0].device)
             torch.cat([self._cut(t) for t in group], out=mine[: sum(len(self._part(t, own)) for t in group)])
@@ -167,18 +167,6 @@ class OptimizerShards:
 
 def _has_shape(value: object, shape: Sequence[int]) -> bool:
     return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape)
-
-
-def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors of one type and device that travel together, each group of about `BUCKET_BYTES`."""
-    groups: dict[Any, list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        group = groups[tensor.dtype, tensor.device]
-        group.append(tensor)
-        if sum(t.nbytes for t in group) >= BUCKET_BYTES:
-            yield [*group]
-            group.clear()
-    yield from (group for group in groups.values() if group)
 
 
 def check_shardable(optimizers: Iterable[Optimizer], device: torch.device) -> None:
