@@ -5,8 +5,8 @@
 Two stages of two replicas train with `shard_optimizer` and without it: `zero1_state_share` is the larger of the shares
 of its stage's states that a process keeps, and `zero1_difference` the largest difference of weights. Then two ranks
 fill layers on `meta` from one safetensors file: `load_peak_over_own` is the larger of their peaks of resident memory
-above that before `fit`, over the bytes of the rank's own layers, of which one tensor is a
-sixteenth. Quick mode has smaller layers.
+above that before `fit`, over the bytes of the rank's own layers, of which one tensor is a sixteenth. Quick mode has
+smaller layers.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.harness.report import make_parser
 from benchmarks.harness.silence import QUIET
 from lightning_pipes import PipelineStrategy, load_pretrained
+from lightning_pipes.engine.allocator import read_status_bytes
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import quiet
 
@@ -91,21 +92,15 @@ def train_sharded(rank: int) -> list[tuple[int, dict[str, torch.Tensor]]]:
     return found
 
 
-def resident(field: str) -> int:
-    """Return bytes of resident memory: `VmRSS` now, `VmHWM` at the peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
-
-
 def load_layers(rank: int, file: str, width: int) -> float:
     """Return the peak memory while this rank fills its layers, over the bytes of these layers."""
     found: list[float] = []
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = resident("VmRSS")
+    before = read_status_bytes("VmRSS") or 0
 
     def look(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         own = sum(p.nbytes for p in module.parameters() if not p.is_meta)
-        found.append((resident("VmHWM") - before) / own)
+        found.append(((read_status_bytes("VmHWM") or 0) - before) / own)
 
     inputs = torch.randn(ROWS, width)
     strategy = PipelineStrategy(partition=[1 + LAYERS // 2], gather="none")
