@@ -32,7 +32,7 @@ from lightning_pipes.trainer.loop.layer_copies import LayerCopies
 from lightning_pipes.trainer.loop.run import PipelineRun, Training
 from lightning_pipes.trainer.loop.step_data import StreamedStep
 from lightning_pipes.trainer.loop.stopping import LateAgreement, StopAgreement
-from lightning_pipes.trainer.loop.stream_looks import StreamStatistics
+from lightning_pipes.trainer.loop.stream_statistics import StreamStatistics
 from lightning_pipes.trainer.loop.stream_window import WindowRecorder
 from lightning_pipes.trainer.module.batches import rows_of
 from lightning_pipes.trainer.module.remote_tensors import RemoteTensor
