@@ -36,10 +36,9 @@ from lightning_pipes.trainer.step.logs import recorded
 from lightning_pipes.trainer.step.loss_weights import (
     SAMPLES,
     SUMS,
-    Amounts,
     candidates_differ,
     find_candidates,
-    losses_differ,
+    parts_differ,
 )
 from lightning_pipes.trainer.step.steps import loss_of
 from lightning_pipes.trainer.units.borders import Borders
@@ -241,11 +240,13 @@ class UnitSetup:
         if device.type != "cpu":
             module.to(device)
         batch = private.on_device(self._trainer, batch)
-        step = named_step(module, "training_step")
-        arguments = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
-
         run = partial(self._run_without_trace, True)
-        return record_step(module, run, step, partial(copied, batch), arguments, device)
+        step = named_step(module, "training_step")
+        return record_step(module, run, step, partial(copied, batch), self._step_arguments(), device)
+
+    def _step_arguments(self) -> tuple[Any, ...]:
+        """Return what the step takes beside the batch."""
+        return (0,) if is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2) else ()
 
     def _run_without_trace(self, training: bool, work: Callable[[], T]) -> T:
         """Return the result of `work`, which runs the step of the whole module in a mode and leaves no trace in it."""
@@ -273,10 +274,7 @@ class UnitSetup:
         module, device = self._module, self._ranks.device
         batch = private.on_device(self._trainer, batch)
         step, draws = named_step(module, "training_step"), RngUse(device)
-        arguments = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
-
-        def find_means(spans: list[Span]) -> list[Amounts]:
-            return [each for each in find_candidates(module, batch, rows, spans) if each.name != SUMS]
+        arguments = self._step_arguments()
 
         def compute_loss(part: Any) -> torch.Tensor:
             draws.start()
@@ -290,7 +288,8 @@ class UnitSetup:
             if rows < 2:
                 return None
             cuts = [[Span(0, at), Span(at, rows)] for at in range(1, rows)]
-            spans = next((each for each in cuts if candidates_differ(find_means(each), each)), cuts[0])
+            means = [each for each in find_candidates(module, batch, rows, cuts[0]) if each.name != SUMS]
+            spans = next((each for each in cuts if candidates_differ(means, each)), cuts[0])
             cut = cutter(batch, rows)
             whole, *parts = (
                 self._run_without_trace(False, partial(compute_loss, part)) for part in (batch, *map(cut, spans))
@@ -301,20 +300,18 @@ class UnitSetup:
         if draws.was_used:
             rank_zero_info(f"The loss of {type(module).__name__}.training_step was not compared: it is drawn at random")
             return None
-        losses = [loss.item() for loss in parts]
+        losses = {span: loss.item() for span, loss in zip(spans, parts, strict=True)}
         kinds = {t.dtype for t in (*module.parameters(), whole) if t.is_floating_point()}
-        wrong = set()
         candidates = find_candidates(module, batch, rows, spans)
-        for each in candidates:
-            mean = sum(loss * each.loss_share(span) for loss, span in zip(losses, spans, strict=True) if each.of(span))
-            if losses_differ(whole.item(), mean, [whole.item(), *losses], whole.dtype, kinds):
-                wrong.add(each.name)
+        differ = partial(parts_differ, whole.item(), losses, kind=whole.dtype, types=kinds)
+        wrong = {each.name for each in candidates if differ(share=each.loss_share)}
         if len(wrong) == len(candidates):
             wrong.discard(SAMPLES)
+            of_parts = " and ".join(f"{loss:.6g}" for loss in losses.values())
             rank_zero_warn(
                 f"The loss of {type(module).__name__}.training_step is {whole.item():.6g} for {rows} samples, and no "
-                f"sum or mean of its losses for parts of them, {losses[0]:.6g} and {losses[1]:.6g}. A batch is "
-                "trained by the losses of its micro-batches, so training differs from one process. Set "
+                f"sum or mean of its losses for parts of them, {of_parts}. A batch is trained by the losses of its "
+                "micro-batches, so training differs from one process. Set "
                 "PipelineStrategy(microbatches=1), or give the module microbatch_weight(batch), which returns the "
                 "weight of a micro-batch. PipelineStrategy(check_loss=False) leaves this comparison out"
             )

@@ -10,6 +10,7 @@ import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
 
@@ -70,8 +71,8 @@ def find_candidates(module: pl.LightningModule, batch: Any, rows: int, spans: It
     found = []
     if isinstance(module, WeighsMicrobatches):
         cut = cutter(batch, rows)
-        own = {span: float(module.microbatch_weight(cut(span))) for span in spans}
-        found.append(Amounts(OWN, own.__getitem__, sum(own.values())))
+        own = cache(lambda span: float(module.microbatch_weight(cut(span))))
+        found.append(Amounts(OWN, own, sum(map(own, spans))))
     found.append(Amounts(SAMPLES, lambda span: span.rows, rows))
     for where, tensor in sample_tensors(batch, rows):
         if tensor.dtype is torch.bool or ("mask" in where and not tensor.is_floating_point()):
@@ -374,6 +375,25 @@ def candidates_differ(found: Sequence[Amounts], spans: Sequence[Span]) -> bool:
         for each in found[1:]
         for span, share in zip(spans, first, strict=True)
     )
+
+
+def parts_differ(
+    whole: float,
+    parts: Mapping[Span, float],
+    share: Callable[[Span], float],
+    kind: torch.dtype,
+    types: set[torch.dtype],
+) -> bool:
+    """Return whether the losses of parts of a batch, by their shares, add up to something else than its loss.
+
+    Args:
+        share: returns the weight of a part's loss in that of the batch.
+        kind: the type of the losses.
+        types: the types of the numbers from which they were computed.
+    """
+    weighed = [(loss, share(span)) for span, loss in parts.items()]
+    mean = sum(loss * weight for loss, weight in weighed if weight)
+    return losses_differ(whole, mean, [whole, *parts.values()], kind, types)
 
 
 def losses_differ(

@@ -41,7 +41,7 @@ from lightning_pipes.trainer.step.loss_weights import (
     WeighsMicrobatches,
     candidates_differ,
     find_candidates,
-    losses_differ,
+    parts_differ,
     usual_weights,
 )
 from lightning_pipes.trainer.step.steps import Kept, loss_of, no_room
@@ -67,9 +67,7 @@ class _Losses(NamedTuple):
 
     def are_different(self, share: Callable[[Span], float]) -> bool:
         """Return whether the parts add up to something else than the whole."""
-        parts = [(loss, share(span)) for span, loss in self.parts.items()]
-        mean = sum(loss * weight for loss, weight in parts if weight)
-        return losses_differ(self.whole, mean, [self.whole, *(loss for loss, _ in parts)], self.kind, self.types)
+        return parts_differ(self.whole, self.parts, share, self.kind, self.types)
 
 
 class UncomparedLoss(Watcher):
@@ -101,8 +99,8 @@ class UncomparedLoss(Watcher):
         self._batches = LABELLED_BATCHES
         rank_zero_warn(
             f"The loss of {type(module).__name__}.training_step is not compared with those of its micro-batches, for "
-            "the module is cut by units, and no stage can run a whole batch. The first samples, which were compared, "
-            f"do not tell {found[0].name} from {other.name}. Micro-batches are weighed by their {found[0].name}; if "
+            "the module is cut by units, and no stage can run a whole batch. Before the cut nothing was compared that "
+            f"tells {found[0].name} from {other.name}. Micro-batches are weighed by their {found[0].name}; if "
             "the loss is a mean over the other, training differs from one process. Give the module "
             "microbatch_weight(batch), which returns the weight of a micro-batch, or set "
             "PipelineStrategy(microbatches=1)"

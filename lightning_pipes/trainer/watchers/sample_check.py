@@ -84,10 +84,8 @@ class SampleCheck(Watcher):
                         self.compare_samples(stage, step.item)
             if not step.entered:
                 step.loaded = None
-        if (
-            self._looks and not self._pipeline.is_asynchronous
-        ):  # the last stage merges what layers of other ranks leave, too
-            left = self._steps.left
+        if self._looks and not self._pipeline.is_asynchronous:
+            left = self._steps.left  # the last stage merges what layers of other ranks leave, too
             for values in self._pipeline.control.all_gather(left.collect_whole_values()):
                 left.add_whole_values(values)
 
