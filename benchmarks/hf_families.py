@@ -15,7 +15,7 @@ import re
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ RANKS, STEPS, RATE = 2, 3, 1e-2
 EQUAL = 1e-9
 """How far weights may differ: they are computed in another order, in float64."""
 VARIANTS = ("default", "padded")
+SETTINGS: Mapping[str, Any] = {"microbatches": 2, "partition": "parameters"}
 A_ROUND = 20
 """Families that share processes."""
 CUT = re.compile(r"The pipeline is cut from self\.(\S+?)[;,]")
@@ -89,13 +90,17 @@ class LitFamily(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=RATE)
 
 
-def compare(rank: int, names: Sequence[str], file: str) -> None:
-    """Train families in turns and write a line for each result, until one fails."""
+def compare(rank: int, names: Sequence[str], file: str, settings: Mapping[str, Any] = SETTINGS) -> None:
+    """Train families in turns and write a line for each result, until one fails.
+
+    Args:
+        settings: of `PipelineStrategy`.
+    """
     torch.set_num_threads(1)
     for name in names:
         for variant in VARIANTS:
             tiny = tiny_model(name)
-            result, failed = _compared(rank, name, variant, tiny)
+            result, failed = _compared(rank, name, variant, tiny, settings)
             if rank == 0:
                 with Path(file).open("a") as lines:
                     lines.write(json.dumps(asdict(result)) + "\n")
@@ -103,14 +108,14 @@ def compare(rank: int, names: Sequence[str], file: str) -> None:
                 return
 
 
-def _compared(rank: int, name: str, variant: str, tiny: Tiny) -> tuple[Result, bool]:
+def _compared(rank: int, name: str, variant: str, tiny: Tiny, settings: Mapping[str, Any]) -> tuple[Result, bool]:
     batch = tiny.batch if variant == "default" else tiny.padded()
     module = LitFamily(tiny.model)
     found = Result(name, variant, tiny.name, "equal")
     plain = _trained_plainly(tiny_model(name, tiny.name).model, batch) if rank == 0 else {}
     with _heard() as lines:
         try:
-            _fit(module, batch)
+            _fit(module, batch, settings)
         except Exception as error:
             reason = str(error) if type(error).__module__.startswith("lightning_pipes") else f"{error!r}"
             found.outcome, found.said = "refused", " ".join(reason.split())
@@ -136,11 +141,11 @@ def _trained_plainly(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Te
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 
-def _fit(module: pl.LightningModule, batch: Batch) -> None:
+def _fit(module: pl.LightningModule, batch: Batch, settings: Mapping[str, Any]) -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=RANKS,
-        strategy=PipelineStrategy(microbatches=2, partition="parameters"),
+        strategy=PipelineStrategy(**settings),
         max_steps=STEPS,
         **QUIET,
     )
@@ -170,15 +175,15 @@ class _heard:  # noqa: N801  # read as a function
             logger.removeHandler(self._handler)
 
 
-def results(names: Sequence[str]) -> Iterator[Result]:
-    """Compare families, in processes that they share."""
+def results(names: Sequence[str], settings: Mapping[str, Any] = SETTINGS) -> Iterator[Result]:
+    """Compare families, in processes that they share, with `settings` of the strategy."""
     left = [*names]
     while left:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "results"
             file.touch()
             try:
-                run_ranks(compare, RANKS, left[:A_ROUND], str(file), timeout=60.0 * len(left[:A_ROUND]))
+                run_ranks(compare, RANKS, left[:A_ROUND], str(file), settings, timeout=60.0 * len(left[:A_ROUND]))
                 error = ""
             except RanksFailedError as failure:
                 error = str(failure).strip().splitlines()[-1]

@@ -1,6 +1,7 @@
-"""Tiny random models of Hugging Face families that have a pipeline plan, made by rules over names of config fields.
+"""Tiny random models of Hugging Face families, made by rules over names of config fields.
 
-`families()` names them, `tiny_model(family)` makes one with a batch. A config class has hundreds of fields: SIZES has
+`families()` names those that have a pipeline plan, WITHOUT_PLAN has some that have none. `tiny_model(family)` makes one
+with a batch. A config class has hundreds of fields: SIZES has
 the value of each name that matters, DIFFERENT what no rule gives. All else is the library's default, `use_cache`
 included, but for dropout, which draws other numbers for micro-batches, and for experts, whose default kernel has no
 float64.
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -99,6 +101,57 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 }
 """By model type."""
 
+_SMALL_PICTURES = {"image_size": 32, "patch_size": 2, "depths": [1, 1, 2, 1], "num_labels": 4}
+_FOUR_WIDTHS = {"depths": [1, 1, 2, 1], "hidden_sizes": [8, 16, 16, 32], "num_labels": 4}
+WITHOUT_PLAN: dict[str, tuple[str, Callable[[], Batch], dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", lambda: _text(), {}),
+    "bert": ("BertForMaskedLM", lambda: _text(), {}),
+    "roberta": ("RobertaForMaskedLM", lambda: _text(), {}),
+    "deberta_v2": ("DebertaV2ForMaskedLM", lambda: _text(), {}),
+    "distilbert": ("DistilBertForMaskedLM", lambda: _text(), {"dim": WIDTH, "hidden_dim": 2 * WIDTH}),
+    "t5": ("T5ForConditionalGeneration", lambda: _text_pairs(), {"decoder_start_token_id": 0}),
+    "bart": ("BartForConditionalGeneration", lambda: _text_pairs(), {"forced_eos_token_id": 2}),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        lambda: {"input_features": _noise(ROWS, 8, 32), "labels": _tokens(2)},
+        {"begin_suppress_tokens": None, "suppress_tokens": None},
+    ),
+    "vit": ("ViTForImageClassification", lambda: _pictures(16), {"num_labels": 4}),
+    "clip": ("CLIPModel", lambda: {"input_ids": _tokens(0), "pixel_values": _noise(ROWS, 3, 16, 16)}, {}),
+    "wav2vec2": (
+        "Wav2Vec2ForSequenceClassification",
+        lambda: {"input_values": _noise(ROWS, 400), "labels": torch.arange(ROWS) % 2},
+        {
+            "conv_dim": (16, 16),
+            "conv_stride": (5, 2),
+            "conv_kernel": (10, 3),
+            "num_conv_pos_embeddings": 4,
+            "num_conv_pos_embedding_groups": 2,
+            "num_labels": 2,
+            "classifier_proj_size": 8,
+        },
+    ),
+    "mamba": ("MambaForCausalLM", lambda: _text(), {}),
+    "electra": ("ElectraForMaskedLM", lambda: _text(), {}),
+    "albert": ("AlbertForMaskedLM", lambda: _text(), {}),
+    "swin": (
+        "SwinForImageClassification",
+        lambda: _pictures(32),
+        {**_SMALL_PICTURES, "embed_dim": 16, "num_heads": [2, 2, 4, 4], "window_size": 2},
+    ),
+    "convnext": (
+        "ConvNextForImageClassification",
+        lambda: _pictures(32),
+        {**_FOUR_WIDTHS, "image_size": 32, "patch_size": 2},
+    ),
+    "segformer": (
+        "SegformerForSemanticSegmentation",
+        lambda: {"pixel_values": _noise(ROWS, 3, 32, 32), "labels": _tokens(0, 32, 32) % 4},
+        {**_FOUR_WIDTHS, "num_attention_heads": [1, 2, 2, 4], "decoder_hidden_size": WIDTH},
+    ),
+}
+"""Families without a pipeline plan: the class, a batch, and settings that no rule gives."""
+
 FOLDER = Path(str(transformers.__file__)).parent / "models"
 WITHOUT_MODEL = {"qwen4_exp"}
 """Families of which the library has no model that computes a loss or hidden states of tokens."""
@@ -115,11 +168,17 @@ class Tiny:
     name: str
 
     def padded(self) -> Batch:
-        """Return the batch with 0, 1 and 2 tokens of padding at the end of its samples, in turns."""
+        """Return the batch with 0, 1 and 2 tokens of padding at the end of its samples, in turns.
+
+        A batch without labels of tokens is returned as it is.
+        """
+        if "labels" not in self.batch or self.batch["labels"].shape != (ROWS, TOKENS):
+            return self.batch
         mask = torch.ones(ROWS, TOKENS, dtype=torch.long)
         for row in range(ROWS):
             mask[row, TOKENS - row % 3 :] = 0
-        return {**self.batch, "attention_mask": mask, "labels": self.batch["labels"].masked_fill(mask == 0, IGNORED)}
+        found = {**self.batch, "labels": self.batch["labels"].masked_fill(mask == 0, IGNORED)}
+        return found | ({"attention_mask": mask} if "input_ids" in found else {})
 
 
 def families() -> list[str]:
@@ -135,6 +194,8 @@ def tiny_model(family: str, name: str | None = None) -> Tiny:
     Raises:
         RuntimeError: no class does.
     """
+    if family in WITHOUT_PLAN:
+        return _without_plan(family)
     errors = []
     made = _candidates(family)
     use_doubles()
@@ -146,7 +207,8 @@ def tiny_model(family: str, name: str | None = None) -> Tiny:
             model = make()
             use_doubles()
             config = model.model.config if isinstance(model, Headed) else model.config
-            tiny = Tiny(model.double().train(), _batch(bool(getattr(config, "is_encoder_decoder", False))), candidate)
+            translates = bool(getattr(config, "is_encoder_decoder", False))
+            tiny = Tiny(model.double().train(), _text_pairs() if translates else _text(), candidate)
             if name is None:
                 for batch in (tiny.batch, tiny.padded()):
                     loss = copy.deepcopy(model)(**batch).loss
@@ -157,6 +219,28 @@ def tiny_model(family: str, name: str | None = None) -> Tiny:
         except Exception as error:
             errors.append(f"{candidate}: {type(error).__name__}: {str(error)[:300]}")
     raise RuntimeError(f"{family}: " + ("; ".join(errors) or "no model class"))
+
+
+def _without_plan(family: str) -> Tiny:
+    name, batch, settings = WITHOUT_PLAN[family]
+    kind = getattr(transformers, name)
+    use_doubles()
+    torch.manual_seed(0)
+    model = _built(kind, kind.config_class, settings)
+    use_doubles()
+    made = Contrastive(model) if family == "clip" else model
+    return Tiny(made.double().train(), batch(), name)
+
+
+class Contrastive(nn.Module):
+    """A model of two towers that computes a loss only if it is asked to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: torch.Tensor) -> Any:
+        return self.model(**batch, return_loss=True)
 
 
 class Headed(nn.Module):
@@ -229,9 +313,9 @@ def _headed(model: Any) -> Headed:
     return Headed(_built(model, model.config_class), config.hidden_size)
 
 
-def _built(model: Any, config: Any) -> Any:
+def _built(model: Any, config: Any, settings: Mapping[str, Any] = MappingProxyType({})) -> Any:
     with _little_memory():
-        built = model(tiny_config(config))
+        built = model(tiny_config(config, settings))
     for part in built.modules():
         if hasattr(getattr(part, "config", None), "_experts_implementation"):
             part.config._experts_implementation = "eager"
@@ -251,9 +335,9 @@ def _little_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def tiny_config(kind: Any) -> Any:
-    """Make a small config of a class, and of all configs inside it."""
-    special = DIFFERENT.get(getattr(kind, "model_type", ""), {})
+def tiny_config(kind: Any, settings: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Make a small config of a class with `settings`, and of all configs inside it."""
+    special = {**DIFFERENT.get(getattr(kind, "model_type", ""), {}), **settings}
     inside: Mapping[str, Any] = getattr(kind, "sub_configs", None) or {}
     defaults = {name: value for name, value in _defaults(kind).items() if name not in special and name not in inside}
     try:
@@ -318,13 +402,25 @@ def _small_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _batch(translates: bool) -> Batch:
-    def tokens(seed: int) -> torch.Tensor:
-        return torch.randint(3, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(seed))
+def _tokens(seed: int, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (ROWS, *(shape or (TOKENS,))), generator=generator)
 
-    return (
-        {"input_ids": tokens(1), "labels": tokens(2)} if translates else {"input_ids": tokens(0), "labels": tokens(0)}
-    )
+
+def _text() -> Batch:
+    return {"input_ids": _tokens(0), "labels": _tokens(0)}
+
+
+def _text_pairs() -> Batch:
+    return {"input_ids": _tokens(1), "labels": _tokens(2)}
+
+
+def _noise(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def _pictures(size: int) -> Batch:
+    return {"pixel_values": _noise(ROWS, 3, size, size), "labels": torch.arange(ROWS) % 4}
 
 
 class _Doubles:

@@ -1,4 +1,4 @@
-"""Interfaces of transformers for loading weights, beyond its documented ones; from version 5 on.
+"""Interfaces of transformers beyond its documented ones, for loading weights and for steps; from version 5 on.
 
 Every function works without transformers installed: then no module is a model of it.
 """
@@ -25,6 +25,18 @@ def initialize(model: nn.Module, part: nn.Module) -> None:
     """Give a part of a model its initial values, buffers included."""
     with torch.no_grad():
         model._init_weights(part)  # type: ignore[operator]
+
+
+def install_output_hooks(module: nn.Module) -> None:
+    """Install the hooks by which models in a module collect outputs of their layers, if steps ask for these.
+
+    A model installs them in its first step that asks, and notes that in an attribute. Micro-batches begin with the
+    attributes that their batch began with, and would install hooks again.
+    """
+    library = sys.modules.get("transformers.utils.output_capturing")
+    for part in module.modules() if library is not None else ():
+        if is_pretrained_model(part):
+            library.maybe_install_capturing_hooks(part)  # type: ignore[union-attr]
 
 
 def ignored_keys(module: nn.Module) -> tuple[str, ...]:

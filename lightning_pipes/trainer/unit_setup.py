@@ -19,6 +19,7 @@ from torch import nn
 from lightning_pipes.engine.compute.rng import RngUse, forked_rng, seed_all
 from lightning_pipes.ir import PipelineError, Plan, PlanError, Span
 from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer import private_transformers
 from lightning_pipes.trainer.module.batches import copied, cutter, rows_of
 from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.deferred import has_meta
@@ -95,6 +96,7 @@ class UnitSetup:
             )
         stages = self._ranks.grid.length
         self._refuse(request)
+        private_transformers.install_output_hooks(module)
         self.ruled_out_weights: frozenset[str] | None = None
         """Candidates for the weights of micro-batches that don't make the loss; None where nothing was compared."""
         self._layout = self._lay_units(request, stages)
@@ -204,8 +206,8 @@ class UnitSetup:
             try:
                 with forked_rng(self._ranks.device):
                     batch = self._example(data, request, stages)
-                    compares = self._settings.check_loss and request.microbatches != 1 and not is_of_batches(data)
-                    larger = example_batch(data, min(batch_rows(data), COMPARED)) if compares else None
+                    compares = self._settings.check_loss and request.microbatches != 1
+                    larger = self._compared_batch(data) if compares else None
             except NoSampleError as why:
                 raise NotMeasuredError(str(why)) from None
             return self._record_with(batch), None if larger is None else self._rule_out_weights(larger)
@@ -234,6 +236,11 @@ class UnitSetup:
             return first_item(data)
         rows = batch_rows(data)
         return example_batch(data, max(-(-rows // min(rows, request.microbatches or 2 * stages)), 1))
+
+    @staticmethod
+    def _compared_batch(data: Any) -> Any:
+        """Return a batch whose loss is compared with those of its parts."""
+        return first_item(data) if is_of_batches(data) else example_batch(data, min(batch_rows(data), COMPARED))
 
     def _record_with(self, batch: Any) -> StepRecord:
         module, device = self._module, self._ranks.device
@@ -285,6 +292,8 @@ class UnitSetup:
 
         try:
             rows = rows_of(batch)
+            if rows > COMPARED:
+                batch, rows = cutter(batch, rows)(Span(0, COMPARED)), COMPARED
             if rows < 2:
                 return None
             cuts = [[Span(0, at), Span(at, rows)] for at in range(1, rows)]

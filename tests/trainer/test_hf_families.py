@@ -19,10 +19,30 @@ FAMILIES = {
 }
 
 
+BY_UNITS = {"hrm_text": "equal", "diffusion_gemma": "equal", "segformer": "differs"}
+"""Families that are cut by units only, and how they end: segformer, whose hooks collect outputs, normalises batches."""
+
+
 def trained(rank: int, file: str) -> None:
     from benchmarks.hf_families import compare
 
     compare(rank, [*FAMILIES], file)
+
+
+def trained_by_units(rank: int, file: str) -> None:
+    from benchmarks.hf_families import compare
+
+    compare(rank, [*BY_UNITS], file, {"module": "", "microbatches": 2})
+
+
+def test_families_by_units(tmp_path: Path) -> None:
+    file = tmp_path / "results"
+    run_ranks(trained_by_units, 2, str(file), timeout=240)
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {(each["family"], each["outcome"]) for each in found} == {*BY_UNITS.items()}
+    padded = [each["weighed"] for each in found if each["variant"] == "padded" and each["outcome"] == "equal"]
+    assert len(padded) == 2
+    assert all("labels in batch['labels'] that are not -100" in said for said in padded)
 
 
 @cache

@@ -23,7 +23,7 @@ def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
         return change(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_leaves(entry, change) for entry in tree))
-    if type(tree) in (list, tuple):
+    if type(tree) in (list, tuple) or _is_result_of_torch(tree):
         return type(tree)([map_leaves(entry, change) for entry in tree])
     if type(tree) is dict:
         return {key: map_leaves(entry, change) for key, entry in tree.items()}
@@ -39,6 +39,11 @@ def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
             object.__setattr__(made, field.name, map_leaves(getattr(tree, field.name), change))
         return made
     return change(tree)
+
+
+def _is_result_of_torch(tree: Any) -> bool:
+    """Return whether a tree is a named tuple as `torch.topk` returns it, which is made like a plain tuple."""
+    return isinstance(tree, tuple) and type(tree).__module__ == "torch.return_types"
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:

@@ -347,12 +347,13 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.a(x)
-        p = self.gate(h).softmax(-1)
+        share, index = self.gate(h).softmax(-1).topk(2)  # they come in a tuple of torch's own
+        share /= share.sum(-1, keepdim=True)
         y = torch.zeros_like(h)
         for number, expert in enumerate(self.experts):
-            at = (p.argmax(-1) == number).nonzero()[:, 0]
+            at, place = (index == number).nonzero(as_tuple=True)
             if len(at):
-                y[at] = expert(h[at]) * p[at, number, None]
+                y[at] += expert(h[at]) * share[at, place, None]
         return self.out(h + y)
 
 
