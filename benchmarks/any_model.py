@@ -137,7 +137,7 @@ def train_families(names: Sequence[str]) -> dict[str, str]:
     """Train families on two processes, and return by name what is wrong with them."""
     from benchmarks.hf_families import results
 
-    wrong = {}
+    wrong: dict[str, str] = {}
     for few, settings in (
         ([name for name in names if name not in NORMALIZED], {"module": "", "microbatches": 2}),
         ([name for name in names if name in NORMALIZED], {"module": "", "microbatches": 1}),
