@@ -109,7 +109,7 @@ def compare_stages(model: nn.Module, layout: UnitLayout, batch: Any) -> str:
     off = {"the loss": stages.train(batch)}
     torch.manual_seed(0)
     loss = own_loss(whole, cloned(batch))
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     off["the loss"] = (off["the loss"] - loss.detach()).abs()
     found = stages.gradients()
     for name, p in whole.named_parameters():
