@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
+
+if TYPE_CHECKING:  # it takes half a second
+    from torch.distributed.fsdp import FSDPModule
 
 FunctionNode: type[Any] = torch._C._FunctionBase
 """The node that an autograd function in Python leaves in the graph."""
@@ -251,3 +254,42 @@ def _measure_references() -> tuple[int, int]:
 
 
 _OF_CALL, _HELD_BY_GRAPH = _measure_references()
+
+
+def finish_sharded_backward(module: FSDPModule) -> None:
+    """Reduce gradients and reshard weights after a backward, where FSDP2's own hooks have not done so.
+
+    They miss a backward that does not begin at the outputs of the module, as that of weights alone.
+    """
+    state = module._get_fsdp_state()
+    if state._is_root and any(not g.is_sharded for s in state._state_ctx.all_states for g in s._fsdp_param_groups):
+        state._root_post_backward_final_callback()
+
+
+def managed_modules(module: FSDPModule) -> list[nn.Module]:
+    """Return the modules with parameters that `fully_shard` has made one unit of with this module's."""
+    return [p._module_info.module for group in module._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params]
+
+
+def forget_shards(module: FSDPModule) -> None:
+    """Free what FSDP2 keeps of the parameters of a module that will not run."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            parameter._sharded_param_data = torch.empty(0)
+
+
+def remove_fully_shard(module: FSDPModule, unshard: Callable[[torch.Tensor], nn.Parameter]) -> None:
+    """Undo `fully_shard` for one module: each of its parameters is what `unshard` makes of the shard."""
+    state = module._get_fsdp_state()
+    for group in state._fsdp_param_groups:
+        group.reshard()
+        for parameter in group.fsdp_params:
+            whole, info = unshard(parameter.sharded_param), parameter._module_info
+            owners = [(info.module, info.param_name)]
+            owners += zip(info.shared_modules, info.shared_param_names, strict=True)
+            for owner, name in owners:
+                owner._parameters[name] = whole
+    state._fsdp_param_groups.clear()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    module.__class__ = type(module).__mro__[module._orig_cls_mro_index]

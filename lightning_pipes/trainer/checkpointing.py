@@ -27,6 +27,7 @@ from lightning_pipes.trainer.module.optimizers import OptimizerLayout
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.plan.placement import Placement
 from lightning_pipes.trainer.ranks.ranks import Ranks
+from lightning_pipes.trainer.ranks.shards import gather_whole, has_shards
 from lightning_pipes.trainer.ranks.status import RankStatus
 
 if TYPE_CHECKING:  # it imports torch.distributed.checkpoint, which takes long
@@ -67,18 +68,21 @@ class Checkpointing:
 
     def model_state(self, cut: CutModule) -> dict[str, Any]:
         """The state dict of the whole module where it is written, as the form of the checkpoints has it."""
+        state: dict[str, Any] = gather_whole(cut.local_state(outside=self._ranks.grid.position == 0))
         if self._sharded:
-            return cut.local_state(outside=self._ranks.grid.position == 0)
+            return state
         self._ranks.pipeline.connect()
-        return {} if self._ranks.grid.replica else checkpoints.gather_model(cut, self._ranks.pipeline)
+        return (
+            checkpoints.gather_model(cut, state, self._ranks.pipeline) if self._ranks.grid.is_in_first_pipeline else {}
+        )
 
     def optimizer_state(self, optimizer: Optimizer, layout: OptimizerLayout) -> dict[str, Any]:
         """The same of an optimizer."""
-        local = optimizer.state_dict() if self.shards is None else self.shards.gather_states(optimizer)
+        local = gather_whole(optimizer.state_dict() if self.shards is None else self.shards.gather_states(optimizer))
         if self._sharded:
             return layout.named_state(local)
         self._ranks.pipeline.connect()
-        if self._ranks.grid.replica:
+        if not self._ranks.grid.is_in_first_pipeline:
             return {}
         return checkpoints.gather_optimizer(local, layout, self._ranks.pipeline)
 
@@ -107,7 +111,7 @@ class Checkpointing:
             )
         self._add_place(checkpoint, trainer)
         self._ranks.pipeline.connect()
-        if self._ranks.grid.replica:
+        if not self._ranks.grid.is_in_first_pipeline:
             return
         background = self._writing.background and training
         with self._status.reporting():
@@ -177,8 +181,8 @@ class Checkpointing:
                 from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint
 
                 self._parts = ShardedCheckpoint(path, weights_only)
-                checkpoint = self._parts.checkpoint({} if running else module.state_dict())
-        if checkpoint is None and has_meta(module):
+                checkpoint = self._parts.checkpoint({} if running or has_shards(module) else module.state_dict())
+        if checkpoint is None and (has_meta(module) or has_shards(module)):
             checkpoint = load_mapped(self._writing.io, path, weights_only)
         if checkpoint is None:
             checkpoint = read(path, weights_only)

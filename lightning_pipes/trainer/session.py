@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_pipes.engine.private_torch import default_store
 from lightning_pipes.engine.watch.failure import FailureWatch
@@ -101,8 +102,9 @@ class Session:
         threads.share_cores(control)
         self.ranks = Ranks(grid, self._device, control, control.split(grid.pipelines))
         self.links.get_ready(self.ranks.pipeline)
-        self.replicas = Replicas(grid, control, self._device)
-        private.set_device_mesh(self._trainer.lightning_module, self.replicas.mesh)
+        module = self._trainer.lightning_module
+        self.replicas = Replicas(grid, control, self._device, has_mesh=is_overridden("configure_model", module))
+        private.set_device_mesh(module, self.replicas.mesh)
         self.checkpointing = Checkpointing(self.ranks, settings.checkpoint == "sharded", writing, self.status)
         broadcast_random_state(control, self._device)
         self.is_connected = True

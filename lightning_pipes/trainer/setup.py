@@ -40,6 +40,11 @@ from lightning_pipes.trainer.module.pipelined import (
     layer_sizes,
 )
 from lightning_pipes.trainer.module.proxy import Layers
+from lightning_pipes.trainer.module.sharding import (
+    check_shards,
+    leave_spread,
+    unshard_outside,
+)
 from lightning_pipes.trainer.module.step_probe import check_steps_apart
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.plan.container import find_container, warn_about_outside
@@ -51,6 +56,7 @@ from lightning_pipes.trainer.plan.profile_cache import ProfileCache, find_cache
 from lightning_pipes.trainer.plan.request import RunRequest, check_same_arguments, describe_arguments
 from lightning_pipes.trainer.plan.settings import PARAMETERS, Settings, names_modules
 from lightning_pipes.trainer.ranks.holdings import Holdings
+from lightning_pipes.trainer.ranks.shards import has_shards
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 from lightning_pipes.trainer.reports.summary import show_module
 from lightning_pipes.trainer.running import Running
@@ -102,14 +108,22 @@ def prepare(
     # 1. All ranks have the same module and settings; optimizers are made over the whole module.
     check_run(module, trainer, writing.background)
     check_same_arguments(describe_arguments(request, settings), ranks.control)
-    is_spread = equal_weights(module, ranks.control)
+    is_sharded = has_shards(module)
+    if is_sharded:
+        check_shards(module, session.replicas.mesh)
+        check_sharded_run(settings, request, links.turns is not None)
+    is_spread = equal_weights(module, ranks.control, session.replicas if is_sharded else None)
+    choose = partial(choose_container, trainer, module, session, settings.module)
+    path = choose() if is_sharded else None
+    if path is not None:
+        unshard_outside(module, path)
     private.forget_optimizers(strategy)
     named_groups = _make_optimizers(strategy, module) if fitting else ()
     if fitting and settings.shard_optimizer:
         check_shardable(strategy.optimizers, ranks.device)
 
     # 2. What is cut, and how.
-    path = WHOLE if names_modules(request.partition) else choose_container(trainer, module, session, settings.module)
+    path = path or (WHOLE if names_modules(request.partition) else choose())
     checkpointing.container = path
     units = UnitSetup(trainer, module, session, settings, request) if path == WHOLE else None
     full = module.get_submodule(path) if units is None else units.weights
@@ -166,6 +180,8 @@ def prepare(
         caches = CacheSwitch(module)
         caches.log()
         interceptor = Interceptor(f"self.{path}", isinstance(full, nn.ModuleList), caches)
+        if is_sharded:
+            leave_spread(module, path, holdings.local)
         if is_spread:
             check_same_cut(module, path, holdings.local, ranks.control)
         session.cut = cut = CutModule(module, path, holdings.local, interceptor, ranks.device)
@@ -226,8 +242,8 @@ def prepare(
     # 6. What Lightning and the user do around steps holds for all ranks.
     if ranks.grid.length > 1 and fitting:
         check_steps_apart(run.part.optimizers, run.is_asynchronous)
-    pipeline = None if run.is_asynchronous else ranks.pipeline
-    GradientAgreement(precision, holdings, pipeline, ranks.device, cut.scope, patches)
+    holders = ranks.control if is_sharded else ranks.pipeline
+    GradientAgreement(precision, holdings, None if run.is_asynchronous else holders, ranks.device, cut.scope, patches)
     agree = run.make_agreement(stops)
 
     def verify_and_agree() -> None:
@@ -235,13 +251,36 @@ def prepare(
             session.verifier.batch_ended()
         agree()
 
-    wrap_hooks(trainer, run, ranks.pipeline, verify_and_agree, start_epoch, patches)
+    wrap_hooks(trainer, run, ranks.pipeline, holders, verify_and_agree, start_epoch, patches)
     limit_metric_sync(module, session.replicas.group, patches)
     patches.callback(private.forget_training_data, trainer)
     patches.callback(checkpointing.data.forget)
     if fitting and settings.verify.batches:
         session.verifier = Verifier(settings.verify, reference, trainer, run, settings.seed)
         patches.callback(session.verifier.close)
+
+
+def check_sharded_run(settings: Settings, request: RunRequest, shares_ranks: bool) -> None:
+    """Refuse settings that don't work with layers that are sharded.
+
+    Raises:
+        PipelineError: the run asks for one of them.
+    """
+    schedule = request.schedule
+    refused = {
+        f"schedule {schedule.name!r} steps stages apart": not schedule.flushes,
+        "shard_optimizer=True shards states that are sharded already": settings.shard_optimizer,
+        "replan moves layers, whose shards stay with their ranks": request.replanner is not None,
+        f"partition={request.partition!r} cuts by units": names_modules(request.partition),
+        "verify trains in one plain process, which has no shards": bool(settings.verify.batches),
+        "siblings of a job array share the ranks": shares_ranks,
+    }
+    for why, is_asked in refused.items():
+        if is_asked:
+            raise PipelineError(
+                f"configure_model has sharded layers, by fully_shard or parallelize_module, and {why}; use a schedule "
+                "that flushes between batches, such as '1f1b', without this setting, or leave the shards out"
+            )
 
 
 def _make_optimizers(strategy: PipelineHost, module: pl.LightningModule) -> Sequence[tuple[tuple[str, ...], ...]]:

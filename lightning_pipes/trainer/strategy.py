@@ -21,6 +21,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -54,6 +55,7 @@ from lightning_pipes.trainer.plan.settings import AUTO, Gather, Settings, check_
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.launching import Launcher
+from lightning_pipes.trainer.ranks.shards import has_shards
 from lightning_pipes.trainer.ranks.threads import Threads
 from lightning_pipes.trainer.reports.report import About, PipelineReport, Window
 from lightning_pipes.trainer.reports.timing import Share, Timing
@@ -118,6 +120,8 @@ class PipelineStrategy(PipelineHost):
         shard_optimizer: shard optimizer states over the replicas of each stage (ZeRO stage 1). Each replica steps an
             equal part of every parameter, and the parts are gathered. Checkpoints are those without it. For optimizers
             that treat every element alone, such as AdamW and SGD, and schedules that flush.
+        tensor_parallel: processes that hold the shards of each stage's layers, which `configure_model` makes by
+            `parallelize_module` on `self.device_mesh["tensor_parallel"]`. They get the same batches.
 
     Raises:
         PlanError: an argument makes no sense, or the schedule does not take these settings; when the run starts, a
@@ -148,6 +152,7 @@ class PipelineStrategy(PipelineHost):
         relocation: str = BLOCKING,
         process_group_backend: str | None = None,
         shard_optimizer: bool = False,
+        tensor_parallel: int = 1,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -168,6 +173,7 @@ class PipelineStrategy(PipelineHost):
         self._settings = Settings(
             data_parallel=data_parallel,
             shard_optimizer=shard_optimizer,
+            tensor_parallel=tensor_parallel,
             module=module,
             seed=seed,
             transport=transport,
@@ -231,7 +237,23 @@ class PipelineStrategy(PipelineHost):
     @property
     def grid(self) -> Grid:
         """Where this rank is among the replicas and stages."""
-        return Grid(self._settings.data_parallel, self.world_size, self.global_rank)
+        settings = self._settings
+        return Grid(settings.data_parallel, self.world_size, self.global_rank, settings.tensor_parallel)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """All ranks by `data_parallel`, `pipeline` (the last stage first) and `tensor_parallel`.
+
+        Raises:
+            PlanError: the processes are not connected, or the module does not override `configure_model`.
+        """
+        mesh = None if self._session is None or not self._session.is_connected else self.session.replicas.mesh
+        if mesh is None:
+            raise PlanError(
+                "there is a device mesh while trainer.fit or another method runs, for modules that override "
+                "configure_model, and with data_parallel or tensor_parallel; ask for it in configure_model or later"
+            )
+        return mesh
 
     @property
     def control(self) -> Control:
@@ -576,7 +598,7 @@ class PipelineStrategy(PipelineHost):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._current is not None:
             load_model(self._current.run.cut, checkpoint["state_dict"], strict)
-        elif has_meta(self._module):
+        elif has_meta(self._module) or has_shards(self._module):
             self.session.checkpointing.load_later(checkpoint["state_dict"], strict)
         else:
             super().load_model_state_dict(checkpoint, strict)

@@ -102,6 +102,7 @@ class PipelineSettings:
 
     microbatches: int | None = None
     data_parallel: int = 1
+    tensor_parallel: int = 1
     shard_optimizer: bool = False  # over the replicas
     module: str | None = None
     partition: Any = "auto"  # or parameters, or a list: where the stages 1, 2, ... begin

@@ -176,6 +176,7 @@ DOORS = [
             "timeout": lambda v: isinstance(v, timedelta) and v > timedelta(0),
             "heartbeat_timeout": lambda v: number(v) and v >= 2,
             "relocation": lambda v: isinstance(v, str) and v in ("blocking", "overlapped", "buffered"),
+            "tensor_parallel": count,
             "shard_optimizer": lambda v: v is False,  # data_parallel is 1
             "process_group_backend": lambda v: v is None,
             "accelerator": lambda v: v is None,

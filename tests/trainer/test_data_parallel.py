@@ -196,7 +196,7 @@ def test_shards_buffers_and_mesh():
     together = sorted(tuple(row) for batch in (*first, *second) for row in batch)
     assert together == sorted(tuple(row.tolist()) for row in data(24).tensors[0])
     assert [found["gathered"] for found in ranks] == [[0.0, 2.0], [1.0, 3.0], [0.0, 2.0], [1.0, 3.0]]
-    assert ranks[3]["mesh"] == (("data_parallel", "pipeline"), [[0, 1], [2, 3]], (1, 1))
+    assert ranks[3]["mesh"] == (("data_parallel", "pipeline", "tensor_parallel"), [[[0], [1]], [[2], [3]]], (1, 1, 0))
     for found in ranks[1:]:
         assert differences(found["weights"], ranks[0]["weights"], tolerance=0.0) == []
         assert differences(found["buffers"], ranks[0]["buffers"], tolerance=0.0) == []
@@ -226,3 +226,8 @@ def test_grid():
     assert (grid.length, grid.replica, grid.position, grid.pipeline) == (2, 1, 1, (2, 3))
     assert grid.on_all_replicas((0,)) == (0, 2, 4)
     assert grid.on_all_replicas((0, 1)) == (0, 1, 2, 3, 4, 5)
+    assert grid.is_in_first_pipeline is False
+    grid = Grid(replicas=2, size=8, rank=7, shards=2)
+    assert (grid.shape, grid.replica, grid.position, grid.shard, grid.pipeline) == ((2, 2, 2), 1, 1, 1, (5, 7))
+    assert grid.pipelines == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert (grid.on_all_replicas((0,)), grid.on_all_replicas((0, 1), 0)) == ((1, 5), (0, 2, 4, 6))

@@ -203,7 +203,7 @@ class EachRank:
 
 BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (Lit, {"schedule": "interleaved", "schedule_args": {"stages_per_rank": 5}}, "9 layers can't fill 10 stages"),
-    (Sharded, {}, "model.0.0.weight is a DTensor"),
+    (Sharded, {}, "model.0.0.weight is sharded over"),
     (Lit, {"partition": [1, 2]}, "2 stages need 1 cut points, got 2"),
     (Lit, {"partition": [10]}, "cut points must ascend from 0 to 9"),
     (Lit, {"module": "encoder"}, "Lit has no module 'encoder'; it has 'model', 'mean'"),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from lightning_pipes.engine.compute.reducer import local_part
 from lightning_pipes.engine.private_torch import TorchDispatchMode
 
 
@@ -115,7 +116,7 @@ def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address of a tensor's storage and its bytes; (0, 0) for layouts without one."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return 0, 0
-    storage = tensor.untyped_storage()
+    storage = local_part(tensor).untyped_storage()
     return storage.data_ptr(), storage.nbytes()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,27 @@ Tensor = TypeVar("Tensor", bound=torch.Tensor)
 Wait = Callable[[], object]
 AllReduce = Callable[[torch.Tensor], Wait]
 """Starts to sum a tensor in place over some ranks; what it returns waits for the end."""
+
+
+def is_distributed(tensor: object) -> bool:
+    """Return whether a tensor is a DTensor, of which several ranks may have parts."""
+    return hasattr(tensor, "to_local")  # its class takes long to import
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor, without a graph; writing to it changes the tensor."""
+    part: Any = tensor.detach()
+    return cast(torch.Tensor, part.to_local()) if is_distributed(part) else part
+
+
+def complete_gradient(parameter: Any) -> None:
+    """Give a gradient the placements of its parameter: summands of tensor-parallel ranks are added up.
+
+    Collective over the mesh of a parameter that is distributed.
+    """
+    gradient: Any = parameter.grad
+    if gradient is not None and is_distributed(parameter) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 class Bucket:
@@ -44,7 +65,9 @@ class Bucket:
                     f"a parameter of shape {tuple(p.shape)} that several ranks hold has a {p.grad.layout} gradient, "
                     "which can't be summed; use sparse=False"
                 )
-        parts = [(torch.zeros_like(p) if p.grad is None else p.grad).detach().flatten() for p in self.parameters]
+        for p in self.parameters:
+            complete_gradient(p)
+        parts = [local_part(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self.parameters]
         marks = torch.tensor([float(p.grad is not None) for p in self.parameters])
         flat = torch.cat([*parts, marks.to(parts[0])])
         self._flat = flat.float() if flat.dtype.itemsize < 4 else flat
@@ -55,11 +78,16 @@ class Bucket:
         None."""
         self._wait()
         assert self._flat is not None, "start was not called"
-        sizes = [p.numel() for p in self.parameters]
+        sizes = [local_part(p).numel() for p in self.parameters]
         *sums, marks = torch.split(self._flat, [*sizes, len(sizes)])
         for p, part, mark in zip(self.parameters, sums, marks.tolist(), strict=True):
             if mark:
-                p.grad = (part if divisor == 1 else part / divisor).view_as(p).to(p.dtype)
+                mean = (part if divisor == 1 else part / divisor).to(p.dtype)
+                if is_distributed(p):
+                    p.grad = torch.empty_like(p)
+                    local_part(p.grad).copy_(mean.view_as(local_part(p)))
+                else:
+                    p.grad = mean.view_as(p)
         self._flat, self._wait = None, lambda: None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,16 @@ from lightning_pipes.trainer.module.optimizers import OptimizerLayout
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.private_lightning import optimizer_to_device
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.ranks.shards import shard_like
 
 
-def gather_model(cut: CutModule, control: Control) -> dict[str, Any]:
-    """The state dict of the whole module on the first rank, in its own order of keys; empty elsewhere."""
-    first = control.ranks[0]
-    parts = control.gather(cut.local_state(outside=control.position == 0), first)
+def gather_model(cut: CutModule, local: Mapping[str, Any], control: Control) -> dict[str, Any]:
+    """The state dict of the whole module on the first rank, in its own order of keys; empty elsewhere.
+
+    Args:
+        local: this rank's part of it.
+    """
+    parts = control.gather(local, control.ranks[0])
     return {} if parts is None else cut.in_order(parts)
 
 
@@ -33,7 +38,18 @@ def load_model(cut: CutModule, state: Mapping[str, Any], strict: bool) -> None:
         different = sorted(set(state) ^ set(cut.keys))
         raise PipelineError(f"the checkpoint's keys are not those of the module; only in one: {different[:5]}")
     own = cut.module.state_dict()
-    cut.module.load_state_dict({key: state.get(key, value) for key, value in own.items()})
+    cut.module.load_state_dict({key: _like(state.get(key, value), value) for key, value in own.items()})
+
+
+def _like(value: Any, own: Any) -> Any:
+    """Return a loaded value sharded as the own one is."""
+    both = isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor)
+    return shard_like(value, own) if both and value.shape == own.shape else value
+
+
+def _copy_like(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = _like(value, own)
+    return found.clone()
 
 
 def gather_optimizer(local: Mapping[str, Any], layout: OptimizerLayout, control: Control) -> dict[str, Any]:
@@ -51,6 +67,11 @@ def load_optimizers(
     """Loads from one process's `state_dict` of each optimizer what belongs to this rank."""
     for optimizer, layout, whole in zip(optimizers, layouts, states, strict=False):
         own = layout.local_state(whole)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # Copies: the tensors may be parts of a file that will be overwritten.
-        optimizer.load_state_dict({**own, "state": pytree.tree_map_only(torch.Tensor, torch.clone, own["state"])})
+        own["state"] = {
+            number: pytree.tree_map_only(torch.Tensor, partial(_copy_like, own=parameters[number]), state)
+            for number, state in own["state"].items()
+        }
+        optimizer.load_state_dict(own)
         optimizer_to_device(optimizer, device)

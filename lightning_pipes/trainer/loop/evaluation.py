@@ -47,7 +47,7 @@ class Evaluation:
         watchers.before_batch(data)
         item = Item(self._number(), data.rows, data, training=False, use=run.training.layer_use(batch))
         run.steps.begin_batch(training=False)
-        with watchers.around_batch(data):
+        with watchers.around_batch(data), run.part.gathered.evaluation():
             message = self._forward(step, item, batch, arguments)
         out, changes, logged, data.last_mark = run.control.broadcast(message, run.last_rank)
         run.steps.apply_changes(None if run.last else changes)

@@ -15,7 +15,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.item import Item
-from lightning_pipes.engine.compute.reducer import Reducer
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.messages.transport import make_transport
@@ -303,14 +302,13 @@ class PipelineRun:
                 self._watched(number, self.steps.stage_body(number)),
                 partial(self._batch_complete, number),
                 recompute=bool(plan.recompute) and plan.recompute[number],
-                last_backward=None if self.part.reducer is None else partial(self._reducing, self.part.reducer, number),
+                last_backward=partial(self._around_last_backward, number) if self.part.reduces_in_backward else None,
                 named=layers,
             )
         return made
 
-    @staticmethod
-    def _reducing(reducer: Reducer, stage: int, item: Item) -> AbstractContextManager[None]:
-        return reducer.last_backward(stage) if item.data.complete else nullcontext()
+    def _around_last_backward(self, stage: int, item: Item) -> AbstractContextManager[None]:
+        return self.part.around_last_backward(stage, item.data.complete)
 
     def _watched(self, number: int, body: Body) -> Body:
         """Return the body of a stage that calls listeners and measures its first micro-batch."""
@@ -357,8 +355,9 @@ class PipelineRun:
         if ranks.grid.replicas == 1:
             return None
         place = ranks.grid.pipeline.index(self.last_rank)
-        group = ranks.control.subgroup([pipeline[place] for pipeline in ranks.grid.pipelines], "loss weights")
-        return partial(ranks.control.start_all_reduce, group=group)
+        shards = range(ranks.grid.shards)
+        groups = [ranks.control.subgroup(ranks.grid.on_all_replicas((place,), n), "loss weights") for n in shards]
+        return partial(ranks.control.start_all_reduce, group=groups[ranks.grid.shard])
 
     @property
     def weighed_by(self) -> str:

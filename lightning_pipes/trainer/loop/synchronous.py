@@ -40,7 +40,8 @@ class SynchronousTraining(Training):
         with watchers.around_batch(step), self._fresh_gradients(step, optimizers), self._deferred_hooks(step):
             self._run_batch(step)
             self._reduce_gradients(step)
-        watchers.before_optimizer_step(step)
+        with self._run.part.gathered.evaluation():  # watchers may run layers again
+            watchers.before_optimizer_step(step)
         step.item = None  # else both live until garbage is collected
         out, logged = self._share_result(step)
         watchers.after_batch(step)
@@ -96,12 +97,8 @@ class SynchronousTraining(Training):
             step.window = Window(run.engine.plan, step.order, run.engine.events)
 
     def _reduce_gradients(self, step: TrainingStep) -> None:
-        """Sum gradients over the ranks that share a parameter, and average them over replicas, before a step."""
-        part = self._run.part
         if step.complete:
-            part.shared.sum_gradients()
-            if part.reducer is not None:
-                part.reducer.finish()
+            self._run.part.complete_gradients()
 
     def _share_result(self, step: TrainingStep) -> tuple[Any, Sequence[LogCall]]:
         """Broadcast the result and the logs of the user's step from the last stage."""

@@ -24,6 +24,7 @@ def wrap_hooks(
     trainer: pl.Trainer,
     run: PipelineRun,
     pipeline: Control,
+    holders: Control,
     agree: Callable[[], None],
     start_epoch: Callable[[], None],
     patches: Patches,
@@ -31,12 +32,13 @@ def wrap_hooks(
     """Wrap the hooks of the user's module and callbacks from the inside out, until `patches` are closed.
 
     Args:
+        holders: of all ranks that have parts of gradients, which are those of the pipeline, and of its shards.
         agree: has ranks agree on stopping, after the hooks at which they do.
         start_epoch: called when an epoch has begun.
     """
     module, callbacks, scope = run.cut.module, private.callbacks(trainer), run.cut.scope
     HookClipping(
-        lambda: run.part.parameters, scope, run.part.holdings, None if run.is_asynchronous else pipeline, patches
+        lambda: run.part.parameters, scope, run.part.holdings, None if run.is_asynchronous else holders, patches
     )
     track_hooks(module, callbacks, scope, patches)
     OptimizersView(run.part.layouts, scope, patches, run.training.why_no_state)

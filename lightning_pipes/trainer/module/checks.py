@@ -11,7 +11,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_pipes.ir import PipelineError
@@ -85,12 +84,6 @@ def check_module(module: pl.LightningModule, fitting: bool) -> None:
             raise PipelineError(
                 f"{owner}.{name} is gone: the last run with this object failed, and the layers of other ranks could "
                 "not be fetched back. Make a new one, and go on from a checkpoint with trainer.fit(..., ckpt_path=...)"
-            )
-        if isinstance(parameter, DTensor):
-            raise PipelineError(
-                f"{owner}.{name} is a DTensor, as fully_shard and tensor parallelism make them; a stage can't be "
-                "sharded: starting weights, gradient norms and checkpoints of shards are missing. Use more stages, "
-                "recompute=True, or data_parallel= for replicas of whole stages, with shard_optimizer=True"
             )
         if isinstance(parameter, UninitializedParameter):
             raise PipelineError(f"{owner}.{name} has no shape yet; initialise lazy layers with a first forward")

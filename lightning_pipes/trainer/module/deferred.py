@@ -28,6 +28,7 @@ from lightning_pipes.trainer.module.pretrained import (
     take_attached,
 )
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.ranks.shards import whole_parameters
 
 NOT_SAMPLES = Span(0, 0)
 """In place of a micro-batch in the seed of the random numbers that weights start from."""
@@ -98,7 +99,8 @@ class DeferredWeights:
                 seed_all(stream_seed(seed, 0, number, started, NOT_SAMPLES), device, everything=True)
                 for module in unit:
                     if id(module) in self._initializers and not all(map(self._is_in_files, own_tensors(module))):
-                        self._initializers[id(module)]()
+                        with whole_parameters(module):
+                            self._initializers[id(module)]()
                 for weights in self._pretrained:
                     weights.fill([tensor for module in unit for tensor in own_tensors(module)])
         for tied in self._tied:

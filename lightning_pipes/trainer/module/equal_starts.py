@@ -10,10 +10,12 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from lightning_pipes.engine.compute.reducer import is_distributed
 from lightning_pipes.engine.compute.rng import random_state, set_random_state
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.pipelined import SPREAD
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.ranks.replicas import Replicas
 
 _CHUNK = 1 << 16
 """Numbers of eight bytes that are summed up at a time, few enough for a processor's cache."""
@@ -28,16 +30,27 @@ def broadcast_random_state(control: Control, device: torch.device) -> None:
     set_random_state(control.broadcast(random_state(device), control.ranks[0]), device)
 
 
-def equal_weights(module: pl.LightningModule, control: Control) -> bool:
+def equal_weights(module: pl.LightningModule, control: Control, replicas: Replicas | None = None) -> bool:
     """Give all ranks the parameters and buffers of rank 0, except tensors on `meta` on any rank.
+
+    Of sharded parameters each rank has the shards of the first stage's ranks, and of the first replica where replicas
+    have the same.
 
     Equal ranks are found by checksums in one exchange. Return whether an earlier run has left the layers of any rank
     spread out.
 
+    Args:
+        replicas: the ranks with the same stages, where parameters are sharded.
+
     Raises:
         PipelineError: the ranks have built different modules.
     """
-    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    named = [*module.named_parameters(), *module.named_buffers()]
+    if replicas is not None and SPREAD not in vars(module):
+        for _, tensor in named:
+            if is_distributed(tensor) and not tensor.is_meta:
+                replicas.share_shard(tensor)
+    tensors = {name: tensor for name, tensor in named if not is_distributed(tensor)}
     spread = SPREAD in vars(module)
     if control.size == 1:
         return spread

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_pipes.ir import InputError
 from lightning_pipes.trainer import private_transformers as private
+from lightning_pipes.trainer.ranks.shards import copy_whole
 
 _ATTACHED = "_lightning_pipes_pretrained"
 """The attribute of a module that holds its `PretrainedWeights` until ranks read them."""
@@ -173,7 +174,7 @@ class PretrainedWeights:
                 f"{self._path} has {self._names[key][0]} of shape {tuple(value.shape)}, and {self._where} needs "
                 f"{tuple(tensor.shape)}; make the module by the configuration of this file"
             )
-        tensor.copy_(value)
+        copy_whole(value, tensor)
 
     def _read(self, key: str) -> Tensor:
         safe_open = _import_safetensors()

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from lightning_pipes.engine.compute.reducer import is_distributed
 from lightning_pipes.engine.private_torch import NoSubclassFunctions
 from lightning_pipes.engine.residency.layer_state import with_layout_of
 from lightning_pipes.ir import PipelineError, PlanError
@@ -124,7 +125,8 @@ class RemoteTensor(torch.Tensor):
     @staticmethod
     def of(tensor: torch.Tensor, name: str, scope: HookScope) -> RemoteTensor:
         """Shape, type and kind of `tensor`, which is called `name`."""
-        found = tensor.detach().to("meta").as_subclass(RemoteTensor)
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if is_distributed(tensor) else tensor
+        found = whole.detach().to("meta").as_subclass(RemoteTensor)
         if isinstance(tensor, nn.Parameter):
             with NoSubclassFunctions():  # as nn.Parameter does, at a tenth of the cost
                 found.requires_grad_(tensor.requires_grad)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipes.engine.compute.reducer import is_distributed
 from lightning_pipes.trainer.module.generators import GENERATORS, set_state, state_of
 from lightning_pipes.trainer.module.hidden_state import CONTAINERS, entries, reachable
 
@@ -33,7 +34,8 @@ def unchanged(root: nn.Module, skip: nn.Module | None = None, weights: bool = Tr
     things = {id(thing): thing for thing in found}
     kept = [(thing, _content(thing)) for thing in things.values()]
     left_out = set() if skip is None else set(skip.parameters())
-    parameters = [(p, p.data, p.grad, _copy(p) if weights else None) for p in root.parameters() if p not in left_out]
+    own = [p for p in root.parameters() if p not in left_out]
+    parameters = [(p, p.data, p.grad, _copy(p) if weights and not is_distributed(p) else None) for p in own]
     states = [(generator, state_of(generator)) for generator in _generators(things.values())]
     tensors = {id(t): (t, _copy(t)) for thing in things.values() for t in _tensors(thing)}
     for parameter, *_ in parameters:

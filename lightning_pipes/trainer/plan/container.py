@@ -27,6 +27,7 @@ from lightning_pipes.trainer.module.unchanged import unchanged
 from lightning_pipes.trainer.plan.measuring import NotMeasuredError, Together, without_loggers
 from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.ranks.shards import has_shards
 from lightning_pipes.trainer.step.logs import recorded
 
 ROWS, RUNS = 4, 4
@@ -55,7 +56,7 @@ def _timed(
 ) -> dict[str, float] | None:
     """Seconds of the containers that a step runs layer by layer, once; the same on all ranks, None where it can't run.
     Rank 0, whose loggers write, only looks on."""
-    if control.any(has_meta(module))[0] or private.has_delayed_training_data(trainer):
+    if has_shards(module) or control.any(has_meta(module))[0] or private.has_delayed_training_data(trainer):
         return None
     data = private.training_data(trainer)  # on all ranks: it may draw random numbers
 

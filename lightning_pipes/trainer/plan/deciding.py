@@ -37,6 +37,7 @@ from lightning_pipes.trainer.plan.trial import Trial, Trials
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.holdings import positions
 from lightning_pipes.trainer.ranks.ranks import Ranks
+from lightning_pipes.trainer.ranks.shards import has_shards
 
 PATIENCE = 2.0
 """Seconds after which people are told what takes so long."""
@@ -129,6 +130,8 @@ class Deciding:
             PlanError: no decision can be made by them.
         """
         module = self._trainer.lightning_module
+        if has_shards(module):
+            raise NotMeasuredError(f"layers of {type(module).__name__} are sharded")
         if self._control.any(has_meta(module))[0]:
             raise NotMeasuredError(f"weights of {type(module).__name__} are on meta until the module is cut")
         if private.has_delayed_training_data(self._trainer):

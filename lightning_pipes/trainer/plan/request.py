@@ -158,6 +158,7 @@ _SAME_SETTINGS = (
     "verify",
     "relocation",
     "shard_optimizer",
+    "tensor_parallel",
 )
 
 

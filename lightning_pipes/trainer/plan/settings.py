@@ -220,6 +220,7 @@ def _of_type(hint: Any) -> Callable[[str, Any], Any]:
 
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "data_parallel": check_count,
+    "tensor_parallel": check_count,
     "shard_optimizer": _of_type(bool),
     "module": _of_type(str | None),
     "seed": _check_seed,
@@ -244,6 +245,7 @@ class Settings:
     """
 
     data_parallel: int
+    tensor_parallel: int
     shard_optimizer: bool
     module: str | None
     seed: int

@@ -1,4 +1,4 @@
-"""Replicas of a pipeline: which global rank is where."""
+"""Replicas of a pipeline, and shards of its layers: which global rank is where."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from lightning_pipes.ir import PlanError
 
 @dataclass(frozen=True)
 class Grid:
-    """`replicas` pipelines of `stages` ranks each; consecutive global ranks form one, its last stage first.
+    """All ranks by replica, by position in a pipeline with its last stage first, and by tensor-parallel shard.
+
+    Consecutive global ranks hold the shards of one stage. Ranks of one replica and one shard form a pipeline.
 
     Attributes:
         rank: the global rank that asks.
+        shards: tensor-parallel ranks of each stage.
 
     Raises:
         PlanError: the ranks can't be shared out evenly.
@@ -21,39 +24,64 @@ class Grid:
     replicas: int
     size: int
     rank: int
+    shards: int = 1
 
     def __post_init__(self) -> None:
-        if self.size % self.replicas:
+        each = self.replicas * self.shards
+        if self.size % each:
+            shards = f" of tensor_parallel={self.shards}" if self.shards > 1 else ""
             raise PlanError(
-                f"{self.size} processes can't be shared out to data_parallel={self.replicas} pipelines; "
-                f"take a multiple of {self.replicas} (devices x nodes)"
+                f"{self.size} processes can't be shared out to data_parallel={self.replicas} pipelines{shards}; "
+                f"take a multiple of {each} (devices x nodes)"
             )
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Replicas, ranks of one pipeline, and shards."""
+        return self.replicas, self.length, self.shards
 
     @property
     def length(self) -> int:
         """Ranks of one pipeline."""
-        return self.size // self.replicas
+        return self.size // (self.replicas * self.shards)
 
     @property
     def replica(self) -> int:
-        """The number of this rank's pipeline."""
-        return self.rank // self.length
+        """The number of this rank's replica."""
+        return self.rank // (self.length * self.shards)
 
     @property
     def position(self) -> int:
         """This rank's position among the global ranks of its pipeline."""
-        return self.rank % self.length
+        return self.rank // self.shards % self.length
+
+    @property
+    def shard(self) -> int:
+        """The number of this rank's tensor-parallel shard."""
+        return self.rank % self.shards
+
+    @property
+    def is_in_first_pipeline(self) -> bool:
+        """Whether this rank's pipeline is the first, which writes what all pipelines have."""
+        return self.rank in self.pipelines[0]
 
     @property
     def pipeline(self) -> tuple[int, ...]:
         """The global ranks of this rank's pipeline, ascending."""
-        return self.pipelines[self.replica]
+        return self.pipelines[self.replica * self.shards + self.shard]
 
     @property
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
-        """The global ranks of every pipeline."""
-        return tuple(tuple(range(r * self.length, (r + 1) * self.length)) for r in range(self.replicas))
+        """The global ranks of every pipeline, by replica and by shard."""
+        whole = self.length * self.shards
+        return tuple(
+            tuple(range(replica * whole + shard, (replica + 1) * whole, self.shards))
+            for replica in range(self.replicas)
+            for shard in range(self.shards)
+        )
 
-    def on_all_replicas(self, positions: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the global ranks at these positions of all pipelines, ascending."""
-        return tuple(sorted(pipeline[position] for pipeline in self.pipelines for position in positions))
+    def on_all_replicas(self, positions: tuple[int, ...], shard: int | None = None) -> tuple[int, ...]:
+        """Return the global ranks at these positions of all pipelines of a shard, ascending; of this rank's shard by
+        default."""
+        pipelines = self.pipelines[self.shard if shard is None else shard :: self.shards]
+        return tuple(sorted(pipeline[position] for pipeline in pipelines for position in positions))

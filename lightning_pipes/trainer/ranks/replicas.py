@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_pipes.engine.compute.reducer import Reducer, Wait
+from lightning_pipes.engine.compute.reducer import Reducer, Wait, local_part
 from lightning_pipes.trainer.private_lightning import gather_over, reduce_over
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.holdings import Holdings
+from lightning_pipes.trainer.ranks.shards import is_sharded_over
 
-DATA_PARALLEL, PIPELINE = "data_parallel", "pipeline"
+DATA_PARALLEL, PIPELINE, TENSOR_PARALLEL = "data_parallel", "pipeline", "tensor_parallel"
 """The dimensions of the mesh, in this order."""
 
 
@@ -28,35 +29,36 @@ class Replicas:
     Args:
         control: of all ranks.
         device: of this rank.
+        has_mesh: whether a mesh is made also where there is one replica without shards.
 
     Attributes:
-        mesh: all ranks, by replica and by position in the pipeline; the last stage comes first.
+        mesh: all ranks, by replica, by position in the pipeline, where the last stage comes first, and by shard.
     """
 
-    def __init__(self, grid: Grid, control: Control, device: torch.device) -> None:
+    def __init__(self, grid: Grid, control: Control, device: torch.device, has_mesh: bool = False) -> None:
         self.grid = grid
         self.mesh: DeviceMesh | None = None
         self._control = control
         self._device = device
-        if grid.replicas > 1:
-            shape = (grid.replicas, grid.length)
-            self.mesh = init_device_mesh(device.type, shape, mesh_dim_names=(DATA_PARALLEL, PIPELINE))
+        if has_mesh or grid.replicas * grid.shards > 1:
+            names = (DATA_PARALLEL, PIPELINE, TENSOR_PARALLEL)
+            self.mesh = init_device_mesh(device.type, grid.shape, mesh_dim_names=names)
 
     @property
     def group(self) -> Any:
         """The process group of the replicas; None without replicas."""
-        return None if self.mesh is None else self.mesh.get_group(DATA_PARALLEL)
+        return None if self.mesh is None or self.grid.replicas == 1 else self.mesh.get_group(DATA_PARALLEL)
 
     def reduce(self, value: Any, group: Any = None, op: Any = "mean") -> Any:
         """A tensor, reduced in place over the replicas; every stage of a pipeline holds the same logged values, so
         there it is left as it is."""
-        if self.mesh is None or not isinstance(value, torch.Tensor):
+        if self.grid.replicas == 1 or not isinstance(value, torch.Tensor):
             return value
         return reduce_over(value, group or self.group, op)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """The tensors of all replicas, stacked; the tensor itself without replicas."""
-        return tensor if self.mesh is None else gather_over(tensor, group or self.group, sync_grads)
+        return tensor if self.grid.replicas == 1 else gather_over(tensor, group or self.group, sync_grads)
 
     def gather_flat(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the 1-D tensors of all replicas, which are equally long: the first axis is replicas. Collective over
@@ -66,12 +68,26 @@ class Replicas:
         self._control.start_all_gather_into(found, own, self.group)()
         return found.view(self.grid.replicas, -1).to(flat.device)
 
+    def share_shard(self, tensor: torch.Tensor) -> None:
+        """Broadcast a sharded tensor from the first rank of a pipeline, and from the first replica where it has the
+        same shard. Collective."""
+        assert self.mesh is not None, "sharded tensors have a mesh"
+        with torch.no_grad():
+            dist.broadcast(local_part(tensor), group=self.mesh.get_group(PIPELINE), group_src=0)
+            if not is_sharded_over(tensor, DATA_PARALLEL):
+                dist.broadcast(local_part(tensor), group=self.mesh.get_group(DATA_PARALLEL), group_src=0)
+
     def reducer(self, layers_of_stages: Mapping[int, Iterable[nn.Module]], holdings: Holdings) -> Reducer | None:
         """Return a reducer of the gradients of parameters in one stage only; None without replicas."""
-        if self.mesh is None:
+        if self.grid.replicas == 1:
             return None
         parameters = {
-            stage: [p for layer in layers for p in layer.parameters() if holdings.in_one_stage(p)]
+            stage: [
+                p
+                for layer in layers
+                for p in layer.parameters()
+                if holdings.in_one_stage(p) and not is_sharded_over(p, DATA_PARALLEL)  # FSDP2 reduces these
+            ]
             for stage, layers in layers_of_stages.items()
         }
         return Reducer(parameters, self._start, self.grid.replicas)
@@ -99,7 +115,7 @@ class BufferSync:
 
     def before_batch(self) -> None:
         """Broadcast the changing buffers of the first replica; a collective call."""
-        if self._replicas.mesh is None or not (self._watching or self._changing):
+        if self._replicas.grid.replicas == 1 or not (self._watching or self._changing):
             return
         buffers = dict(self._module.named_buffers())
         if self._watching and buffers:

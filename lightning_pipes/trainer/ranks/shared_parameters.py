@@ -33,7 +33,10 @@ class SharedParameters:
         self._replicas = holdings.grid.replicas
         who, grid = holdings.holders, holdings.grid
         several = sorted({positions for positions in who.values() if len(grid.on_all_replicas(positions)) > 1})
-        groups = {positions: control.subgroup(grid.on_all_replicas(positions)) for positions in several}
+        groups = {
+            positions: [control.subgroup(grid.on_all_replicas(positions, n)) for n in range(grid.shards)][grid.shard]
+            for positions in several
+        }
         self._shared = [(groups[p], found) for p, found in _by_holders(parameters, who).items() if p in groups]
         self._trained = TrainableParameters(p for _, found in self._shared for p in found)
         self._sets = self._in_buckets()

@@ -6,12 +6,14 @@ target                                     -----> its weights here    all ask wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_pipes.engine.compute.reducer import complete_gradient
 from lightning_pipes.engine.messages.bulk_transfer import BulkTransfer
 from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.ir import PlanError, Span
@@ -21,6 +23,7 @@ from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.ranks.replicas import BufferSync, Replicas
+from lightning_pipes.trainer.ranks.shards import GatheredStages
 from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
 
 
@@ -43,6 +46,7 @@ class LocalLayers:
         began: the layers of the stages when the run began.
         shared: those that several ranks hold.
         reducer: averages the gradients of the stages over replicas of the pipeline, if there are any.
+        gathered: has FSDP2 gather and reduce its shards of the stages.
         buffers: keeps those of the replicas equal.
     """
 
@@ -128,6 +132,30 @@ class LocalLayers:
             self._bulk_transfer = BulkTransfer(dist.get_rank(), grid.pipeline, watch)
         return self._bulk_transfer
 
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether gradients are reduced over replicas while a stage runs its last backward of a batch."""
+        return self.reducer is not None or bool(self.gathered)
+
+    @contextmanager
+    def around_last_backward(self, stage: int, is_complete: bool) -> Iterator[None]:
+        """Wrap the backward of a stage that ends a batch there.
+
+        Args:
+            is_complete: whether an optimizer step follows. FSDP2 adds up sharded gradients until then.
+        """
+        reducer = self.reducer if is_complete else None
+        with self.gathered.last_backward(stage), nullcontext() if reducer is None else reducer.last_backward(stage):
+            yield
+
+    def complete_gradients(self) -> None:
+        """Sum gradients over the ranks that share a parameter, and average them over replicas, before a step."""
+        self.shared.sum_gradients()
+        if self.reducer is not None:
+            self.reducer.finish()
+        for parameter in self.parameters:
+            complete_gradient(parameter)
+
     def group_of(self, optimizer: int, layer: int, name: str) -> int | None:
         """The group in which an optimizer has a parameter, wherever that is; None if it has it not.
 
@@ -143,6 +171,7 @@ class LocalLayers:
     def _connect_gradients(self) -> None:
         own = self.holdings.stages
         self.reducer = self._replicas.reducer({s: self.layers_of(s).values() for s in own}, self.holdings)
+        self.gathered = GatheredStages({s: self.layers_of(s).values() for s in own})
         self.parameters = list(self.cut.module.parameters())
         stepped = {name for layout in self.layouts for names in layout.whole for name in names}
         named = self.cut.module.named_parameters()

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_pipes.cost import CostModel
 from lightning_pipes.engine.compute.footprint import saved_for_backward, storage_of, tensors_in
 from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.engine.compute.reducer import local_part
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.ir import Span
 
@@ -55,6 +56,7 @@ class SavedBytes:
             there |= {storage_of(t) for t in tensors_in(item.data.batch)}  # whole, whatever is saved of it
             with saved_for_backward() as found:
                 out = body(stage, item, span, received)
+            there |= {storage_of(t) for layer in stage.layers.values() for t in _state(layer)}  # FSDP2 has gathered it
             self.seen[number] = _Seen(
                 sum(size for _, size in found.keys() - there) / span.rows,
                 sum(t.nbytes for t in tensors_in(out)) / span.rows,
@@ -77,7 +79,7 @@ class SavedBytes:
         states: dict[torch.Tensor, int] = {}
         for optimizer in optimizers:
             for parameter, values in optimizer.state.items():
-                states[parameter] = sum(t.nbytes for t in values.values() if isinstance(t, torch.Tensor))
+                states[parameter] = sum(local_part(t).nbytes for t in values.values() if isinstance(t, torch.Tensor))
         found = {}
         for number, layers in stages.items():
             if number not in self.seen:
@@ -85,8 +87,8 @@ class SavedBytes:
             tensors = {id(t): t for layer in layers for t in _state(layer)}.values()
             trained = [t for t in tensors if isinstance(t, nn.Parameter) and t.requires_grad]
             found[number] = StageBytes(
-                sum(t.nbytes for t in tensors),
-                sum(p.nbytes + states.get(p, 0) for p in trained),
+                sum(local_part(t).nbytes for t in tensors),
+                sum(local_part(p).nbytes + states.get(p, 0) for p in trained),
                 self.seen[number].activations,
                 self.seen[number].output,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from lightning.pytorch.plugins import Precision
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_pipes.engine.compute.reducer import is_distributed, local_part
 from lightning_pipes.engine.private_torch import Clipping
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.remote_tensors import HookScope, RemoteTensor
+from lightning_pipes.trainer.module.sharding import holds_own_part
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.private_lightning import replace_unscale_gradients, unscale_gradients
 from lightning_pipes.trainer.ranks.control import Control
@@ -28,7 +31,8 @@ class GradientAgreement:
     Clipping by value needs no agreement.
 
     Args:
-        control: of all stages; None where these are not at one batch, and each clips by the norm of its own layers.
+        control: of all ranks that have parts of gradients, which are those of all stages, and of their shards; None
+            where stages are not at one batch, and each clips by the norm of its own layers.
         scope: says which hook runs.
         patches: the plugin is patched until they are closed.
     """
@@ -59,15 +63,15 @@ class GradientAgreement:
         grads = [p.grad for p in self._precision.main_params(optimizer) if p.grad is not None]
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
         mine = [
-            (self._holdings.number_of(p), p.grad.detach())
+            (self._holdings.number_of(p), local_part(p.grad))
             for p in self._precision.main_params(optimizer)
-            if p.grad is not None and self._holdings.counts_here(p)
+            if p.grad is not None and _is_counted(p, self._holdings, self._control)
         ]
         return total_norm(mine, self._holdings.numbers, 2.0, dtype, self._control)
 
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
         norm = self.total_norm(optimizer).to(self._device)
-        torch.nn.utils.clip_grads_with_norm_(list(self._precision.main_params(optimizer)), clip_val, norm)
+        torch.nn.utils.clip_grads_with_norm_(list(map(_local, self._precision.main_params(optimizer))), clip_val, norm)
 
     def _agreed_unscale(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         with self._scope.suspended():  # a hook may ask for clipping
@@ -99,11 +103,24 @@ def total_norm(
             norms.scatter_reduce_(0, at, found, "amin" if least else "amax")
         else:
             norms.index_add_(0, at, found.pow(p) if p else (found != 0).double())
-    if control is not None:  # of each place one rank has the tensor, so that no sum depends on an order
+    if control is not None:  # of each place one rank has the tensor, or its shards, and all get the same sum
         control.all_reduce(norms, dist.ReduceOp.MIN if least else dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
     if infinite:
         return (norms.min() if least else norms.max()).to(dtype)
     return (norms.sum().pow(1 / p) if p else norms.sum()).to(dtype)
+
+
+def _is_counted(parameter: torch.Tensor, holdings: Holdings, control: Control | None) -> bool:
+    """Return whether this rank counts its part of a parameter in a norm over the ranks of `control`."""
+    over_shards = control is not None and control.size > holdings.grid.length
+    return holdings.counts_here(parameter) and (not over_shards or holds_own_part(parameter, holdings.grid))
+
+
+def _local(parameter: Any) -> Any:
+    """Return a parameter, or in place of one that is sharded an object with the gradient of this rank's shard."""
+    if not is_distributed(parameter) or parameter.grad is None:
+        return parameter
+    return SimpleNamespace(grad=local_part(parameter.grad))
 
 
 class HookClipping:
@@ -114,7 +131,8 @@ class HookClipping:
     Args:
         parameters: gives those of this rank.
         scope: says which hook runs, and hears from here whether there are gradients.
-        control: of all stages; None where these are not at one batch, so that there is no such norm.
+        control: of all ranks that have parts of gradients; None where stages are not at one batch, so that there is no
+            such norm.
         patches: torch is patched until they are closed.
     """
 
@@ -142,7 +160,7 @@ class HookClipping:
 
     def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         # With foreach=True torch refuses the device of what is elsewhere.
-        here = [p for p in _listed(parameters) if not (self._scope.here and isinstance(p, RemoteTensor))]
+        here = [_local(p) for p in _listed(parameters) if not (self._scope.here and isinstance(p, RemoteTensor))]
         return original(here, *args, **kwargs)
 
     def _norm(
@@ -176,7 +194,8 @@ class HookClipping:
                 "schedule; clip by value, or use a schedule that flushes between batches, such as '1f1b'"
             )
         here = [(own[id(t)], t) for t in found if not isinstance(t, RemoteTensor)]
-        mine = [(self._holdings.number_of(p), t) for p, t in here if self._holdings.counts_here(p)]
+        counted = [(p, t) for p, t in here if _is_counted(p, self._holdings, self._control)]
+        mine = [(self._holdings.number_of(p), local_part(t)) for p, t in counted]
         dtype = reduce(torch.promote_types, (t.dtype for t in found)) if found else torch.float32
         of = self._holdings.numbers
         total = total_norm(mine, of, float(norm_type), dtype, self._control).to(scope.device)

@@ -1,0 +1,134 @@
+"""Modules that `configure_model` has sharded, by `fully_shard` or `parallelize_module` on the mesh of the run.
+
+Every rank shards all layers, each over the ranks of its own stage, as under Lightning's ModelParallelStrategy. Then it
+keeps the layers of its stages. What is around the layers is held whole over `data_parallel`, as without shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_pipes.engine.private_torch import forget_shards, managed_modules, remove_fully_shard
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.module.pipelined import SPREAD
+from lightning_pipes.trainer.ranks.grid import Grid
+from lightning_pipes.trainer.ranks.replicas import DATA_PARALLEL, PIPELINE, TENSOR_PARALLEL
+from lightning_pipes.trainer.ranks.shards import is_sharded_over, unshard_over
+
+
+def holds_own_part(parameter: torch.Tensor, grid: Grid) -> bool:
+    """Return whether this rank counts its part of a parameter in a sum over all replicas and shards."""
+    in_replicas = is_sharded_over(parameter, DATA_PARALLEL) or grid.replica == 0
+    return in_replicas and (is_sharded_over(parameter, TENSOR_PARALLEL) or grid.shard == 0)
+
+
+def check_shards(module: pl.LightningModule, mesh: DeviceMesh | None) -> None:
+    """Refuse shards that do not fit the mesh or the layers.
+
+    Raises:
+        PipelineError: a parameter is sharded over another mesh or over stages, or unevenly over tensor-parallel ranks.
+    """
+    owner = type(module).__name__
+    for name, parameter in module.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        found = parameter.device_mesh
+        names = found.mesh_dim_names or ()
+        where = f"{owner}.{name} is sharded over {', '.join(names) or 'a mesh without names'}"
+        if PIPELINE in names:
+            raise PipelineError(
+                f"{where}; the ranks along {PIPELINE} hold other layers. Use self.device_mesh[{DATA_PARALLEL!r}] for "
+                f"fully_shard and self.device_mesh[{TENSOR_PARALLEL!r}] for parallelize_module"
+            )
+        own = () if mesh is None else mesh.mesh_dim_names or ()
+        if (
+            not names
+            or mesh is None
+            or any(n not in own or found[n].mesh.tolist() != mesh[n].mesh.tolist() for n in names)
+        ):
+            raise PipelineError(
+                f"{where} of other processes than this run's; take the mesh from self.device_mesh in configure_model"
+            )
+        for dimension, placement in zip(names, parameter.placements, strict=True):
+            if dimension == TENSOR_PARALLEL and isinstance(placement, Shard):
+                _check_even(f"{owner}.{name}", parameter, placement.dim, found[dimension].size())
+    for name, part in module.named_modules():
+        _check_heads(f"{owner}.{name}", part)
+
+
+def _check_even(name: str, parameter: torch.Tensor, dim: int, shards: int) -> None:
+    if parameter.shape[dim] % shards:
+        raise PipelineError(
+            f"tensor_parallel={shards} does not divide axis {dim} of {name}, which has {parameter.shape[dim]} entries; "
+            "take a number of processes that divides it, or leave this layer out of the plan of parallelize_module"
+        )
+
+
+def _check_heads(name: str, part: nn.Module) -> None:
+    """Refuse an attention whose heads would be cut: the rows of a projection are whole heads on each rank."""
+    size = getattr(part, "head_dim", None)
+    if type(size) is not int or size < 1:
+        return
+    for child_name, child in part.named_children():
+        weight = getattr(child, "weight", None)
+        if not isinstance(weight, DTensor) or not isinstance(child, nn.Linear):
+            continue
+        shards = weight.device_mesh[TENSOR_PARALLEL].size() if is_sharded_over(weight, TENSOR_PARALLEL) else 1
+        rows, columns = weight.shape
+        names = weight.device_mesh.mesh_dim_names or ()
+        placed: list[Any] = [p for n, p in zip(names, weight.placements, strict=True) if n == TENSOR_PARALLEL]
+        dims = [p.dim for p in placed if p.is_shard()]
+        for length in ((rows, columns)[dim] for dim in dims):
+            if length % size == 0 and length // size % shards:
+                raise PipelineError(
+                    f"tensor_parallel={shards} does not divide the {length // size} heads of {name}.{child_name}; take "
+                    "a number of processes that divides them"
+                )
+
+
+def unshard_outside(module: pl.LightningModule, path: str) -> None:
+    """Make whole what `fully_shard` has sharded around the container of layers. Collective over replicas.
+
+    Raises:
+        PipelineError: it has sharded layers of several stages as one.
+    """
+    container = module.get_submodule(path)
+    inside = {id(part) for layer in container.children() for part in layer.modules()}
+    for name, part in module.named_modules():
+        if not isinstance(part, FSDPModule) or id(part) in inside:
+            continue
+        if any(id(owner) in inside for owner in managed_modules(part)):
+            raise PipelineError(
+                f"fully_shard has sharded the layers of self.{path} as one unit, self{name and '.'}{name}, and they "
+                "are on several ranks; shard each layer by itself before: for layer in layers: fully_shard(layer, ...)"
+            )
+        remove_fully_shard(part, partial(unshard_over, dimension=DATA_PARALLEL))
+
+
+def release_layers(layers: Iterable[nn.Module]) -> None:
+    """Free the shards of layers that other ranks have: their tensors are on `meta`, the same objects."""
+    for layer in layers:
+        for part in layer.modules():
+            for tensor in (*part._parameters.values(), *part._buffers.values()):
+                if tensor is not None and not tensor.is_meta:
+                    empty = torch.empty_like(tensor, device="meta")
+                    made = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                    torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+            if isinstance(part, FSDPModule):
+                forget_shards(part)
+
+
+def leave_spread(module: pl.LightningModule, path: str, local: Iterable[int]) -> None:
+    """Free the layers of other ranks in a sharded module; nothing where an earlier run has done it."""
+    if SPREAD not in vars(module):
+        kept = {*local}
+        release_layers(layer for n, layer in enumerate(module.get_submodule(path).children()) if n not in kept)
