@@ -284,6 +284,7 @@ def remove_fully_shard(module: FSDPModule, unshard: Callable[[torch.Tensor], nn.
     for group in state._fsdp_param_groups:
         group.reshard()
         for parameter in group.fsdp_params:
+            parameter._post_load_hook_handle.remove()
             whole, info = unshard(parameter.sharded_param), parameter._module_info
             owners = [(info.module, info.param_name)]
             owners += zip(info.shared_modules, info.shared_param_names, strict=True)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipes import PipelineStrategy
+from lightning_pipes import PipelineStrategy, consolidate
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import differences, plain_values, quiet
 from tests.trainer.replicas import REPLICAS, ROWS, Dealt
@@ -151,19 +151,51 @@ def train(
     return {"logged": seen.logged}
 
 
-def weights_of(path: Path) -> Any:
+def saved_in(path: Path) -> Any:
+    """The weights and the optimizer states in a checkpoint, which have to be whole."""
     saved = torch.load(path, weights_only=False)
     return plain_values([saved["state_dict"], saved["optimizer_states"][0]["state"]])
 
 
-def train_sharded(rank: int, folder: str) -> dict[str, Any]:
-    strategy = PipelineStrategy(microbatches=2, data_parallel=REPLICAS)
-    return {"fsdp": train(Path(folder, "fsdp"), strategy, 4, replicas=REPLICAS)}
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "fsdp": (REPLICAS, {}, {}),
+    "parts": (REPLICAS, {"checkpoint": "sharded", "recompute": True}, {}),
+    "split": (REPLICAS, {"schedule": "zero_bubble"}, {}),
+    "tensors": (1, {"tensor_parallel": 2}, {}),
+}
+"""The data-parallel replicas, and the arguments of the strategy and of the module, by the checkpoint's name."""
+
+
+def train_sharded(rank: int, folder: str, names: tuple[str, ...], processes: int) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        replicas, settings, module = CASES[name]
+        strategy = PipelineStrategy(**{"microbatches": 2, "data_parallel": replicas, **settings})
+        found[name] = train(Path(folder, name), strategy, processes, replicas=replicas, **module)
+    return found
+
+
+def resume(rank: int, folder: str, names: tuple[str, ...], processes: int, replicas: int, shards: int) -> list[Any]:
+    found = []
+    for name in names:
+        strategy = PipelineStrategy(microbatches=2, data_parallel=replicas, tensor_parallel=shards)
+        path = Path(folder, f"{name} on {processes} {replicas} {shards}")
+        found.append(train(path, strategy, processes, Path(folder, name), replicas)["logged"])
+    return found
 
 
 def test_two_stages_of_two_shards_are_one_process(tmp_path):
     whole = train(tmp_path / "plain")
-    ranks = run_ranks(train_sharded, 4, str(tmp_path), timeout=120)
-    for found in ranks:
-        assert differences(found["fsdp"]["logged"], whole["logged"], tolerance=1e-10) == []
-    assert differences(weights_of(tmp_path / "fsdp"), weights_of(tmp_path / "plain"), tolerance=1e-10) == []
+    ranks = run_ranks(train_sharded, 4, str(tmp_path), tuple(CASES), 4, timeout=200)
+    consolidate(tmp_path / "parts", tmp_path / "one file", weights_only=False)
+    for name in CASES:
+        for found in ranks:
+            assert differences(found[name]["logged"], whole["logged"], tolerance=1e-10) == []
+        path = tmp_path / ("one file" if name == "parts" else name)
+        assert differences(saved_in(path), saved_in(tmp_path / "plain"), tolerance=1e-10) == []
+    further = train(tmp_path / "plain on", resume=tmp_path / "plain")["logged"]
+    resumed = [train(tmp_path / "on", resume=tmp_path / name)["logged"] for name in ("fsdp", "one file")]
+    resumed += [e for r in run_ranks(resume, 2, str(tmp_path), ("fsdp", "parts"), 2, 1, 1, timeout=90) for e in r]
+    resumed += [e for r in run_ranks(resume, 4, str(tmp_path), ("tensors",), 4, 2, 1, timeout=90) for e in r]
+    for logged in resumed:
+        assert differences(logged, further, tolerance=1e-10) == []
