@@ -5,25 +5,37 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import PipelineStrategy, consolidate
+from lightning_pipes.ir import InputError, PipelineError, PlanError
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import differences, plain_values, quiet
 from tests.trainer.replicas import REPLICAS, ROWS, Dealt
 from tests.trainers import make_trainer
 
 SAMPLES = 22  # the last batch of an epoch has 3 a replica, the others 4
-TOKENS, WIDTH, HEADS = 11, 12, 4
+TOKENS, WIDTH, HEADS = 11, 16, 4
 LAYERS = 4
 
 
@@ -40,43 +52,65 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, heads: int) -> None:
+    def __init__(self, heads: int, hidden: int) -> None:
         super().__init__()
         self.norm, self.attention = nn.LayerNorm(WIDTH), Attention(heads)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+        self.shift = nn.Parameter(torch.zeros(1))  # the second of two shards is empty
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.shift, 0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm(x))
-        return x + self.down(F.gelu(self.up(x)))
+        return x + self.down(F.gelu(self.up(x + self.shift)))
 
 
 class GPT(nn.Module):
-    def __init__(self, heads: int) -> None:
+    def __init__(self, heads: int, hidden: int) -> None:
         super().__init__()
+        self.sequence: DeviceMesh | None = None
         self.embedding = nn.Embedding(TOKENS, WIDTH)
-        self.layers = nn.ModuleList(Block(heads) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Block(heads, hidden) for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embedding(x)
+        if self.sequence is not None:  # each shard gets its part of the sequence
+            x = DTensor.from_local(x, self.sequence, [Replicate()]).redistribute(placements=[Shard(1)]).to_local()
         for layer in self.layers:
             x = layer(x)
+        if self.sequence is not None:
+            x = DTensor.from_local(x, self.sequence, [Shard(1)]).full_tensor()
         return self.head(self.norm(x))
 
 
+SEQUENCE_PLAN: dict[str, ParallelStyle] = {
+    "norm": SequenceParallel(use_local_output=True),
+    "attention": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True),
+    "attention.query": ColwiseParallel(),
+    "attention.key": ColwiseParallel(),
+    "attention.value": ColwiseParallel(),
+    "attention.out": RowwiseParallel(output_layouts=Shard(1)),
+    "up": ColwiseParallel(input_layouts=Shard(1)),
+    "down": RowwiseParallel(output_layouts=Shard(1)),
+}
+"""Layers get and return their part of the sequence: a message between stages is a share of the whole."""
+
+
 class LitGPT(pl.LightningModule):
-    def __init__(self, heads: int = HEADS, meta: bool = False) -> None:
+    def __init__(self, heads: int = HEADS, hidden: int = 2 * WIDTH, meta: bool = False, how: str = "") -> None:
         super().__init__()
-        self.heads, self.meta = heads, meta
+        self.heads, self.hidden, self.meta, self.how = heads, hidden, meta, how
         self.model: GPT | None = None
-        self.losses: list[float] = []
 
     def configure_model(self) -> None:
         if self.model is not None:
             return
         torch.manual_seed(5)
         with torch.device("meta" if self.meta else "cpu"):
-            self.model = GPT(self.heads).double()
+            self.model = GPT(self.heads, self.hidden).double()
+        self.model.layers[1].requires_grad_(False)
         if self.device_mesh is None:
             return
         replicas, shards = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
@@ -84,11 +118,16 @@ class LitGPT(pl.LightningModule):
             columns = ["attention.query", "attention.key", "attention.value", "up"]
             plan = {name: ColwiseParallel() for name in columns}
             plan.update({name: RowwiseParallel() for name in ("attention.out", "down")})
+            if self.how == "sequence":
+                self.model.sequence = shards
+                plan = SEQUENCE_PLAN
             for layer in self.model.layers:
                 parallelize_module(layer, shards, plan)
-        if replicas.size() > 1:
-            for layer in self.model.layers:
-                fully_shard(layer, mesh=replicas)
+        if replicas.size() > 1 and self.how != "replicas":
+            for layer in self.model.layers if self.how != "one unit" else ():
+                fully_shard(layer, mesh=self.device_mesh["pipeline"] if self.how == "pipeline" else replicas)
+            if self.how == "own mesh":
+                fully_shard(self.model.head, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("x", "y"))["y"])
             fully_shard(self.model, mesh=replicas)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -162,6 +201,13 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "parts": (REPLICAS, {"checkpoint": "sharded", "recompute": True}, {}),
     "split": (REPLICAS, {"schedule": "zero_bubble"}, {}),
     "tensors": (1, {"tensor_parallel": 2}, {}),
+    "meta": (REPLICAS, {}, {"meta": True}),
+}
+CUBES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "cube": (REPLICAS, {"tensor_parallel": 2}, {}),
+    "cube of replicas": (REPLICAS, {"tensor_parallel": 2}, {"how": "replicas"}),
+    "sequence": (REPLICAS, {"tensor_parallel": 2, "schedule": "gpipe"}, {"how": "sequence"}),
+    "cube on meta": (REPLICAS, {"tensor_parallel": 2}, {"meta": True}),
 }
 """The data-parallel replicas, and the arguments of the strategy and of the module, by the checkpoint's name."""
 
@@ -169,7 +215,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 def train_sharded(rank: int, folder: str, names: tuple[str, ...], processes: int) -> dict[str, Any]:
     found = {}
     for name in names:
-        replicas, settings, module = CASES[name]
+        replicas, settings, module = {**CASES, **CUBES}[name]
         strategy = PipelineStrategy(**{"microbatches": 2, "data_parallel": replicas, **settings})
         found[name] = train(Path(folder, name), strategy, processes, replicas=replicas, **module)
     return found
@@ -184,18 +230,69 @@ def resume(rank: int, folder: str, names: tuple[str, ...], processes: int, repli
     return found
 
 
+def compare(folder: Path, ranks: list[dict[str, Any]]) -> None:
+    """Compare what was trained with one process, with weights that begin on the CPU and on `meta`."""
+    whole = train(folder / "plain"), train(folder / "plain on meta", PipelineStrategy(), meta=True)
+    for name in ranks[0]:
+        meta = {**CASES, **CUBES}[name][2].get("meta", False)
+        for found in ranks:
+            assert differences(found[name]["logged"], whole[meta]["logged"], tolerance=1e-10) == [], name
+        path, plain = folder / ("one file" if name == "parts" else name), folder / f"plain{' on meta' * meta}"
+        assert differences(saved_in(path), saved_in(plain), tolerance=1e-10) == [], name
+
+
 def test_two_stages_of_two_shards_are_one_process(tmp_path):
-    whole = train(tmp_path / "plain")
     ranks = run_ranks(train_sharded, 4, str(tmp_path), tuple(CASES), 4, timeout=200)
     consolidate(tmp_path / "parts", tmp_path / "one file", weights_only=False)
-    for name in CASES:
-        for found in ranks:
-            assert differences(found[name]["logged"], whole["logged"], tolerance=1e-10) == []
-        path = tmp_path / ("one file" if name == "parts" else name)
-        assert differences(saved_in(path), saved_in(tmp_path / "plain"), tolerance=1e-10) == []
+    compare(tmp_path, ranks)
     further = train(tmp_path / "plain on", resume=tmp_path / "plain")["logged"]
     resumed = [train(tmp_path / "on", resume=tmp_path / name)["logged"] for name in ("fsdp", "one file")]
     resumed += [e for r in run_ranks(resume, 2, str(tmp_path), ("fsdp", "parts"), 2, 1, 1, timeout=90) for e in r]
     resumed += [e for r in run_ranks(resume, 4, str(tmp_path), ("tensors",), 4, 2, 1, timeout=90) for e in r]
     for logged in resumed:
         assert differences(logged, further, tolerance=1e-10) == []
+
+
+@pytest.mark.slow
+def test_two_stages_of_two_shards_of_two_tensor_parallel_ranks(tmp_path):
+    compare(tmp_path, run_ranks(train_sharded, 8, str(tmp_path), tuple(CUBES), 8, timeout=400))
+    further = train(tmp_path / "plain on", resume=tmp_path / "plain")["logged"]
+    resumed = [train(tmp_path / "on", resume=tmp_path / "cube")["logged"]]
+    resumed += [e for r in run_ranks(resume, 8, str(tmp_path), ("cube", "plain"), 8, 2, 2, timeout=200) for e in r]
+    for logged in resumed:
+        assert differences(logged, further, tolerance=1e-10) == []
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"tensor_parallel": 4}, {}, r"2 processes can't be shared out to data_parallel=1 pipelines of tensor_parallel=4"),
+    ({"tensor_parallel": 2}, {"heads": 3}, r"tensor_parallel=2 does not divide the 3 heads of LitGPT.model.layers.0"),
+    ({"tensor_parallel": 2}, {"hidden": 31}, r"tensor_parallel=2 does not divide axis 0 of LitGPT.model.layers.0.up"),
+    ({"data_parallel": 2}, {"how": "one unit"}, r"sharded the layers of self.model.layers as one unit, self.model"),
+    (
+        {"data_parallel": 2},
+        {"how": "pipeline"},
+        r"is sharded over pipeline; the ranks along pipeline hold other layers",
+    ),
+    ({"data_parallel": 2}, {"how": "own mesh"}, r"model.head.weight is sharded over y of other processes than this"),
+    ({"data_parallel": 2, "schedule": "pipedream"}, {}, r"and schedule 'pipedream' steps stages apart; use a schedule"),
+    ({"data_parallel": 2, "shard_optimizer": True}, {}, r"and shard_optimizer=True shards states that are sharded"),
+]
+
+
+def refusals(rank: int) -> list[str]:
+    quiet()
+    found = []
+    for settings, module, _ in REFUSED:
+        trainer = make_trainer(strategy=PipelineStrategy(**settings), max_epochs=1, precision="64-true")
+        with pytest.raises(PlanError if settings.get("tensor_parallel") == 4 else PipelineError) as error:
+            trainer.fit(LitGPT(**module), DataLoader(data(), 4))
+        found.append(str(error.value))
+    return found
+
+
+def test_shards_that_do_not_fit_are_refused():
+    for found in run_ranks(refusals, 2, timeout=90):
+        for said, (*_, expected) in zip(found, REFUSED, strict=True):
+            assert re.search(expected, said), said
+    with pytest.raises(InputError, match="tensor_parallel must be at least 1, got 0"):
+        PipelineStrategy(tensor_parallel=0)
