@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -241,3 +244,37 @@ def test_references_of_python_are_counted_without_those_of_the_graph() -> None:
     assert (alone, in_graph, named) == (1, 1, 2)
     assert name.shape == product.shape
     assert private.packet_of(torch.ops.aten.mm.default) is torch.ops.aten.mm
+
+
+def shard_and_undo(rank: int) -> list[Any]:
+    """Units of two layers and a module around them, a backward of weights alone, and the undoing."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replicas",))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    own = [p.detach().clone() for p in model.parameters()]
+    fully_shard(model[0], mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh)
+    found: list[Any] = [private.managed_modules(model) == [model[1]] * 2]
+    private.remove_fully_shard(model, lambda p: nn.Parameter(p.full_tensor()))
+    found += [type(model) is nn.Sequential, [type(p) is nn.Parameter for p in model[1].parameters()]]
+    model.load_state_dict(dict(model.state_dict()))
+    out = model(torch.ones(1, 2)).sum()
+    model[0].set_requires_gradient_sync(False)
+    model[0].set_reshard_after_backward(False)
+    weights = list(model[0].parameters())
+    for weight, gradient in zip(weights, torch.autograd.grad(out, weights), strict=True):
+        weight.grad = gradient
+    model[0].set_requires_gradient_sync(True)
+    model[0].set_reshard_after_backward(True)
+    private.finish_sharded_backward(model[0])
+    found += [[isinstance(p.grad, DTensor) for p in model[0].parameters()]]
+    found += [all(torch.equal(p.full_tensor(), q) for p, q in zip(model[0].parameters(), own[:2], strict=True))]
+    private.forget_shards(model[0])
+    group = model[0]._get_fsdp_state()._fsdp_param_groups[0]
+    return [*found, [p._sharded_param_data.numel() for p in group.fsdp_params]]
+
+
+def test_fully_shard():
+    expected = [True, True, [True, True], [True, True], True, [0, 0]]
+    for found in run_ranks(shard_and_undo, 2, timeout=60):
+        assert found == expected

@@ -51,19 +51,29 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
 
 
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.empty(1))  # the second of two shards is empty
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.value, 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.value
+
+
 class Block(nn.Module):
     def __init__(self, heads: int, hidden: int) -> None:
         super().__init__()
         self.norm, self.attention = nn.LayerNorm(WIDTH), Attention(heads)
         self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
-        self.shift = nn.Parameter(torch.zeros(1))  # the second of two shards is empty
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.shift, 0.1)
+        self.shift = Shift()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm(x))
-        return x + self.down(F.gelu(self.up(x + self.shift)))
+        return x + self.down(F.gelu(self.up(self.shift(x))))
 
 
 class GPT(nn.Module):
@@ -87,6 +97,7 @@ class GPT(nn.Module):
 
 SEQUENCE_PLAN: dict[str, ParallelStyle] = {
     "norm": SequenceParallel(use_local_output=True),
+    "shift": SequenceParallel(use_local_output=True),
     "attention": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True),
     "attention.query": ColwiseParallel(),
     "attention.key": ColwiseParallel(),
@@ -110,25 +121,27 @@ class LitGPT(pl.LightningModule):
         torch.manual_seed(5)
         with torch.device("meta" if self.meta else "cpu"):
             self.model = GPT(self.heads, self.hidden).double()
-        self.model.layers[1].requires_grad_(False)
-        if self.device_mesh is None:
-            return
+        if self.device_mesh is not None:
+            self.shard(self.model)
+        self.model.layers[1].requires_grad_(False)  # SequenceParallel makes new parameters
+
+    def shard(self, model: GPT) -> None:
         replicas, shards = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
         if shards.size() > 1:
             columns = ["attention.query", "attention.key", "attention.value", "up"]
             plan = {name: ColwiseParallel() for name in columns}
             plan.update({name: RowwiseParallel() for name in ("attention.out", "down")})
             if self.how == "sequence":
-                self.model.sequence = shards
+                model.sequence = shards
                 plan = SEQUENCE_PLAN
-            for layer in self.model.layers:
+            for layer in model.layers:
                 parallelize_module(layer, shards, plan)
         if replicas.size() > 1 and self.how != "replicas":
-            for layer in self.model.layers if self.how != "one unit" else ():
+            for layer in model.layers if self.how != "one unit" else ():
                 fully_shard(layer, mesh=self.device_mesh["pipeline"] if self.how == "pipeline" else replicas)
             if self.how == "own mesh":
-                fully_shard(self.model.head, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("x", "y"))["y"])
-            fully_shard(self.model, mesh=replicas)
+                fully_shard(model.head, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("x", "y"))["y"])
+            fully_shard(model, mesh=replicas)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         logits = self.model(batch[0][:, :-1])
