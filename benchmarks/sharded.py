@@ -1,38 +1,51 @@
-"""What sharding saves: optimizer states of a replica, and peak memory while a rank loads its own layers.
+"""What sharding saves: optimizer states, peak memory of stages that are sharded, and of a rank that loads its layers.
 
     python benchmarks/sharded.py [--quick] [--json]
 
 Two stages of two replicas train with `shard_optimizer` and without it: `zero1_state_share` is the larger of the shares
 of its stage's states that a process keeps, and `zero1_difference` the largest difference of weights. Then two ranks
 fill layers on `meta` from one safetensors file: `load_peak_over_own` is the larger of their peaks of resident memory
-above that before `fit`, over the bytes of the rank's own layers, of which one tensor is a sixteenth. Quick mode has
-smaller layers.
+above that before `fit`, over the bytes of the rank's own layers, of which one tensor is a sixteenth.
+
+Two stages of two shards, by `fully_shard` and by `parallelize_module`, train in float64 with AdamW, and are compared
+with one process: `fsdp_equal` and `tp_equal` say whether no weight differs by more than 1e-10.
+
+Without quick mode four processes train a GPT of 113 M parameters as DDP, FSDP2 and pipelines. The table has the largest
+peak of resident memory of a process above that before its module was made, and the samples of a second.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.harness.report import make_parser
 from benchmarks.harness.silence import QUIET
 from lightning_pipes import PipelineStrategy, load_pretrained
-from lightning_pipes.engine.allocator import read_status_bytes
+from lightning_pipes.engine.allocator import load_libc, read_status_bytes
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import quiet
 
 LAYERS, WIDTH, QUICK_WIDTH, TOKENS = 32, 3072, 2048, 4000
 ROWS, BATCHES = 8, 4
 TRAINED_LAYERS, TRAINED_WIDTH = 8, 64  # whose states are counted
+BLOCKS, BLOCK_WIDTH, HEADS, SEQUENCE = 16, 768, 12, 32  # of the GPT
+EQUAL = 1e-10
+ENVIRONMENT, MMAP_THRESHOLD = "MALLOC_MMAP_THRESHOLD_", -3  # of glibc, as in malloc.h
+PINNED = {ENVIRONMENT: str(2**16)}  # larger blocks go back to the system at once, in every row
 
 
 class Net(pl.LightningModule):
@@ -62,8 +75,84 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+class Block(nn.Module):
+    """A layer of a GPT; its heads may be shared out to tensor-parallel ranks."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.head_dim = width // heads
+        self.norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        heads = [p(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.query, self.key, self.value)]
+        y = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.second_norm(x))))
+
+
+class GPT(pl.LightningModule):
+    """A GPT whose `configure_model` shards its layers as Lightning's ModelParallelStrategy has it."""
+
+    def __init__(self, blocks: int, width: int, heads: int, shard: bool, meta: bool) -> None:
+        super().__init__()
+        self.sizes, self.shard, self.meta = (blocks, width, heads), shard, meta
+        self.layers: nn.Sequential | None = None
+
+    def configure_model(self) -> None:
+        if self.layers is not None:
+            return
+        blocks, width, heads = self.sizes
+        torch.manual_seed(0)
+        with torch.device("meta" if self.meta else "cpu"):
+            middle = [Block(width, heads) for _ in range(blocks)]
+            self.layers = nn.Sequential(nn.Embedding(256, width), *middle, nn.Linear(width, 256))
+        self.to(self.dtype)
+        mesh = self.device_mesh
+        if not self.shard or mesh is None:
+            return
+        columns, rows = ("query", "key", "value", "up"), ("out", "down")
+        plan = {**{name: ColwiseParallel() for name in columns}, **{name: RowwiseParallel() for name in rows}}
+        for layer in self.layers:
+            if mesh["tensor_parallel"].size() > 1 and isinstance(layer, Block):
+                parallelize_module(layer, mesh["tensor_parallel"], plan)
+            if mesh["data_parallel"].size() > 1:
+                fully_shard(layer, mesh=mesh["data_parallel"])
+        if mesh["data_parallel"].size() > 1:
+            fully_shard(self, mesh=mesh["data_parallel"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        assert self.layers is not None
+        logits = self.layers(batch[0][:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[0][:, 1:].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Timer(pl.Callback):
+    """Counts the seconds of batches after the first."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._began = 0.0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._began = time.perf_counter()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seconds.append(time.perf_counter() - self._began)
+
+
 def fit(
-    net: Net, strategy: PipelineStrategy, devices: int, inputs: torch.Tensor, callback: pl.Callback, batches: int
+    net: pl.LightningModule,
+    strategy: Strategy | str,
+    devices: int,
+    inputs: torch.Tensor,
+    callback: pl.Callback,
+    batches: int,
 ) -> None:
     """Train on some batches."""
     quiet()
@@ -89,6 +178,93 @@ def train_sharded(rank: int) -> list[tuple[int, dict[str, torch.Tensor]]]:
         inputs = torch.randint(TOKENS, (2 * BATCHES * ROWS, 4))
         fit(net, strategy, 4, inputs, LambdaCallback(on_train_end=count), BATCHES)
         found.append((kept[0], dict(net.state_dict())))
+    return found
+
+
+def train_small(rank: int, folder: str, data_parallel: int, tensor_parallel: int) -> None:
+    """Train a small GPT with two stages of two shards, or on one process, and save it."""
+    quiet()
+    sharded = data_parallel * tensor_parallel > 1
+    strategy: Any = "auto"
+    if sharded:
+        strategy = PipelineStrategy(data_parallel=data_parallel, tensor_parallel=tensor_parallel, microbatches=2)
+    pl.seed_everything(0, verbose=False)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=4 if sharded else 1,
+        strategy=strategy,
+        precision="64-true",
+        max_epochs=1,
+        gradient_clip_val=0.1,
+        use_distributed_sampler=False,
+        **QUIET,
+    )
+    inputs = torch.randint(256, (BATCHES * ROWS, 9), generator=torch.Generator().manual_seed(1))
+    own = inputs[rank * data_parallel // 4 :: data_parallel]  # of each batch a replica has every second sample
+    trainer.fit(GPT(4, 32, 4, True, False), DataLoader(TensorDataset(own), batch_size=ROWS // data_parallel))
+    trainer.save_checkpoint(Path(folder, f"{data_parallel} {tensor_parallel}"))
+
+
+def find_differences(folder: str) -> tuple[float, float]:
+    """Return the largest difference of weights from one process: of FSDP2, and of tensor parallelism."""
+    train_small(0, folder, 1, 1)
+    for data_parallel, tensor_parallel in ((2, 1), (1, 2)):
+        run_ranks(train_small, 4, folder, data_parallel, tensor_parallel, timeout=120)
+    plain, fsdp, tensors = (
+        torch.load(Path(folder, name), weights_only=False)["state_dict"] for name in ("1 1", "2 1", "1 2")
+    )
+    fsdp_difference, tp_difference = (
+        max((found[name] - weight).abs().max().item() for name, weight in plain.items()) for found in (fsdp, tensors)
+    )
+    return fsdp_difference, tp_difference
+
+
+WAYS: dict[str, tuple[bool, bool]] = {
+    "DDP": (False, False),
+    "FSDP2": (True, True),
+    "pipeline": (False, True),
+    "pipeline of two stages, two replicas": (False, True),
+    "pipeline of two stages + ZeRO-1": (False, True),
+    "pipeline of two stages + FSDP2": (True, True),
+}
+"""Whether layers are sharded, and made on `meta`."""
+
+
+def train_large(rank: int, way: str) -> tuple[int, float]:
+    """Return the peak of resident bytes of a process above that before its module, and seconds of a batch."""
+    strategies: dict[str, Any] = {
+        "DDP": "ddp",
+        "FSDP2": ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1),
+        "pipeline": PipelineStrategy(partition="parameters", gather="none", microbatches=8),
+    }
+    shards = PipelineStrategy(
+        partition="parameters", gather="none", microbatches=4, data_parallel=2, shard_optimizer="ZeRO" in way
+    )
+    shard, meta = WAYS[way]
+    timer = Timer()
+    libc = load_libc()
+    if libc is not None:  # else glibc keeps what FSDP2 frees; the environment is read before this process is forked
+        libc.mallopt(MMAP_THRESHOLD, int(PINNED[ENVIRONMENT]))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = read_status_bytes("VmRSS") or 0
+    rows = 2 if way in ("DDP", "FSDP2") else 8 if way == "pipeline" else 4
+    inputs = torch.randint(256, (8 * BATCHES, SEQUENCE + 1))
+    net = GPT(BLOCKS, BLOCK_WIDTH, HEADS, shard, meta)
+    quiet()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=4, strategy=strategies.get(way, shards), max_epochs=1, callbacks=[timer], **QUIET
+    )
+    trainer.fit(net, DataLoader(TensorDataset(inputs), batch_size=rows))
+    return (read_status_bytes("VmHWM") or 0) - before, sum(timer.seconds[1:]) / len(timer.seconds[1:])
+
+
+def measure_memory() -> dict[str, tuple[float, float]]:
+    """Return the GiB of the largest process, and the samples of a second, by way to train the GPT."""
+    found = {}
+    for way in WAYS:
+        ranks = run_ranks(train_large, 4, way, timeout=600, env=PINNED)
+        seconds = max(seconds for _, seconds in ranks)
+        found[way] = round(max(peak for peak, _ in ranks) / 2**30, 2), round(8 / seconds, 2)
     return found
 
 
@@ -126,14 +302,25 @@ def main() -> None:
             save_file(layers.state_dict(), file)
         del layers
         peaks = run_ranks(load_layers, 2, str(file), width, timeout=300)
-    result = {
+        fsdp_difference, tp_difference = find_differences(folder)
+    result: dict[str, Any] = {
         "zero1_state_share": round(max(own / of for (of, _), (own, _) in zip(whole, sharded, strict=True)), 4),
         "zero1_difference": max(differences),
         "load_peak_over_own": round(max(peaks), 3),
+        "fsdp_difference": fsdp_difference,
+        "fsdp_equal": fsdp_difference <= EQUAL,
+        "tp_difference": tp_difference,
+        "tp_equal": tp_difference <= EQUAL,
     }
     print("| | |\n| --- | --- |")
     for name, value in result.items():
         print(f"| {name.replace('_', ' ')} | {value} |")
+    if not options.quick:
+        print("\n| GPT of 113 M parameters on 4 processes | peak of a process (GiB) | samples/s |\n| --- | --- | --- |")
+        memory = measure_memory()
+        for way, (peak, speed) in memory.items():
+            print(f"| {way} | {peak} | {speed} |")
+        result["memory"] = memory
     if options.json:
         print(json.dumps(result))
 
