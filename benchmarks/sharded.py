@@ -87,10 +87,12 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
-        heads = [p(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.query, self.key, self.value)]
-        y = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        parts = (self.query, self.key, self.value)
+        query, key, value = (p(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in parts)
+        y = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.down(nn.functional.gelu(self.up(self.second_norm(x))))
+        z: torch.Tensor = self.down(nn.functional.gelu(self.up(self.second_norm(x))))
+        return x + z
 
 
 class GPT(pl.LightningModule):
