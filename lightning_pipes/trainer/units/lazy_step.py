@@ -42,19 +42,10 @@ class LazyStep(TracedStep):
     Args:
         module: the user's module, with the weights of this stage.
         stage: its number.
-        seed: called with the number of a unit before it may draw random numbers.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        layout: UnitLayout,
-        stage: int,
-        device: torch.device,
-        seed: Callable[[int], None] | None = None,
-    ) -> None:
-        super().__init__(layout.modules(module), layout.drawing, device, seed)
-        self._names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
+    def __init__(self, module: nn.Module, layout: UnitLayout, stage: int, device: torch.device) -> None:
+        super().__init__(module, layout.modules(module), layout.drawing, device)
         self._layout = layout
         self._stage = stage
         self._ends = stage == layout.n_stages - 1
@@ -65,17 +56,23 @@ class LazyStep(TracedStep):
         self._crossing: Crossing | None = None
 
     def run(
-        self, step: Callable[..., Any], batch: Any, arguments: Sequence[Any], received: Crossing | None
+        self,
+        step: Callable[..., Any],
+        batch: Any,
+        arguments: Sequence[Any],
+        received: Crossing | None,
+        seed: Callable[[int], None] | None = None,
     ) -> Crossing | Any:
         """Return the message to the next stage; on the last stage the result of the step.
 
         Args:
             received: what the stage before has sent; None on the first stage.
+            seed: called with the number of a draw of random numbers before it.
 
         Raises:
             PipelineError: the step runs otherwise than on the stage before, or needs weights of an earlier stage.
         """
-        self.begin(batch)
+        self.begin(batch, seed)
         self._received = received or ((), Trace())
         self._as_recorded, self._watched, self._crossing = True, [], None
         try:
@@ -107,9 +104,9 @@ class LazyStep(TracedStep):
             raise self._other_way(f"comes to {name} as unit {number}, which was {done.name}")
         given = tensors_of((args, kwargs))
         if done.pure:
-            if self.placed(path, given) or any(map(self.values.is_value, given)):
+            if any(map(self.values.is_placed, given)) or any(map(self.values.is_value, given)):
                 raise self._other_way(f"gives unit {number}, {name}, tensors that depend on weights")
-            out = self.run_here(name, path, function, args, kwargs).out
+            out = self.run_here(name, path, function, args, kwargs, given).out
             self.units.append(Done(name))
         else:
             out = self._pass_over(done, given)
@@ -118,7 +115,9 @@ class LazyStep(TracedStep):
         return out
 
     def _run_own(self, number: int, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
-        foreign = [t for t in self.placed(path, tensors_of((args, kwargs))) if t.is_meta]
+        given = tensors_of((args, kwargs))
+        has_weights = self._as_recorded and number < self._border  # those of its module
+        foreign = [t for t in self.placed(None if has_weights else path, given) if t.is_meta]
         if not self._ends and (foreign or (self._as_recorded and number >= self._border)):
             if in_checkpoint():
                 raise refuse_unit(
@@ -130,7 +129,8 @@ class LazyStep(TracedStep):
             self._crossing = self._pack()
             raise _Border
         if foreign:
-            weight = next((self._names[id(t)] for t in foreign if id(t) in self._names), "weights")
+            named = (*self._module.named_parameters(), *self._module.named_buffers())
+            weight = next((name for name, t in named if any(t is each for each in foreign)), "weights")
             raise refuse_unit(
                 number,
                 name,
@@ -138,7 +138,7 @@ class LazyStep(TracedStep):
                 "training step that was recorded. Call them in the same order, or name other borders by "
                 "PipelineStrategy(partition=[...])",
             )
-        ran = self.run_here(name, path, function, args, kwargs)
+        ran = self.run_here(name, path, function, args, kwargs, given)
         self.units.append(ran.done)
         self.values.prune()
         return ran.out
@@ -150,10 +150,11 @@ class LazyStep(TracedStep):
             if self.values.taint(number) != key:
                 raise self._other_way(f"numbers what {done.name} changes otherwise")
         try:
-            out = self.values.stand_for(done.out, self._device)
+            out = self.values.stand_for(done.out, self._device, self._module.get_parameter)
         except LookupError as error:
             raise self._other_way(f"has lost a tensor that {done.name} returned once more") from error
         self.units.append(done)
+        self._draws += done.draws
         return out
 
     def _arrive(self) -> None:
@@ -162,6 +163,8 @@ class LazyStep(TracedStep):
         with torch.enable_grad():  # the border may be in a block without gradients
             for key, value in zip(trace.keys, values, strict=True):
                 self._put(self.values.value(key), value)
+        if self._seed is not None:
+            self._seed(self._draws)  # for a checkpoint, whose draws go on from here
         groups = [self.values.value(key) for group in trace.shared for key in group]
         self._watched = [(t, t._version) for t in groups]
 

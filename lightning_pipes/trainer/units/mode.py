@@ -63,12 +63,12 @@ class UnitMode(TorchFunctionMode, ABC):
         """Return a property of a tensor that is no tensor."""
         return function(*args)
 
-    def see_inner(self, args: Any, out: Any) -> None:  # most don't look
-        """See an operation within a unit; called only where units are not run without the mode."""
+    def run_inner(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
+        """Return the result of a function within a unit; called only in modules that `sees_inside` names."""
+        return function(*args, **kwargs)
 
-    @property
-    def sees_inner(self) -> bool:
-        """Whether `see_inner` is to be called, which costs time for each operation."""
+    def sees_inside(self, path: str) -> bool:
+        """Return whether `run_inner` is to be called in a module, which costs time for each operation."""
         return False
 
     def __enter__(self) -> UnitMode:
@@ -104,12 +104,9 @@ class UnitMode(TorchFunctionMode, ABC):
 
     def __torch_function__(self, function: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._inside or in_functorch():
-            out = function(*args, **kwargs)
-            if self.sees_inner:
-                self.see_inner((args, kwargs), out)
-            return out
         name = getattr(function, "__name__", str(function))
+        if self._inside or in_functorch():
+            return self.run_inner(name, function, args, kwargs)
         if name == "__get__":
             name = function.__self__.__name__  # type: ignore[attr-defined]
             if name not in _MAKING:
@@ -121,7 +118,7 @@ class UnitMode(TorchFunctionMode, ABC):
     def _call_module(self, path: str, forward: Function, /, *args: Any, **kwargs: Any) -> Any:
         if self._inside or self._thread != get_ident():
             return forward(*args, **kwargs)
-        alone = not self.sees_inner and is_top_function_mode(self)
+        alone = not self.sees_inside(path) and is_top_function_mode(self)
         with without_top_function_mode() if alone else nullcontext():  # its operations cost what they did
             return self._unit(path, path, forward, args, kwargs)
 

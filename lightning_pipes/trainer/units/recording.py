@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import io
+import pickle
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
@@ -15,8 +19,8 @@ from torchmetrics import Metric
 from lightning_pipes.engine.private_torch import TorchDispatchMode, in_checkpoint, packet_of
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.units.mode import Function
-from lightning_pipes.trainer.units.traced_step import TracedStep
-from lightning_pipes.trainer.units.trees import tensors_of
+from lightning_pipes.trainer.units.traced_step import TracedStep, version_of
+from lightning_pipes.trainer.units.trees import TemplateLeaf, map_leaves, tensors_of
 from lightning_pipes.trainer.units.values import storage_of
 
 _PER_ENTRY = 4.0
@@ -61,6 +65,8 @@ class StepRecord:
         memory: where each value lies; values with the same number share memory.
         entered: of each module that was called, by path, the number of its first unit.
         results: keys of the values that the step returned or logged.
+        calls: of each module that is no unit, by path, the first unit of each call and the one behind it.
+        stateful: paths of modules whose attributes the step has changed.
     """
 
     units: tuple[RecordedUnit, ...]
@@ -69,6 +75,8 @@ class StepRecord:
     memory: Mapping[int, int | None]
     entered: Mapping[str, int]
     results: frozenset[int] = frozenset()
+    calls: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    stateful: frozenset[str] = frozenset()
 
     @property
     def drawing(self) -> frozenset[str]:
@@ -85,59 +93,88 @@ class Recorder(TracedStep):
     """Runs a step as it is, on a whole module, and writes it down."""
 
     def __init__(self, module: nn.Module, atomic: Mapping[str, nn.Module], device: torch.device) -> None:
-        super().__init__(atomic, frozenset(), device)
+        super().__init__(module, atomic, (), device)
         named = (*module.named_parameters(), *module.named_buffers())
-        self._module = module
         self._names = {id(t): name for name, t in named}
         self._flops = _Operations()  # type: ignore[no-untyped-call]
         self._running: str | None = None
         self._given: set[int] = set()
+        self._used: set[str] = set()
         self._left: dict[int, tuple[str, int]] = {}
         self._kept: list[Any] = []  # ids stand for tensors, which must not be freed
         self.seen: list[RecordedUnit] = []
         self.hidden: set[str] = set()
         self.entered: dict[str, int] = {}
+        self.calls: dict[str, list[tuple[int, int]]] = {}
         self.bytes: dict[int, int] = {}
         self.memory: dict[int, int | None] = {}
 
-    @property
-    def sees_inner(self) -> bool:
+    def sees_inside(self, path: str) -> bool:
+        return True
+
+    def may_draw(self, name: str, path: str | None) -> bool:
         return True
 
     def record(self, step: Callable[..., Any], batch: Any, arguments: Sequence[Any]) -> StepRecord:
         """Return the record of a step; `hidden` has the modules afterwards that are not atomic."""
         self.begin(batch)
-        hooks = [m.register_forward_pre_hook(self._enter(path)) for path, m in self._module.named_modules() if path]
+        parts = {path: part for path, part in self._module.named_modules() if path}
+        before = {path: _attributes(part) for path, part in parts.items()}
+        hooks = [part.register_forward_pre_hook(self._enter(path)) for path, part in parts.items()]
+        whole = {path: vars(part).get("forward") for path, part in parts.items() if path not in self._atomic}
+        for path in whole:
+            vars(parts[path])["forward"] = partial(self._call_whole, path, parts[path].forward)
         try:
             with self, self._flops:
                 out = step(batch, *arguments)
         finally:
+            for path, forward in whole.items():
+                vars(parts[path]).pop("forward")
+                if forward is not None:
+                    vars(parts[path])["forward"] = forward
             for hook in hooks:
                 hook.remove()
         results = [key for t in tensors_of(out) if (key := self.values.key_of(t)) is not None]
         return StepRecord(
-            tuple(self.seen), tuple(self._atomic), self.bytes, self.memory, self.entered, frozenset(results)
+            tuple(self.seen),
+            tuple(self._atomic),
+            self.bytes,
+            self.memory,
+            self.entered,
+            frozenset(results),
+            {path: tuple(calls) for path, calls in self.calls.items()},
+            frozenset(path for path, part in parts.items() if not _are_same(before[path], _attributes(part))),
         )
+
+    def _call_whole(self, path: str, forward: Function, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a module of several units, and note which these are."""
+        start = len(self.units)
+        out = forward(*args, **kwargs)
+        if not self._inside:
+            self.calls.setdefault(path, []).append((start, len(self.units)))
+        return out
 
     def run_unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
         held, before = in_checkpoint(), self._flops.total
         given = tensors_of((args, kwargs))
         for tensor in given:
             self._look_for_hidden(tensor)
-        self._given = {id(t) for t in given}
-        ran = self.run_here(name, path, partial(self._run_watched, path, function), args, kwargs)
+        self._given, self._used = {id(t) for t in given}, set()
+        ran = self.run_here(name, path, partial(self._run_watched, path, function), args, kwargs, given)
         made = tensors_of(ran.out)
         self._kept.append((ran.out, ran.read))
         for tensor in made:
             self._left.pop(id(tensor), None)
         weights = self.placed(path, ran.read)
         self.units.append(ran.done)
+        if path is not None and not ran.done.pure and _holds_tensors(ran.done.out):
+            self.hidden.add(path)
         keys = [self._key(t) for t in made]
         self.seen.append(
             RecordedUnit(
                 name,
                 ran.done.pure,
-                frozenset(self._names[id(t)] for t in weights if id(t) in self._names),
+                frozenset(self._names[id(t)] for t in weights if id(t) in self._names) | self._used,
                 frozenset(key for t in ran.read if (key := self._key(t)) is not None),
                 frozenset(key for t in ran.written if (key := self._key(t)) is not None),
                 frozenset(key for key in keys if key is not None),
@@ -155,18 +192,27 @@ class Recorder(TracedStep):
         finally:
             self._running = None
 
-    def see_inner(self, args: Any, out: Any) -> None:
-        if self._running is None:
-            return
+    def run_inner(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
+        if self._running is None or not self._inside:
+            return super().run_inner(name, function, args, kwargs)
+        given = tensors_of((args, kwargs))
+        versions = [version_of(t) for t in given]
+        out = super().run_inner(name, function, args, kwargs)
         here = self._running, len(self.units)
-        for tensor in tensors_of(args):
-            if self._left.get(id(tensor), here) != here:
-                self.hidden.add(self._left[id(tensor)][0])
-            elif self.values.is_value(tensor) and id(tensor) not in self._given:
-                self.hidden.add(self._running)  # it looks into an attribute or an object that the user's code fills
+        for tensor, version in zip(given, versions, strict=True):
+            maker = self._left.get(id(tensor))
+            if maker not in (None, here):
+                self.hidden.add(maker[0])  # type: ignore[index]
+            elif self.values.is_placed(tensor):
+                self._used.update(filter(None, [self._names.get(id(tensor))]))
+            elif id(tensor) in self._given or maker == here:
+                continue
+            elif self.values.is_value(tensor) or version_of(tensor) != version:
+                self.hidden.add(self._running)  # it looks into, or changes, what others hold
         for tensor in tensors_of(out):
             self._left.setdefault(id(tensor), here)
             self._kept.append(tensor)
+        return out
 
     def _look_for_hidden(self, tensor: torch.Tensor) -> None:
         """Note the module that has stored a tensor besides returning it."""
@@ -201,9 +247,50 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def find_atomic(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules without children, by path: their calls are units."""
-    return {path: part for path, part in module.named_modules() if path and _is_atomic(part)}
+def find_atomic(module: nn.Module, hidden: Collection[str] = ()) -> dict[str, nn.Module]:
+    """Return the modules without children, by path: their calls are units, except those of `hidden` ones."""
+    return {path: m for path, m in module.named_modules() if path and path not in hidden and _is_atomic(m)}
+
+
+def merge_units(
+    module: nn.Module, record: StepRecord, starts: Sequence[int], hidden: Collection[str]
+) -> dict[str, nn.Module]:
+    """Return the modules whose calls can be units where a record is cut in front of `starts`, by path.
+
+    These are the largest that no border divides, that leave nothing in attributes, and that log nothing.
+    """
+    kept = {path for path, m in module.named_modules() if isinstance(m, (Metric, pl.LightningModule))}
+    kept |= record.stateful | {*hidden}
+    opened = {"", *kept} | {path[:n] for path in kept for n, letter in enumerate(path) if letter == "."}
+    found: dict[str, nn.Module] = {}
+    for path, part in module.named_modules():
+        calls = record.calls.get(path, ())
+        whole = calls and path not in opened and all(a < b for a, b in calls) and any(b - a > 1 for a, b in calls)
+        if whole and any(a < start < b for a, b in calls for start in starts):
+            whole = False
+        inside = any(path.startswith(f"{other}.") for other in found)
+        if not inside and (whole or (path in record.atomic and path not in hidden)):
+            found[path] = part
+    return found
+
+
+def match_starts(record: StepRecord, merged: StepRecord, starts: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the first unit of each stage in a record with merged units; None where the step ran otherwise."""
+    at, place, seen = 0, {}, Counter[str]()
+    for number, unit in enumerate(merged.units):
+        place[at] = number
+        calls = record.calls.get(unit.name, ()) if unit.name in merged.atomic else ()
+        if calls:
+            start, stop = calls[min(seen[unit.name], len(calls) - 1)]
+            seen[unit.name] += 1
+            if start != at:
+                return None
+            at = stop
+        elif at < len(record.units) and record.units[at].name == unit.name:
+            at += 1
+        else:
+            return None
+    return tuple(place[start] for start in starts) if at == len(record.units) and place.keys() >= {*starts} else None
 
 
 def record_step(
@@ -213,6 +300,7 @@ def record_step(
     batch: Callable[[], Any],
     arguments: Sequence[Any],
     device: torch.device,
+    choose: Callable[[Collection[str]], Mapping[str, nn.Module]] | None = None,
 ) -> StepRecord:
     """Return the record of a step.
 
@@ -223,17 +311,18 @@ def record_step(
         run: calls what it is given, and returns its result, such that no trace is left in the module.
         step: takes the batch and `arguments`.
         batch: returns the batch anew.
+        choose: returns the modules whose calls are units, without those that can't be; by default all without children.
 
     Raises:
         PipelineError: the step can't be cut into units.
     """
-    atomic = find_atomic(module)
+    hidden: set[str] = set()
     for _ in range(_TRIES):
-        recorder = Recorder(module, atomic, device)
+        recorder = Recorder(module, (choose or partial(find_atomic, module))(hidden), device)
         record = run(partial(_record, recorder, step, batch, arguments))
         if not recorder.hidden:
             return record
-        atomic = {path: part for path, part in atomic.items() if path not in recorder.hidden}
+        hidden |= recorder.hidden
     raise PipelineError(
         f"modules of {type(module).__name__} leave tensors in attributes that others read, and these differ whenever "
         "the step runs. Return the tensors instead"
@@ -244,6 +333,56 @@ def _record(
     recorder: Recorder, step: Callable[..., Any], batch: Callable[[], Any], arguments: Sequence[Any]
 ) -> StepRecord:
     return recorder.record(step, batch(), arguments)
+
+
+def _attributes(part: nn.Module) -> dict[str, tuple[Any, list[Any]]]:
+    """Return what a module holds, and what that holds."""
+    own = vars(part).items()
+    return {name: (value, _entries(value)) for name, value in own if name not in ("_parameters", "_modules")}
+
+
+def _entries(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, (list, tuple, set, deque)):
+        return [*value]
+    if isinstance(value, (torch.Tensor, nn.Module, type)) or callable(value):
+        return []
+    return [*vars(value).values()] if hasattr(value, "__dict__") else []
+
+
+def _are_same(before: Mapping[str, tuple[Any, list[Any]]], after: Mapping[str, tuple[Any, list[Any]]]) -> bool:
+    return before.keys() == after.keys() and all(
+        value is after[name][0]
+        and len(entries) == len(after[name][1])
+        and all(a is b for a, b in zip(entries, after[name][1], strict=True))
+        for name, (value, entries) in before.items()
+    )
+
+
+class _TensorFinder(pickle.Pickler):
+    found = False
+
+    def persistent_id(self, thing: Any) -> str | None:
+        self.found = self.found or isinstance(thing, torch.Tensor)
+        return "tensor" if isinstance(thing, torch.Tensor) else None
+
+
+def _holds_tensors(out: Any) -> bool:
+    """Return whether an object in the result of a unit holds tensors, or can't be sent."""
+    things: list[Any] = []
+    map_leaves(out, things.append)
+    for thing in things:
+        if isinstance(thing, (TemplateLeaf, str, bytes, int, float, complex, type(None))):
+            continue
+        finder = _TensorFinder(io.BytesIO())
+        try:
+            finder.dump(thing)
+        except Exception:  # of the user's code, or of pickle
+            return True
+        if finder.found:
+            return True
+    return False
 
 
 def _is_atomic(part: nn.Module) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -48,6 +50,7 @@ class UnitSteps(Steps):
         super().__init__(module, precision, interceptor, plan, rank, seed, device, state, left)
         self._cut = cut
         self._layout = layout
+        self._lazy: dict[int, LazyStep] = {}
 
     def stage_body(self, number: int) -> Body:
         return self._run_stage
@@ -64,7 +67,7 @@ class UnitSteps(Steps):
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part, step = data.select_samples(span), named_step(self._module, "training_step")
             with recorded(self._module) as logged, self._cut.in_step():
-                out = self._lazy(stage, item, span).run(step, part, data.arguments, received)
+                out = self._run_lazily(stage, item, span, step, part, received)
         if not last:
             return out
         self.state.note_microbatch(span)
@@ -78,17 +81,19 @@ class UnitSteps(Steps):
         self.state.restore_state()
         with data.context(), recorded(self._module) as calls, self._cut.in_step():
             stage.seed_user_code(item, span, BEFORE_LAYERS)
-            out = self._lazy(stage, item, span).run(data.step, data.batch, data.arguments, received)
+            out = self._run_lazily(stage, item, span, data.step, data.batch, received)
         if stage.number < self._stages - 1:
             return out
         self.state.note_microbatch(span)
         return out, calls
 
-    def _lazy(self, stage: Stage, item: Item, span: Span) -> LazyStep:
-        def seed(unit: int) -> None:
-            stage.seed_user_code(item, span, unit)
-
-        return LazyStep(self._module, self._layout, stage.number, self._device, seed)
+    def _run_lazily(
+        self, stage: Stage, item: Item, span: Span, step: Callable[..., Any], batch: Any, received: Any
+    ) -> Any:
+        if stage.number not in self._lazy:
+            self._lazy[stage.number] = LazyStep(self._module, self._layout, stage.number, self._device)
+        seed = partial(stage.seed_user_code, item, span)
+        return self._lazy[stage.number].run(step, batch, item.data.arguments, received, seed)
 
 
 def stage_modules(module: nn.Module, layout: UnitLayout) -> list[nn.Module]:

@@ -41,19 +41,28 @@ class Made(TemplateLeaf):
     requires_grad: bool
 
 
+@dataclass(frozen=True)
+class KnownWeight(TemplateLeaf):
+    """Stands for a parameter that a unit returns as it is, by its name in the user's module."""
+
+    name: str
+
+
 class Done(NamedTuple):
     """A unit that has run.
 
     Attributes:
         pure: every stage runs it; else only one does.
-        out: what it returned, with Made, KnownValue and KnownPure for tensors; plain values are decisions.
+        out: what it returned, with TemplateLeaf for tensors; plain values are decisions.
         written: numbers of pure tensors that it has changed, each with the key that it has from then on.
+        draws: how many of its calls drew random numbers.
     """
 
     name: str
     pure: bool = True
     out: Any = None
     written: tuple[tuple[int, int], ...] = ()
+    draws: int = 0
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from lightning_pipes.engine.private_torch import in_checkpoint
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.units.mode import DEVICES, Function, UnitMode
-from lightning_pipes.trainer.units.trace import Done
+from lightning_pipes.trainer.units.trace import Done, KnownWeight
 from lightning_pipes.trainer.units.trees import map_leaves, tensors_of
 from lightning_pipes.trainer.units.values import Values, stands_on
 
@@ -48,58 +48,77 @@ class UnitRun:
 class TracedStep(UnitMode):
     """Runs units, and records for each whether it is pure, and its results.
 
+    Calls that draw random numbers are counted, wherever they are in units. Each has a stream of its own, so what it
+    draws does not depend on the borders.
+
     Args:
+        module: the user's module.
         atomic: modules whose calls are units, by path.
-        drawing: paths of those that draw random numbers.
+        drawing: names of the units that draw random numbers.
         device: of this stage.
-        seed: called with the number of a unit before it may draw random numbers.
     """
 
     def __init__(
-        self,
-        atomic: Mapping[str, nn.Module],
-        drawing: Collection[str],
-        device: torch.device,
-        seed: Callable[[int], None] | None = None,
+        self, module: nn.Module, atomic: Mapping[str, nn.Module], drawing: Collection[str], device: torch.device
     ) -> None:
         super().__init__(atomic)
         self.units: list[Done] = []
-        placed = [id(b) for module in atomic.values() for b in module.buffers(recurse=False)]
-        self._placed_buffers = frozenset(placed)
-        self.values = Values(self._placed_buffers)
+        self.values = Values(())
+        self._module = module
         self._drawing = drawing
         self._device = device
-        self._seed = seed
+        self._seed: Callable[[int], None] | None = None
+        self._draws = 0
+        self._buffered = [part for each in atomic.values() for part in each.modules() if part._buffers]
+        self._weighty = {path for path, part in atomic.items() if any(True for _ in _weights_of(part))}
 
-    def begin(self, batch: Any) -> None:
-        """Number the tensors of the batch, before the step runs."""
+    def begin(self, batch: Any, seed: Callable[[int], None] | None = None) -> None:
+        """Number the tensors of the batch, before the step runs.
+
+        Args:
+            seed: called with the number of a draw before it.
+        """
         self.units = []
-        self.values = Values(self._placed_buffers)
+        self._draws, self._seed = 0, seed
+        self.values = Values({id(b) for part in self._buffered for b in part._buffers.values()})
         self.values.meet(tensors_of(batch))
 
-    def run_here(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> UnitRun:
-        """Run the next unit."""
-        given = tensors_of((args, kwargs))
+    def may_draw(self, name: str, path: str | None) -> bool:
+        """Return whether a unit may draw random numbers."""
+        return name in self._drawing or (path is None and name in _DRAWING)
+
+    def sees_inside(self, path: str) -> bool:
+        return path in self._drawing
+
+    def run_inner(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
+        if name in _DRAWING and self._inside:
+            return self._run_drawing(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    def run_here(
+        self, name: str, path: str | None, function: Function, args: Any, kwargs: Any, given: list[torch.Tensor]
+    ) -> UnitRun:
+        """Run the next unit, which is given these tensors."""
         self.values.meet(given)
-        versions = [_version(t) for t in given]
-        if self._seed is not None and (name in _DRAWING or path in self._drawing) and not in_checkpoint():
-            self._seed(len(self.units))  # not in a checkpoint, which draws the same numbers once more by itself
-        state = self._random_state()
-        out = function(*args, **kwargs)
-        drew = self._random_state() != state
-        written = [t for t, version in zip(given, versions, strict=True) if _version(t) != version]
+        versions = [version_of(t) for t in given]
+        draws = self._draws
+        if self.may_draw(name, path):
+            out = self._run_drawing(function, args, kwargs)
+        else:
+            out = function(*args, **kwargs)
+        written = [t for t, version in zip(given, versions, strict=True) if version_of(t) != version]
         if path is None and name in _KEEPING_STATISTICS:
             written += [t for t in given[1:] if not isinstance(t, nn.Parameter) and not t.requires_grad]
         if isinstance(kwargs.get("out"), torch.Tensor):
             written.append(kwargs["out"])
-        return UnitRun(self._describe(name, path, out, given, written, drew), out, given, written, drew)
+        drew = self._draws - draws
+        return UnitRun(self._describe(name, path, out, given, written, drew), out, given, written, drew > 0)
 
     def placed(self, path: str | None, given: Collection[torch.Tensor]) -> list[torch.Tensor]:
         """Return the weights and buffers that a unit has: those of its module, or among what it is given."""
         found = [t for t in given if self.values.is_placed(t)]
         if path is not None:
-            module = self._atomic[path]
-            found += [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+            found += _weights_of(self._atomic[path])
         return found
 
     def look(self, name: str, function: Function, args: Any) -> Any:
@@ -109,20 +128,35 @@ class TracedStep(UnitMode):
         return device if name == "device" else name == f"is_{device.type}"
 
     def _describe(
-        self, name: str, path: str | None, out: Any, given: list[torch.Tensor], written: list[torch.Tensor], drew: bool
+        self, name: str, path: str | None, out: Any, given: list[torch.Tensor], written: list[torch.Tensor], drew: int
     ) -> Done:
         """Record the values of a unit for later stages, and number its results."""
-        values, made = self.values, tensors_of(out)
-        if not drew and not self.placed(path, given) and not any(map(values.is_value, given)):
-            for tensor in made:
+        values = self.values
+        weighed = path in self._weighty or any(map(values.is_placed, given))
+        if not drew and not weighed and not any(map(values.is_value, given)):
+            for tensor in tensors_of(out):
                 values.add_pure(tensor)
             return Done(name)
         tainted = {number for t in written if not values.is_value(t) for number in values.sharing_pure(t)}
         now = tuple((number, values.taint(number)) for number in sorted(tainted))
-        return Done(name, False, map_leaves(out, self._describe_leaf), now)
+        return Done(name, False, map_leaves(out, self._describe_leaf), now, drew)
 
     def _describe_leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, nn.Parameter):  # a cast may return what it is given
+            name = next((name for name, p in self._module.named_parameters() if p is leaf), None)
+            if name is not None:
+                return KnownWeight(name)
         return self.values.describe(leaf, self._device) if isinstance(leaf, torch.Tensor) else leaf
+
+    def _run_drawing(self, function: Function, args: Any, kwargs: Any) -> Any:
+        """Run a function that may draw random numbers, from a stream of its own; draws within it have theirs."""
+        if self._seed is not None and not in_checkpoint():  # a checkpoint draws the same numbers once more by itself
+            self._seed(self._draws)
+        draws, state = self._draws, self._random_state()
+        out = function(*args, **kwargs)
+        if self._draws == draws and self._random_state() != state:
+            self._draws += 1
+        return out
 
     def _random_state(self) -> Any:
         state = torch.default_generator.get_state().numpy().tobytes()
@@ -131,7 +165,13 @@ class TracedStep(UnitMode):
         return state, torch.cuda.default_generators[self._device.index or 0].get_offset()
 
 
-def _version(tensor: torch.Tensor) -> int:
+def _weights_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place, as torch counts it."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -48,8 +48,25 @@ def _is_result_of_torch(tree: Any) -> bool:
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """Return the tensors of a tree, in order."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
     found: list[torch.Tensor] = []
-    map_leaves(tree, lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None)
+    _collect(tree, found)
     return found
+
+
+def _collect(tree: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(tree, torch.Tensor):
+        found.append(tree)
+    elif isinstance(tree, _LEAVES):
+        return
+    elif isinstance(tree, (tuple, list)):
+        if type(tree) in (tuple, list) or hasattr(tree, "_fields") or _is_result_of_torch(tree):
+            for entry in tree:
+                _collect(entry, found)
+    elif isinstance(tree, dict):
+        for entry in tree.values():
+            _collect(entry, found)
+    elif isinstance(tree, slice):
+        _collect((tree.start, tree.stop, tree.step), found)
+    elif hasattr(tree, "__dataclass_fields__") and not isinstance(tree, type):
+        for name in tree.__dataclass_fields__:
+            _collect(getattr(tree, name), found)

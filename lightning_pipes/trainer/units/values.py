@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_pipes.engine.private_torch import count_python_references
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.units.trace import KnownPure, KnownValue, Made
+from lightning_pipes.trainer.units.trace import KnownPure, KnownValue, KnownWeight, Made
 from lightning_pipes.trainer.units.trees import map_leaves
 
 _PRUNED = 64
@@ -99,10 +99,17 @@ class Values:
             self._add(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, on_host, tensor.requires_grad
         )
 
-    def stand_for(self, out: Any, device: torch.device) -> Any:
-        """Return the result of a unit on another stage, with placeholders for its values."""
+    def stand_for(self, out: Any, device: torch.device, weight: Callable[[str], torch.Tensor]) -> Any:
+        """Return the result of a unit on another stage, with placeholders for its values.
+
+        Args:
+            device: of this stage.
+            weight: returns a parameter by its name.
+        """
 
         def fill(leaf: Any) -> Any:
+            if isinstance(leaf, KnownWeight):
+                return weight(leaf.name)
             if isinstance(leaf, Made):
                 made = placeholder(leaf, device)
                 self._register(leaf.key, made)
