@@ -42,11 +42,12 @@ from lightning_pipes.trainer.step.loss_weights import (
     parts_differ,
 )
 from lightning_pipes.trainer.step.steps import loss_of
-from lightning_pipes.trainer.units.borders import Borders
+from lightning_pipes.trainer.units.borders import Borders, match_starts, merge_units
 from lightning_pipes.trainer.units.cut import UnitCut, weights_of_stages
 from lightning_pipes.trainer.units.layout import UnitLayout
 from lightning_pipes.trainer.units.recording import StepRecord, find_atomic, record_step
 from lightning_pipes.trainer.units.steps import UnitSteps, stage_modules
+from lightning_pipes.trainer.units.timing import measure_units
 
 T = TypeVar("T")
 
@@ -167,7 +168,8 @@ class UnitSetup:
                     "same samples. Control flow must depend on the batch, on weights and on random numbers of torch "
                     "alone"
                 )
-        borders = Borders(record)
+        seconds = self._measure(record) if request.partition == AUTO else None
+        borders = Borders(record, seconds)
         if names_modules(request.partition):
             if len(request.partition) != stages - 1:
                 raise PlanError(
@@ -181,10 +183,45 @@ class UnitSetup:
         listed = ", ".join(f"{record.units[start].name!r}" for start in starts[1:])
         rank_zero_info(
             f"{type(self._module).__name__} is cut by units, of which its training_step has {len(record.units)}. "
-            f"Stages after the first begin at {listed}; of the operations the stages have "
+            f"Stages after the first begin at {listed}; of the {'time' if seconds else 'operations'} the stages have "
             f"{', '.join(f'{share:.0%}' for share in shares)}"
         )
-        return UnitLayout.from_record(record, starts)
+        return UnitLayout.from_record(*self._merge(record, starts))
+
+    def _measure(self, record: StepRecord) -> list[float] | None:
+        """Return the seconds of each unit; None where a step can't be measured. Collective."""
+        module, device = self._module, self._ranks.device
+
+        def run(work: Callable[[], list[float]]) -> list[float]:
+            return self._run_without_trace(True, work)
+
+        def measure() -> list[float] | None:
+            return measure_units(module, record, run, *self._repeated, device, lambda out: loss_of(out)[0])
+
+        try:
+            of_ranks = Together(self._ranks.control)(measure)
+        except NotMeasuredError as why:
+            rank_zero_info(f"Units of {type(module).__name__} were not measured: {why}")
+            return None
+        known = [seconds for seconds in of_ranks if seconds is not None]
+        return [min(each) for each in zip(*known, strict=True)] if len(known) == len(of_ranks) else None
+
+    def _merge(self, record: StepRecord, starts: tuple[int, ...]) -> tuple[StepRecord, tuple[int, ...]]:
+        """Return a record in which modules that no border divides are one unit each, and its borders. Collective."""
+        module, device = self._module, self._ranks.device
+        run = partial(self._run_without_trace, True)
+        choose = partial(merge_units, module, record, starts)
+
+        def record_merged() -> StepRecord:
+            return record_step(module, run, *self._repeated, device, choose)
+
+        try:
+            merged: StepRecord = Together(self._ranks.control)(record_merged)[self._ranks.control.position]
+        except NotMeasuredError:  # the user's code runs otherwise now: units stay as they are
+            return record, starts
+        found = match_starts(record, merged, starts)
+        of_ranks = self._ranks.control.all_gather((found, [unit.name for unit in merged.units]))
+        return (merged, found) if found and all(other == of_ranks[0] for other in of_ranks) else (record, starts)
 
     def _undivided(self, stages: int) -> UnitLayout:
         """Return a layout in which the last stage has all weights."""
@@ -248,8 +285,8 @@ class UnitSetup:
             module.to(device)
         batch = private.on_device(self._trainer, batch)
         run = partial(self._run_without_trace, True)
-        step = named_step(module, "training_step")
-        return record_step(module, run, step, partial(copied, batch), self._step_arguments(), device)
+        self._repeated = named_step(module, "training_step"), partial(copied, batch), self._step_arguments()
+        return record_step(module, run, *self._repeated, device)
 
     def _step_arguments(self) -> tuple[Any, ...]:
         """Return what the step takes beside the batch."""

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from itertools import accumulate
+
+import lightning.pytorch as pl
+from torch import nn
+from torchmetrics import Metric
 
 from lightning_pipes.ir import PlanError
 from lightning_pipes.trainer.units.recording import StepRecord
 
 _NEAR = 0.1
-"""How far a border may be from the ideal place, as a share of a stage's operations."""
+"""How far a border may be from the ideal place, as a share of a stage's cost."""
 
 
 class Borders:
-    """The places between the units of a record. Border n is in front of unit n."""
+    """The places between the units of a record. Border n is in front of unit n.
 
-    def __init__(self, record: StepRecord) -> None:
+    Args:
+        seconds: that each unit takes; where they are unknown, its operations count.
+    """
+
+    def __init__(self, record: StepRecord, seconds: Sequence[float] | None = None) -> None:
         self._record = record
         self._last_use: dict[int, int] = {key: len(record.units) for key in record.results}
         self._made: dict[int, int] = {}
@@ -32,7 +40,8 @@ class Borders:
             for name in unit.weights:
                 uses[name].append(number)
         self._uses = uses
-        costs = [0.0 if unit.pure else unit.operations + 1 for unit in record.units]
+        costs = seconds or [unit.operations + 1 for unit in record.units]
+        costs = [0.0 if unit.pure else cost for unit, cost in zip(record.units, costs, strict=True)]
         self._before = [0.0, *accumulate(costs)]
 
     def live(self, border: int) -> list[int]:
@@ -60,11 +69,11 @@ class Borders:
         return not any(self._written.get(key, -1) >= border for key in changed)
 
     def share(self, start: int, stop: int) -> float:
-        """Return the share of a step's operations that units from `start` to `stop` have."""
+        """Return the share of a step's cost that units from `start` to `stop` have."""
         return (self._before[stop] - self._before[start]) / (self._before[-1] or 1)
 
     def choose(self, stages: int) -> tuple[int, ...]:
-        """Return the first unit of each stage, so that stages have about as many operations.
+        """Return the first unit of each stage, so that stages cost about as much.
 
         Near each ideal place the border is taken that divides the uses of the fewest weights, and that the fewest
         bytes cross.
@@ -117,3 +126,44 @@ class Borders:
                 )
             starts.append(border)
         return tuple(starts)
+
+
+def merge_units(
+    module: nn.Module, record: StepRecord, starts: Sequence[int], hidden: Collection[str]
+) -> dict[str, nn.Module]:
+    """Return the modules whose calls can be units where a record is cut in front of `starts`, by path.
+
+    These are the largest that no border divides, that leave nothing in attributes, and that log nothing.
+    """
+    kept = {path for path, m in module.named_modules() if isinstance(m, (Metric, pl.LightningModule))}
+    kept |= record.stateful | {*hidden}
+    opened = {"", *kept} | {path[:n] for path in kept for n, letter in enumerate(path) if letter == "."}
+    found: dict[str, nn.Module] = {}
+    for path, part in module.named_modules():
+        calls = record.calls.get(path, ())
+        whole = calls and path not in opened and all(a < b for a, b in calls) and any(b - a > 1 for a, b in calls)
+        if whole and any(a < start < b for a, b in calls for start in starts):
+            whole = False
+        inside = any(path.startswith(f"{other}.") for other in found)
+        if not inside and (whole or (path in record.atomic and path not in hidden)):
+            found[path] = part
+    return found
+
+
+def match_starts(record: StepRecord, merged: StepRecord, starts: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the first unit of each stage in a record with merged units; None where the step ran otherwise."""
+    at, place, seen = 0, {}, Counter[str]()
+    for number, unit in enumerate(merged.units):
+        place[at] = number
+        calls = record.calls.get(unit.name, ()) if unit.name in merged.atomic else ()
+        if calls:
+            start, stop = calls[min(seen[unit.name], len(calls) - 1)]
+            seen[unit.name] += 1
+            if start != at:
+                return None
+            at = stop
+        elif at < len(record.units) and record.units[at].name == unit.name:
+            at += 1
+        else:
+            return None
+    return tuple(place[start] for start in starts) if at == len(record.units) and place.keys() >= {*starts} else None

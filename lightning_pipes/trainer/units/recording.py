@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
@@ -202,7 +201,7 @@ class Recorder(TracedStep):
         for tensor, version in zip(given, versions, strict=True):
             maker = self._left.get(id(tensor))
             if maker not in (None, here):
-                self.hidden.add(maker[0])  # type: ignore[index]
+                self.hidden.add(maker[0])
             elif self.values.is_placed(tensor):
                 self._used.update(filter(None, [self._names.get(id(tensor))]))
             elif id(tensor) in self._given or maker == here:
@@ -250,47 +249,6 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def find_atomic(module: nn.Module, hidden: Collection[str] = ()) -> dict[str, nn.Module]:
     """Return the modules without children, by path: their calls are units, except those of `hidden` ones."""
     return {path: m for path, m in module.named_modules() if path and path not in hidden and _is_atomic(m)}
-
-
-def merge_units(
-    module: nn.Module, record: StepRecord, starts: Sequence[int], hidden: Collection[str]
-) -> dict[str, nn.Module]:
-    """Return the modules whose calls can be units where a record is cut in front of `starts`, by path.
-
-    These are the largest that no border divides, that leave nothing in attributes, and that log nothing.
-    """
-    kept = {path for path, m in module.named_modules() if isinstance(m, (Metric, pl.LightningModule))}
-    kept |= record.stateful | {*hidden}
-    opened = {"", *kept} | {path[:n] for path in kept for n, letter in enumerate(path) if letter == "."}
-    found: dict[str, nn.Module] = {}
-    for path, part in module.named_modules():
-        calls = record.calls.get(path, ())
-        whole = calls and path not in opened and all(a < b for a, b in calls) and any(b - a > 1 for a, b in calls)
-        if whole and any(a < start < b for a, b in calls for start in starts):
-            whole = False
-        inside = any(path.startswith(f"{other}.") for other in found)
-        if not inside and (whole or (path in record.atomic and path not in hidden)):
-            found[path] = part
-    return found
-
-
-def match_starts(record: StepRecord, merged: StepRecord, starts: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the first unit of each stage in a record with merged units; None where the step ran otherwise."""
-    at, place, seen = 0, {}, Counter[str]()
-    for number, unit in enumerate(merged.units):
-        place[at] = number
-        calls = record.calls.get(unit.name, ()) if unit.name in merged.atomic else ()
-        if calls:
-            start, stop = calls[min(seen[unit.name], len(calls) - 1)]
-            seen[unit.name] += 1
-            if start != at:
-                return None
-            at = stop
-        elif at < len(record.units) and record.units[at].name == unit.name:
-            at += 1
-        else:
-            return None
-    return tuple(place[start] for start in starts) if at == len(record.units) and place.keys() >= {*starts} else None
 
 
 def record_step(

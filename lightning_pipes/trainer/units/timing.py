@@ -1,0 +1,105 @@
+"""The seconds that the units of a step take, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipes.trainer.units.mode import Function, UnitMode
+from lightning_pipes.trainer.units.recording import StepRecord
+from lightning_pipes.trainer.units.trees import tensors_of
+
+_RUNS = 4
+"""Steps that are measured; of each unit the shortest time counts."""
+_ENOUGH = 1.0
+"""Seconds of steps after which no other one is measured."""
+
+
+class UnitTimer(UnitMode):
+    """Measures one step.
+
+    Backward runs the units in reverse order. The gradient of a unit's result is known when its backward begins, and
+    when that of the unit behind it has ended.
+    """
+
+    def __init__(self, atomic: Mapping[str, nn.Module], device: torch.device) -> None:
+        super().__init__(atomic)
+        self.names: list[str] = []
+        self._device = device
+        self._seconds: list[float] = []
+        self._reached: list[tuple[float, int]] = []
+
+    def measure(
+        self,
+        module: nn.Module,
+        step: Callable[..., Any],
+        batch: Callable[[], Any],
+        arguments: Sequence[Any],
+        read_loss: Callable[[Any], torch.Tensor],
+    ) -> list[float]:
+        """Return the seconds of each unit of a step."""
+        with self:
+            out = step(batch(), *arguments)
+        loss = read_loss(out)
+        weights = [p for p in module.parameters() if p.requires_grad]
+        self._reached.append((self._now(), len(self._seconds) - 1))
+        torch.autograd.grad(loss, weights, allow_unused=True)
+        ends = [*(begun for begun, _ in self._reached[1:]), self._now()]
+        for (begun, unit), end in zip(self._reached, ends, strict=True):
+            self._seconds[unit] += end - begun
+        return self._seconds
+
+    def run_unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
+        begun = self._now()
+        out = function(*args, **kwargs)
+        self._seconds.append(self._now() - begun)
+        self.names.append(name)
+        for tensor in tensors_of(out):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._reach, len(self._seconds) - 1))  # type: ignore[no-untyped-call]
+        return out
+
+    def _reach(self, unit: int, gradient: torch.Tensor) -> None:
+        self._reached.append((self._now(), unit))
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return perf_counter()
+
+
+def measure_units(
+    module: nn.Module,
+    record: StepRecord,
+    run: Callable[[Callable[[], list[float]]], list[float]],
+    step: Callable[..., Any],
+    batch: Callable[[], Any],
+    arguments: Sequence[Any],
+    device: torch.device,
+    read_loss: Callable[[Any], torch.Tensor],
+) -> list[float] | None:
+    """Return the seconds of each unit of a record, forward and backward; None where the step runs otherwise.
+
+    Args:
+        run: calls what it is given, and returns its result, such that no trace is left in the module.
+        step: takes the batch and `arguments`.
+        batch: returns the batch anew.
+        read_loss: returns the loss of what the step has returned.
+    """
+    best: list[float] = []
+    names = [unit.name for unit in record.units]
+    begun = perf_counter()
+    for _ in range(_RUNS):
+        timer = UnitTimer({path: module.get_submodule(path) for path in record.atomic}, device)
+        seconds = run(partial(timer.measure, module, step, batch, arguments, read_loss))
+        if timer.names != names:
+            return None
+        best = list(map(min, best, seconds)) if best else seconds
+        if perf_counter() - begun > _ENOUGH:
+            break
+    return best
