@@ -32,12 +32,11 @@ from torch import nn
 
 from benchmarks.harness.report import Report, make_parser, run_parts
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
-from lightning_pipes.trainer.units.borders import Borders
 from lightning_pipes.trainer.units.layout import UnitLayout
 from tests.trainer.lit import differences
 from tests.trainer.units.library_zoo import own_loss
 from tests.trainer.units.lit_zoo import ALL, draws, read_result, settings_of, train_many, train_zoo
-from tests.trainer.units.test_lazy_step import Stages, cloned, record
+from tests.trainer.units.test_lazy_step import Stages, cloned, cut
 from tests.trainer.units.zoo import Case
 
 PARTS_OF_A_RUN = ("losses", "val", "weights", "saved", "optimizer")
@@ -124,8 +123,7 @@ def check_family(name: str) -> str:
     from benchmarks.harness.hf_tiny import tiny_model
 
     tiny = tiny_model(name)
-    found = record(Case(tiny.model, tiny.batch, own_loss))
-    layout = UnitLayout.from_record(found, Borders(found).choose(2))
+    layout = cut(Case(tiny.model, tiny.batch, own_loss), 2)
     for variant, batch in (("default", tiny.batch), ("padded", tiny.padded())):
         wrong = compare_stages(tiny.model, layout, batch)
         if wrong:

@@ -97,6 +97,8 @@ class UnitSteps(Steps):
 
 
 def stage_modules(module: nn.Module, layout: UnitLayout) -> list[nn.Module]:
-    """Return the atomic modules that have weights or buffers: their attributes are those of one stage."""
+    """Return the modules in units that have weights or buffers: their attributes are those of one stage."""
     owners = {name.rpartition(".")[0] for name in layout.stages_of}
-    return [part for path, part in layout.modules(module).items() if path in owners]
+    units = layout.modules(module).items()
+    inside = [(f"{path}.{name}".rstrip("."), part) for path, whole in units for name, part in whole.named_modules()]
+    return [part for path, part in inside if path in owners]

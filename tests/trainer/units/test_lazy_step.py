@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_pipes.trainer.module.unchanged import unchanged
-from lightning_pipes.trainer.units.borders import Borders
+from lightning_pipes.trainer.units.borders import Borders, match_starts, merge_units
 from lightning_pipes.trainer.units.layout import UnitLayout
 from lightning_pipes.trainer.units.lazy_step import LazyStep
 from lightning_pipes.trainer.units.recording import StepRecord, record_step
@@ -28,7 +28,7 @@ def cloned(batch: Any) -> Any:
     return map_leaves(batch, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
 
 
-def record(case: Case) -> StepRecord:
+def record(case: Case, choose: Any = None) -> StepRecord:
     def run(recording: Any) -> Any:
         with unchanged(case.model), torch.random.fork_rng():
             return recording()
@@ -36,7 +36,17 @@ def record(case: Case) -> StepRecord:
     def step(batch: Any) -> torch.Tensor:
         return case.step(case.model, batch)
 
-    return record_step(case.model, run, step, lambda: cloned(case.batch), (), CPU)
+    return record_step(case.model, run, step, lambda: cloned(case.batch), (), CPU, choose)
+
+
+def cut(case: Case, stages: int) -> UnitLayout:
+    """Return the layout of a case in which modules that no border divides are one unit each."""
+    found = record(case)
+    starts = Borders(found).choose(stages)
+    merged = record(case, partial(merge_units, case.model, found, starts))
+    places = match_starts(found, merged, starts)
+    assert places is not None
+    return UnitLayout.from_record(merged, places)
 
 
 class Stages:
@@ -120,8 +130,8 @@ def check_exact(name: str, case: Case, layout: UnitLayout, given: list[Any]) -> 
 
 
 def check_cut(name: str, make: Callable[[], Case], stages: int) -> None:
-    found, case = record(make()), make()
-    check_exact(name, case, UnitLayout.from_record(found, Borders(found).choose(stages)), batches(case))
+    layout, case = cut(make(), stages), make()
+    check_exact(name, case, layout, batches(case))
 
 
 def check_borders(name: str, make: Callable[[], Case], seeds: int) -> None:
@@ -145,6 +155,17 @@ def test_stages_are_exact(name: str, stages: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_borders_anywhere_are_exact(name: str) -> None:
     check_borders(name, CASES[name], 4)
+
+
+def test_modules_that_no_border_divides_are_one_unit() -> None:
+    case = HUGGING_FACE["llama tied"]()
+    layout = cut(case, 2)
+    blocks = [n for n in layout.names if n.startswith("model.layers.")]
+    assert len(blocks) - len({n.split(".")[2] for n in blocks}) < 20, "one block is open at most"
+    assert len(layout.names) < 60
+    opened = cut(CASES["things left behind"](), 2).names
+    assert {f"parts.{n}.layers" for n in range(3)} & {*opened}
+    assert not {f"parts.{n}" for n in range(3)} & {*opened}, "what others would miss is left behind by none of these"
 
 
 class Catching(nn.Module):

@@ -357,6 +357,39 @@ class Experts(nn.Module):
         return self.out(h + y)
 
 
+class Box:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class Leaving(nn.Module):
+    """Leaves a number in an attribute, writes to a tensor of others, and returns an object."""
+
+    def __init__(self, notes: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.layers, self.notes, self.share = perceptron(WIDTH, 2), notes, 0.0
+
+    def forward(self, x: torch.Tensor) -> Box:
+        x = self.layers(x)
+        self.share = 0.5 + float(x.detach().square().mean())
+        self.notes[0].add_(x.detach().mean(0))
+        return Box(x)
+
+
+class LeftBehind(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes = [torch.zeros(WIDTH, dtype=torch.float64)]
+        self.parts = nn.ModuleList([Leaving(self.notes) for _ in range(3)])
+        self.out = perceptron()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.notes[0].zero_()
+        for part in self.parts:
+            x = part(x).x * part.share + self.notes[0]
+        return self.out(x)
+
+
 class Gan(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -429,5 +462,6 @@ add(
     lambda model, batch: F.cross_entropy(model(batch[0], batch[1], pad=0).flatten(0, 1), batch[1].flatten()),
 )
 add("experts by hand", Experts)
+add("things left behind", LeftBehind)
 add("gan with one backward", Gan, step=gan_step)
 add("parametrizations", Parametrized)
