@@ -6,6 +6,8 @@
 | --- | --- |
 | zoo | the models of tests/trainer/units, by `Trainer` on two and three processes, beside plain Lightning |
 | hf | a tiny model of each of 135 families of transformers, in two stages |
+| vision | models of torchvision and timm, if installed, in two stages that are cut by measured time of units |
+| speed | a GPT in two stages: captured, as nn.Sequential, and by torch's own `pipeline()` |
 
 The zoo has plain modules, and models of transformers, torchvision and timm as far as these are installed. Training
 takes two epochs of two batches with AdamW in float64. Equal means that no loss, weight or optimizer state differs by
@@ -25,20 +27,33 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
+from time import perf_counter
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import nn
+from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
+from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.engine import gpt_parts
 from benchmarks.harness.report import Report, make_parser, run_parts
+from benchmarks.harness.silence import QUIET, hush
+from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 from lightning_pipes.trainer.units.layout import UnitLayout
 from tests.trainer.lit import differences
-from tests.trainer.units.library_zoo import own_loss
+from tests.trainer.units.library_zoo import VISION, own_loss
 from tests.trainer.units.lit_zoo import ALL, draws, read_result, settings_of, train_many, train_zoo
 from tests.trainer.units.test_lazy_step import Stages, cloned, cut
 from tests.trainer.units.zoo import Case
 
+ROWS, TOKENS, MICROBATCHES = 16, 96, 4
+SPLIT = "blocks.4"
+"""The layer at which the second stage of the GPT begins, of which speed is compared."""
+BALANCED, TIMED_STEPS = 0.8, 5
+"""The least share of the mean time that a stage of a vision model may have, and the steps that are timed."""
 PARTS_OF_A_RUN = ("losses", "val", "weights", "saved", "optimizer")
 SIZES = (2, 3)
 """Processes of a pipeline."""
@@ -101,13 +116,13 @@ def check_zoo(quick: bool, given: Sequence[str] | None) -> Report:
     return Report(lines, {"zoo_equal": sum(not why for why in wrong.values()), "zoo_total": len(names)})
 
 
-def compare_stages(model: nn.Module, layout: UnitLayout, batch: Any) -> str:
+def compare_stages(case: Case, layout: UnitLayout) -> str:
     """Return what differs between two stages of a model in one process and the model; nothing if all is equal."""
-    stages, whole = Stages(Case(model, batch, own_loss), layout), copy.deepcopy(model)
+    stages, whole = Stages(case, layout), copy.deepcopy(case.model)
     torch.manual_seed(0)
-    off = {"the loss": stages.train(batch)}
+    off = {"the loss": stages.train(case.batch)}
     torch.manual_seed(0)
-    loss = own_loss(whole, cloned(batch))
+    loss = case.step(whole, cloned(case.batch))
     loss.backward()  # type: ignore[no-untyped-call]
     off["the loss"] = (off["the loss"] - loss.detach()).abs()
     found = stages.gradients()
@@ -125,7 +140,7 @@ def check_family(name: str) -> str:
     tiny = tiny_model(name)
     layout = cut(Case(tiny.model, tiny.batch, own_loss), 2)
     for variant, batch in (("default", tiny.batch), ("padded", tiny.padded())):
-        wrong = compare_stages(tiny.model, layout, batch)
+        wrong = compare_stages(Case(tiny.model, batch, own_loss), layout)
         if wrong:
             return f"{variant}: {wrong}"
     return ""
@@ -169,7 +184,150 @@ def check_families(quick: bool, given: Sequence[str] | None) -> Report:
     return Report(lines, {"hf_equal": sum(not why for why in wrong.values()), "hf_total": len(names)})
 
 
-PARTS: Mapping[str, Callable[[bool, Sequence[str] | None], Report]] = {"zoo": check_zoo, "hf": check_families}
+def least_share(case: Case, layout: UnitLayout) -> float:
+    """Return the processor time of the shortest stage, over the mean of all stages."""
+    stages = Stages(case, layout)
+    runs = []
+    for _ in range(TIMED_STEPS):
+        stages.train(case.batch)
+        runs.append(list(stages.seconds))
+    best = list(map(min, zip(*runs, strict=True)))
+    return min(best) / (sum(best) / len(best))
+
+
+def check_vision(quick: bool, given: Sequence[str] | None) -> Report:
+    """Train vision models in two stages that are cut by measured time."""
+    names = list(given or (list(VISION)[::4] if quick else VISION))
+    torch.set_num_threads(1)
+    lines, equal, balanced = [], 0, 0
+    for name in names:
+        case = VISION[name]()
+        layout = cut(case, 2, measured=True)
+        wrong = compare_stages(case, layout)
+        share = least_share(case, layout)
+        equal += not wrong
+        balanced += share >= BALANCED
+        lines.append(f"{name:40s} {wrong or 'equal'}, shortest stage {share:.2f} of the mean")
+    return Report(lines, {"vision_equal": equal, "vision_balanced": balanced, "vision_total": len(names)})
+
+
+class Attributes(nn.Module):
+    """The layers of a GPT, called one by one."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.embedding, *blocks, self.head = layers
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class LitGpt(pl.LightningModule):
+    """Trains a GPT to predict the next byte."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0][:, :-1]), batch[0][:, 1:])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class StepTimes(pl.Callback):
+    """Keeps when batches end."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ends.append(perf_counter())
+
+
+def train_with_trainer(net: nn.Module, steps: int, settings: Mapping[str, Any]) -> list[float]:
+    """Return the seconds of the steps of a training."""
+    data = DataLoader(TensorDataset(make_texts().repeat(steps, 1)), batch_size=ROWS)
+    times = StepTimes()
+    strategy = PipelineStrategy(microbatches=MICROBATCHES, schedule="1f1b", check_loss=False, **settings)
+    pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=steps, callbacks=[times], **QUIET).fit(
+        LitGpt(net), data
+    )
+    return [b - a for a, b in pairwise(times.ends)]
+
+
+def train_with_torch(net: nn.Module, rank: int, steps: int) -> list[float]:
+    """Return the seconds of the steps of torch's own `pipeline()`."""
+    texts = make_texts()
+    inputs, targets = texts[:, :-1].contiguous(), texts[:, 1:].contiguous()
+    pipe = pipeline(net, (inputs[: ROWS // MICROBATCHES],), split_spec={SPLIT: SplitPoint.BEGINNING})
+    stage = pipe.build_stage(rank, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.functional.cross_entropy)
+    optimizer = torch.optim.SGD(stage.submod.parameters(), lr=0.01)
+    ends = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        if rank == 0:
+            schedule.step(inputs)
+        else:
+            schedule.step(target=targets)
+        optimizer.step()
+        ends.append(perf_counter())
+    return [b - a for a, b in pairwise(ends)]
+
+
+def make_texts() -> torch.Tensor:
+    """Return a batch of bytes, one more than a sample has inputs."""
+    return torch.randint(256, (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(0))
+
+
+def time_sides(rank: int, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Return the seconds of the shortest step of each side in each round."""
+    torch.set_num_threads(1)
+    hush()
+
+    def layers() -> list[nn.Module]:
+        return list(gpt_parts(1)[0])
+
+    sides: dict[str, Callable[[], list[float]]] = {
+        "sequential": lambda: train_with_trainer(nn.Sequential(*layers()), steps, {"partition": [5]}),
+        "captured": lambda: train_with_trainer(
+            Attributes(layers()), steps, {"module": "", "partition": [f"net.{SPLIT}"]}
+        ),
+        "torch": lambda: train_with_torch(Attributes(layers()), rank, steps),
+    }
+    found: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(rounds):
+        for side, train in sides.items():
+            found[side].append(min(train()[2:]))
+    return found
+
+
+def compare_speed(quick: bool, given: Sequence[str] | None) -> Report:
+    """Time steps of a GPT that is captured, the same as nn.Sequential, and by torch's own `pipeline()`."""
+    of_ranks = run_ranks(time_sides, 2, 2 if quick else 5, 12 if quick else 30, timeout=600)
+    best = {
+        side: min(max(both) for both in zip(*(found[side] for found in of_ranks), strict=True)) for side in of_ranks[0]
+    }
+    lines = [f"{side:40s} {seconds * 1e3:.1f} ms a step" for side, seconds in best.items()]
+    keys = {
+        "capture_overhead": best["captured"] / best["sequential"],
+        "vs_torch_pipeline": best["captured"] / best["torch"],
+    }
+    return Report(lines, keys)
+
+
+PARTS: Mapping[str, Callable[[bool, Sequence[str] | None], Report]] = {
+    "zoo": check_zoo,
+    "hf": check_families,
+    "vision": check_vision,
+    "speed": compare_speed,
+}
 
 
 def main(arguments: list[str]) -> None:

@@ -104,7 +104,7 @@ class UnitMode(TorchFunctionMode, ABC):
 
     def __torch_function__(self, function: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(function, "__name__", str(function))
+        name = getattr(function, "__name__", None) or str(function)
         if self._inside or in_functorch():
             return self.run_inner(name, function, args, kwargs)
         if name == "__get__":

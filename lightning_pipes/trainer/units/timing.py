@@ -43,8 +43,9 @@ class UnitTimer(UnitMode):
         read_loss: Callable[[Any], torch.Tensor],
     ) -> list[float]:
         """Return the seconds of each unit of a step."""
+        given = batch()
         with self:
-            out = step(batch(), *arguments)
+            out = step(given, *arguments)
         loss = read_loss(out)
         weights = [p for p in module.parameters() if p.requires_grad]
         self._reached.append((self._now(), len(self._seconds) - 1))

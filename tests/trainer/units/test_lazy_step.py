@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_pipes.trainer.units.borders import Borders, match_starts, merge_u
 from lightning_pipes.trainer.units.layout import UnitLayout
 from lightning_pipes.trainer.units.lazy_step import LazyStep
 from lightning_pipes.trainer.units.recording import StepRecord, record_step
+from lightning_pipes.trainer.units.timing import measure_units
 from lightning_pipes.trainer.units.trees import map_leaves, tensors_of
 from tests.trainer.units.library_zoo import HUGGING_FACE, VISION
 from tests.trainer.units.zoo import CASES, Case, classify
@@ -28,21 +30,25 @@ def cloned(batch: Any) -> Any:
     return map_leaves(batch, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)
 
 
+def run_in(case: Case, work: Callable[[], Any]) -> Any:
+    with unchanged(case.model), torch.random.fork_rng():
+        return work()
+
+
 def record(case: Case, choose: Any = None) -> StepRecord:
-    def run(recording: Any) -> Any:
-        with unchanged(case.model), torch.random.fork_rng():
-            return recording()
-
-    def step(batch: Any) -> torch.Tensor:
-        return case.step(case.model, batch)
-
-    return record_step(case.model, run, step, lambda: cloned(case.batch), (), CPU, choose)
+    step, batch = partial(case.step, case.model), partial(cloned, case.batch)
+    return record_step(case.model, partial(run_in, case), step, batch, (), CPU, choose)
 
 
-def cut(case: Case, stages: int) -> UnitLayout:
+def measure(case: Case, found: StepRecord) -> list[float] | None:
+    step, batch = partial(case.step, case.model), partial(cloned, case.batch)
+    return measure_units(case.model, found, partial(run_in, case), step, batch, (), CPU, lambda loss: loss)
+
+
+def cut(case: Case, stages: int, measured: bool = False) -> UnitLayout:
     """Return the layout of a case in which modules that no border divides are one unit each."""
     found = record(case)
-    starts = Borders(found).choose(stages)
+    starts = Borders(found, measure(case, found) if measured else None).choose(stages)
     merged = record(case, partial(merge_units, case.model, found, starts))
     places = match_starts(found, merged, starts)
     assert places is not None
@@ -57,6 +63,8 @@ class Stages:
         self.models = [copy.deepcopy(case.model) for _ in layout.starts]
         for stage, model in enumerate(self.models):
             put_on_meta(model, {name for name, stages in layout.stages_of.items() if stage not in stages})
+        self.seconds = [0.0 for _ in layout.starts]
+        """Processor time of each stage in the last batch, forward and backward."""
         self.steps = [LazyStep(model, layout, stage, CPU) for stage, model in enumerate(self.models)]
 
     def train(self, batch: Any) -> torch.Tensor:
@@ -64,17 +72,24 @@ class Stages:
         sent: Any = None
         entered: list[list[torch.Tensor]] = []
         left: list[Any] = []
-        for lazy, model in zip(self.steps, self.models, strict=True):
+        for stage, (lazy, model) in enumerate(zip(self.steps, self.models, strict=True)):
             if sent is not None:
                 sent = (tuple(t.detach().requires_grad_(t.requires_grad) for t in sent[0]), sent[1])
                 entered.append(list(sent[0]))
+            begun = time.thread_time()
             sent = lazy.run(lambda given, model=model: self.case.step(model, given), cloned(batch), (), sent)
+            self.seconds[stage] = time.thread_time() - begun
             left.append(sent)
+        begun = time.thread_time()
         sent.backward()
-        for values, (outputs, _) in zip(reversed(entered), reversed(left[:-1]), strict=True):
+        self.seconds[-1] += time.thread_time() - begun
+        for stage in reversed(range(len(entered))):
+            values, (outputs, _) = entered[stage], left[stage]
+            begun = time.thread_time()
             pairs = [(o, v.grad) for o, v in zip(outputs, values, strict=True) if v.grad is not None]
             if pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+            self.seconds[stage] += time.thread_time() - begun
         return sent.detach()
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -166,6 +181,47 @@ def test_modules_that_no_border_divides_are_one_unit() -> None:
     opened = cut(CASES["things left behind"](), 2).names
     assert {f"parts.{n}.layers" for n in range(3)} & {*opened}
     assert not {f"parts.{n}" for n in range(3)} & {*opened}, "what others would miss is left behind by none of these"
+
+
+class Sleep(torch.autograd.Function):
+    """Passes a tensor on; forward and backward last."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
+        ctx.seconds = backward
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return gradient, None, None
+
+
+class Slow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number in (1, 4):
+                x = Sleep.apply(x, 0.04, 0.0) if number == 1 else Sleep.apply(x, 0.0, 0.08)
+        return x
+
+
+def test_borders_balance_measured_time() -> None:
+    torch.manual_seed(0)
+    case = Case(Slow().double(), (torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 4), classify)
+    found = record(case)
+    seconds = measure(case, found)
+    assert seconds is not None
+    sleeps = [n for n, unit in enumerate(found.units) if unit.name == "Sleep.apply"]
+    assert [0.04 <= seconds[sleeps[0]] < 0.07, 0.08 <= seconds[sleeps[1]] < 0.11] == [True, True], seconds
+    assert sum(seconds) - sum(seconds[n] for n in sleeps) < 0.04, "the others have none of it"
+    border = Borders(found, seconds).choose(2)[1]
+    assert sleeps[0] < border <= sleeps[1]
 
 
 class Catching(nn.Module):
