@@ -192,7 +192,7 @@ def least_share(case: Case, layout: UnitLayout) -> float:
         stages.train(case.batch)
         runs.append(list(stages.seconds))
     best = list(map(min, zip(*runs, strict=True)))
-    return min(best) / (sum(best) / len(best))
+    return float(min(best) / (sum(best) / len(best)))
 
 
 def check_vision(quick: bool, given: Sequence[str] | None) -> Report:
