@@ -266,9 +266,13 @@ def finish_sharded_backward(module: FSDPModule) -> None:
         state._root_post_backward_final_callback()
 
 
-def managed_modules(module: FSDPModule) -> list[nn.Module]:
-    """Return the modules with parameters that `fully_shard` has made one unit of with this module's."""
-    return [p._module_info.module for group in module._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params]
+def managed_parameters(module: FSDPModule) -> Iterator[tuple[nn.Module, str, int]]:
+    """Yield the parameters that `fully_shard` has made one unit of with this module's: the owner, the name in it, and a
+    number that is the same for all that were one parameter before."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            info = parameter._module_info
+            yield info.module, info.param_name, parameter._orig_param_uid
 
 
 def forget_shards(module: FSDPModule) -> None:

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import PipelineStrategy, consolidate
+from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import InputError, PipelineError, PlanError
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import differences, plain_values, quiet
@@ -83,6 +84,7 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(TOKENS, WIDTH)
         self.layers = nn.ModuleList(Block(heads, hidden) for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS)
+        self.head.weight = self.embedding.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embedding(x)
@@ -93,6 +95,17 @@ class GPT(nn.Module):
         if self.sequence is not None:
             x = DTensor.from_local(x, self.sequence, [Shard(1)]).full_tensor()
         return self.head(self.norm(x))
+
+
+class DistributedOutput(nn.Module):
+    """A layer that returns a DTensor."""
+
+    def __init__(self, layer: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.layer, self.mesh = layer, mesh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return DTensor.from_local(self.layer(x), self.mesh, [Replicate()])
 
 
 SEQUENCE_PLAN: dict[str, ParallelStyle] = {
@@ -136,6 +149,10 @@ class LitGPT(pl.LightningModule):
                 plan = SEQUENCE_PLAN
             for layer in model.layers:
                 parallelize_module(layer, shards, plan)
+        if self.how == "tied":
+            model.layers[3].up.weight = model.layers[0].up.weight
+        if self.how == "distributed":
+            model.layers[0] = DistributedOutput(model.layers[0], shards)
         if replicas.size() > 1 and self.how != "replicas":
             for layer in model.layers if self.how != "one unit" else ():
                 fully_shard(layer, mesh=self.device_mesh["pipeline"] if self.how == "pipeline" else replicas)
@@ -287,6 +304,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         r"is sharded over pipeline; the ranks along pipeline hold other layers",
     ),
     ({"data_parallel": 2}, {"how": "own mesh"}, r"model.head.weight is sharded over y of other processes than this"),
+    ({"data_parallel": 2}, {"how": "tied"}, r"layers.0.up.weight and self.model.layers.3.up.weight were one parameter"),
     ({"data_parallel": 2, "schedule": "pipedream"}, {}, r"and schedule 'pipedream' steps stages apart; use a schedule"),
     ({"data_parallel": 2, "shard_optimizer": True}, {}, r"and shard_optimizer=True shards states that are sharded"),
 ]
@@ -303,7 +321,17 @@ def refusals(rank: int) -> list[str]:
     return found
 
 
+def send_distributed(rank: int) -> str:
+    quiet()
+    trainer = make_trainer(strategy=PipelineStrategy(partition=[1]), max_epochs=1, precision="64-true")
+    with pytest.raises((PipelineError, PeerFailure)) as error:
+        trainer.fit(LitGPT(how="distributed"), DataLoader(data(), 4))
+    return str(error.value)
+
+
 def test_shards_that_do_not_fit_are_refused():
+    for said in run_ranks(send_distributed, 2, timeout=60):
+        assert "the last layer of a stage returns a DTensor" in said
     for found in run_ranks(refusals, 2, timeout=90):
         for said, (*_, expected) in zip(found, REFUSED, strict=True):
             assert re.search(expected, said), said

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_pipes.engine.private_torch import forget_shards, managed_modules, remove_fully_shard
+from lightning_pipes.engine.private_torch import forget_shards, managed_parameters, remove_fully_shard
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.pipelined import SPREAD
 from lightning_pipes.trainer.ranks.grid import Grid
@@ -99,14 +99,25 @@ def unshard_outside(module: pl.LightningModule, path: str) -> None:
     """Make whole what `fully_shard` has sharded around the container of layers. Collective over replicas.
 
     Raises:
-        PipelineError: it has sharded layers of several stages as one.
+        PipelineError: it has sharded layers of several stages as one, or has made several parameters of one.
     """
+    names = {id(part): name for name, part in module.named_modules()}
+    units = dict.fromkeys(part for part in module.modules() if isinstance(part, FSDPModule))
+    first: dict[int, str] = {}
+    for owner, name, number in dict.fromkeys(each for unit in units for each in managed_parameters(unit)):
+        where = f"self.{names[id(owner)]}.{name}"
+        if number in first:
+            raise PipelineError(
+                f"{first[number]} and {where} were one parameter, and fully_shard has made two of it in two units; "
+                "leave the layers that share it as they are, or put both around the layers that are cut"
+            )
+        first[number] = where
     container = module.get_submodule(path)
     inside = {id(part) for layer in container.children() for part in layer.modules()}
     for name, part in module.named_modules():
         if not isinstance(part, FSDPModule) or id(part) in inside:
             continue
-        if any(id(owner) in inside for owner in managed_modules(part)):
+        if any(id(owner) in inside for owner, *_ in managed_parameters(part)):
             raise PipelineError(
                 f"fully_shard has sharded the layers of self.{path} as one unit, self{name and '.'}{name}, and they "
                 "are on several ranks; shard each layer by itself before: for layer in layers: fully_shard(layer, ...)"

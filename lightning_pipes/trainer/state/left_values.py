@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
+from lightning_pipes.engine.compute.reducer import is_distributed
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer.module.hidden_state import OWN, can_change
@@ -554,14 +555,20 @@ def join_values(left: Mapping[Place, Any], more: Mapping[Place, Any]) -> dict[Pl
 
 
 def pack_message(out: Any, left: dict[Place, Any]) -> Any:
-    """Make the message: a tensor that is there twice is sent once, and the receiver has it twice as one object."""
+    """Make the message: a tensor that is there twice is sent once, and the receiver has it twice as one object.
+
+    Raises:
+        PipelineError: a tensor is distributed.
+    """
     if isinstance(out, torch.Tensor) and not left:
+        _refuse_distributed(out)
         return out
     leaves, spec = pytree.tree_flatten(Sent(out, left))
     seen: dict[Any, int] = {}
     stored: dict[int, list[torch.Tensor]] = {}
     changed = bool(left)
     for at, leaf in enumerate(leaves):
+        _refuse_distributed(leaf)
         if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_meta:
             continue
         if id(leaf) in seen:
@@ -574,6 +581,14 @@ def pack_message(out: Any, left: dict[Place, Any]) -> Any:
                 leaves[at], changed = Sharing(leaf), True
             others.append(leaf)
     return pytree.tree_unflatten(leaves, spec) if changed else out
+
+
+def _refuse_distributed(leaf: object) -> None:
+    if is_distributed(leaf):
+        raise PipelineError(
+            "the last layer of a stage returns a DTensor, and between stages travel plain tensors, whole or of one "
+            "shard; set use_local_output=True in the plan of parallelize_module, or return x.to_local()"
+        )
 
 
 def unpack_message(received: Any) -> tuple[Any, dict[Place, Any], list[torch.Tensor]]:
