@@ -28,7 +28,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import lightning.pytorch as pl
@@ -241,35 +241,44 @@ class LitGpt(pl.LightningModule):
 
 
 class StepTimes(pl.Callback):
-    """Keeps when batches end."""
+    """Keeps when steps end, on the clock and in processor time of this process."""
 
     def __init__(self) -> None:
-        self.ends: list[float] = []
+        self._ends: list[tuple[float, float]] = []
+
+    def note(self) -> None:
+        """Note that a step has ended."""
+        self._ends.append((perf_counter(), process_time()))
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.ends.append(perf_counter())
+        self.note()
+
+    def shortest(self) -> tuple[float, float]:
+        """Return the seconds of the shortest step, and the least processor time of one; the first ones don't count."""
+        steps = [(b - a, d - c) for (a, c), (b, d) in pairwise(self._ends[2:])]
+        return min(seconds for seconds, _ in steps), min(seconds for _, seconds in steps)
 
 
-def train_with_trainer(net: nn.Module, steps: int, settings: Mapping[str, Any]) -> list[float]:
-    """Return the seconds of the steps of a training."""
+def train_with_trainer(net: nn.Module, steps: int, settings: Mapping[str, Any]) -> StepTimes:
+    """Train by `Trainer`, and return how long steps took."""
     data = DataLoader(TensorDataset(make_texts().repeat(steps, 1)), batch_size=ROWS)
     times = StepTimes()
     strategy = PipelineStrategy(microbatches=MICROBATCHES, schedule="1f1b", check_loss=False, **settings)
     pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=steps, callbacks=[times], **QUIET).fit(
         LitGpt(net), data
     )
-    return [b - a for a, b in pairwise(times.ends)]
+    return times
 
 
-def train_with_torch(net: nn.Module, rank: int, steps: int) -> list[float]:
-    """Return the seconds of the steps of torch's own `pipeline()`."""
+def train_with_torch(net: nn.Module, rank: int, steps: int) -> StepTimes:
+    """Train by torch's own `pipeline()`, and return how long steps took."""
     texts = make_texts()
     inputs, targets = texts[:, :-1].contiguous(), texts[:, 1:].contiguous()
     pipe = pipeline(net, (inputs[: ROWS // MICROBATCHES],), split_spec={SPLIT: SplitPoint.BEGINNING})
     stage = pipe.build_stage(rank, torch.device("cpu"))
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.functional.cross_entropy)
     optimizer = torch.optim.SGD(stage.submod.parameters(), lr=0.01)
-    ends = []
+    times = StepTimes()
     for _ in range(steps):
         optimizer.zero_grad()
         if rank == 0:
@@ -277,8 +286,8 @@ def train_with_torch(net: nn.Module, rank: int, steps: int) -> list[float]:
         else:
             schedule.step(target=targets)
         optimizer.step()
-        ends.append(perf_counter())
-    return [b - a for a, b in pairwise(ends)]
+        times.note()
+    return times
 
 
 def make_texts() -> torch.Tensor:
@@ -286,38 +295,41 @@ def make_texts() -> torch.Tensor:
     return torch.randint(256, (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(0))
 
 
-def time_sides(rank: int, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Return the seconds of the shortest step of each side in each round."""
+def time_sides(rank: int, rounds: int, steps: int) -> dict[str, list[tuple[float, float]]]:
+    """Return the seconds of the shortest step of each side in each round, and the least processor time of one."""
     torch.set_num_threads(1)
     hush()
 
     def layers() -> list[nn.Module]:
         return list(gpt_parts(1)[0])
 
-    sides: dict[str, Callable[[], list[float]]] = {
+    sides: dict[str, Callable[[], StepTimes]] = {
         "sequential": lambda: train_with_trainer(nn.Sequential(*layers()), steps, {"partition": [5]}),
         "captured": lambda: train_with_trainer(
             Attributes(layers()), steps, {"module": "", "partition": [f"net.{SPLIT}"]}
         ),
         "torch": lambda: train_with_torch(Attributes(layers()), rank, steps),
     }
-    found: dict[str, list[float]] = {side: [] for side in sides}
+    found: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
     for _ in range(rounds):
         for side, train in sides.items():
-            found[side].append(min(train()[2:]))
+            found[side].append(train().shortest())
     return found
 
 
 def compare_speed(quick: bool, given: Sequence[str] | None) -> Report:
     """Time steps of a GPT that is captured, the same as nn.Sequential, and by torch's own `pipeline()`."""
-    of_ranks = run_ranks(time_sides, 2, 2 if quick else 5, 12 if quick else 30, timeout=600)
-    best = {
-        side: min(max(both) for both in zip(*(found[side] for found in of_ranks), strict=True)) for side in of_ranks[0]
-    }
-    lines = [f"{side:40s} {seconds * 1e3:.1f} ms a step" for side, seconds in best.items()]
+    of_ranks = run_ranks(time_sides, 2, 2 if quick else 8, 12 if quick else 40, timeout=900)
+    lines, clock, busy = [], {}, {}
+    for side in of_ranks[0]:
+        times = [found[side] for found in of_ranks]
+        clock[side] = min(max(seconds for seconds, _ in both) for both in zip(*times, strict=True))
+        busy[side] = sum(min(seconds for _, seconds in of_rank) for of_rank in times)
+        lines.append(f"{side:12s} {clock[side] * 1e3:6.1f} ms a step, {busy[side] * 1e3:6.1f} ms of processors")
     keys = {
-        "capture_overhead": best["captured"] / best["sequential"],
-        "vs_torch_pipeline": best["captured"] / best["torch"],
+        "capture_overhead": clock["captured"] / clock["sequential"],
+        "capture_overhead_processors": busy["captured"] / busy["sequential"],
+        "vs_torch_pipeline": clock["captured"] / clock["torch"],
     }
     return Report(lines, keys)
 
