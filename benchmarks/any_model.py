@@ -6,6 +6,7 @@
 | --- | --- |
 | zoo | the models of tests/trainer/units, by `Trainer` on two and three processes, beside plain Lightning |
 | hf | a tiny model of each of 135 families of transformers, in two stages |
+| towers | families with an encoder and a decoder, or with pictures, whose batches use both; cut by measured time |
 | vision | models of torchvision and timm, if installed, in two stages that are cut by measured time of units |
 | speed | a GPT in two stages: captured, as nn.Sequential, and by torch's own `pipeline()` |
 
@@ -62,6 +63,9 @@ EQUAL = 1e-10
 QUICK_FAMILIES = ["gpt2", "t5", "clip", "segformer", "gemma3n", "diffusion_gemma", "mixtral", "qwen2_vl"]
 QUICK_TRAINED = ["t5", "diffusion_gemma"]
 """Families that train on two processes in a quick run."""
+TRANSLATING = ["t5", "bart", "whisper", "clip", "t5gemma", "t5gemma2"]
+QUICK_TOWERS = ["t5", "clip", "qwen2_vl"]
+"""Families with two towers: those whose usual batches use both, and a few for a quick run."""
 NORMALIZED = ("clip", "segformer")
 """Families with a contrastive loss or batch normalisation: their batches are not cut into micro-batches."""
 
@@ -193,6 +197,24 @@ def least_share(case: Case, layout: UnitLayout) -> float:
         runs.append(list(stages.seconds))
     best = list(map(min, zip(*runs, strict=True)))
     return float(min(best) / (sum(best) / len(best)))
+
+
+def check_towers(quick: bool, given: Sequence[str] | None) -> Report:
+    """Train families with two towers, whose batches use both, in two stages that are cut by measured time."""
+    from benchmarks.harness.hf_tiny import PICTURED, tiny_model
+
+    names = list(given or (QUICK_TOWERS if quick else [*TRANSLATING, *PICTURED]))
+    torch.set_num_threads(1)
+    lines, shares = [], []
+    for name in names:
+        tiny = tiny_model(name)
+        case = Case(tiny.model, tiny.pictured() if name in PICTURED else tiny.batch, own_loss)
+        layout = cut(case, 2, measured=True)
+        wrong = compare_stages(case, layout)
+        shares.append(0.0 if wrong else least_share(case, layout))
+        place = layout.names[layout.starts[1]]
+        lines.append(f"{name:20s} {wrong or 'equal'}, cut at {place}, shortest stage {shares[-1]:.2f} of the mean")
+    return Report(lines, {"towers_least_share": min(shares), "towers_total": len(names)})
 
 
 def check_vision(quick: bool, given: Sequence[str] | None) -> Report:
@@ -337,6 +359,7 @@ def compare_speed(quick: bool, given: Sequence[str] | None) -> Report:
 PARTS: Mapping[str, Callable[[bool, Sequence[str] | None], Report]] = {
     "zoo": check_zoo,
     "hf": check_families,
+    "towers": check_towers,
     "vision": check_vision,
     "speed": compare_speed,
 }

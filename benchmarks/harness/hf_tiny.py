@@ -180,6 +180,30 @@ class Tiny:
         found = {**self.batch, "labels": self.batch["labels"].masked_fill(mask == 0, IGNORED)}
         return found | ({"attention_mask": mask} if "input_ids" in found else {})
 
+    def pictured(self) -> Batch:
+        """Return the batch with a picture in each sample, of a family in PICTURED."""
+        config: Any = self.model.config
+        size, frames = config.vision_config.patch_size, getattr(config.vision_config, "temporal_patch_size", None) or 1
+        tokens = self.batch["input_ids"].clamp(max=VOCABULARY // 2)  # special ones come last
+        tokens[:, 0] = getattr(config, "vision_start_token_id", None) or tokens[0, 0]
+        tokens[:, 1:5] = config.image_token_id  # a picture of 4 x 4 patches, four of which make a token
+        seen = (tokens == config.image_token_id).long()
+        shape = (3, size, size) if PICTURED[config.model_type] else (3 * frames * size * size,)
+        return {
+            "input_ids": tokens,
+            "labels": tokens.masked_fill(seen == 1, IGNORED),
+            "pixel_values": _noise(16 * ROWS, *shape),
+            "image_grid_thw": torch.tensor([[1, 4, 4]] * ROWS),
+            "mm_token_type_ids": seen,
+        }
+
+
+PICTURED = dict.fromkeys(
+    ["qwen2_vl", "qwen2_5_vl", "glm4v", "glm_ocr", "qwen3_vl_moe", "glm4v_moe", "ernie4_5_vl_moe", "cosmos3_edge"],
+    False,
+) | {"paddleocr_vl": True}
+"""Families whose batches can have pictures in patches, and whether patches have axes."""
+
 
 def families() -> list[str]:
     """Return the names of the families that have a pipeline plan."""

@@ -23,6 +23,7 @@ WHOLE = {"module": "", "microbatches": 1}
 ALL = CASES | HUGGING_FACE | VISION
 BY_BATCH = (
     *("u-net", "resnet by hand", ".item() control flow", "parametrizations", "train mode mix", "graph network"),
+    "things left behind",
     *FLOAT32,
     *SUMMED,
     *VISION,
