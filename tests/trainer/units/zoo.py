@@ -357,37 +357,53 @@ class Experts(nn.Module):
         return self.out(h + y)
 
 
-class Box:
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
+class Counting(nn.Module):
+    """Leaves a number in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.share = perceptron(WIDTH, 2), 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x)
+        self.share = 0.5 + float(x.detach().square().mean())
+        return x
 
 
-class Leaving(nn.Module):
-    """Leaves a number in an attribute, writes to a tensor of others, and returns an object."""
+class Writing(nn.Module):
+    """Writes to a tensor of others."""
 
     def __init__(self, notes: list[torch.Tensor]) -> None:
         super().__init__()
-        self.layers, self.notes, self.share = perceptron(WIDTH, 2), notes, 0.0
+        self.layers, self.notes = perceptron(WIDTH, 2), notes
 
-    def forward(self, x: torch.Tensor) -> Box:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layers(x)
-        self.share = 0.5 + float(x.detach().square().mean())
-        self.notes[0].add_(x.detach().mean(0))
-        return Box(x)
+        self.notes[0][:] = x.detach().mean(0)
+        return x
+
+
+class Deferring(nn.Module):
+    """Returns what can't be sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = perceptron(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        return self.layers(x), lambda later: 0.5 * later
 
 
 class LeftBehind(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.notes = [torch.zeros(WIDTH, dtype=torch.float64)]
-        self.parts = nn.ModuleList([Leaving(self.notes) for _ in range(3)])
-        self.out = perceptron()
+        self.counting, self.writing, self.deferring = Counting(), Writing(self.notes), Deferring()
+        self.middle, self.out = perceptron(WIDTH, 8), perceptron()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.notes[0].zero_()
-        for part in self.parts:
-            x = part(x).x * part.share + self.notes[0]
-        return self.out(x)
+        x, halve = self.deferring(self.writing(self.counting(x)))
+        return self.out(halve(self.middle(x)) * self.counting.share + self.notes[0])
 
 
 class Gan(nn.Module):
