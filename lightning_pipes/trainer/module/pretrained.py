@@ -82,10 +82,17 @@ def reads_later() -> Iterator[None]:
         _reads_later.reset(token)
 
 
+def find_attached(module: nn.Module) -> list[PretrainedWeights]:
+    """Return the weights that `load_pretrained` has left for later."""
+    return [part.__dict__[_ATTACHED] for part in module.modules() if _ATTACHED in part.__dict__]
+
+
 def take_attached(module: nn.Module) -> list[PretrainedWeights]:
     """Return the weights that `load_pretrained` has left for later, and detach them from the module."""
-    parts = [part for part in module.modules() if _ATTACHED in part.__dict__]
-    return [part.__dict__.pop(_ATTACHED) for part in parts]
+    found = find_attached(module)
+    for part in module.modules():
+        part.__dict__.pop(_ATTACHED, None)
+    return found
 
 
 @dataclass(frozen=True)
@@ -128,6 +135,13 @@ class PretrainedWeights:
 
     def __contains__(self, tensor: Tensor) -> bool:
         return any(name in self._sources for name in self._names.get(id(tensor), ()))
+
+    def replace_tensor(self, old: Tensor, new: Tensor) -> None:
+        """Fill another tensor in the place of one."""
+        if id(old) in self._tensors:
+            self._names[id(new)] = self._names.pop(id(old))
+            self._tensors[id(new)] = new
+            del self._tensors[id(old)]
 
     def check_names(self) -> None:
         """Raise InputError for persistent tensors without a value, and for keys without a tensor."""

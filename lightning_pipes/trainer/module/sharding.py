@@ -7,7 +7,6 @@ keeps the layers of its stages. What is around the layers is held whole over `da
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_pipes.engine.private_torch import forget_shards, managed_parameters, remove_fully_shard
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.pipelined import SPREAD
+from lightning_pipes.trainer.module.pretrained import find_attached
 from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.replicas import DATA_PARALLEL, PIPELINE, TENSOR_PARALLEL
 from lightning_pipes.trainer.ranks.shards import is_sharded_over, unshard_over
@@ -112,6 +112,13 @@ def unshard_outside(module: pl.LightningModule, path: str) -> None:
                 "leave the layers that share it as they are, or put both around the layers that are cut"
             )
         first[number] = where
+
+    def unshard(shard: torch.Tensor) -> nn.Parameter:
+        whole = unshard_over(shard, DATA_PARALLEL)
+        for weights in find_attached(module):
+            weights.replace_tensor(shard, whole)
+        return whole
+
     container = module.get_submodule(path)
     inside = {id(part) for layer in container.children() for part in layer.modules()}
     for name, part in module.named_modules():
@@ -122,7 +129,7 @@ def unshard_outside(module: pl.LightningModule, path: str) -> None:
                 f"fully_shard has sharded the layers of self.{path} as one unit, self{name and '.'}{name}, and they "
                 "are on several ranks; shard each layer by itself before: for layer in layers: fully_shard(layer, ...)"
             )
-        remove_fully_shard(part, partial(unshard_over, dimension=DATA_PARALLEL))
+        remove_fully_shard(part, unshard)
 
 
 def release_layers(layers: Iterable[nn.Module]) -> None:
