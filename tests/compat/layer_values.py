@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from tests.compat.state_modules import Annealed
 from tests.trainer.lit import WIDTH
@@ -131,6 +132,92 @@ class ReadsSums(Annealed):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.beta = 0.001 * sum(layer.total for layer in list(self.model)[:5])
+
+
+class Growing(nn.Module):
+    """Adds up a number of each sample, and scales by what it has added up before.
+
+    Args:
+        where: the attribute that has the sums.
+    """
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear, self.where = nn.Linear(WIDTH, WIDTH), where
+        self.register_buffer("loads", torch.zeros(WIDTH, dtype=torch.int64))
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+        self.replaced = torch.zeros(WIDTH, dtype=torch.float64)
+        self.pair, self.history = [0.0, torch.zeros(WIDTH, dtype=torch.float64)], list[float]()
+        self.table = {"sum": 0.0, "inside": {"vector": torch.zeros(WIDTH, dtype=torch.float64)}}
+
+    @property
+    def sum(self) -> float:
+        """All that was added up."""
+        return sum(map(float, (torch.as_tensor(leaf).sum() for leaf in pytree.tree_leaves(getattr(self, self.where)))))
+
+    def forward(self, x: Any) -> Any:
+        scale, y = 1 + 0.001 * self.sum, self.linear(x).tanh()
+        each = y.detach().abs()
+        number = float(each.sum())
+        self.loads.add_(torch.bincount(each.argmax(1), minlength=WIDTH))
+        self.total += each.sum()
+        self.replaced = self.replaced + each.sum(0)
+        self.pair[0] += number
+        self.pair[1] += each.sum(0)
+        self.history.append(number)
+        self.table["sum"] += number
+        self.table["inside"]["vector"] += each.sum(0)
+        return y * scale
+
+
+class Grows(Annealed):
+    """Layers that add up in training and in evaluation, which hooks read after each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        places = ("loads", "total", "replaced", "pair", "history", "table")
+        self.model = nn.Sequential(*map(Growing, places), nn.Linear(WIDTH, 3))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.beta = 0.001 * sum(layer.sum for layer in list(self.model)[:6])
+
+    on_validation_batch_end = on_train_batch_end
+
+
+class Loaded(nn.Module):
+    """Counts how many samples of the latest batch have which largest value, and adds a bias that hooks set by that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.load = nn.Linear(WIDTH, WIDTH), torch.zeros(WIDTH, dtype=torch.float64)
+        self.register_buffer("written", torch.zeros(WIDTH, dtype=torch.int64))
+        self.register_buffer("bias", torch.zeros(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Any) -> Any:
+        y = self.linear(x).tanh() + self.bias
+        counts = torch.bincount(y.argmax(1), minlength=WIDTH)
+        self.load = counts.double()
+        self.written.copy_(counts)
+        return y
+
+
+class BalancesLoads(Annealed):
+    """Layers whose biases follow the loads of the latest batch, and a step that counts its samples and labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(Loaded() for _ in range(5)), nn.Linear(WIDTH, 3))
+        self.samples, self.labels = 0, 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.samples, self.labels = len(batch[0]), float(batch[1].sum())
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("load", torch.stack([layer.load for layer in list(self.model)[:5]]).max())
+        for layer in list(self.model)[:5]:
+            layer.bias += 0.01 * torch.sign(layer.load.mean() - layer.load) + 0.001 * layer.written
+        self.beta = 0.01 * self.samples + 0.01 * self.labels
 
 
 class Deviating(nn.Module):

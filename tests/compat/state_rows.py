@@ -73,6 +73,16 @@ state(
     warned=".total was taken for a mean over samples in batches that were evaluated",
     reason="set num_sanity_val_steps=0",
 )
+state(
+    "sums that layers keep in buffers, tensors, lists and dicts, in training and evaluation",
+    {"num_sanity_val_steps": 0},
+    module=values.Grows,
+)
+state(
+    "sums over the latest batch, kept by layers and by the step, read in hooks",
+    {**THREE, "num_sanity_val_steps": 0},
+    module=values.BalancesLoads,
+)
 UNCOMPARED = "compare them with a whole batch by check_loss=True"
 state(
     "sums that layers keep where nothing is compared",

@@ -37,7 +37,7 @@ MAY_REFUSE = r"^(gradients|optimizer_step|zero_grad|weights|clips|accumulates)"
 MAY_WARN = (
     (r"^average", "looks at layers while batches are under way"),
     (r"^value:.*:(step_begin|step_end):|^collected:step_end", "Batches overlap"),
-    (r"^value:.*:(on_after_backward|on_before_optimizer_step):", "before the optimizer's step"),
+    (r"^value:.*:(step_begin|step_end|on_after_backward|on_before_optimizer_step):", "before the optimizer's step"),
 )
 """Causes with which csp may train other weights, and the warning of each."""
 
@@ -78,7 +78,7 @@ def supernet_module(seed: int, ranks: int = 2, pieces_at_most: int = 6) -> Made:
 def _as_with_csp(piece: Piece) -> Piece:
     """Return the piece with what csp may say of it."""
     refused = "." if re.search(MAY_REFUSE, piece.cause) else piece.refused
-    if re.search(r"^value:.*:(on_after_backward|on_before_optimizer_step):", piece.cause):
+    if re.search(r"^value:.*:(step_begin|step_end|on_after_backward|on_before_optimizer_step):", piece.cause):
         refused = "the optimizers of one pipeline differ"  # where learning rates are set by it
     warned = [text for cause, text in MAY_WARN if re.search(cause, piece.cause)]
     if any(

@@ -122,12 +122,17 @@ class AsynchronousTraining(Training):
         self.unstepped: dict[int, Item] = {}
         self._recent: dict[int, Item] = {}  # those, and later ones that have overtaken them
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._stepped_by: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Gradients by which the latest batch was stepped, where no other rank is in this pipeline."""
+        self._shows_gradients = False
         self._latest: Any = torch.full((), torch.nan, device=run.device)
 
     def train(self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool) -> Any:
         """Start one batch and do what can be done; return what the user's step gave for the latest batch known here, on
         the last stage this one where it is through. Until the first one is, a loss that is not a number."""
         watchers, step = self._run.watchers, self._begin(batch, arguments, complete)
+        self._hide_gradients()
+        self._stepped_by.clear()
         watchers.before_batch(step)
         self._run.steps_asked = False
         self._plan(step, optimizers)
@@ -275,6 +280,8 @@ class AsynchronousTraining(Training):
                         private.before_step(run.trainer.precision_plugin, run.cut.module, optimizer)
                     if not run.relocation.takes(item.number, number, optimizer, stage.layers):
                         optimizer.step()
+                if not self._foreign and item.number == self._last_number:
+                    self._stepped_by += [(p, p.grad) for p in mine if p.grad is not None]
                 optimizer.zero_grad()
         if data.stepped == len(run.stages):
             before = [n for n, each in self.unstepped.items() if n < item.number and not each.data.complete]
@@ -292,7 +299,11 @@ class AsynchronousTraining(Training):
         return self._mirroring.show_layers(item.use.stepped_layers(stage.number))
 
     def give_back_gradients(self) -> None:
-        pass
+        """Let hooks see gradients as on one process, which clears them in the next batch, where all layers are here."""
+        if not self._foreign:
+            self._shows_gradients = True
+            for p, gradient in (*self._accumulated(), *self._stepped_by):
+                p.grad = gradient
 
     def why_no_state(self, parameter: torch.Tensor | None) -> str:
         schedule = self._run.plans.schedule.name
@@ -351,12 +362,29 @@ class AsynchronousTraining(Training):
     @contextmanager
     def own_gradients(self) -> Iterator[None]:
         """Outside of the block gradients are kept where Lightning does not clear them after every batch."""
+        shown = self._hide_gradients()
         for p, gradient in self._kept:
             p.grad = gradient
         yield
         self._kept = [(p, p.grad) for p in self._with_gradients() if p.grad is not None]
         for p, _ in self._kept:
             p.grad = None
+        if shown:
+            self.give_back_gradients()
+
+    def _hide_gradients(self) -> bool:
+        """Return whether hooks have seen gradients; those of batches without a step are as hooks have left them."""
+        shown, self._shows_gradients = self._shows_gradients, False
+        if shown:
+            if self._accumulated():
+                self._kept = [(p, p.grad) for p, _ in self._kept if p.grad is not None]
+            for p, _ in (*self._kept, *self._stepped_by):
+                p.grad = None
+        return shown
+
+    def _accumulated(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Gradients to which the next batch is added before a step."""
+        return [] if any(item.data.complete for item in self.unstepped.values()) else self._kept
 
     def _with_gradients(self) -> list[torch.Tensor]:
         """The parameters of this rank that have any, by batches under way."""

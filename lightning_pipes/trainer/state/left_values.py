@@ -27,7 +27,7 @@ from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer.module.hidden_state import OWN, can_change
 from lightning_pipes.trainer.module.remote_tensors import HookScope, RemoteTensor
-from lightning_pipes.trainer.state.merging import Merging, Path
+from lightning_pipes.trainer.state.merging import Merging, Path, have_equal_values
 from lightning_pipes.trainer.state.module_entries import follow_path, read_entries, tensor_version, write_entries
 from lightning_pipes.trainer.state.module_state import ModuleState
 
@@ -263,25 +263,26 @@ class LeftValues:
                 if (same and not written) or not _can_travel(_read_entries(value) if written else value):
                     continue
                 self._places.setdefault(number, []).append(place)
-                if written and not isinstance(value, list):
+                if written and mark is not None and mark.is_rewritten(value):
                     self._in_place.add(place)
                 if self._active:
                     kept = own[key] if key in own else getattr(type(part), key, _ABSENT)
                     self._before[place] = mark.before if written and mark is not None else kept
                 watch.before[place] = own.get(key)
                 if mark is not None and isinstance(mark.before, list):
-                    watch.lengths[place] = len(mark.before)
+                    watch.lists[place] = mark.before
         found: dict[Place, Any] = {}
         for place, before in watch.before.items():
-            value, length = self._value(place), watch.lengths.get(place)
-            if length is not None and value is before and len(value) >= length:
-                found[place] = Grown(list(value[length:]))
+            value = self._value(place)
+            entries = watch.lists.get(place) if value is before and place not in self._in_place else None
+            if entries is not None and len(value) >= len(entries) and all(map(is_, value, entries)):
+                found[place] = Grown(list(value[len(entries) :]))
             else:
                 content = self._content(place)
                 content = None if content is _ABSENT else content
                 found[place] = content
                 if place in self._in_place and isinstance(value, torch.Tensor):
-                    found[place] = value if value.requires_grad else _sendable(value)
+                    found[place] = value if value.requires_grad or content is None else _sendable(content)
                 if self._active:
                     self._noted.setdefault(place, {})[span] = content
         if watch.outside is not None:
@@ -372,30 +373,37 @@ class LeftValues:
         rows = [span.rows for span in spans]
         places = dict.fromkeys(place for span in spans for place in left[span])
         return {
-            place: self._merging.merge_unchecked(
-                self._path(place), self._content_before(place), [left[span][place] for span in spans], rows
-            )
+            place: self._merge_place(place, [left[span][place] for span in spans], rows)
             for place in places
             if all(place in left[span] for span in spans)
         }
+
+    def _merge_place(self, place: Place, values: Sequence[Any], rows: Sequence[int]) -> Any:
+        """Merge one value by what `end_batch` has found out about it."""
+        merge = self._merging.merge_unchecked if self._trains else partial(self._merging.merge, whole=None)
+        path, kinds = self._path(place), {type(value) for value in values}
+        if kinds == {Grown}:
+            return Grown(merge(path, None, [value.tail for value in values], rows))
+        merged = merge(path, self._content_before(place), [*map(_entries_of, values)], rows)
+        return Content(merged) if kinds == {Content} else merged
 
     def _path(self, place: Place) -> Path:
         parts = (self._container, *place) if isinstance(place[0], int) else place
         return tuple((".", part) for part in parts if part != "")
 
     def _content_before(self, place: Place) -> Any:
-        """Return the number or tensor with which each micro-batch began; None for other contents."""
+        """Return the number, tensor, or entries with which each micro-batch began; None for other contents."""
         if not isinstance(place[0], int):
             return None
-        value = self._before[place] if place in self._before else self._value(place)
-        known = isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, RemoteTensor)
+        value = _entries_of(self._before[place] if place in self._before else self._value(place))
+        known = isinstance(value, (int, float, torch.Tensor, list, dict)) and not isinstance(value, RemoteTensor)
         return value if known else None
 
     def _content(self, place: Place) -> Any:
         """Return the present content of a place, which later changes in place do not reach."""
         value = self._value(place, _ABSENT)
         if isinstance(value, list):
-            return list(value)
+            return _copy_entries(value) if place in self._in_place else list(value)
         if place not in self._in_place:
             return value
         return value.detach().clone() if isinstance(value, torch.Tensor) else Content(_read_entries(value))
@@ -404,7 +412,7 @@ class LeftValues:
         """Give a place this content; an object that is changed in place stays the same."""
         value = self._value(place, _ABSENT)
         if isinstance(content, list) and isinstance(value, list):
-            value[:] = content
+            value[:] = _copy_entries(content) if place in self._in_place else content
         elif isinstance(content, torch.Tensor) and place in self._in_place and _fits(content, value):
             with torch.no_grad():
                 value.copy_(content)
@@ -427,7 +435,7 @@ class LeftValues:
         """Return whether a place has the value that was put there, unchanged."""
         value = self._value(place)
         if isinstance(put, Content):
-            return bool(_read_entries(value) == put.entries)
+            return _have_equal_entries(_read_entries(value), put.entries)
         return value is put and (not isinstance(put, torch.Tensor) or tensor_version(put) == before)
 
     def _value(self, place: Place, absent: Any = None) -> Any:
@@ -449,27 +457,45 @@ class LeftValues:
 
 
 class _Mark:
-    """A value of a layer before it runs, by which a change in place is seen.
-
-    Attributes:
-        before: a copy of its content, as `LeftValues` keeps it.
-    """
+    """A value of a layer before it runs, by which a change in place is seen."""
 
     def __init__(self, value: Any) -> None:
-        self._version = tensor_version(value) if isinstance(value, torch.Tensor) else 0
-        self.before: Any = list(value) if isinstance(value, list) else Content(_read_entries(value))
         if isinstance(value, torch.Tensor):
-            self.before = value.detach().clone() if value.nbytes <= _COPIED else value
+            self._version = tensor_version(value)
+            self._copy: Any = value.detach().clone() if value.nbytes <= _COPIED else value
+            return
+        self._entries = read_entries(value)
+        self._leaves, self._spec, self._versions = _flatten(self._entries)
+        self._copy = _copy_entries(self._entries)
+        self._rewritten = False
+
+    @property
+    def before(self) -> Any:
+        """A copy of the content, as `LeftValues` keeps it; a list that has only grown has its own entries."""
+        if isinstance(self._copy, torch.Tensor):
+            return self._copy
+        if isinstance(self._entries, list):
+            return self._copy if self._rewritten else self._entries
+        return Content(self._copy)
 
     def is_changed(self, value: Any) -> bool:
         """Whether the value is another one than before."""
         if isinstance(value, torch.Tensor):
             return tensor_version(value) != self._version
-        if isinstance(value, list):
-            return len(value) != len(self.before)
-        after = pytree.tree_flatten(_read_entries(value))
-        leaves, spec = pytree.tree_flatten(self.before.entries)
-        return after[1] != spec or not all(map(is_, after[0], leaves))
+        longer = isinstance(value, list) and len(value) > len(self._entries)
+        return longer or self.is_rewritten(value)
+
+    def is_rewritten(self, value: Any) -> bool:
+        """Whether something else than growth has changed the value: one of the entries of a list is another one."""
+        if isinstance(value, torch.Tensor):
+            return True
+        entries = read_entries(value)
+        if isinstance(entries, list):
+            entries = entries[: len(self._entries)]
+        leaves, spec, versions = _flatten(entries)
+        same = spec == self._spec and all(map(is_, leaves, self._leaves)) and versions == self._versions
+        self._rewritten = not same
+        return not same
 
 
 class _Watch:
@@ -477,13 +503,13 @@ class _Watch:
 
     Attributes:
         before: the values in known places.
-        lengths: of the lists among them.
+        lists: the entries of the lists among them.
         around: ids of the objects of the module around the layers.
     """
 
     def __init__(self, before: dict[Place, Any]) -> None:
         self.before = before
-        self.lengths = {place: len(value) for place, value in before.items() if isinstance(value, list)}
+        self.lists = {place: list(value) for place, value in before.items() if isinstance(value, list)}
         self.modules: list[tuple[int, str, nn.Module, dict[str, Any], dict[str, _Mark]]] = []
         self.around: Collection[int] = ()
         self.outside: dict[Any, Any] | None = None
@@ -509,8 +535,25 @@ def _read_entries(value: Any) -> Any:
 
 
 def _copy_entries(entries: Any) -> Any:
-    """Copy entries, and the dicts and lists among them."""
-    return set(entries) if isinstance(entries, set) else pytree.tree_map(lambda leaf: leaf, entries)
+    """Copy entries, the dicts and lists among them, and tensors without a graph."""
+    return set(entries) if isinstance(entries, set) else pytree.tree_map_only(torch.Tensor, _copy_tensor, entries)
+
+
+def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    kept = tensor.requires_grad or tensor.is_meta or tensor.nbytes > _COPIED
+    return tensor if kept else tensor.detach().clone()
+
+
+def _flatten(entries: Any) -> tuple[list[Any], Any, list[int]]:
+    """Return the leaves of entries, how these are put together, and the versions of the tensors among them."""
+    leaves, spec = pytree.tree_flatten(entries)
+    return leaves, spec, [tensor_version(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _have_equal_entries(a: Any, b: Any) -> bool:
+    """Return whether entries are put together alike, of equal leaves."""
+    (leaves, spec), (others, other_spec) = pytree.tree_flatten(a), pytree.tree_flatten(b)
+    return spec == other_spec and all(map(have_equal_values, leaves, others))
 
 
 def _entries_of(content: Any) -> Any:

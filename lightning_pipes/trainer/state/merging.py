@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch
 
 Path = tuple[tuple[str, Any], ...]
 _RELATIVE = 1e-4
+SUM, TOTAL = "sum", "total"
+"""A sum that goes on from what it was before the batch, and one that begins anew."""
 
 
 def format_path(path: Path) -> str:
@@ -36,6 +38,8 @@ class Merging:
         self._warned: set[Path] = set()
         self._compared: set[Path] = set()
         self._guessed: set[Path] = set()
+        self.ambiguous: set[Path] = set()
+        """Sums of which no batch has told yet whether they begin anew with each."""
 
     def merge(self, path: Path, before: Any, values: Sequence[Any], rows: Sequence[int], whole: Any) -> Any:
         """The merged value.
@@ -72,6 +76,8 @@ class Merging:
     def _lists(self, path: Path, before: Any, values: Sequence[Any], rows: Sequence[int], whole: Any) -> Any:
         kept = list(before) if isinstance(before, (list, tuple)) else []
         if not all(len(value) >= len(kept) and all(map(is_, value, kept)) for value in values):
+            if all(len(value) == len(kept) for value in values):
+                return self._rewritten(path, kept, values, rows, whole)
             kept = []
         start = len(kept)
         tails = [value[start:] for value in values]
@@ -90,13 +96,35 @@ class Merging:
         made = [*kept, *merged]
         return made if isinstance(values[0], list) else _as_tuple(values[0], made)
 
+    def _rewritten(self, path: Path, before: list[Any], values: Sequence[Any], rows: Sequence[int], whole: Any) -> Any:
+        """The merged entries of a list that has as many of them as before."""
+        expected = [None] * len(before)
+        if isinstance(whole, (list, tuple)) and len(whole) == len(before):
+            expected = list(whole)
+            self._compared.add((*path, ("*", None)))
+        entries = [
+            self.merge((*path, ("[", n)), earlier, column, rows, known)
+            for n, (earlier, column, known) in enumerate(zip(before, zip(*values, strict=True), expected, strict=True))
+        ]
+        return entries if isinstance(values[0], list) else _as_tuple(values[0], entries)
+
     def _leaves(self, path: Path, before: Any, values: Sequence[Any], rows: Sequence[int], whole: Any) -> Any:
         chosen = self._how.get(path)
         candidates: dict[str, Any] = {}
+        last = TOTAL if path in self.ambiguous and chosen == SUM else chosen
         for name, value in _candidates(before, values, rows):
             candidates[name] = value
-            if whole is None and chosen in (None, name):
+            if whole is None and last in (None, name):
                 break
+        if whole is not None:
+            self._tell_sums_apart(path, candidates, whole)
+        elif last == TOTAL and chosen == SUM and not _close(candidates[SUM], candidates[TOTAL]):
+            self._warn(
+                path,
+                f"{self._owner} sets {format_path(path)} to a sum over samples in each micro-batch, and no whole batch "
+                "has told whether it is one since training began, or that of the latest batch. The first is taken. "
+                "What reads the other differs from one process: keep means, or set PipelineStrategy(microbatches=1)",
+            )
         name = chosen if chosen in candidates else next(iter(candidates))
         if whole is not None and not _close(candidates[name], whole):
             fitting = next((other for other, value in candidates.items() if _close(value, whole)), None)
@@ -104,12 +132,12 @@ class Merging:
                 if path in self._guessed:
                     self._warn(
                         path,
-                        f"{format_path(path)} was taken for a mean over samples in batches that were evaluated before "
-                        "the first one was trained, and it is none: what reads it differs from one process. Set it in "
-                        "training only, or set Trainer(num_sanity_val_steps=0)",
+                        f"{format_path(path)} was taken for a {name} over samples in batches that were evaluated "
+                        "before the first one was trained, and it is none: what reads it differs from one process. Set "
+                        "it in training only, or set Trainer(num_sanity_val_steps=0)",
                     )
                 name = self._how[path] = fitting
-            elif not _equal(whole, before):  # evaluated, it may change nothing
+            elif not have_equal_values(whole, before):  # evaluated, it may change nothing
                 self._warn(
                     path,
                     f"{self._owner}.training_step sets {format_path(path)}, to {_short(whole)} by the first batch "
@@ -118,19 +146,28 @@ class Merging:
                     "them. What reads it differs from one process: set PipelineStrategy(microbatches=1), "
                     "or keep means or sums",
                 )
-        if whole is not None and not _equal(whole, before):
+        if whole is not None and not have_equal_values(whole, before):
             self._compared.add(path)
-        elif name == "mean":
+        elif name == "mean" or (name == SUM and chosen is None):
             self._guessed.add(path)
         if name != "same":
             self._how.setdefault(path, name)
         return candidates[name]
 
+    def _tell_sums_apart(self, path: Path, candidates: Mapping[str, Any], whole: Any) -> None:
+        """Note whether the value of a whole batch leaves open if a sum begins anew with each batch."""
+        fitting = {name for name in (SUM, TOTAL) if name in candidates and _close(candidates[name], whole)}
+        if len(fitting) == 2 and (path in self.ambiguous or path not in self._how):
+            self.ambiguous.add(path)
+        elif fitting:
+            self.ambiguous.discard(path)
+
     def merge_unchecked(self, path: Path, before: Any, values: Sequence[Any], rows: Sequence[int]) -> Any:
         """Return the merged value where it is compared later or elsewhere, so that no guess is warned of."""
-        guessed, self._guessed = self._guessed, set()
+        guessed, ambiguous = self._guessed, self.ambiguous
+        self._guessed, self.ambiguous = set(), set()
         merged = self.merge(path, before, values, rows, None)
-        self._guessed = guessed
+        self._guessed, self.ambiguous = guessed, ambiguous
         return merged
 
     def warn_of_guesses(self) -> None:
@@ -139,9 +176,9 @@ class Merging:
             self._warn(
                 path,
                 f"{self._owner}.training_step sets {format_path(path)}, to another value by each micro-batch. No whole "
-                f"batch was compared with its micro-batches, so {format_path(path)} is taken for a mean over samples: "
-                "a sum or an extreme differs from one process. Set PipelineStrategy(check_loss=True), which compares "
-                "them, or microbatches=1",
+                f"batch was compared with its micro-batches, so {format_path(path)} is taken for a "
+                f"{self._how.get(path, SUM)} over samples: what is something else differs from one process. Set "
+                "PipelineStrategy(check_loss=True), which compares them, or microbatches=1",
             )
         self._guessed.clear()
 
@@ -154,7 +191,7 @@ class Merging:
 def _candidates(before: Any, values: Sequence[Any], rows: Sequence[int]) -> Iterator[tuple[str, Any]]:
     """Yield ways to make one value of several, by name, the likeliest first."""
     first, total = values[0], sum(rows)
-    if all(_equal(value, first) for value in values[1:]):
+    if all(have_equal_values(value, first) for value in values[1:]):
         yield "same", first
     tensors = all(isinstance(value, torch.Tensor) for value in values)
     values = [value.detach() for value in values] if tensors else values
@@ -175,7 +212,8 @@ def _candidates(before: Any, values: Sequence[Any], rows: Sequence[int]) -> Iter
         comparable = isinstance(before, (int, float)) and not isinstance(before, bool)
         comparable |= isinstance(before, torch.Tensor) and (numbers or before.shape == values[0].shape)
         start = before if comparable else 0
-        yield "sum", sum(value - start for value in values) + start
+        yield SUM, sum(value - start for value in values) + start
+        yield TOTAL, sum(values)
         yield "largest", max(values) if numbers else torch.stack(list(values)).amax(0)
         yield "smallest", min(values) if numbers else torch.stack(list(values)).amin(0)
     if by_sample and kept:
@@ -183,7 +221,8 @@ def _candidates(before: Any, values: Sequence[Any], rows: Sequence[int]) -> Iter
     yield "last", values[-1]
 
 
-def _equal(a: Any, b: Any) -> bool:
+def have_equal_values(a: Any, b: Any) -> bool:
+    """Return whether two values are of one type and equal, tensors in all elements."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -204,7 +243,7 @@ def _close(a: Any, b: Any) -> bool:
         return bool(torch.allclose(a, b, rtol=_RELATIVE, atol=_RELATIVE * float(b.abs().max()) if b.numel() else 0.0))
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
         return abs(a - b) <= _RELATIVE * max(abs(a), abs(b))
-    return _equal(a, b)
+    return have_equal_values(a, b)
 
 
 def _as_tuple(like: Any, entries: list[Any]) -> Any:

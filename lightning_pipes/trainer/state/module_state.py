@@ -306,6 +306,16 @@ class ModuleState:
         """Note the changes of a step for the whole batch, for comparison with merged ones."""
         self._whole = self._differences(merged=True)
 
+    def needs_whole_batch(self) -> bool:
+        """Whether a whole batch would tell if a sum that steps set begins anew with each batch."""
+        return any(map(self._differs_from_zero, self._merging.ambiguous))
+
+    def _differs_from_zero(self, path: Path) -> bool:
+        thing: Any = self._module
+        for _, key in path:
+            thing = entry_at(read_entries(thing), key) if can_change(thing) else None
+        return isinstance(thing, (int, float, torch.Tensor)) and bool(torch.as_tensor(thing).any())
+
     def merge_microbatches(self) -> list[_Changed]:
         """Leave the state of one process after the batch, on the last stage; return the changes for other ranks."""
         spans = sorted(self._results)

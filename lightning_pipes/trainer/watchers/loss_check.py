@@ -48,6 +48,8 @@ from lightning_pipes.trainer.step.steps import Kept, loss_of, no_room
 
 LABELLED_BATCHES = 20
 """Batches whose labels are looked at where no loss is compared."""
+COMPARED_BATCHES = 4
+"""Batches that are compared at most to tell how micro-batches make what steps keep."""
 _MOST = 1e4
 """Values beyond are those of masks, which are not distorted."""
 
@@ -122,13 +124,18 @@ class LossCheck(Watcher):
         self._steps = run.steps
         self._device = run.device
         self._waits = True
+        self._compared = 0
         self._warned: set[LogKey] = set()
 
     def around_batch(self, step: TrainingStep) -> None:
         """Have the batch kept if it is the first that is cut, or candidates disagree on it."""
         step.look, weights = self.find_candidates, step.weights
-        if weights is not None and len(weights.spans) > 1 and (self._waits or weights.undecided):
+        if weights is None or len(weights.spans) < 2:
+            return
+        of_state = self._compared < COMPARED_BATCHES and self._steps.state.needs_whole_batch()
+        if self._waits or weights.undecided or of_state:
             step.keep_copy()
+            self._compared += 1
 
     def before_optimizer_step(self, step: TrainingStep) -> None:
         """Compare the loss of the whole batch with the losses of its micro-batches."""

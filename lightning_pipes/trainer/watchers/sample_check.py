@@ -160,22 +160,26 @@ class SampleCheck(Watcher):
             return None  # it would be compiled anew, for other sizes
         x = join([parts[span] for span in spans], spans, "what enters a layer", average=True)
         left_trained: set[str] = set()
+
+        def run(samples: Any) -> tuple[Any, dict[str, Any]]:
+            self._steps.left.reset_layer(number)  # each micro-batch begins with what the layer kept before the batch
+            return self._run(layer, samples, draws)
+
         with unchanged(layer):
             draws = RngUse(self._device)
-            self._steps.left.reset_layer(number)
-            (whole, left), drew = self._run(layer, x, draws), False
+            (whole, left), drew = run(x), False
             if draws.was_used:
                 with _evaluating(layer):
                     draws = RngUse(self._device)
-                    whole, left = self._run(layer, x, draws)
-                    found = {span: self._run(layer, parts[span], draws) for span in spans}
+                    whole, left = run(x)
+                    found = {span: run(parts[span]) for span in spans}
                     drew = draws.was_used
             else:
                 self._steps.left.note_whole_batch(number)
-                found = {span: self._run(layer, parts[span], draws) for span in spans}
+                found = {span: run(parts[span]) for span in spans}
             if left:  # what has no graph is not trained by
                 with torch.enable_grad():
-                    _, again = self._run(layer, parts[spans[0]], draws)
+                    _, again = run(parts[spans[0]])
                 left_trained = {key for key, value in again.items() if any(t.requires_grad for t in tensors_in(value))}
         # Which a warning has told before.
         known = any(isinstance(part, BatchNorm) for part in layer.modules()) or spectral_norms(layer)

@@ -134,25 +134,45 @@ class Clips(LitCase):
         torch.nn.utils.clip_grad_value_(self.parameters(), 0.01)
 
 
-def weights_with(schedule: str) -> dict[str, Any]:
+class LooksAfterwards(LitCase):
+    """Looks at gradients when their batch has ended, and doubles them, which counts where no step has followed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for p in self.parameters():
+            assert p.grad is not None
+            self.norms.append(float(p.grad.norm()))
+            p.grad.mul_(2)
+
+    def on_train_epoch_end(self) -> None:
+        self.norms.append(float(sum(p.grad is not None for p in self.parameters())))
+
+
+def trained_with(schedule: str, kind: type[LitCase], accumulated: int) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
-    module = Clips().double()
+    module = kind().double()
     trainer = make_trainer(
         devices=1,
         strategy=PipelineStrategy(schedule, microbatches=2) if schedule else "auto",
         max_epochs=2,
         precision="64-true",
+        accumulate_grad_batches=accumulated,
     )
     trainer.fit(module, DataLoader(data(), batch_size=8))
-    return plain_values(dict(module.state_dict()))
+    return {"norms": getattr(module, "norms", None), **plain_values(dict(module.state_dict()))}
 
 
-def together(rank: int) -> list[dict[str, Any]]:
+def together(rank: int, kind: type[LitCase], accumulated: int) -> list[dict[str, Any]]:
     quiet()
-    return [weights_with(schedule) for schedule in ("", "pipedream", "csp")]
+    schedules = ("", "pipedream", "dynpipe" if accumulated > 1 else "csp")
+    return [trained_with(schedule, kind, accumulated) for schedule in schedules]
 
 
-def test_gradients_changed_after_the_backward_are_those_that_are_stepped() -> None:
-    [(plain, *others)] = run_ranks(together, 1, timeout=100)
+@pytest.mark.parametrize(("kind", "accumulated"), [(Clips, 1), (LooksAfterwards, 1), (LooksAfterwards, 2)])
+def test_hooks_on_one_rank_find_the_gradients_of_one_process(kind: type[LitCase], accumulated: int) -> None:
+    [(plain, *others)] = run_ranks(together, 1, kind, accumulated, timeout=100)
     for found in others:
-        assert not differences(found, plain, 1e-10, "weights")
+        assert not differences(found, plain, 1e-10)
