@@ -104,3 +104,8 @@ def _overridden(watchers: Sequence[Watcher], moment: str) -> list[Callable[[Any]
     """Return the bound methods of watchers with an override of this moment."""
     own = {vars(base)[moment] for base in (Watcher, EvaluationWatcher) if moment in vars(base)}
     return [getattr(each, moment) for each in watchers if getattr(type(each), moment) not in own]
+
+
+def is_due(number: int) -> bool:
+    """Return whether the batch with this number is looked at by checks that go on: 0, 1, 2, 4, 8, ..."""
+    return number & (number - 1) == 0

@@ -76,7 +76,8 @@ class Merging:
     def _lists(self, path: Path, before: Any, values: Sequence[Any], rows: Sequence[int], whole: Any) -> Any:
         kept = list(before) if isinstance(before, (list, tuple)) else []
         if not all(len(value) >= len(kept) and all(map(is_, value, kept)) for value in values):
-            if all(len(value) == len(kept) for value in values):
+            has_grown = (*path, ("*", None)) in self._how  # a full deque, or a list that is cleared and filled again
+            if not has_grown and all(len(value) == len(kept) for value in values):
                 return self._rewritten(path, kept, values, rows, whole)
             kept = []
         start = len(kept)
@@ -98,10 +99,7 @@ class Merging:
 
     def _rewritten(self, path: Path, before: list[Any], values: Sequence[Any], rows: Sequence[int], whole: Any) -> Any:
         """The merged entries of a list that has as many of them as before."""
-        expected = [None] * len(before)
-        if isinstance(whole, (list, tuple)) and len(whole) == len(before):
-            expected = list(whole)
-            self._compared.add((*path, ("*", None)))
+        expected = whole if isinstance(whole, (list, tuple)) and len(whole) == len(before) else [None] * len(before)
         entries = [
             self.merge((*path, ("[", n)), earlier, column, rows, known)
             for n, (earlier, column, known) in enumerate(zip(before, zip(*values, strict=True), expected, strict=True))

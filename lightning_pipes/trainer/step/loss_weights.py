@@ -383,6 +383,7 @@ def parts_differ(
     share: Callable[[Span], float],
     kind: torch.dtype,
     types: set[torch.dtype],
+    size: float = 0.0,
 ) -> bool:
     """Return whether the losses of parts of a batch, by their shares, add up to something else than its loss.
 
@@ -390,10 +391,11 @@ def parts_differ(
         share: returns the weight of a part's loss in that of the batch.
         kind: the type of the losses.
         types: the types of the numbers from which they were computed.
+        size: of the numbers that were rounded, if it is more than that of the losses.
     """
     weighed = [(loss, share(span)) for span, loss in parts.items()]
     mean = sum(loss * weight for loss, weight in weighed if weight)
-    return losses_differ(whole, mean, [whole, *parts.values()], kind, types)
+    return losses_differ(whole, mean, [whole, *parts.values(), size], kind, types)
 
 
 def losses_differ(

@@ -28,7 +28,7 @@ from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.ir import Kind, Span
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.step_data import TrainingStep
-from lightning_pipes.trainer.loop.watcher import Watcher
+from lightning_pipes.trainer.loop.watcher import Watcher, is_due
 from lightning_pipes.trainer.module.batches import copied, join, take
 from lightning_pipes.trainer.module.generators import state_of
 from lightning_pipes.trainer.module.unchanged import generators, unchanged
@@ -67,9 +67,9 @@ class _Losses(NamedTuple):
     types: set[torch.dtype]
     logged: dict[Span | None, list[LogCall]]
 
-    def are_different(self, share: Callable[[Span], float]) -> bool:
-        """Return whether the parts add up to something else than the whole."""
-        return parts_differ(self.whole, self.parts, share, self.kind, self.types)
+    def are_different(self, share: Callable[[Span], float], size: float = 0.0) -> bool:
+        """Return whether the parts add up to something else than the whole; `size` is that of losses before."""
+        return parts_differ(self.whole, self.parts, share, self.kind, self.types, size)
 
 
 class UncomparedLoss(Watcher):
@@ -124,7 +124,10 @@ class LossCheck(Watcher):
         self._steps = run.steps
         self._device = run.device
         self._waits = True
-        self._compared = 0
+        self._compared = self._batches = 0
+        self._again: set[int] = set()
+        self._is_other = False
+        self._size = 0.0
         self._warned: set[LogKey] = set()
 
     def around_batch(self, step: TrainingStep) -> None:
@@ -133,9 +136,19 @@ class LossCheck(Watcher):
         if weights is None or len(weights.spans) < 2:
             return
         of_state = self._compared < COMPARED_BATCHES and self._steps.state.needs_whole_batch()
+        again = self._is_compared_again(step)
         if self._waits or weights.undecided or of_state:
             step.keep_copy()
             self._compared += 1
+        elif again:
+            step.keep_copy()
+            self._again.add(step.number)
+
+    def _is_compared_again(self, step: TrainingStep) -> bool:
+        """Whether a later batch is compared: a loss may become another one, as by weights of classes or by epochs."""
+        self._batches += 1
+        epoch = self._run.trainer.current_epoch
+        return not self._is_other and (is_due(self._batches - 1) or (step.batch_idx == 0 and is_due(epoch)))
 
     def before_optimizer_step(self, step: TrainingStep) -> None:
         """Compare the loss of the whole batch with the losses of its micro-batches."""
@@ -228,12 +241,16 @@ class LossCheck(Watcher):
         except Exception as error:  # a step that can't run on a whole batch, or not without gradients
             self._log_failure(error, "was not compared with those of")
             return
-        if data.weights is not None:
+        again = item.number in self._again
+        self._again.discard(item.number)
+        if data.weights is not None and not again:
             self._weigh_logs(data.weights, losses, lambda: self._losses(stage, item, kept, x, kept.parts, parts))
         share = partial(_by_rows, kept.rows) if data.weights is None else data.weights.loss_share
-        if losses.are_different(share):
+        self._size = max(self._size, abs(losses.whole))  # a loss that has become small has the rounding of a large one
+        if losses.are_different(share, self._size):
+            self._is_other = True
             mean = sum(loss * share(span) for span, loss in losses.parts.items() if share(span))
-            later = self._later(losses, data.weights)
+            later = "" if again else self._later(losses, data.weights)
             batch = "the first batch" if first else f"batch {item.number}"
             rank_zero_warn(
                 f"{type(self._module).__name__}.training_step returns a loss that is no mean over samples: it is "

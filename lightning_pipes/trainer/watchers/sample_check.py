@@ -27,7 +27,7 @@ from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import Kind, PipelineError, Span
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.step_data import TrainingStep
-from lightning_pipes.trainer.loop.watcher import Watcher
+from lightning_pipes.trainer.loop.watcher import Watcher, is_due
 from lightning_pipes.trainer.module.batches import copied, join, take, weighted_sum
 from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.tape import TapedLayer
@@ -69,7 +69,7 @@ class SampleCheck(Watcher):
         self._looks = False
         if len(spans) < 2 or spans[1].start >= step.rows:
             return
-        self._looks = _is_due(self._batches)
+        self._looks = is_due(self._batches)
         if self._looks:
             step.entered = {}
             step.loaded = move_data_to_device(copied(step.batch), HOST)
@@ -214,11 +214,6 @@ class SampleCheck(Watcher):
             "this comparison out",
             stacklevel=2,
         )
-
-
-def _is_due(number: int) -> bool:
-    """Whether the batch with this number is looked at: 0, 1, 2, 4, 8, ..."""
-    return number & (number - 1) == 0
 
 
 @contextmanager

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from lightning_pipes.ir import Span
-from lightning_pipes.trainer.watchers.sample_check import SampleCheck, _differ, _is_due
+from lightning_pipes.trainer.loop.watcher import is_due
+from lightning_pipes.trainer.watchers.sample_check import SampleCheck, _differ
 
 SPANS = (Span(0, 3), Span(3, 6), Span(6, 8))
 
@@ -95,7 +96,7 @@ def test_what_differs():
 
 
 def test_it_looks_at_first_batches_and_seldom_later():
-    assert [n for n in range(70) if _is_due(n)] == [0, 1, 2, 4, 8, 16, 32, 64]
+    assert [n for n in range(70) if is_due(n)] == [0, 1, 2, 4, 8, 16, 32, 64]
     spans = [Span(0, 8)]
     check = sample_check(spans)
     data: list[Any] = [SimpleNamespace(rows=8, entered=None, loaded=None, batch=torch.zeros(8)) for _ in range(5)]
