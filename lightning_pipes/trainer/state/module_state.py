@@ -312,8 +312,8 @@ class ModuleState:
 
     def _differs_from_zero(self, path: Path) -> bool:
         thing: Any = self._module
-        for _, key in path:
-            thing = entry_at(read_entries(thing), key) if can_change(thing) else None
+        for kind, key in path:
+            thing = entry_at(read_entries(thing), key) if can_change(thing) and kind != "*" else None
         return isinstance(thing, (int, float, torch.Tensor)) and bool(torch.as_tensor(thing).any())
 
     def merge_microbatches(self) -> list[_Changed]:
