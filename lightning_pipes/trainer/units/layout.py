@@ -19,7 +19,7 @@ class UnitLayout:
         starts: the first unit of each stage.
         names: of all units of the record, in order.
         atomic: paths of the modules whose calls are units.
-        drawing: names of the units that draw random numbers.
+        drawing: names of the units that draw random numbers, or that the recorded step did not call.
         stages_of: the stages that use a weight or buffer, by its name; none of the others.
         clones: whether values are copied when they arrive, for units change some in place.
     """
@@ -43,7 +43,7 @@ class UnitLayout:
             starts,
             tuple(unit.name for unit in record.units),
             record.atomic,
-            record.drawing,
+            record.drawing | ({*record.atomic} - {unit.name for unit in record.units}),
             {name: tuple(sorted(found)) for name, found in stages.items()},
             record.changes_values,
         )

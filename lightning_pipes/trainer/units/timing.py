@@ -14,7 +14,7 @@ from lightning_pipes.trainer.units.mode import Function, UnitMode
 from lightning_pipes.trainer.units.recording import StepRecord
 from lightning_pipes.trainer.units.trees import tensors_of
 
-_RUNS = 4
+_RUNS = 8
 """Steps that are measured; of each unit the shortest time counts."""
 _ENOUGH = 1.0
 """Seconds of steps after which no other one is measured."""
