@@ -115,7 +115,7 @@ def check_case(name: str, pipelines: Sequence[list[dict[str, Any]] | str], folde
 def check_zoo(quick: bool, given: Sequence[str] | None) -> Report:
     """Train models of the zoo on two and three processes."""
     names = list(given or ([name for name in ALL if name not in VISION][::4] if quick else ALL))
-    wrong = {}
+    wrong: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for few in (names[at : at + A_ROUND] for at in range(0, len(names), A_ROUND)):
             pipelines = train_in_pipelines(few, folder)
@@ -345,7 +345,7 @@ def time_sides(rank: int, rounds: int, steps: int) -> dict[str, list[tuple[float
 
 def compare_speed(quick: bool, given: Sequence[str] | None) -> Report:
     """Time steps of a GPT that is captured, the same as nn.Sequential, and by torch's own `pipeline()`."""
-    of_ranks = run_ranks(time_sides, 2, 2 if quick else 8, 12 if quick else 40, timeout=900)
+    of_ranks = run_ranks(time_sides, 2, 2 if quick else 6, 12 if quick else 25, timeout=900)
     lines, clock, busy = [], {}, {}
     for side in of_ranks[0]:
         times = [found[side] for found in of_ranks]
