@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.compat.runs import loaders
+from tests.compat.state_modules import Annealed
 from tests.trainer.lit import WIDTH, Lit, LitOutside
 
 BOTH = {"on_step": True, "on_epoch": True}
@@ -333,3 +334,39 @@ class Remembered(Lit):
     def _slow_down(self, norm: float) -> None:
         for group in self.trainer.optimizers[0].param_groups:
             group["lr"] = 0.05 / (1 + norm)
+
+
+class WeighsByMistakes(Annealed):
+    """Weighs classes by how often a validation has mistaken them: the mean is one over weights from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.ones(3, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return F.cross_entropy(self(x), y, weight=self.weights)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        wrong = y[self(x).argmax(1) != y]
+        self.weights += torch.bincount(wrong, minlength=3)
+
+
+class MixesSamples(Annealed):
+    """Trains on mixtures of two samples of a batch, drawn at random."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        other = torch.randperm(len(x))
+        logits = self(0.7 * x + 0.3 * x[other])
+        return 0.7 * F.cross_entropy(logits, y) + 0.3 * F.cross_entropy(logits, y[other])
+
+
+class Contrasts(Annealed):
+    """Compares each sample with all others of its batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        logits = self(x) @ self(-x).T
+        return F.cross_entropy(logits, torch.arange(len(x)))

@@ -106,3 +106,22 @@ steps("optimizer.state in a hook, counted", module=by("number"))
 steps("optimizer.state in a hook, each changed", module=by("scaled"))
 steps("optimizer.state in a hook, cleared", module=by("cleared"))
 steps("optimizer.state in a hook, replaced", module=by("replaced"))
+steps(
+    "weights of classes that a validation sets",
+    module=s.WeighsByMistakes,
+    warned="returns a loss that is no mean over samples",
+    reason="give their weight by `microbatch_weight(batch)`",
+)
+steps(
+    "mixtures of random samples, made by the step",
+    module=s.MixesSamples,
+    warned="training_step computes what enters self.model from several samples together",
+    reason="mix them in on_after_batch_transfer, which gets all samples",
+)
+steps(
+    "a module cut by units: a loss that compares samples with each other",
+    module=s.Contrasts,
+    strategy={"module": ""},
+    warned="no sum or mean of its losses for parts of them",
+    reason="join negatives of a batch before the step, or set microbatches=1",
+)

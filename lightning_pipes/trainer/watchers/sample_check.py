@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities import rank_zero_info
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -136,6 +137,7 @@ class SampleCheck(Watcher):
         with unchanged(self._cut.module, skip=self._cut.proxy):
             draws = RngUse(self._device)
             whole, parts = capture(loaded, data.rows, draws), entered
+            mixes = False
             if (
                 draws.was_used
             ):  # a whole batch gets other random numbers than its parts; without dropout there may be none
@@ -144,9 +146,13 @@ class SampleCheck(Watcher):
                     whole = capture(loaded, data.rows, draws)
                     cuts = {s: take(loaded, s, data.rows, samples=data.samples) for s in entered}
                     parts = {span: capture(cuts[span], span.rows, draws) for span in sorted(entered)}
-            if draws.was_used:
-                return
-        if _differ(whole, {span: move_data_to_device(part, self._device) for span, part in parts.items()}):
+                    if draws.was_used:  # with the same numbers, samples are what they are whatever the others are
+                        again = capture(loaded, data.rows, draws)
+                        first = min(min(entered).rows, data.rows // 2)
+                        others = capture(_with_other_samples(loaded, data.rows, first), data.rows, draws)
+                        mixes = not _rows_differ(whole, again, 0) and _rows_differ(whole, others, first)
+        on_device = {span: move_data_to_device(part, self._device) for span, part in parts.items()}
+        if mixes or (not draws.was_used and _differ(whole, on_device)):
             self._warn(
                 "before",
                 f"{type(self._cut.module).__name__}.training_step computes what enters self.{self._cut.path}",
@@ -245,6 +251,21 @@ def _attributes(layer: nn.Module) -> dict[str, Any]:
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def _with_other_samples(batch: Any, rows: int, first: int) -> Any:
+    """Return a copy of a batch whose `first` samples are those at its end."""
+
+    def change(t: torch.Tensor) -> torch.Tensor:
+        return torch.cat([t[rows - first :], t[first:]]) if t.ndim and t.size(0) == rows else t
+
+    return apply_to_collection(batch, torch.Tensor, change)
+
+
+def _rows_differ(whole: Any, other: Any, start: int) -> bool:
+    """Return whether tensors differ in samples from `start` on."""
+    pairs = zip(tensors_in(whole), tensors_in(other), strict=False)
+    return any(a.shape != b.shape or _values_differ(a[start:], b[start:]) for a, b in pairs if a.ndim)
 
 
 def _differ(whole: Any, parts: Mapping[Span, Any], totals: bool = False) -> bool:
