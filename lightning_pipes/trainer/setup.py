@@ -108,7 +108,7 @@ def prepare(
     # 1. All ranks have the same module and settings; optimizers are made over the whole module.
     check_run(module, trainer, writing.background)
     check_same_arguments(describe_arguments(request, settings), ranks.control)
-    is_sharded = has_shards(module)
+    is_sharded = session.replicas.mesh is not None and ranks.control.any(has_shards(module))[0]
     if is_sharded:
         check_shards(module, session.replicas.mesh)
         check_sharded_run(settings, request, links.turns is not None)

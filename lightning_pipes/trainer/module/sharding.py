@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_pipes.engine.private_torch import forget_shards, managed_parameters, remove_fully_shard
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.pipelined import SPREAD
-from lightning_pipes.trainer.module.pretrained import find_attached
+from lightning_pipes.trainer.module.pretrained import find_attached, own_tensors
 from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.replicas import DATA_PARALLEL, PIPELINE, TENSOR_PARALLEL
 from lightning_pipes.trainer.ranks.shards import is_sharded_over, unshard_over
@@ -59,22 +59,26 @@ def check_shards(module: pl.LightningModule, mesh: DeviceMesh | None) -> None:
                 f"{where} of other processes than this run's; take the mesh from self.device_mesh in configure_model"
             )
         for dimension, placement in zip(names, parameter.placements, strict=True):
-            if dimension == TENSOR_PARALLEL and isinstance(placement, Shard):
-                _check_even(f"{owner}.{name}", parameter, placement.dim, found[dimension].size())
+            if dimension == TENSOR_PARALLEL and isinstance(placement, Shard) and placement.dim == 1:
+                _check_columns(f"{owner}.{name}", parameter.shape[1], found[dimension].size())
     for name, part in module.named_modules():
         _check_heads(f"{owner}.{name}", part)
 
 
-def _check_even(name: str, parameter: torch.Tensor, dim: int, shards: int) -> None:
-    if parameter.shape[dim] % shards:
+def _check_columns(name: str, columns: int, shards: int) -> None:
+    """Check that shards of columns, whose inputs are shards too, are of one size, which DTensors take for granted."""
+    if columns % shards:
         raise PipelineError(
-            f"tensor_parallel={shards} does not divide axis {dim} of {name}, which has {parameter.shape[dim]} entries; "
-            "take a number of processes that divides it, or leave this layer out of the plan of parallelize_module"
+            f"tensor_parallel={shards} does not divide axis 1 of {name}, which has {columns} entries; take a number of "
+            "processes that divides it, or leave this layer out of the plan of parallelize_module"
         )
 
 
 def _check_heads(name: str, part: nn.Module) -> None:
-    """Refuse an attention whose heads would be cut: the rows of a projection are whole heads on each rank."""
+    """Check that tensor-parallel ranks have whole heads of an attention.
+
+    Its `head_dim` divides the axis of a projection that has heads.
+    """
     size = getattr(part, "head_dim", None)
     if type(size) is not int or size < 1:
         return
@@ -132,21 +136,23 @@ def unshard_outside(module: pl.LightningModule, path: str) -> None:
         remove_fully_shard(part, unshard)
 
 
-def release_layers(layers: Iterable[nn.Module]) -> None:
-    """Free the shards of layers that other ranks have: their tensors are on `meta`, the same objects."""
-    for layer in layers:
-        for part in layer.modules():
-            for tensor in (*part._parameters.values(), *part._buffers.values()):
-                if tensor is not None and not tensor.is_meta:
-                    empty = torch.empty_like(tensor, device="meta")
-                    made = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-                    torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
-            if isinstance(part, FSDPModule):
-                forget_shards(part)
-
-
 def leave_spread(module: pl.LightningModule, path: str, local: Iterable[int]) -> None:
-    """Free the layers of other ranks in a sharded module; nothing where an earlier run has done it."""
-    if SPREAD not in vars(module):
-        kept = {*local}
-        release_layers(layer for n, layer in enumerate(module.get_submodule(path).children()) if n not in kept)
+    """Free the layers of other ranks in a sharded module: their tensors are on `meta`, the same objects.
+
+    Nothing is done where an earlier run has done it.
+    """
+    if SPREAD in vars(module):
+        return
+    container, kept = module.get_submodule(path), {*local}
+    inside = set(container.modules())
+    here = {part for n, layer in enumerate(container.children()) if n in kept for part in layer.modules()}
+    here |= {part for part in module.modules() if part not in inside}
+    stays = {id(tensor) for part in here for tensor in own_tensors(part)}
+    for part in inside - here - {container}:
+        for tensor in own_tensors(part):
+            if id(tensor) not in stays and not tensor.is_meta:
+                empty = torch.empty_like(tensor, device="meta")
+                made = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+        if isinstance(part, FSDPModule):
+            forget_shards(part)
