@@ -209,10 +209,10 @@ class TiedAutoencoder(nn.Module):
         self.scale, self.out = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = x
-        for w in self.ws:
+        h, ws = x, [w.double() for w in self.ws]  # these are the weights themselves, which have this type already
+        for w in ws:
             h = torch.tanh(F.linear(h, w)) * self.scale
-        for w in reversed(self.ws):
+        for w in reversed(ws):
             h = torch.tanh(F.linear(h, w.t()))
         return self.out(h)
 
