@@ -356,6 +356,7 @@ def compare_speed(quick: bool, given: Sequence[str] | None) -> Report:
         "capture_overhead": clock["captured"] / clock["sequential"],
         "capture_overhead_processors": busy["captured"] / busy["sequential"],
         "vs_torch_pipeline": clock["captured"] / clock["torch"],
+        "vs_torch_pipeline_processors": busy["captured"] / busy["torch"],
     }
     return Report(lines, keys)
 
