@@ -294,7 +294,7 @@ class CostModel:
         )
 
     def _link_of_send(self, i: Instruction, plan: Plan) -> Link:
-        return self.links.get((plan.ranks[i.stage], plan.target_rank(i.kind, i.stage)), self.link)
+        return self.links.get((plan.rank_of(i), plan.target_rank(i)), self.link)
 
     def link_between(self, source: int, target: int) -> Link:
         """Return the link from rank `source` to rank `target`, in the model's regime."""

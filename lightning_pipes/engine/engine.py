@@ -145,7 +145,7 @@ class Engine:
         """
         if self._window is not None:
             raise PlanError("a plan can be swapped between windows only; drain first")
-        for name in ("ranks", "layers", "recompute", "whole_forward") if stages is None else ("ranks",):
+        for name in ("ranks", "replicas", *(() if stages is not None else ("layers", "recompute", "whole_forward"))):
             if getattr(plan, name) != getattr(self.plan, name):
                 raise PlanError(
                     f"the plan to adopt has {name} {getattr(plan, name)}, the engine was made for "
@@ -476,8 +476,9 @@ class Engine:
 @lru_cache(maxsize=32)
 def _forward_only(plan: Plan, job: int, rows: int, micro_batches: int) -> tuple[Plan, Program]:
     cut = Cut.even(rows, micro_batches, plan.n_stages)
-    forward = Plan(plan.ranks, (cut,) * len(plan.jobs))
+    forward = Plan(plan.ranks, (cut,) * len(plan.jobs), replicas=plan.replicas)  # on the first replica of each stage
     rows_of_ranks = tuple(
-        tuple(F(s, span, job) for s in stages for span in forward.spans(Kind.F, s, job)) for stages in plan.stages
+        tuple(F(s, span, job) for s in stages for span in forward.local_spans(Kind.F, s, rank, job))
+        for rank, stages in enumerate(plan.stages)
     )
     return forward, lower(Program(rows_of_ranks), forward)

@@ -48,13 +48,13 @@ def draw_grid(done: Iterable[Instruction], plan: Plan) -> str:
     steps: dict[Instruction, int] = {}
     last = [-1] * plan.n_ranks
     for i in done:
-        rank, before = plan.ranks[i.stage], max([-1, *(steps.get(n, _sent(n, steps)) for n in needs(i, plan))])
+        rank, before = plan.rank_of(i), max([-1, *(steps.get(n, _sent(n, steps)) for n in needs(i, plan))])
         if i.kind in COMPUTE:
             last[rank] = steps[i] = 1 + max(last[rank], before)
         else:
             steps[i] = before  # messages take no step of their own
     first = max(0, max(last) + 1 - COLUMNS)
-    cells = {(plan.ranks[i.stage], step): str(i) for i, step in steps.items() if i.kind in COMPUTE and step >= first}
+    cells = {(plan.rank_of(i), step): str(i) for i, step in steps.items() if i.kind in COMPUTE and step >= first}
     columns = range(first, max(last) + 1)
     widths = [max(len(text) for (_, at), text in cells.items() if at == step) for step in columns]
     rows = []
@@ -96,7 +96,7 @@ def check_program_matches_plan(program: Program, plan: Plan) -> None:
                     f"rank {rank} has {i}, and the plan cuts {i.kind}{i.stage} into {_describe_cut(i, plan)}; "
                     f"{_WAY_OUT}"
                 )
-            if plan.ranks[i.stage] != rank:
+            if plan.rank_of(i) != rank:
                 raise ProgramError(f"rank {rank} has {i}, and {_describe_mismatch(i, rank, plan)}; {_WAY_OUT}")
 
 
@@ -114,8 +114,8 @@ def _describe_mismatch(i: Instruction, rank: int, plan: Plan) -> str:
         return f"the plan has {plan.n_stages} stages, counted from 0"
     if i.job >= len(plan.jobs):
         return f"the plan has {len(plan.jobs)} jobs, counted from 0"
-    if plan.ranks[i.stage] != rank:
-        return f"the plan has stage {i.stage} on rank {plan.ranks[i.stage]}"
+    if rank not in plan.ranks_of_stages[i.stage]:
+        return f"the plan has stage {i.stage} on rank {', '.join(map(str, plan.ranks_of_stages[i.stage]))}"
     sends = i.kind in (Kind.SF, Kind.RB)
     other = i.stage + 1 if sends else i.stage - 1
     if i.kind in (Kind.SF, Kind.RF, Kind.SB, Kind.RB) and not 0 <= other < plan.n_stages:

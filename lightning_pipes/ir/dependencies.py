@@ -30,13 +30,13 @@ def needs(i: Instruction, plan: Plan) -> list[Instruction]:
         if stage > 0:
             add_overlapping(*((Kind.RF, stage) if plan.is_remote_edge(stage - 1) else (Kind.F, stage - 1)))
         if batch >= plan.versions[stage] and plan.shared_weights:
-            out.append(Instruction(Kind.STEP, stage, job, batch - plan.versions[stage]))
+            out.append(_step_before(i, plan, plan.versions[stage]))
     elif kind is Kind.B or kind is Kind.I:
         add_overlapping(Kind.F, stage)
         if stage + 1 < plan.n_stages:
             add_overlapping(*((Kind.RB, stage) if plan.is_remote_edge(stage) else (gradient, stage + 1)))
         if batch > 0 and kind is Kind.B and plan.shared_weights:  # gradients of two batches must not mix
-            out.append(Instruction(Kind.STEP, stage, job, batch - 1))
+            out.append(_step_before(i, plan))
     elif kind is Kind.SF:
         add_overlapping(Kind.F, stage)
     elif kind is Kind.RF:
@@ -48,13 +48,18 @@ def needs(i: Instruction, plan: Plan) -> list[Instruction]:
     elif kind is Kind.W:
         out.append(Instruction(Kind.I, stage, job, batch, span))
         if batch > 0 and plan.shared_weights:
-            out.append(Instruction(Kind.STEP, stage, job, batch - 1))
+            out.append(_step_before(i, plan))
     else:  # STEP: the whole batch's gradients, after the step before it
         last = Kind.W if plan.split_backward else Kind.B
         out.extend([Instruction(last, stage, job, batch, s) for s in plan.spans(last, stage, job)])
         if batch > 0 and plan.shared_weights:
-            out.append(Instruction(Kind.STEP, stage, job, batch - 1))
+            out.append(_step_before(i, plan))
     return out
+
+
+def _step_before(i: Instruction, plan: Plan, batches: int = 1) -> Instruction:
+    """Return the STEP of an earlier batch on the rank that runs `i`."""
+    return Instruction(Kind.STEP, i.stage, i.job, i.batch - batches, plan.step_span(i))
 
 
 class DependencyTracker:

@@ -7,6 +7,7 @@ from lightning_pipes.ir.errors import ProgramError
 from lightning_pipes.ir.instruction import COMPUTE, RECEIVES, Instruction, Kind
 from lightning_pipes.ir.plan import Plan
 from lightning_pipes.ir.program import Program, Row, remember_results
+from lightning_pipes.ir.span import Span
 
 
 @remember_results(64)
@@ -72,6 +73,7 @@ def batch_instructions(plan: Plan, rank: int, job: int, batch: int) -> list[Inst
             kinds += [Kind.RF, Kind.SB]
         if stage + 1 < plan.n_stages and plan.is_remote_edge(stage):
             kinds += [Kind.SF, Kind.RB]
-        out += [Instruction(k, stage, job, batch, s) for k in kinds for s in plan.spans(k, stage, job)]
-        out.append(Instruction(Kind.STEP, stage, job, batch))
+        out += [Instruction(k, stage, job, batch, s) for k in kinds for s in plan.local_spans(k, stage, rank, job)]
+        replica = plan.ranks_of_stages[stage].index(rank)
+        out.append(Instruction(Kind.STEP, stage, job, batch, Span(replica, replica)))
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -9,7 +10,7 @@ from typing import TypeVar
 
 from lightning_pipes.ir.checks import check_count, check_fields, short_repr
 from lightning_pipes.ir.errors import PlanError
-from lightning_pipes.ir.instruction import Instruction, Kind, target_stage
+from lightning_pipes.ir.instruction import NO_SPAN, Instruction, Kind, receive_of
 from lightning_pipes.ir.span import Span, even_spans
 
 Spans = tuple[Span, ...]
@@ -30,6 +31,10 @@ class Cut:
     `forward_links[s]` are the messages from stage s to s + 1, `backward_links[s]` those from s to s - 1. They default
     to what the sending stage computes.
 
+    Attributes:
+        replicas: where stages have several ranks, the replica that computes each forward span, by stage. A backward
+            has the spans of its forward there. Empty means that the first replica computes everything.
+
     Raises:
         PlanError: some spans leave a gap, overlap, or end before `rows`; or there are more of them than can be ordered.
     """
@@ -39,6 +44,7 @@ class Cut:
     backward: tuple[Spans, ...] = ()
     forward_links: tuple[Spans, ...] = ()
     backward_links: tuple[Spans, ...] = ()
+    replicas: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         try:
@@ -55,6 +61,8 @@ class Cut:
         object.__setattr__(self, "backward", self.backward or self.forward)
         object.__setattr__(self, "forward_links", self.forward_links or self.forward)
         object.__setattr__(self, "backward_links", self.backward_links or self.backward)
+        if self.replicas:
+            self._check_replicas()
         checked: set[int] = set()  # a thousand stages usually share one tuple
         for name in ("forward", "backward", "forward_links", "backward_links"):
             table: tuple[Spans, ...] = getattr(self, name)
@@ -65,6 +73,14 @@ class Cut:
                 if id(spans) not in checked:
                     checked.add(id(spans))
                     self._check_cover(spans, f"{name} of stage {stage}")
+
+    def _check_replicas(self) -> None:
+        if [len(each) for each in self.replicas] != [len(spans) for spans in self.forward]:
+            raise PlanError(
+                f"replicas {short_repr(self.replicas)} must name a replica for each forward span of each stage"
+            )
+        if self.backward != self.forward:
+            raise PlanError("where stages have several ranks, a backward has the spans of its forward")
 
     def _check_cover(self, spans: Spans, where: str) -> None:
         at = 0
@@ -146,6 +162,8 @@ class Plan:
         limits: most samples that a stage may hold between F and B; empty means no limit.
         split_backward: backward runs as I and W instead of B.
         recompute: stages that keep only their input and run forward again before backward; empty means none.
+        replicas: the ranks of each stage where stages have several, each of them with its share of the samples; the
+            first one is that in `ranks`. `Cut.replicas` says which of them computes a span. Empty means one each.
         whole_forward: stages whose forwards run in one piece even where backward is cut finer: they keep their input,
             and each backward runs forward again for its own samples. Elsewhere such a forward runs once for each
             backward that its samples belong to. Empty means none. See `ir.passes`.
@@ -167,6 +185,7 @@ class Plan:
     layers: tuple[Span, ...] = ()
     after: Mapping[Instruction, tuple[Instruction, ...]] = field(default_factory=dict, hash=False)
     whole_forward: tuple[bool, ...] = ()
+    replicas: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         try:
@@ -184,7 +203,9 @@ class Plan:
             )
         if n > MAX_STAGES:
             raise PlanError(f"a plan has at most {MAX_STAGES} stages, got {n}")
-        if max(self.ranks) >= n or set(self.ranks) != set(range(max(self.ranks) + 1)):
+        if self.replicas:
+            self._check_replicas()
+        elif max(self.ranks) >= n or set(self.ranks) != set(range(max(self.ranks) + 1)):
             raise PlanError(f"ranks {self.ranks} leave a rank without a stage; number them 0 to n - 1")
         if not self.versions:
             object.__setattr__(self, "versions", (1,) * n)
@@ -213,6 +234,18 @@ class Plan:
         for number, cut in enumerate(self.jobs):
             if len(cut.forward) != n:
                 raise PlanError(f"job {number} is cut for {len(cut.forward)} stages, the plan has {n}")
+
+    def _check_replicas(self) -> None:
+        every = sorted(rank for ranks in self.replicas for rank in ranks)
+        if self.ranks != tuple(ranks[0] for ranks in self.replicas if ranks) or every != list(range(len(every))):
+            raise PlanError(
+                f"replicas {self.replicas} must give each stage its own ranks, numbered 0 to n - 1, and the first of "
+                f"them must be that in ranks, {self.ranks}"
+            )
+        for cut in self.jobs:
+            for ranks, numbers in zip(self.replicas, cut.replicas, strict=False):
+                if numbers and not 0 <= min(numbers) <= max(numbers) < len(ranks):
+                    raise PlanError(f"a cut names replicas {numbers} of a stage with {len(ranks)} ranks")
 
     def __hash__(self) -> int:
         return self._hash
@@ -255,21 +288,60 @@ class Plan:
     @cached_property
     def n_ranks(self) -> int:
         """The number of ranks."""
-        return max(self.ranks) + 1
+        return max(rank for ranks in self.ranks_of_stages for rank in ranks) + 1
+
+    @cached_property
+    def ranks_of_stages(self) -> tuple[tuple[int, ...], ...]:
+        """All ranks of each stage."""
+        return self.replicas or tuple((rank,) for rank in self.ranks)
 
     @cached_property
     def compute_kinds(self) -> tuple[Kind, ...]:
         """The kinds of computations of a micro-batch: the forward, and the backward whole or split."""
         return (Kind.F, Kind.I, Kind.W) if self.split_backward else (Kind.F, Kind.B)
 
-    def target_rank(self, kind: Kind, stage: int) -> int:
-        """Return the rank that a send of `kind` goes to from `stage`."""
-        return self.ranks[target_stage(kind, stage)]
+    def rank_of(self, i: Instruction) -> int:
+        """Return the rank that runs `i`."""
+        if not self.replicas:
+            return self.ranks[i.stage]
+        return self.replicas[i.stage][self.replica_of(i)]
+
+    def replica_of(self, i: Instruction) -> int:
+        """Return the replica of its stage that runs `i`: the one that computes its samples.
+
+        The STEP of replica r has the empty span r:r.
+        """
+        if i.kind is Kind.STEP:
+            return i.span.start
+        cut = self.jobs[i.job]
+        if not self.replicas or not cut.replicas:
+            return 0
+        spans = cut.forward[i.stage]
+        return cut.replicas[i.stage][bisect_right(spans, i.span.start, key=lambda span: span.start) - 1]
+
+    def step_span(self, i: Instruction) -> Span:
+        """Return the span of the STEP on the rank that runs `i`."""
+        if not self.replicas:
+            return NO_SPAN
+        replica = self.replica_of(i)
+        return Span(replica, replica)
+
+    def target_rank(self, send: Instruction) -> int:
+        """Return the rank that `send` goes to."""
+        return self.rank_of(receive_of(send))
+
+    def local_spans(self, kind: Kind, stage: int, rank: int, job: int = 0) -> Spans:
+        """Return the spans of all instructions of one kind on one stage that `rank` runs for one batch."""
+        spans = self.spans(kind, stage, job)
+        if not self.replicas:
+            return spans
+        return tuple(span for span in spans if self.rank_of(Instruction(kind, stage, job, 0, span)) == rank)
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
         """The stages that each rank holds, ascending."""
-        return tuple(tuple(s for s, r in enumerate(self.ranks) if r == rank) for rank in range(self.n_ranks))
+        where = self.ranks_of_stages
+        return tuple(tuple(s for s, ranks in enumerate(where) if rank in ranks) for rank in range(self.n_ranks))
 
     def spans(self, kind: Kind, stage: int, job: int = 0) -> Spans:
         """Return the spans of all instructions of one kind on one stage for one batch of `job`."""
@@ -287,7 +359,9 @@ class Plan:
     @cached_property
     def directed_links(self) -> tuple[tuple[int, int, Kind], ...]:
         """Every (source rank, destination rank, SF or SB) with messages, in the same order on all ranks."""
-        pairs = {(self.ranks[s], self.ranks[s + 1]) for s in range(self.n_stages - 1) if self.is_remote_edge(s)}
+        where = self.ranks_of_stages
+        edges = [s for s in range(self.n_stages - 1) if self.is_remote_edge(s)]
+        pairs = {(a, b) for s in edges for a in where[s] for b in where[s + 1]}
         return tuple(sorted([(a, b, Kind.SF) for a, b in pairs] + [(b, a, Kind.SB) for a, b in pairs]))
 
     def overlapping_spans(self, kind: Kind, stage: int, job: int, span: Span) -> Spans:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from lightning_pipes.ir.deadlock import deadlock_error
 from lightning_pipes.ir.dependencies import needs
@@ -53,7 +53,7 @@ def verify(program: Program, plan: Plan, batches: int | None = None) -> ProgramS
         lowered = lower(program, plan)
         _check_complete(lowered, plan, least)
         order = _run(lowered, plan)
-        facts = _compute_stats(order, plan)
+        facts = _most_of_ranks(order, plan)
     for stage in range(plan.n_stages):
         if facts.versions[stage] > plan.versions[stage] and plan.shared_weights:
             raise PlanError(
@@ -194,6 +194,18 @@ class _Ends:
         updates[job] += 1
         oldest = min((v for (other, _), v in read.items() if other == job), default=updates[job])
         self.versions[s] = max(self.versions[s], updates[job] - oldest + 1)
+
+
+def _most_of_ranks(order: list[Instruction], plan: Plan) -> ProgramStats:
+    """Return the statistics of each stage, where it has several ranks those of the rank that has most."""
+    if not plan.replicas:
+        return _compute_stats(order, plan)
+    rows: list[list[Instruction]] = [[] for _ in range(plan.n_ranks)]
+    for i in order:
+        rows[plan.rank_of(i)].append(i)
+    stats = [_compute_stats(row, plan) for row in rows]
+    names = [f.name for f in fields(ProgramStats)]
+    return ProgramStats(*(tuple(map(max, zip(*(getattr(each, name) for each in stats), strict=True))) for name in names))
 
 
 def _compute_stats(order: list[Instruction], plan: Plan) -> ProgramStats:

@@ -45,7 +45,7 @@ def _everything(kind: Kind, stage: int, plan: Plan, costs: Costs) -> tuple[int, 
     for i, count in cost_classes(kind, stage, plan):
         if kind in SENDS:
             takes, latency = costs.transfer_ns(i, plan)
-            link = costs.link_between(plan.ranks[stage], plan.target_rank(kind, stage))
+            link = costs.link_between(plan.rank_of(i), plan.target_rank(i))
             takes = int(takes * link.peak_ratio) if link.burst_seconds else takes
         else:
             takes, latency = costs.duration_ns(i, plan) + costs.overhead_ns, 0

@@ -18,11 +18,14 @@ Seconds = Callable[[Indices, Indices], Array]
 """Seconds, or bytes, of the layers i to j (exclusive), for arrays of i and of j."""
 
 
-def even_partition(weights: Sequence[float], stages: int) -> tuple[Span, ...]:
+def even_partition(weights: Sequence[float], stages: int, degrees: Sequence[int] = ()) -> tuple[Span, ...]:
     """Consecutive layers for each stage, none empty, so that the heaviest stage is as light as can be.
 
     Among those, the one whose stages differ least: with the smallest sum of squares. `weights` has one entry a layer,
     in any unit: parameters, seconds, bytes.
+
+    Args:
+        degrees: ranks of each stage, by which its weight is divided; by default they have as many.
 
     Raises:
         PlanError: fewer layers than stages, no stage, or a negative weight.
@@ -37,7 +40,9 @@ def even_partition(weights: Sequence[float], stages: int) -> tuple[Span, ...]:
         )
     if min(weights) < 0:
         raise PlanError(f"weights of layers must not be negative, got {min(weights)}")
-    loads = [StageLoad(range_sums(np.asarray(weights, dtype=float)))] * stages
+    sums = range_sums(np.asarray(weights, dtype=float))
+    of_degree = {d: StageLoad(lambda begin, stop, d=d: sums(begin, stop) / d) for d in degrees}  # type: ignore[misc]
+    loads = [of_degree[d] for d in degrees] or [StageLoad(sums)] * stages
     most = min_max_load(loads, n) * (1 + 1e-12)
     bands = _Bands.within_load(loads, n, most)
     return _chosen(bands, lambda band, begin: np.where(band <= most, band, np.inf) ** 2)

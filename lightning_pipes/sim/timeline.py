@@ -118,8 +118,7 @@ class Timeline:
 
     def target_rank(self, transfer: Event) -> int:
         """The rank that `transfer` goes to."""
-        i = transfer.instruction
-        return self.plan.target_rank(i.kind, i.stage)
+        return self.plan.target_rank(transfer.instruction)
 
     @cached_property
     def link_busy(self) -> dict[tuple[int, int], int]:

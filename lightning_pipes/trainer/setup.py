@@ -125,13 +125,24 @@ def prepare(
     # 2. What is cut, and how.
     path = path or (WHOLE if names_modules(request.partition) else choose())
     checkpointing.container = path
+    refused = {
+        "a module that is cut by units": path == WHOLE,
+        "a module with sharded layers": is_sharded,
+        "siblings of a job array on shared ranks": links.turns is not None,
+    }
+    if settings.degrees and any(refused.values()):
+        why = next(what for what, asked in refused.items() if asked)
+        raise PipelineError(
+            f"data_parallel={list(settings.degrees)} shares out samples among the ranks of a stage, which {why} can't "
+            "have; set data_parallel to a number"
+        )
     units = UnitSetup(trainer, module, session, settings, request) if path == WHOLE else None
     full = module.get_submodule(path) if units is None else units.weights
     assert isinstance(full, Layers)
     warn_about(module, full)
     deferred = DeferredWeights(module, path)
     profiles = find_cache(trainer)
-    _log.debug("decide: layers of %s over %d ranks", path, ranks.grid.length)
+    _log.debug("decide: layers of %s over %d ranks", path, ranks.grid.n_planned)
     if units is None:
         shards = ranks.grid.replicas if settings.shard_optimizer else 1
         decision = decide(trainer, module, path, session, settings.transport, request, profiles, shards)
@@ -159,8 +170,8 @@ def prepare(
         holdings.look_at(module, path)
     else:
         units.note_weights(holdings)
-    checkpointing.placement = lambda: Placement(holdings.layers, holdings.ranks, cuts)
-    plans = decision.plans(request.replanner, holdings.tied, settings.relocation)
+    checkpointing.placement = lambda: Placement(holdings.layers, decision.ranks, cuts)
+    plans = decision.plans(request.replanner, holdings.tied, settings.relocation, settings.degrees)
     plan, order = plans.for_rows(plans.trial_rows)
     if fitting and plans.microbatches > 1:
         warn_about_pieces(full if units is None else module)
@@ -217,6 +228,9 @@ def prepare(
     else:
         steps = units.make_steps(precision, plan, holdings.rank, seed, by_units)
     shares_ranks = links.turns is not None
+    uncompared = "" if units is None else "the module is cut by units, and no stage can run a whole batch"
+    if len(holdings.ranks_of_stages[-1]) > 1:
+        uncompared = "the last stage has several ranks, and none of them has a whole batch"
     run = PipelineRun(
         trainer,
         ranks,
@@ -226,14 +240,14 @@ def prepare(
         steps,
         seed,
         settings.transport,
-        settings.check_loss and units is None,
+        settings.check_loss and not uncompared,
         training,
         settings.relocation,
         None if units is None else units.ruled_out_weights,
     )
     stays = bool(holdings.tied) or shares_ranks
     prediction = Prediction(decision, ranks, links.n_trainings == 1, stays, profiles.forget) if fitting else None
-    run.watchers = default_watchers(run, settings.check_loss, units is not None, prediction)
+    run.watchers = default_watchers(run, settings.check_loss, units is not None, uncompared, prediction)
     session.running = Running(run, stops, Evaluation(run))
     strategy.setup_precision_plugin()
     if memory is None or not isinstance(decision.schedule, Policy):  # else layers take turns on the device
@@ -328,7 +342,7 @@ def decide(
     """
     full, ranks, links = module.get_submodule(path), session.ranks, session.links
     assert isinstance(full, Layers)
-    length, fitting = ranks.grid.length, trainer.state.fn == TrainerFn.FITTING
+    length, fitting = ranks.grid.n_planned, trainer.state.fn == TrainerFn.FITTING
     request = links.complete_request(request, length)
     before = session.checkpointing.resumed_placement()
     if before is not None and fitting and links.turns is None:
@@ -337,7 +351,7 @@ def decide(
             rank_zero_info(f"Stages begin at layers {before.cuts}, as they did when the checkpoint was written")
         request = resumed
     least = LEAST_FOR_STATISTICS if batch_statistics(full) else 1
-    plain = request.unmeasured(layer_sizes(full), length, least)
+    plain = request.unmeasured(layer_sizes(full), length, least, ranks.grid.degrees)
 
     def measure() -> Decision:
         _log.debug("measure: layers of %s", path)
@@ -346,7 +360,7 @@ def decide(
             warn_about_outside(module, path, measured.profile)
         return measured
 
-    return links.agree_on_decision(module, plain, measure if fitting else lambda: plain)
+    return links.agree_on_decision(module, plain, measure if fitting and not ranks.grid.degrees else lambda: plain)
 
 
 def choose_training(
@@ -386,6 +400,9 @@ def choose_training(
         )
     session.links.check_endless(schedule.name)
     named = trainer.lightning_module.named_parameters()
-    tied = [n for n, p in named if p.requires_grad and len(holdings.holders.get(id(p), ())) > 1]
+    holders = holdings.holders
+    tied = [
+        n for n, p in named if p.requires_grad and len(holders.get(id(p), ())) > 1 and not holdings.in_one_stage(p)
+    ]
     check_streaming(trainer, schedule, session.ranks.grid, tied)
     return partial(AsynchronousTraining, control=session.ranks.control, memory=memory)

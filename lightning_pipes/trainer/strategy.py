@@ -81,7 +81,8 @@ class PipelineStrategy(PipelineHost):
             starts, with micro-batches, recomputation and cut, by simulating what the measured layers would take.
         microbatches: pieces of a batch; by default two for every stage, or what is best with schedule="auto".
         data_parallel: replicas of the whole pipeline, each with its share of the data, as under DDP. The processes are
-            shared out to them, consecutive ones to one pipeline.
+            shared out to them, consecutive ones to one pipeline. A list gives each stage of one pipeline its number of
+            processes, such as [2, 1]: then the samples of each micro-batch are shared out among those of a stage.
         schedule_args: settings of the schedule, such as {"k": 2}.
         module: path of the nn.Sequential or nn.ModuleList to cut; by default the largest by parameters, or the one that
             takes most of a step where that is clearly another.
@@ -134,7 +135,7 @@ class PipelineStrategy(PipelineHost):
         self,
         schedule: str | Schedule | Policy = "1f1b",
         microbatches: int | None = None,
-        data_parallel: int = 1,
+        data_parallel: int | list[int] = 1,
         schedule_args: dict[str, Any] | None = None,
         module: str | None = None,
         partition: str | list[int] | list[str] = AUTO,
@@ -228,7 +229,7 @@ class PipelineStrategy(PipelineHost):
     @property
     def is_distributed(self) -> bool:
         """Whether Lightning should shard the data: over replicas, for all stages of one see the same batches."""
-        return self._settings.data_parallel > 1
+        return self.grid.replicas > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -237,8 +238,8 @@ class PipelineStrategy(PipelineHost):
     @property
     def grid(self) -> Grid:
         """Where this rank is among the replicas and stages."""
-        settings = self._settings
-        return Grid(settings.data_parallel, self.world_size, self.global_rank, settings.tensor_parallel)
+        settings, size, rank = self._settings, self.world_size, self.global_rank
+        return Grid(settings.replicas, size, rank, settings.tensor_parallel, settings.degrees)
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -149,7 +149,10 @@ class Executor:
     ) -> AbstractContextManager[None]:
         """Return the stage's context around the weight gradients of the batch's last samples."""
         batch = (i.stage, i.job, i.batch)
-        left = self._rows_left[batch] = self._rows_left.get(batch, item.rows) - span.rows
+        if batch not in self._rows_left:
+            own = self.plan.local_spans(Kind.B, i.stage, self.rank, i.job) if self.plan.replicas else ()
+            self._rows_left[batch] = sum(each.clip_to(item.rows).rows for each in own) or item.rows
+        left = self._rows_left[batch] = self._rows_left[batch] - span.rows
         if left:
             return _NOTHING
         del self._rows_left[batch]
@@ -242,7 +245,7 @@ class Executor:
 
     def _pass_on(self, send: Kind, i: Instruction, span: Span, tree: Any) -> None:
         """Put the tree into the neighbour's buffer, or into our send buffer where the neighbour is on another rank."""
-        if self.plan.ranks[i.stage + (1 if send is Kind.SF else -1)] == self.rank:
+        if not self.plan.is_remote_edge(i.stage if send is Kind.SF else i.stage - 1):
             receive = receive_of(i._replace(kind=send))
             self._buffer_of(receive.kind, receive).put(span, tree)
         else:
@@ -252,7 +255,7 @@ class Executor:
         receive = receive_of(i)
         content = self._buffer_of(i.kind, i).take_span(span)
         tree, flags = content if i.kind is Kind.SF else (content[0] if len(content) == 1 else content, ())
-        self._transport.send(self.plan.ranks[receive.stage], (self.window, receive), tree, flags)
+        self._transport.send(self.plan.rank_of(receive), (self.window, receive), tree, flags)
 
     def _receive(self, i: Instruction, span: Span) -> None:
         message = self._transport.mailbox.take_message((self.window, i))
@@ -263,7 +266,7 @@ class Executor:
             self._buffer_of(i.kind, i).put(span, message.tree if isinstance(message.tree, list) else [message.tree])
         if message.arrived:
             send = send_of(i)
-            source = self.plan.ranks[send.stage]
+            source = self.plan.rank_of(send)
             sent = message.sent + self._offsets.get(source, 0)  # by this rank's clock
             started = max(sent, message.posted, self._last_arrival.get((source, i.kind), 0))
             self._last_arrival[source, i.kind] = message.arrived

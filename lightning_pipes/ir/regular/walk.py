@@ -44,7 +44,7 @@ class Unit:
 
 def is_regular(program: Program, plan: Plan) -> bool:
     """Return whether `walk_program` supports the program."""
-    return not plan.after and all(plan.uniform_jobs) and program.n_ranks == plan.n_ranks
+    return not plan.after and not plan.replicas and all(plan.uniform_jobs) and program.n_ranks == plan.n_ranks
 
 
 def walk_program(program: Program, plan: Plan) -> Iterator[tuple[int, Instruction, Unit, int]]:

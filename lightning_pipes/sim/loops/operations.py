@@ -138,7 +138,7 @@ class Numbering:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._groups: dict[tuple[Kind, int, int, int, CostKey], int] = {}
+        self._groups: dict[tuple[Kind, int, int, int, CostKey, int], int] = {}
         self._links: dict[tuple[int, int], int] = {}
         self.like: list[Instruction] = []
 
@@ -148,11 +148,11 @@ class Numbering:
         link = -1
         same: CostKey = stop - start
         if kind in SENDS:
-            pair = (rank, self._plan.target_rank(kind, stage))
+            pair = (rank, self._plan.target_rank(i))
             link = self._links.setdefault(pair, len(self._links))
         else:
             same = cost_key(i, self._plan)
-        group = self._groups.setdefault((kind, stage, job, batch, same), len(self.like))
+        group = self._groups.setdefault((kind, stage, job, batch, same, link), len(self.like))
         if group == len(self.like):
             self.like.append(i)
         return link, group
@@ -197,7 +197,7 @@ def _prices(operations: Operations, costs: Costs) -> Prices:
     for i in operations.like:
         takes, latency, share = 0, 0, 0.0
         if i.kind in SENDS:
-            pair = (plan.ranks[i.stage], plan.target_rank(i.kind, i.stage))
+            pair = (plan.rank_of(i), plan.target_rank(i))
             takes, latency = costs.transfer_ns(i, plan)
             share = costs.link_between(*pair).peak_ratio
             slowest[pair] = max(slowest[pair], latency)

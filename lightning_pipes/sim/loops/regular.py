@@ -123,7 +123,7 @@ class _Numbering:
         return self._places.setdefault(send[:4], [-1] * count)
 
     def _link(self, i: Instruction) -> int:
-        pair = (self._plan.ranks[i.stage], self._plan.target_rank(i.kind, i.stage))
+        pair = (self._plan.rank_of(i), self._plan.target_rank(i))
         link = self._links.setdefault(pair, len(self._links))
         if link == len(self._found.pairs):
             self._found.pairs.append(pair)

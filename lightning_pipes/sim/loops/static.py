@@ -110,7 +110,7 @@ def compile_program(program: Program, plan: Plan) -> Compiled:
                 if position is None:
                     sleepers.setdefault(n, []).append(rank)
                     break
-                if plan.ranks[n.stage] != rank or n.kind in SENDS:
+                if plan.rank_of(n) != rank or n.kind in SENDS:
                     foreign.append(position)
             else:
                 at[rank] += 1

@@ -52,7 +52,7 @@ def open_queues(plan: Plan, batches: int) -> Queues:
     members: list[list[int]] = [[] for _ in range(4 * plan.n_stages)]
     forwards = {stage: 4 * n for n, stage in enumerate(s for stages in plan.stages for s in stages)}
     for n, i in enumerate(instructions):
-        rank = plan.ranks[i.stage]
+        rank = plan.rank_of(i)
         link, group = numbering.assign_numbers(i, rank)
         ranks.append(rank)
         links.append(link)

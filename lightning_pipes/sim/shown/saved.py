@@ -189,7 +189,7 @@ def _event(where: str, row: object, plan: Plan) -> Event:
         raise InputError(f"{where} needs a rank, an instruction, its start and its end, got {short_repr(row)}")
     rank, *data, start, end = row
     i = _instruction(where, data)
-    if i.stage >= plan.n_stages or plan.ranks[i.stage] != rank or i.job >= len(plan.jobs):
+    if i.stage >= plan.n_stages or i.job >= len(plan.jobs) or plan.rank_of(i) != rank:
         raise InputError(f"{where}: the plan has no stage {i.stage} of job {i.job} on rank {short_repr(rank)}")
     if (
         i.kind in RECEIVES

@@ -17,6 +17,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
@@ -86,7 +87,7 @@ class AsynchronousTraining(Training):
         depth = schedule.depth if isinstance(schedule, Policy) else 0
         self._apart = run.relocation.apart = max(len(run.global_ranks), depth)
         notices = Notices(run.control)
-        self._results = Results(notices, run.control.ranks[0], self._apart)
+        self._results = Results(notices, run.control.ranks[0], self._apart, run.last_stage_ranks)
         here = run.global_ranks[run.part.holdings.rank]
         self.statistics = StreamStatistics(run.statistics, notices, control.ranks, here, self._apart)
         self._under_way: deque[StreamedStep] = deque()
@@ -228,8 +229,12 @@ class AsynchronousTraining(Training):
         data.stepped += 1
         if data.stepped == len(run.stages):
             data.item = None  # else both live until garbage is collected
+        if run.has_last_stage and not run.last:
+            self._results.send_part(run.results_for_last_rank(data))
         if data.complete and run.part.reducer is not None:
             run.part.reducer.finish()
+        elif data.complete:
+            run.part.shared.sum_gradients()  # over the ranks of the stage, where it has several
         with self._own_gradients_of(stage, item) as mine, self._shown(stage, item):
             with self._hooks(item, mine):
                 run.trainer.precision_plugin.post_backward(torch.zeros(()), run.cut.module)
@@ -401,8 +406,11 @@ class AsynchronousTraining(Training):
     def _say(self) -> None:
         """The last stage tells the others of the batches that it knows, as soon as it does: they wait for it where they
         have stepped, while it may wait for what they compute."""
-        while self._unsaid and self._all_losses(self._unsaid[0]):
+        several = len(self._run.last_stage_ranks) > 1
+        while self._unsaid and (self._unsaid[0].stepped if several else self._all_losses(self._unsaid[0])):
             data = self._unsaid.popleft()
+            for part in self._results.receive_parts() if several else ():
+                data.results.update(move_data_to_device(part, self._run.device))
             out, logged = data.result()
             data.message = (out, self._run.replay.pack_calls(logged), data.mark)
             self._results.send_result(data.message)
@@ -438,11 +446,27 @@ class Results:
     Args:
         pipeline: a name of it, for replicas have one store.
         apart: batches that ranks may be apart.
+        last_stage: the global ranks of the last stage; the first one tells the result, of which each has a part.
     """
 
-    def __init__(self, notices: Notices, pipeline: int, apart: int) -> None:
+    def __init__(self, notices: Notices, pipeline: int, apart: int, last_stage: Sequence[int]) -> None:
         self._notices, self._pipeline, self._apart = notices, pipeline, apart
-        self._told = self._heard = 0
+        self._others = last_stage[1:]
+        self._told = self._heard = self._parts = 0
+
+    def send_part(self, results: Any) -> None:
+        """Send this rank's part of the result of the next batch to the first rank of the last stage."""
+        self._notices.put(f"{dist.get_rank()}/{self._name(self._parts)}", results)
+        self._parts += 1
+
+    def receive_parts(self) -> list[Any]:
+        """Return what other ranks of the last stage have of the next batch: they know it when gradients are summed."""
+        names = [f"{rank}/{self._name(self._parts)}" for rank in self._others]
+        self._parts += 1
+        found = [self._notices.get(name) for name in names]
+        for name in names:
+            self._notices.remove(name)
+        return found
 
     def send_result(self, message: Any) -> None:
         """Send the result of the next batch from the last stage."""

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -35,9 +36,9 @@ from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 from lightning_pipes.trainer.relocation.relocation import LayerRelocation
 from lightning_pipes.trainer.reports.report import KEPT_WINDOWS, Window
 from lightning_pipes.trainer.reports.stage_bytes import SavedBytes, StageBytes
-from lightning_pipes.trainer.step.logs import LogReplay
+from lightning_pipes.trainer.step.logs import LogReplay, MetricState
 from lightning_pipes.trainer.step.loss_weights import LossWeights, Sums
-from lightning_pipes.trainer.step.steps import Steps
+from lightning_pipes.trainer.step.steps import StepResult, Steps
 
 
 class Training(ABC):
@@ -187,11 +188,18 @@ class PipelineRun:
         self.last_rank = global_ranks[plan.ranks[-1]]
         self.first = plan.ranks[0] == rank
         self.last = plan.ranks[-1] == rank
+        self.has_last_stage = rank in plan.ranks_of_stages[-1]
+        self.last_stage_ranks = tuple(global_ranks[r] for r in plan.ranks_of_stages[-1])
+        if len(self.last_stage_ranks) > 1:
+            steps.state.refuse_changes(
+                f"the last stage has {len(self.last_stage_ranks)} ranks, each with its own samples. Give it one, as in "
+                "data_parallel=[2, 1], or log the values instead"
+            )
         self.stages = self._made_stages(plan)
         self.loss_weights = None
         if self.fitting and LossWeights.are_needed(cut.module, check_loss or left_out is not None):
             sums = self._sums_over_replicas(ranks)
-            if self.last:
+            if self.has_last_stage:
                 self.loss_weights = LossWeights(cut.module, check_loss, sums, ranks.grid.replicas)
                 self.loss_weights.left_out.update(left_out or ())
         make = partial(make_transport, plan, rank, global_ranks, device, control.watch, transport)
@@ -333,9 +341,9 @@ class PipelineRun:
         step.item = item = Item(step.number, step.rows, step, use=use)
         for listener in self.listeners:
             listener.before_inject(item)
-        if self.last:
+        if self.has_last_stage:
             number = plan.n_stages - 1
-            spans = [span.clip_to(item.rows) for span in plan.spans(Kind.F, number)]
+            spans = [span.clip_to(item.rows) for span in plan.local_spans(Kind.F, number, self._rank)]
             self.steps.prepare_last_stage(self.stages[number], item, [span for span in spans if span.rows])
         self.engine.inject(item)
         return item
@@ -349,6 +357,27 @@ class PipelineRun:
         forward, backward = plan.spans(Kind.F, last), plan.spans(Kind.B, last)
         spans = [span.clip_to(step.rows) for span in (forward if len(forward) > len(backward) else backward)]
         step.weights = self.loss_weights.weigh_batch(step.batch, step.rows, [span for span in spans if span.rows])
+
+    def results_for_last_rank(self, step: TrainingStep) -> dict[Span, StepResult]:
+        """Return the results of the user's step for the samples of this rank, if another one tells those of a batch.
+
+        Raises:
+            PipelineError: the step logs a metric, whose state has the samples of this rank alone.
+        """
+        if self.last or not self.has_last_stage:
+            return {}
+        found = {}
+        for span, result in step.results.items():
+            calls = self.replay.pack_calls(result.logged)
+            metric = next((call for call in calls if isinstance(call.value, MetricState)), None)
+            if metric is not None:
+                raise PipelineError(
+                    f"{type(self.cut.module).__name__}.training_step logs a metric as {metric.name!r}, and the last "
+                    f"stage has {len(self.last_stage_ranks)} ranks, each with its own samples. Log its value as a "
+                    "number, or give the last stage one rank, as in data_parallel=[2, 1]"
+                )
+            found[span] = replace(result, logged=calls)
+        return found
 
     def _sums_over_replicas(self, ranks: Ranks) -> Sums | None:
         """Return what adds up numbers of the replicas' last stages; None without replicas. Collective."""

@@ -103,6 +103,10 @@ class SynchronousTraining(Training):
     def _share_result(self, step: TrainingStep) -> tuple[Any, Sequence[LogCall]]:
         """Broadcast the result and the logs of the user's step from the last stage."""
         run, message = self._run, None
+        if len(run.last_stage_ranks) > 1:
+            found = run.control.gather(run.results_for_last_rank(step), run.last_rank)
+            for results in found or ():
+                step.results.update(move_data_to_device(results, run.device))
         if run.last:
             out, logged = step.result()
             message = (out, run.steps.collect_changes(), run.replay.pack_calls(logged), step.mark)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_pipes.cost import Deployment, ModelProfile
@@ -86,14 +87,15 @@ class Decision:
         replanner: Planner | None = None,
         tied: tuple[tuple[int, ...], ...] = (),
         relocation: str = BLOCKING,
+        degrees: Sequence[int] = (),
     ) -> Plans:
         """The plans of its batches.
 
         Args:
-            replanner: see `Plans`.
+            replanner, degrees: see `Plans`.
             tied, relocation: see `Problem`.
         """
-        return Plans(replace(self.problem(), tied=tied, relocation=relocation), replanner)
+        return Plans(replace(self.problem(), tied=tied, relocation=relocation), replanner, degrees)
 
     def predicted(self, profile: ModelProfile) -> Decision:
         """Return the decision with its seconds by a profile, for its devices and batches of its size."""

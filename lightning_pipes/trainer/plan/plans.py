@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Plan, PlanError, Policy, Program, Schedule, Span, adapt_plan, verify
+from lightning_pipes.ir.replication import replicate_plan, replicate_program
 from lightning_pipes.planning.partition import even_partition, partition_at
 from lightning_pipes.planning.planner import MICROBATCHES_PER_STAGE, Planner, Problem, planner_of, solve_plan
 from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, Observation
@@ -25,10 +26,12 @@ class Plans:
         problem: that of any batch, its layers decided; `rows` are filled in. A batch with too few samples for as many
             micro-batches as were asked for, of the fewest that one is to have, is cut into fewer.
         replanner: who is asked again while training goes on; by default the planner of the schedule.
+        degrees: ranks of each stage, where stages have several; for the planner they are one.
     """
 
-    def __init__(self, problem: Problem, replanner: Planner | None = None) -> None:
+    def __init__(self, problem: Problem, replanner: Planner | None = None, degrees: Sequence[int] = ()) -> None:
         self._problem = problem
+        self._degrees = tuple(degrees)
         self._replanner = replanner
         self._asked = replanner or planner_of(problem.schedule)
         self._ranks = problem.schedule.place_stages(problem.ranks)
@@ -94,9 +97,15 @@ class Plans:
                 "can move from stage to stage while training goes on, and stages stay where they are. Choose a "
                 "schedule with the same placement, or start another run with it"
             )
+        if self._degrees and given is not None:
+            raise PlanError(
+                f"a plan is given to a run with data_parallel={list(self._degrees)}, which shares out samples among "
+                "the ranks of each stage by itself; give the schedule and the number of micro-batches alone"
+            )
         layers = self._problem.layers if given is None or not given.layers else given.layers
         m = microbatches or self.microbatches
-        made = Plans(replace(self._problem, schedule=schedule, microbatches=m, layers=layers), self._replanner)
+        problem = replace(self._problem, schedule=schedule, microbatches=m, layers=layers)
+        made = Plans(problem, self._replanner, self._degrees)
         made._verified = verified
         if given is not None:
             rows = given.jobs[0].rows
@@ -118,7 +127,7 @@ class Plans:
     @property
     def every(self) -> int:
         """Training batches from one question to the planner to the next; 0 where it is never asked again."""
-        return self._asked.every
+        return 0 if self._degrees else self._asked.every  # layers of stages with several ranks stay
 
     def due(self, batch: int) -> bool:
         """Return whether the planner is asked again before training batch number `batch`."""
@@ -169,14 +178,25 @@ class Plans:
             order = self.schedule.program(plan)
             if not verified:
                 verify(order, plan)
-            return plan, order
+            if not self._degrees:
+                return plan, order
+            plan = replicate_plan(plan, self._degrees)
+            return plan, replicate_program(order, plan)
+        if self._degrees:
+            raise PlanError(
+                f"schedule {self.schedule.name!r} decides its order while it runs, and ranks of one stage would decide "
+                f"differently: data_parallel={list(self._degrees)} needs a fixed order, such as that of '1f1b', "
+                "'kfkb', 'pipedream' or 'dynpipe'"
+            )
         if not verified:
             simulate(self.schedule, plan, CostModel.uniform(plan.n_stages, forward=1.0, backward=2.0))
         return plan, self.schedule
 
 
-def stage_layers(partition: str | Sequence[int], sizes: Sequence[int], stages: int) -> tuple[Span, ...]:
+def stage_layers(
+    partition: str | Sequence[int], sizes: Sequence[int], stages: int, degrees: Sequence[int] = ()
+) -> tuple[Span, ...]:
     """The layers of each stage: balanced by `sizes` for "parameters", else cut where `partition` says."""
     if isinstance(partition, str):
-        return even_partition(sizes, stages)
+        return even_partition(sizes, stages, degrees)
     return partition_at(partition, len(sizes), stages)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_pipes.cost import Deployment, ModelProfile
-from lightning_pipes.ir import InputError, Policy, Schedule, check_type
+from lightning_pipes.ir import InputError, PlanError, Policy, Schedule, check_type
 from lightning_pipes.planning.auto import AutoPlanner
 from lightning_pipes.planning.balance import BalancedPlanner
 from lightning_pipes.planning.formatting import schedule_settings
@@ -72,23 +72,46 @@ class RunRequest:
             replanner=find_replanner(replan, known),
         )
 
-    def unmeasured(self, sizes: Sequence[int], ranks: int, least: int = 1) -> Decision:
+    def unmeasured(
+        self, sizes: Sequence[int], ranks: int, least: int = 1, degrees: tuple[int, ...] = ()
+    ) -> Decision:
         """Return the decision without measured layers; `sizes` are their parameters.
 
-        A micro-batch has at least `least` samples.
+        Args:
+            least: samples of a micro-batch, at least.
+            degrees: ranks of each stage, where stages have several; `ranks` counts those of a stage once.
 
         Raises:
             PlanError: layers can't be cut so, or the schedule can't order it.
         """
         where = self.schedule.place_stages(ranks)
+        if degrees:
+            self._check_degrees(where, degrees)
         partition = self.partition
         if isinstance(partition, str) or names_modules(partition):
             partition = PARAMETERS
-        layers = stage_layers(partition, sizes, len(where))
+        layers = stage_layers(partition, sizes, len(where), degrees)
         found = Decision(self.schedule, self.microbatches, self.recompute, where, layers, least=least)
         plans = found.plans()
         plans.for_rows(plans.trial_rows)
         return found
+
+    def _check_degrees(self, where: Sequence[int], degrees: tuple[int, ...]) -> None:
+        """Refuse what stages with several ranks can't have.
+
+        Raises:
+            PlanError: the run asks for it.
+        """
+        asked = f"data_parallel={list(degrees)} gives each stage a number of ranks"
+        if self.chooses:
+            raise PlanError(f"schedule='auto' chooses the number of stages, and {asked}; name a schedule, or leave it")
+        if self.replanner is not None:
+            raise PlanError(f"replan has layers move, and {asked}, where layers stay; leave one of them out")
+        if tuple(where) != tuple(range(len(degrees))):
+            raise PlanError(
+                f"{asked}, which needs one stage a rank, in order; schedule {self.schedule.name!r} has stages on ranks "
+                f"{tuple(where)}. Take a schedule with one stage a rank, such as '1f1b', 'kfkb' or 'dynpipe'"
+            )
 
     def resumed(self, placement: Placement, layers: int, ranks: int) -> RunRequest:
         """Return the run with its layers where a checkpoint had them, if that is to be: they may move or batches

@@ -16,6 +16,7 @@ from lightning_pipes.engine.messages.transport import KINDS
 from lightning_pipes.engine.watch.heartbeat import BEAT_SECONDS
 from lightning_pipes.ir import (
     MAX_MICROBATCHES,
+    MAX_STAGES,
     InputError,
     Policy,
     Schedule,
@@ -214,12 +215,20 @@ def parse_verify(verify: int | str) -> Verify:
     return Verify(int(given))
 
 
+def _check_degrees(name: str, degrees: int | Sequence[int]) -> int | tuple[int, ...]:
+    if isinstance(degrees, Sequence) and not isinstance(degrees, str):
+        if not degrees:
+            raise InputError(f"{name} must give each stage its number of processes, as in [2, 1], got {degrees}")
+        return tuple(check_count(f"{name} of stage {n}", each, most=MAX_STAGES) for n, each in enumerate(degrees))
+    return check_count(name, degrees)
+
+
 def _of_type(hint: Any) -> Callable[[str, Any], Any]:
     return lambda name, value: check_type(name, value, hint)
 
 
 _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
-    "data_parallel": check_count,
+    "data_parallel": _check_degrees,
     "tensor_parallel": check_count,
     "shard_optimizer": _of_type(bool),
     "module": _of_type(str | None),
@@ -244,7 +253,7 @@ class Settings:
         InputError: one of them makes no sense.
     """
 
-    data_parallel: int
+    data_parallel: int | tuple[int, ...]
     tensor_parallel: int
     shard_optimizer: bool
     module: str | None
@@ -259,15 +268,41 @@ class Settings:
     process_group_backend: str | None
     verify: Verify
 
+    @property
+    def replicas(self) -> int:
+        """Replicas of the whole pipeline."""
+        return 1 if self.degrees else int(self.data_parallel)  # type: ignore[arg-type]
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Ranks of each stage, where stages have numbers of their own; else empty."""
+        return self.data_parallel if isinstance(self.data_parallel, tuple) else ()
+
     def __post_init__(self) -> None:
         if self.verify.batches and self.data_parallel != 1:
             raise InputError(
                 "verify compares with one process that trains the same batches, and "
-                f"data_parallel={self.data_parallel} gives each replica batches of its own; verify the module with "
+                f"data_parallel={self.data_parallel} gives each replica samples of its own; verify the module with "
                 "data_parallel=1, or leave verify out"
             )
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
+        if self.shard_optimizer and self.degrees:
+            raise InputError(
+                f"shard_optimizer=True shards optimizer states over replicas of whole pipelines, and "
+                f"data_parallel={list(self.degrees)} gives stages ranks of their own; set data_parallel to a number, "
+                "or leave shard_optimizer out"
+            )
+        if self.degrees and self.tensor_parallel > 1:
+            raise InputError(
+                f"data_parallel={list(self.degrees)} gives stages ranks of their own, and "
+                f"tensor_parallel={self.tensor_parallel} gives all stages as many; leave one of them out"
+            )
+        if self.degrees and self.relocation != BLOCKING:
+            raise InputError(
+                f"relocation={self.relocation!r} has layers move, which stages with several ranks, "
+                f"data_parallel={list(self.degrees)}, can't; leave one of them out"
+            )
         if self.shard_optimizer and self.data_parallel == 1:
             raise InputError(
                 "shard_optimizer=True shards optimizer states over the replicas of a stage, and data_parallel=1 has "

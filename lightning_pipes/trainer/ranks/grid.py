@@ -16,6 +16,7 @@ class Grid:
     Attributes:
         rank: the global rank that asks.
         shards: tensor-parallel ranks of each stage.
+        degrees: ranks of each stage, where one pipeline has stages with several; empty where each has one.
 
     Raises:
         PlanError: the ranks can't be shared out evenly.
@@ -25,8 +26,14 @@ class Grid:
     size: int
     rank: int
     shards: int = 1
+    degrees: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.degrees and self.size != sum(self.degrees):
+            raise PlanError(
+                f"data_parallel={list(self.degrees)} takes {sum(self.degrees)} processes, and there are {self.size}; "
+                "give each stage its number of processes, and start as many as these are together (devices x nodes)"
+            )
         each = self.replicas * self.shards
         if self.size % each:
             shards = f" of tensor_parallel={self.shards}" if self.shards > 1 else ""
@@ -44,6 +51,11 @@ class Grid:
     def length(self) -> int:
         """Ranks of one pipeline."""
         return self.size // (self.replicas * self.shards)
+
+    @property
+    def n_planned(self) -> int:
+        """Ranks of one pipeline as planners see them: the ranks of a stage count as one."""
+        return len(self.degrees) or self.length
 
     @property
     def replica(self) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 
 from lightning_pipes.ir import PlanError, Span
+from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.grid import Grid
 
 OUTSIDE = -1
@@ -32,17 +34,25 @@ class Holdings:
     A *rank* is one of the pipeline in the order of the plan, a *position* one in the order of the global ranks.
 
     Args:
-        ranks: the rank of each stage.
+        ranks: the rank of each stage, where all ranks of a stage count as one.
         layers: the layers of each stage.
 
     Attributes:
+        ranks: the first rank of each stage.
+        ranks_of_stages: all ranks of each stage.
         positions: the position of each rank.
-        stage_of_layer, position_of_layer: by number of the layer.
+        stage_of_layer: by number of the layer.
+        position_of_layer: the position of its first rank.
+        positions_of_layer: the positions of all its ranks.
     """
 
     def __init__(self, grid: Grid, ranks: Sequence[int], layers: Sequence[Span]) -> None:
         self.grid = grid
-        self.ranks = tuple(ranks)
+        ends = [0, *accumulate(grid.degrees)]
+        self.ranks = tuple(ends[rank] for rank in ranks) if grid.degrees else tuple(ranks)
+        self.ranks_of_stages = tuple(
+            tuple(range(ends[rank], ends[rank + 1])) if grid.degrees else (rank,) for rank in ranks
+        )
         self.positions = positions(self.ranks, grid.length)
         self.settle(layers)
         self._parts_of: dict[int, frozenset[int]] = {}
@@ -78,6 +88,8 @@ class Holdings:
         self.layers = tuple(layers)
         self.stage_of_layer = [s for s, span in enumerate(self.layers) for _ in range(span.rows)]
         self.position_of_layer = [self.positions[self.ranks[s]] for s in self.stage_of_layer]
+        positions_of_stages = [tuple(sorted(self.positions[r] for r in ranks)) for ranks in self.ranks_of_stages]
+        self.positions_of_layer = [positions_of_stages[s] for s in self.stage_of_layer]
 
     def moves(self, layers: Sequence[Span]) -> list[Move]:
         """Return the layers that move to other processes if the stages get `layers`.
@@ -91,6 +103,13 @@ class Holdings:
             raise PlanError(
                 f"the stages of the run have layers {self.layers} and can't have {tuple(layers)}: every layer has to "
                 "be in one stage, in order"
+            )
+        if tuple(layers) == self.layers:
+            return []
+        if self.grid.degrees:
+            raise PlanError(
+                f"stages have several ranks, data_parallel={list(self.grid.degrees)}, and their layers stay where they "
+                f"are, {self.layers}; leave layers out of the plan, or give each stage one rank"
             )
         after = Holdings(self.grid, self.ranks, layers)
         after._parts_of = self._parts_of
@@ -122,7 +141,7 @@ class Holdings:
     @property
     def stages(self) -> list[int]:
         """The stages of this process."""
-        return [s for s, r in enumerate(self.ranks) if r == self.rank]
+        return [s for s, ranks in enumerate(self.ranks_of_stages) if self.rank in ranks]
 
     @property
     def global_ranks(self) -> list[int]:
@@ -137,28 +156,33 @@ class Holdings:
     @property
     def local(self) -> list[int]:
         """Numbers of the layers that live on this process."""
-        return [n for n, position in enumerate(self.position_of_layer) if position == self.grid.position]
+        return [n for n, where in enumerate(self.positions_of_layer) if self.grid.position in where]
 
     def stages_of_processes(self) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield every global rank with its stages."""
         for pipeline in self.grid.pipelines:
             for rank, position in enumerate(self.positions):
-                yield pipeline[position], tuple(s for s, r in enumerate(self.ranks) if r == rank)
+                yield pipeline[position], tuple(s for s, ranks in enumerate(self.ranks_of_stages) if rank in ranks)
 
     @property
     def holders(self) -> Holders:
         """The positions that hold each parameter.
 
-        All positions hold a parameter outside of the pipelined module, and every layer's position one inside.
+        All positions hold a parameter outside of the pipelined module, and every layer's positions one inside.
         """
-        where = {
-            OUTSIDE: range(self.grid.length),
-            **{n: (position,) for n, position in enumerate(self.position_of_layer)},
-        }
+        where = {OUTSIDE: range(self.grid.length), **dict(enumerate(self.positions_of_layer))}
         return {
             key: tuple(sorted({position for part in parts for position in where[part]}))
             for key, parts in self._parts_of.items()
         }
+
+    def make_stage_group(self, control: Control) -> Any:
+        """Return the process group of the ranks of this rank's stage; None where it has one rank. Collective."""
+        groups = [
+            None if len(ranks) == 1 else control.subgroup([self.global_ranks[r] for r in ranks])
+            for ranks in self.ranks_of_stages
+        ]
+        return groups[self.stages[0]] if self.grid.degrees else None
 
     def counts_here(self, parameter: torch.Tensor) -> bool:
         """Return whether this rank counts the parameter in a sum over the pipeline; one holder does."""

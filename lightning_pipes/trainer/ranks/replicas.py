@@ -100,14 +100,22 @@ class BufferSync:
     """Copies buffers that training changes, such as running averages, from the first replica to the others.
 
     Which ones change is seen in the first batch of every epoch; masks and tables are never sent.
+
+    Args:
+        group: of the ranks that hold the same stages; None where there is one.
     """
 
-    def __init__(self, module: nn.Module, replicas: Replicas) -> None:
+    def __init__(self, module: nn.Module, group: Any) -> None:
         self._module = module
-        self._replicas = replicas
+        self._group = group
         self._changing: set[str] = set()
         self._watching = False
         self._before: dict[str, torch.Tensor] = {}
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether other ranks hold the same stages."""
+        return self._group is not None
 
     def start_epoch(self) -> None:
         """The next batch shows which buffers change."""
@@ -115,13 +123,13 @@ class BufferSync:
 
     def before_batch(self) -> None:
         """Broadcast the changing buffers of the first replica; a collective call."""
-        if self._replicas.grid.replicas == 1 or not (self._watching or self._changing):
+        if self._group is None or not (self._watching or self._changing):
             return
         buffers = dict(self._module.named_buffers())
         if self._watching and buffers:
             self._watch(buffers)
         for name in sorted(self._changing & buffers.keys()):
-            dist.broadcast(buffers[name], group=self._replicas.group, group_src=0)
+            dist.broadcast(buffers[name], group=self._group, group_src=0)
 
     def changing(self, prefix: str) -> list[str]:
         """Names of buffers known to change that begin so, without that beginning."""
@@ -138,6 +146,6 @@ class BufferSync:
         flags = [int(name not in self._before or not torch.equal(self._before[name], b)) for name, b in buffers.items()]
         device = next(iter(buffers.values())).device
         changed = torch.tensor(flags, device=device)
-        dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._replicas.group)
+        dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._group)
         self._changing.update(name for name, flag in zip(buffers, changed.tolist(), strict=True) if flag)
         self._watching, self._before = False, {}

@@ -61,7 +61,7 @@ class LocalLayers:
         bound: bool,
     ) -> None:
         self.cut, self.holdings, self.hidden = cut, holdings, hidden
-        self.buffers = BufferSync(cut.module, replicas)
+        self.buffers = BufferSync(cut.module, replicas.group or holdings.make_stage_group(ranks.control))
         self.layouts, self._replicas, self._control, self.device = layouts, replicas, ranks.control, ranks.device
         self._bound = bound
         self.began = holdings.layers
@@ -176,7 +176,8 @@ class LocalLayers:
         stepped = {name for layout in self.layouts for names in layout.whole for name in names}
         named = self.cut.module.named_parameters()
         self.unstepped = [p for name, p in named if name not in stepped and not self.cut.is_foreign(p)]
-        rest = [p for p in self.parameters if not self.holdings.in_one_stage(p)]
+        several = bool(self.holdings.grid.degrees)  # ranks of a stage
+        rest = [p for p in self.parameters if several or not self.holdings.in_one_stage(p)]
         self.shared = SharedParameters(rest, self.holdings, self._control)
 
     def _disconnect_gradients(self) -> None:

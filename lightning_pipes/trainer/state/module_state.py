@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
 from lightning_pipes.engine.private_torch import BatchNorm
-from lightning_pipes.ir import Span
+from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer.module.hidden_state import can_change
 from lightning_pipes.trainer.module.remote_tensors import RemoteTensor
 from lightning_pipes.trainer.ranks.control import Control
@@ -242,6 +242,7 @@ class ModuleState:
         self._clean = True
         self._in_hook = False
         self._overlapping, self._alone, self._watched, self._watched_hooks = "", True, 0, 0
+        self._refused = ""
         self._statistics: list[tuple[int, list[int]]] = []
         """Of batch norms ids of their counters, and of what torch changes in place without a new version."""
         self._captured: dict[int, tuple[Any, Content]] = {}
@@ -388,19 +389,32 @@ class ModuleState:
         self._overlapping, self._alone, self._watched = schedule, alone, _WATCHED
         self._watched_hooks = _WATCHED
 
+    def refuse_changes(self, why: str) -> None:
+        """Have the first steps watched: what they set is refused, for no rank has that of a whole batch.
+
+        Args:
+            why: and a way out.
+        """
+        self._refused, self._watched = why, _WATCHED
+
     @contextmanager
     def watch_step(self, cut: bool) -> Iterator[None]:
         """Warn of entries that a step in the block sets, if batches overlap.
 
         Args:
             cut: whether the step is that of a part of its batch.
+
+        Raises:
+            PipelineError: what a step sets is refused.
         """
-        if not self._watched or (self._alone and not cut):
+        if not self._watched or (self._alone and not cut and not self._refused):
             yield
             return
         self._watched -= 1
         with self._watch_entries(cut) as found:
             yield
+        if found and self._refused:
+            raise PipelineError(f"{type(self._module).__name__}.training_step sets {found[0]}, and {self._refused}")
         if found:
             self._watched = 0
             rank_zero_warn(

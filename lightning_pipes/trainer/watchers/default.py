@@ -22,7 +22,9 @@ from lightning_pipes.trainer.watchers.shared_state import SharedState
 from lightning_pipes.trainer.watchers.statistics import RunStatistics
 
 
-def default_watchers(run: PipelineRun, check_loss: bool, by_units: bool, prediction: Prediction | None) -> Watchers:
+def default_watchers(
+    run: PipelineRun, check_loss: bool, by_units: bool, uncompared: str, prediction: Prediction | None
+) -> Watchers:
     """Return the watchers of a run, in the order in which each moment calls them.
 
     The order matters where a comment says so. A watcher reads what those before it have left; a collective call must
@@ -31,6 +33,7 @@ def default_watchers(run: PipelineRun, check_loss: bool, by_units: bool, predict
     Args:
         check_loss: whether first batches are compared with their micro-batches.
         by_units: whether the module is cut by units, of which no stage can run a whole batch.
+        uncompared: why the loss of no batch is compared; empty where it is.
         prediction: of the steps of the run; None where there is none.
     """
     training = run.training
@@ -42,16 +45,17 @@ def default_watchers(run: PipelineRun, check_loss: bool, by_units: bool, predict
         watchers += [OneStep(run), HookChanges(training), StreamReplanning(run, training), OverlapWarning(run)]
     else:
         watchers += [Replanning(run)]
-    if run.part.reducer is not None:  # there are replicas
+    if run.part.buffers.has_peers:
         watchers.append(BufferBroadcast(run))
     watchers += [FirstBatch(run), SharedState(run)]
     if run.connections.turns is not None:  # a training alone compares at once
         watchers.append(DeferredErrors(run))  # errors of ranks come before what only warns
-    if check_loss and by_units and run.fitting:
-        watchers.append(UncomparedLoss(run))
-    elif check_loss and run.fitting:
-        watchers.append(SampleCheck(run))
-        if run.loss_weights is not None:
+    if check_loss and run.fitting:
+        if uncompared:
+            watchers.append(UncomparedLoss(run, uncompared))
+        if not by_units:
+            watchers.append(SampleCheck(run))
+        if run.loss_weights is not None and not uncompared:
             watchers.append(LossCheck(run, run.loss_weights))
     watchers.append(RunStatistics(run))
     if prediction is not None:

@@ -75,11 +75,12 @@ class _Losses(NamedTuple):
 class UncomparedLoss(Watcher):
     """Warns of a batch with a loss that may be no mean over samples, where no loss is compared.
 
-    No stage of a module that is cut by units can run a whole batch by itself.
+    Args:
+        why: no rank can run a whole batch by itself.
     """
 
-    def __init__(self, run: PipelineRun) -> None:
-        self._run = run
+    def __init__(self, run: PipelineRun, why: str) -> None:
+        self._run, self._why = run, why
         self._batches = 0
 
     def around_batch(self, step: TrainingStep) -> None:
@@ -101,7 +102,7 @@ class UncomparedLoss(Watcher):
         self._batches = LABELLED_BATCHES
         rank_zero_warn(
             f"The loss of {type(module).__name__}.training_step is not compared with those of its micro-batches, for "
-            "the module is cut by units, and no stage can run a whole batch. Before the cut nothing was compared that "
+            f"{self._why}. Nothing was compared before that "
             f"tells {found[0].name} from {other.name}. Micro-batches are weighed by their {found[0].name}; if "
             "the loss is a mean over the other, training differs from one process. Give the module "
             "microbatch_weight(batch), which returns the weight of a micro-batch, or set "

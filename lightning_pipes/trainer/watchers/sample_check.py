@@ -94,7 +94,10 @@ class SampleCheck(Watcher):
         """Warn if something on this stage depends on several samples; with the weights that the batch has had."""
         data = item.data
         entered = {} if data.entered is None else data.entered.get(stage.number, {})
-        if sum(span.rows for span in entered) != data.rows or stage.offload is not None or item.use is not None:
+        run = self._pipeline
+        own = run.engine.plan.local_spans(Kind.F, stage.number, run.engine.rank)
+        rows = sum(span.clip_to(data.rows).rows for span in own)
+        if sum(span.rows for span in entered) != rows or stage.offload is not None or item.use is not None:
             return
         del data.entered[stage.number]
         try:
@@ -111,7 +114,7 @@ class SampleCheck(Watcher):
         if self._device.type == "cpu" and no_room(8 * bytes_of_all):
             return
         with torch.no_grad(), forked_rng(self._device), self._steps.step_context():
-            if stage.number == 0:
+            if stage.number == 0 and sum(span.rows for span in spans) == item.rows:  # else others have the rest
                 self._compare_entering(item, entered)
             parts = {span: move_data_to_device(entered[span], self._device) for span in spans}
             for number, layer in stage.layers.items():

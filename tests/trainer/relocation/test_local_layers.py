@@ -244,7 +244,7 @@ def test_layers_of_siblings_stay_where_their_memory_is() -> None:
 
 def test_a_layer_takes_along_which_of_its_buffers_change() -> None:
     module = LitRich()
-    buffers = BufferSync(module, SimpleNamespace(mesh=None))  # type: ignore[arg-type]
+    buffers = BufferSync(module, None)
     buffers.follow("model.1.", ["count", "norm.running_mean"])
     assert buffers.changing("model.1.") == ["count", "norm.running_mean"]
     assert buffers.changing("model.2.") == []
