@@ -205,7 +205,9 @@ def _most_of_ranks(order: list[Instruction], plan: Plan) -> ProgramStats:
         rows[plan.rank_of(i)].append(i)
     stats = [_compute_stats(row, plan) for row in rows]
     names = [f.name for f in fields(ProgramStats)]
-    return ProgramStats(*(tuple(map(max, zip(*(getattr(each, name) for each in stats), strict=True))) for name in names))
+    return ProgramStats(
+        *(tuple(map(max, zip(*(getattr(each, name) for each in stats), strict=True))) for name in names)
+    )
 
 
 def _compute_stats(order: list[Instruction], plan: Plan) -> ProgramStats:

@@ -401,8 +401,6 @@ def choose_training(
     session.links.check_endless(schedule.name)
     named = trainer.lightning_module.named_parameters()
     holders = holdings.holders
-    tied = [
-        n for n, p in named if p.requires_grad and len(holders.get(id(p), ())) > 1 and not holdings.in_one_stage(p)
-    ]
+    tied = [n for n, p in named if p.requires_grad and len(holders.get(id(p), ())) > 1 and not holdings.in_one_stage(p)]
     check_streaming(trainer, schedule, session.ranks.grid, tied)
     return partial(AsynchronousTraining, control=session.ranks.control, memory=memory)

@@ -7,11 +7,9 @@ pipelines single devices are slowed down for a while. And what a re-plan costs, 
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,7 +19,7 @@ import numpy.typing as npt
 from benchmarks.harness.report import make_parser
 from lightning_pipes.cost import Cluster, Link
 from lightning_pipes.cost.zoo import named_profile
-from lightning_pipes.ir import InputError, Plan, Schedule, check_count, short_repr
+from lightning_pipes.ir import Plan, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, Observation
@@ -39,33 +37,6 @@ from lightning_pipes.testing.neighbourhood import (
     rare_slowdown,
     visiting_slowdown,
 )
-
-# ---- Uneven shares of a batch for replicas of a stage that are not equally fast.
-
-
-def row_shares(rows: int, seconds: Sequence[float]) -> tuple[int, ...]:
-    """How many of `rows` samples each replica gets, in proportion to how many it takes in a second (DynPipe, S V-B1):
-    rounded down, and the rest to those with the largest remainders. Gradients are then weighted by rows.
-
-    This is planned only: Lightning's samplers give every replica as many.
-
-    Args:
-        seconds: of a sample on each replica.
-
-    Raises:
-        InputError: no replicas, or seconds that are not above 0.
-    """
-    check_count("rows", rows)
-    if not seconds or not all(0 < each < math.inf for each in seconds):
-        raise InputError(f"shares need the seconds of a sample on each replica, above 0, got {short_repr(seconds)}")
-    rates = [1 / Fraction(each) for each in seconds]  # exact, so that rows always add up
-    exact = [rows * rate / sum(rates) for rate in rates]
-    shares = [int(each) for each in exact]
-    order = sorted(range(len(exact)), key=lambda n: (shares[n] - exact[n], n))
-    for n in order[: rows - sum(shares)]:
-        shares[n] += 1
-    return tuple(shares)
-
 
 Array = npt.NDArray[np.float64]
 LOOK = 10

@@ -72,9 +72,7 @@ class RunRequest:
             replanner=find_replanner(replan, known),
         )
 
-    def unmeasured(
-        self, sizes: Sequence[int], ranks: int, least: int = 1, degrees: tuple[int, ...] = ()
-    ) -> Decision:
+    def unmeasured(self, sizes: Sequence[int], ranks: int, least: int = 1, degrees: tuple[int, ...] = ()) -> Decision:
         """Return the decision without measured layers; `sizes` are their parameters.
 
         Args:

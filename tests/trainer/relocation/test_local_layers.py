@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from tempfile import mkdtemp
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl

@@ -1,0 +1,157 @@
+"""Stages with different numbers of ranks train what one process trains, with weights as old as without replicas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.ir import InputError, PlanError
+from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
+from tests.trainer.lit import Keeper, Lit, data, differences, plain_values, quiet
+from tests.trainer.loop.test_asynchronous import ROWS, Streamed, stale
+from tests.trainers import make_trainer
+
+DEGREES = [2, 1], [1, 2]
+TOLERANCE = 1e-10
+
+
+class LitNumbers(Lit):
+    """Logs numbers alone, for a metric has the samples of one rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("right", (logits.argmax(1) == y).double().sum(), reduce_fx="sum", on_step=True, on_epoch=True)
+        return {"loss": loss, "logits": logits}
+
+
+class LitKeeping(LitNumbers):
+    """Keeps what its steps have seen."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.largest = batch[0].max()
+        return super().training_step(batch, batch_idx)
+
+
+def fit(
+    folder: str, schedule: str, degrees: Any, ranks: int, m: int = 2, resume: str | None = None, **more: Any
+) -> dict[str, Any]:
+    quiet()
+    pl.seed_everything(3, verbose=False)
+    module, keeper = more.pop("module", LitNumbers)().double(), Keeper()
+    kept = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+    settings = {"microbatches": m, "partition": [4], **more.pop("strategy", {})}
+    trainer = make_trainer(
+        devices=ranks,
+        strategy="auto" if degrees is None else PipelineStrategy(schedule, data_parallel=degrees, **settings),
+        precision="64-true",
+        num_sanity_val_steps=0,
+        enable_checkpointing=True,
+        callbacks=[keeper, kept],
+        **{"max_epochs": 1, **more},
+    )
+    loaders = DataLoader(data(ROWS), batch_size=4), DataLoader(data(13), batch_size=5)
+    trainer.fit(module, *loaders, ckpt_path=resume, weights_only=False)
+    return {
+        "weights": plain_values(dict(module.state_dict())),
+        "metrics": plain_values(dict(trainer.callback_metrics)),
+        "losses": [float(out["loss"]) for out in keeper.outputs if isinstance(out, dict)],
+    }
+
+
+def train_all(rank: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for degrees in DEGREES:
+        for schedule, m in (("1f1b", 2), ("kfkb", 2), ("pipedream", 1), ("dynpipe", 2)):
+            name = f"{schedule} {degrees}"
+            found[name] = fit(f"{folder}/{name}", schedule, degrees, 3, m)
+    found["clipped"] = fit(f"{folder}/clipped", "1f1b", [2, 1], 3, gradient_clip_val=0.05, accumulate_grad_batches=2)
+    found["sharded"] = fit(f"{folder}/sharded", "1f1b", [1, 2], 3, strategy={"checkpoint": "sharded"})
+    refused = {
+        "policy": ([2, 1], {"schedule": "ready"}, PlanError),
+        "auto": ([2, 1], {"schedule": "auto", "strategy": {"partition": "auto"}}, PlanError),
+        "replan": ([2, 1], {"strategy": {"replan": True}}, PlanError),
+        "stages": ([1, 1, 1], {"schedule": "interleaved", "strategy": {"partition": "auto"}}, PlanError),
+        "processes": ([3, 1], {}, PlanError),
+    }
+    for name, (degrees, more, error) in refused.items():
+        with pytest.raises(error) as told:
+            fit(f"{folder}/{name}", **{"schedule": "1f1b", "degrees": degrees, "ranks": 3, **more})
+        found[name] = str(told.value)
+    return found
+
+
+def train_module(rank: int, kind: type[Lit], folder: str) -> None:
+    fit(folder, "1f1b", [1, 2], 3, module=kind)
+
+
+def resume(rank: int, path: str, schedule: str, degrees: Any, ranks: int) -> dict[str, Any]:
+    return fit(mkdtemp(), schedule, degrees, ranks, resume=path, max_epochs=2)
+
+
+def test_weights_logs_and_checkpoints() -> None:
+    folder = mkdtemp()
+    ranks = run_ranks(train_all, 3, folder, timeout=300)
+    whole = fit(f"{folder}/whole", "1f1b", None, 1)
+    clipped = fit(f"{folder}/one", "1f1b", None, 1, gradient_clip_val=0.05, accumulate_grad_batches=2)
+    for found in ranks:
+        for degrees in DEGREES:
+            for schedule in ("1f1b", "kfkb"):
+                _same(found[f"{schedule} {degrees}"], whole)
+            for schedule, m in (("pipedream", 1), ("dynpipe", 2)):
+                wanted = stale(Streamed("pipedream", 2, m), 9, {4, 8, 9})
+                assert _largest(found[f"{schedule} {degrees}"]["weights"], wanted["weights"]) < TOLERANCE
+        _same(found["clipped"], clipped)
+        _same(found["sharded"], whole)
+        assert "decides its order while it runs" in found["policy"]
+        assert "chooses the number of stages" in found["auto"]
+        assert "replan has layers move" in found["replan"]
+        assert "one stage a rank" in found["stages"]
+        assert "takes 4 processes, and there are 3" in found["processes"]
+
+    longer = fit(f"{folder}/longer", "1f1b", None, 1, max_epochs=2)
+    for name in ("1f1b [2, 1]", "1f1b [1, 2]", "sharded"):
+        (path,) = Path(folder, name).glob("step=8*")
+        for found in run_ranks(resume, 2, str(path), "1f1b", 1, 2, timeout=60):
+            assert _largest(found["weights"], longer["weights"]) < TOLERANCE
+
+
+@pytest.mark.parametrize(("kind", "text"), [(LitKeeping, "sets self.largest"), (Lit, "logs a metric")])
+def test_refuses_state_of_part_of_a_batch(kind: type[Lit], text: str) -> None:
+    with pytest.raises(RanksFailedError, match=text):
+        run_ranks(train_module, 3, kind, mkdtemp(), timeout=60)
+
+
+def test_settings() -> None:
+    for settings, text in (
+        ({"data_parallel": []}, "each stage its number"),
+        ({"data_parallel": [2, 0]}, "data_parallel of stage 1"),
+        ({"data_parallel": [2, 1], "shard_optimizer": True}, "shard_optimizer"),
+        ({"data_parallel": [2, 1], "tensor_parallel": 2}, "tensor_parallel"),
+        ({"data_parallel": [2, 1], "relocation": "overlapped"}, "relocation"),
+        ({"data_parallel": [2, 1], "verify": 1}, "verify"),
+    ):
+        with pytest.raises(InputError, match=text):
+            PipelineStrategy("1f1b", **settings)  # type: ignore[arg-type]
+
+
+def _same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert _largest(found["weights"], wanted["weights"]) < TOLERANCE
+    for what in ("metrics", "losses"):
+        assert differences(found[what], wanted[what], at=what) == []
+
+
+def _largest(found: dict[str, Any], wanted: dict[str, Any]) -> float:
+    assert found.keys() == wanted.keys()
+    return max(float((torch.as_tensor(found[k]) - torch.as_tensor(wanted[k])).abs().max()) for k in wanted)
