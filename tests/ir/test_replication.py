@@ -32,9 +32,10 @@ def test_order_and_messages() -> None:
         ["F0[2:4]", "F0[6:8]", "B0[2:4]", "B0[6:8]", "STEP0"],
         ["F1[0:4]", "B1[0:4]", "F1[4:8]", "B1[4:8]", "STEP1"],
     ]
-    assert [plan.target_rank(e.instruction) for e in simulate(program, plan, CostModel.uniform(2)).transfers].count(
-        2
-    ) == 4
+    assert [
+        plan.target_rank(e.instruction)
+        for e in simulate(program, plan, CostModel.uniform(2, forward=1.0, backward=2.0)).transfers
+    ].count(2) == 4
     with pytest.raises(PlanError, match="number of ranks for each stage"):
         replicate_plan(base, [2])
 

@@ -216,7 +216,7 @@ def parse_verify(verify: int | str) -> Verify:
 
 
 def _check_degrees(name: str, degrees: int | Sequence[int]) -> int | tuple[int, ...]:
-    if isinstance(degrees, Sequence) and not isinstance(degrees, str):
+    if isinstance(degrees, list | tuple):
         if not degrees:
             raise InputError(f"{name} must give each stage its number of processes, as in [2, 1], got {degrees}")
         return tuple(check_count(f"{name} of stage {n}", each, most=MAX_STAGES) for n, each in enumerate(degrees))
@@ -253,7 +253,7 @@ class Settings:
         InputError: one of them makes no sense.
     """
 
-    data_parallel: int | tuple[int, ...]
+    data_parallel: int | Sequence[int]
     tensor_parallel: int
     shard_optimizer: bool
     module: str | None

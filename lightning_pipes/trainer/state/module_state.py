@@ -242,7 +242,7 @@ class ModuleState:
         self._clean = True
         self._in_hook = False
         self._overlapping, self._alone, self._watched, self._watched_hooks = "", True, 0, 0
-        self._refused = ""
+        self._why_refused = ""
         self._statistics: list[tuple[int, list[int]]] = []
         """Of batch norms ids of their counters, and of what torch changes in place without a new version."""
         self._captured: dict[int, tuple[Any, Content]] = {}
@@ -395,7 +395,7 @@ class ModuleState:
         Args:
             why: and a way out.
         """
-        self._refused, self._watched = why, _WATCHED
+        self._why_refused, self._watched = why, _WATCHED
 
     @contextmanager
     def watch_step(self, cut: bool) -> Iterator[None]:
@@ -407,14 +407,14 @@ class ModuleState:
         Raises:
             PipelineError: what a step sets is refused.
         """
-        if not self._watched or (self._alone and not cut and not self._refused):
+        if not self._watched or (self._alone and not cut and not self._why_refused):
             yield
             return
         self._watched -= 1
         with self._watch_entries(cut) as found:
             yield
-        if found and self._refused:
-            raise PipelineError(f"{type(self._module).__name__}.training_step sets {found[0]}, and {self._refused}")
+        if found and self._why_refused:
+            raise PipelineError(f"{type(self._module).__name__}.training_step sets {found[0]}, and {self._why_refused}")
         if found:
             self._watched = 0
             rank_zero_warn(
