@@ -47,7 +47,7 @@ from lightning_pipes.trainer.module.sharding import (
 )
 from lightning_pipes.trainer.module.step_probe import check_steps_apart
 from lightning_pipes.trainer.patches import Patches
-from lightning_pipes.trainer.plan.container import find_container, warn_about_outside
+from lightning_pipes.trainer.plan.container import find_container, find_misuse, warn_about_outside
 from lightning_pipes.trainer.plan.deciding import Deciding
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.placement import Placement
@@ -66,7 +66,7 @@ from lightning_pipes.trainer.state.module_state import ModuleState
 from lightning_pipes.trainer.step.clipping import GradientAgreement
 from lightning_pipes.trainer.step.logs import limit_metric_sync
 from lightning_pipes.trainer.step.steps import Steps
-from lightning_pipes.trainer.unit_setup import UnitSetup
+from lightning_pipes.trainer.unit_setup import UnitSetup, find_refused
 from lightning_pipes.trainer.units.cut import WHOLE
 from lightning_pipes.trainer.units.hidden_state import NoHiddenState
 from lightning_pipes.trainer.verify.reference import ReferenceProcess
@@ -113,8 +113,7 @@ def prepare(
         check_shards(module, session.replicas.mesh)
         check_sharded_run(settings, request, links.turns is not None)
     is_spread = equal_weights(module, ranks.control, session.replicas if is_sharded else None)
-    choose = partial(choose_container, trainer, module, session, settings.module)
-    path = choose() if is_sharded else None
+    path = choose_container(trainer, module, session, settings.module) if is_sharded else None
     if path is not None:
         unshard_outside(module, path)
     private.forget_optimizers(strategy)
@@ -123,7 +122,9 @@ def prepare(
         check_shardable(strategy.optimizers, ranks.device)
 
     # 2. What is cut, and how.
-    path = path or (WHOLE if names_modules(request.partition) else choose())
+    units = None
+    if path is None:
+        path, units = choose_cut(trainer, module, session, settings, request)
     checkpointing.container = path
     refused = {
         "a module that is cut by units": path == WHOLE,
@@ -136,7 +137,8 @@ def prepare(
             f"data_parallel={list(settings.degrees)} shares out samples among the ranks of a stage, which {why} can't "
             "have; set data_parallel to a number"
         )
-    units = UnitSetup(trainer, module, session, settings, request) if path == WHOLE else None
+    if units is None and path == WHOLE:
+        units = UnitSetup(trainer, module, session, settings, request)
     full = module.get_submodule(path) if units is None else units.weights
     assert isinstance(full, Layers)
     warn_about(module, full)
@@ -323,6 +325,43 @@ def choose_container(trainer: pl.Trainer, module: pl.LightningModule, session: S
     except NoContainerError as why:
         rank_zero_info(f"{str(why).partition('. ')[0]}: it is cut by units")
         return WHOLE
+
+
+def choose_cut(
+    trainer: pl.Trainer, module: pl.LightningModule, session: Session, settings: Settings, request: RunRequest
+) -> tuple[str, UnitSetup | None]:
+    """Return the path of the container to cut, and how the module is cut by units where that is decided here.
+
+    A container that nobody names is left for units where it has a code or hooks of its own, and where the step does
+    not call its layers once and in order. Collective.
+
+    Raises:
+        PlanError, PipelineError: it can't be cut so.
+    """
+    if names_modules(request.partition):
+        return WHOLE, None
+    refused = settings.module is not None or settings.degrees or find_refused(module, session, settings, request)
+    try:
+        path = choose_container(trainer, module, session, settings.module)
+    except PipelineError as error:
+        if refused:
+            raise
+        rank_zero_info(f"{str(error).partition('; ')[0]}: the module is cut by units")
+        return WHOLE, None
+    fits = trainer.state.fn == TrainerFn.FITTING and trainer.limit_train_batches != 0
+    if refused or path == WHOLE or not fits:
+        return path, None
+    misuse = find_misuse(trainer, module, path, session.control, session.ranks.device)
+    if not misuse:
+        return path, None
+    try:
+        units = UnitSetup(trainer, module, session, settings, request)
+    except PipelineError as error:  # then the first batch ends with what is wrong with the container
+        _log.debug("%s can't be cut by units: %s", type(module).__name__, error)
+        return path, None
+    why = misuse.partition("; ")[0].partition(". ")[0]
+    rank_zero_info(f"{type(module).__name__} is cut by units, not in the layers of self.{path}: {why}")
+    return WHOLE, units
 
 
 def decide(

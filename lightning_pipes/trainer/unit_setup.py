@@ -81,7 +81,6 @@ class UnitSetup:
         self._fitting = trainer.state.fn == TrainerFn.FITTING
         self._module = module
         self._ranks = session.ranks
-        self._links = session.links
         self._settings = settings
         owner = type(module).__name__
         if session.control.any(has_meta(module))[0]:
@@ -95,8 +94,14 @@ class UnitSetup:
                 f"{owner}.{compiled}".rstrip(".") + " is compiled, and modules that are cut by units can't be: leave "
                 "out compile, or put the layers into one nn.Sequential and compile each by itself"
             )
+        refused = find_refused(module, session, settings, request)
+        if refused:
+            raise PlanError(
+                f"{owner} has no one container of layers that is called in order, so it is cut by units, and "
+                f"{' and '.join(refused)} does not work with these. Leave it out, or put the layers into one "
+                "nn.Sequential: PipelineStrategy(module='path.to.it')"
+            )
         stages = self._ranks.grid.length
-        self._refuse(request)
         private_transformers.install_output_hooks(module)
         self.ruled_out_weights: frozenset[str] | None = None
         """Candidates for the weights of micro-batches that don't make the loss; None where nothing was compared."""
@@ -125,33 +130,6 @@ class UnitSetup:
         device = self._ranks.device
         state = ModuleState(self._module, stage_modules(self._module, self._layout), frozenset(), device)
         return UnitSteps(self._module, precision, plan, rank, seed, device, state, cut, self._layout)
-
-    def _refuse(self, request: RunRequest) -> None:
-        """Refuse what needs one container of layers.
-
-        Raises:
-            PlanError: the run asks for it.
-        """
-        schedule, wanted = request.schedule, []
-        if schedule.name not in ORDERS or request.chooses:
-            name = AUTO if request.chooses else schedule.name
-            wanted.append(f"schedule {name!r} (schedules {', '.join(map(repr, ORDERS))} do)")
-        if request.recompute:
-            wanted.append("recompute=True (torch.utils.checkpoint in the module does)")
-        if request.replanner is not None:
-            wanted.append("replan")
-        if self._links.turns is not None:
-            wanted.append("a job array on shared ranks")
-        if self._settings.verify.batches:
-            wanted.append("verify")
-        if not (isinstance(request.partition, str) or names_modules(request.partition)):
-            wanted.append("partition by numbers of layers")
-        if wanted:
-            raise PlanError(
-                f"{type(self._module).__name__} has no one container of layers that is called in order, so it is cut "
-                f"by units, and {' and '.join(wanted)} does not work with these. Leave it out, or put the layers into "
-                "one nn.Sequential: PipelineStrategy(module='path.to.it')"
-            )
 
     def _lay_units(self, request: RunRequest, stages: int) -> UnitLayout:
         """Return the cut of the recorded step; where nothing is trained the last stage has all weights."""
@@ -362,3 +340,24 @@ class UnitSetup:
                 "weight of a micro-batch. PipelineStrategy(check_loss=False) leaves this comparison out"
             )
         return frozenset(wrong)
+
+
+def find_refused(module: pl.LightningModule, session: Session, settings: Settings, request: RunRequest) -> list[str]:
+    """Return what a run asks for that needs one container of layers, the same on all ranks."""
+    schedule, refused = request.schedule, []
+    if schedule.name not in ORDERS or request.chooses:
+        name = AUTO if request.chooses else schedule.name
+        refused.append(f"schedule {name!r} (schedules {', '.join(map(repr, ORDERS))} do)")
+    if request.recompute:
+        refused.append("recompute=True (torch.utils.checkpoint in the module does)")
+    if request.replanner is not None:
+        refused.append("replan")
+    if session.links.turns is not None:
+        refused.append("a job array on shared ranks")
+    if settings.verify.batches:
+        refused.append("verify")
+    if not (isinstance(request.partition, str) or names_modules(request.partition)):
+        refused.append("partition by numbers of layers")
+    if any(private.is_compiled(part) for part in module.modules()):
+        refused.append("a compiled module")
+    return refused

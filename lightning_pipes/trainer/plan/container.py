@@ -20,12 +20,18 @@ from lightning_pipes.engine.compute.profiler import wait_for_device
 from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.ir import Kind
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.module.batches import copied
+from lightning_pipes.trainer.module.batches import copied, rows_of
 from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.module.pipelined import containers, find_pipelined, work_size
 from lightning_pipes.trainer.module.unchanged import unchanged
-from lightning_pipes.trainer.plan.measuring import NotMeasuredError, Together, without_loggers
-from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch
+from lightning_pipes.trainer.plan.measuring import (
+    Measuring,
+    NotMeasuredError,
+    Together,
+    UnsuitableContainerError,
+    without_loggers,
+)
+from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch, first_item, is_of_batches
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.shards import has_shards
 from lightning_pipes.trainer.step.logs import recorded
@@ -49,6 +55,38 @@ def find_container(trainer: pl.Trainer, module: pl.LightningModule, control: Con
     if fitting and control.size > 1 and len(containers(module)) > 1:
         seconds = _timed(trainer, module, control, device)
     return find_pipelined(module, None, seconds)
+
+
+def find_misuse(
+    trainer: pl.Trainer, module: pl.LightningModule, path: str, control: Control, device: torch.device
+) -> str:
+    """Return why a step can't have the layers of a container in a pipeline; empty where it can, or can't run here.
+
+    Collective.
+    """
+    if control.any(has_meta(module))[0] or private.has_delayed_training_data(trainer):
+        return ""
+    data = private.training_data(trainer)  # on all ranks: it may draw random numbers
+    together, loaded = Together(control), []
+
+    def load() -> None:
+        try:
+            with forked_rng(device):
+                whole = is_of_batches(data)
+                batch = first_item(data) if whole else example_batch(data, min(ROWS, batch_rows(data)))
+        except NoSampleError as why:
+            raise NotMeasuredError(str(why)) from None
+        loaded.append((batch, (rows_of(batch),)))
+
+    try:
+        together(load)
+        with Measuring(trainer, path, *loaded[0], device, together) as measuring:
+            measuring.check_step()
+    except UnsuitableContainerError as why:
+        return str(why)
+    except NotMeasuredError:
+        return ""  # the user's code, which Lightning will run into where it can be explained
+    return ""
 
 
 def _timed(

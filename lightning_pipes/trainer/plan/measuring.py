@@ -23,7 +23,7 @@ from lightning_pipes.cost.profile import LEAST_ROWS
 from lightning_pipes.engine.compute.footprint import tensors_in
 from lightning_pipes.engine.compute.profiler import profile_layers, wait_for_device
 from lightning_pipes.engine.compute.rng import forked_rng
-from lightning_pipes.ir import Span
+from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.module.batches import copied, rows_of, take
 from lightning_pipes.trainer.module.capture import CacheSwitch, Interceptor, named_step
@@ -60,6 +60,10 @@ class NotMeasuredError(Exception):
         self.quiet = quiet
 
 
+class UnsuitableContainerError(NotMeasuredError):
+    """Why the step can't have the layers of a container in a pipeline, the same on all ranks."""
+
+
 class Together:
     """Collective: all ranks make one, and the same calls of it.
 
@@ -69,25 +73,28 @@ class Together:
 
     def __init__(self, control: Control) -> None:
         self._control = control
+        self.is_alone = control.size == 1
 
     def __call__(self, work: Callable[[], T]) -> list[T]:
         """The results of `work()` on every rank, once all are through with it.
 
         Raises:
             NotMeasuredError: it raised on any rank.
+            UnsuitableContainerError: it raised a PipelineError.
         """
-        reason, quiet, value = "", False, None
+        reason, quiet, refused, value = "", False, False, None
         try:
             value = work()
         except NotMeasuredError as why:
             reason, quiet = str(why), why.quiet
         except Exception as error:  # of the user's code, which Lightning will run into where it can be explained
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        said = self._control.all_gather((reason, quiet, value))
-        for reason, quiet, _ in said:
+            refused, text = isinstance(error, PipelineError), str(error).splitlines()[0] if str(error) else ""
+            reason = text if refused and text else f"{type(error).__name__}: {text}"
+        said = self._control.all_gather((reason, quiet, refused, value))
+        for reason, quiet, refused, _ in said:
             if reason:
-                raise NotMeasuredError(reason, quiet)
-        return [value for _, _, value in said]
+                raise UnsuitableContainerError(reason) if refused else NotMeasuredError(reason, quiet)
+        return [value for _, _, _, value in said]
 
 
 @dataclass
@@ -187,6 +194,26 @@ class Measuring:
         found: list[ModelProfile] = []
         self._together(lambda: found.append(self._layers(entering, split)))
         return replace(_with_ends(found[0], around, entering), notes=notes)
+
+    def check_step(self) -> None:
+        """Run the step once with its layers one after the other, and the code behind them where no logger writes.
+
+        Raises:
+            NotMeasuredError: the user's code failed on any rank.
+            UnsuitableContainerError: it does not call the layers once and in order, or uses them otherwise.
+        """
+        self._together(self._run_step)
+
+    def _run_step(self) -> None:
+        rows = max(self._rows)
+        x = _leaves(self._capture(rows), False)
+        with torch.no_grad():
+            for layer in self._taped:
+                with self._there(layer):
+                    x = layer(x)
+        if not self._logs or self._together.is_alone:
+            y, step = _leaves(x, True), named_step(self._module, "training_step")
+            self._interceptor.supply(step, lambda _: y, self._part(rows), *self._arguments, apart=True)
 
     def entering(self, rows: int) -> Any:
         """The input of the layers for so many samples.
