@@ -556,8 +556,7 @@ model(
 model(
     "nn.ModuleList, operations between its layers",
     module=models.LitBetween,
-    refused="was used in relu before the last layer had run",
-    reason="what a layer returns is on another rank; put the operation into a layer",
+    reason="cut by units",
 )
 for name, kind, path in (
     ("GPT-2", models.LitGPT2, "net.transformer.h"),
@@ -587,8 +586,7 @@ model(
     "Hugging Face, use_cache=True asked for by the step itself",
     module=models.LitCaching,
     loaders=token_loaders,
-    refused="set use_cache=False",
-    reason="set `use_cache=False` in that call",
+    reason="cut by units",
 )
 for name, kind, reason in (
     ("padded labels (-100)", models.LitPaddedLabels, "weighed by labels, shifted by one as the loss has them"),
@@ -710,8 +708,7 @@ model("objects and modules that several layers share, without passing tensors", 
 model(
     "several calls of the pipelined module a step",
     module=m.LitTwice,
-    refused="more than once for one batch",
-    reason="a batch passes the pipeline once; join the inputs along axis 0",
+    reason="cut by units",
 )
 
 # ---- the strategy

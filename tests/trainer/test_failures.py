@@ -201,19 +201,21 @@ class EachRank:
     values: tuple[Any, ...]
 
 
+LAYERS = {"module": "model"}
+"""Without it such modules are cut by units."""
 BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (Lit, {"schedule": "interleaved", "schedule_args": {"stages_per_rank": 5}}, "9 layers can't fill 10 stages"),
     (Sharded, {}, "model.0.0.weight is sharded over"),
     (Lit, {"partition": [1, 2]}, "2 stages need 1 cut points, got 2"),
     (Lit, {"partition": [10]}, "cut points must ascend from 0 to 9"),
     (Lit, {"module": "encoder"}, "Lit has no module 'encoder'; it has 'model', 'mean'"),
-    (Penalty, {}, "a step goes through all modules or parameters of self.model"),
+    (Penalty, LAYERS, "a step goes through all modules or parameters of self.model"),
     (Lit, {"module": "mean"}, "Lit.mean is a MeanOfAll; only an nn.Sequential, or an nn.ModuleList"),
     (NoSequential, {}, "its training_step can't be recorded to cut it by units: AttributeError"),
-    (OwnForward, {}, "with a forward of its own"),
-    (Twice, {}, "calls self.model(...) more than once"),
+    (OwnForward, LAYERS, "with a forward of its own"),
+    (Twice, LAYERS, "calls self.model(...) more than once"),
     (Never, {}, "training_step ended without a call of self.model(...)"),
-    (BareExcept, {}, "a bare `except:` around the call must become `except Exception:`"),
+    (BareExcept, LAYERS, "a bare `except:` around the call must become `except Exception:`"),
     (NoLoss, {}, "training_step returned no loss"),
     (VectorLoss, {}, "returned a loss of shape (4,)"),
     (Detached, {}, "returned a loss that nothing can be trained by"),

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
+from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks
-from tests.trainer.lit import differences
+from lightning_pipes.trainer import setup
+from tests.trainer.lit import Lit, data, differences, plain_values, quiet
+from tests.trainer.test_failures import BareExcept, OwnForward, Penalty, Twice
 from tests.trainer.units.lit_zoo import ALL, draws, read_result, settings_of, train_many, train_zoo
+from tests.trainers import make_trainer
 
 ALIKE = [
     *("nine linears", "siamese", "multi-task heads", "cell in a time loop", "tied by functions"),
@@ -91,3 +98,34 @@ def test_partitions_that_can_not_be_had(tmp_path: Path) -> None:
     for unknown, number in run_ranks(refused, 2, str(tmp_path), timeout=120):
         assert "a stage is to begin at 'net.fc99', which the step does not call; it calls" in unknown
         assert "partition names 2 modules, and 2 stages need 1" in number
+
+
+class Between(Lit):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in [self.model[n] for n in range(len(self.model))]:
+            x = layer(x).tanh()
+        return x
+
+
+def train_misused(rank: int, devices: int) -> list[tuple[dict[str, Any], list[str]]]:
+    """Train modules whose steps can't have their layers in a pipeline; return weights, and what the log says."""
+    quiet()
+    found = []
+    for kind in (Twice, Penalty, OwnForward, BareExcept, Between):
+        torch.manual_seed(0)
+        module, said = kind().double(), []
+        strategy = PipelineStrategy("kfkb", microbatches=2) if devices else "auto"
+        trainer = make_trainer(devices=devices or 1, strategy=strategy, max_epochs=2, precision="64-true")
+        with mock.patch.object(setup, "rank_zero_info", said.append):
+            trainer.fit(module, DataLoader(data(), batch_size=8), DataLoader(data(5), batch_size=5))
+        found.append((plain_values(module.state_dict()), [text for text in said if "cut by units" in text]))
+    return found
+
+
+def test_units_are_chosen_where_a_step_misuses_its_container() -> None:
+    alone, ranks = train_misused(0, 0), run_ranks(train_misused, 2, 2, timeout=120)
+    for found in ranks:
+        for (expected, _), (weights, said) in zip(alone, found, strict=True):
+            assert differences(expected, weights, 1e-10, "weights") == []
+            assert len(said) == 1
+    assert "Twice is cut by units, not in the layers of self.model: training_step calls" in ranks[0][0][1][0]
