@@ -43,7 +43,7 @@ from benchmarks.harness.report import Report, make_parser, run_parts
 from benchmarks.harness.silence import QUIET, hush
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
-from lightning_pipes.trainer.units.layout import UnitLayout
+from lightning_pipes.trainer.units.recording import UnitLayout
 from tests.trainer.lit import differences
 from tests.trainer.units.library_zoo import VISION, own_loss
 from tests.trainer.units.lit_zoo import ALL, draws, read_result, settings_of, train_many, train_zoo

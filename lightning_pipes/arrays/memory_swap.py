@@ -19,8 +19,7 @@ from lightning_pipes.engine.residency.swap import Swap
 from lightning_pipes.ir import PlanError, check_count, check_number, check_type
 from lightning_pipes.planning.switching import Switching
 from lightning_pipes.sim.residency import Statistics
-from lightning_pipes.trainer.callbacks.pipeline_callback import PipelineCallback
-from lightning_pipes.trainer.loop.host import PipelineHost
+from lightning_pipes.trainer.loop.host import PipelineCallback, PipelineHost
 from lightning_pipes.trainer.ranks.notices import Notices
 
 

@@ -11,24 +11,23 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.watch.fault_points import fault_point
-from lightning_pipes.ir import InputError, short_repr
-from lightning_pipes.trainer.checkpoint import checkpoints
+from lightning_pipes.ir import InputError, PipelineError, short_repr
 from lightning_pipes.trainer.checkpoint.data_state import KEY, TrainingData
-from lightning_pipes.trainer.checkpoint.files import existing, local_path
+from lightning_pipes.trainer.checkpoint.files import Writing, existing, load_mapped, local_path
 from lightning_pipes.trainer.checkpoint.index import is_sharded
-from lightning_pipes.trainer.checkpoint.mapped import load_mapped
 from lightning_pipes.trainer.checkpoint.saving import Saver
-from lightning_pipes.trainer.checkpoint.writing import Writing
 from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.module.optimizer_shards import OptimizerShards
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout
 from lightning_pipes.trainer.module.pipelined import CutModule
-from lightning_pipes.trainer.plan.placement import Placement
-from lightning_pipes.trainer.ranks.ranks import Ranks
-from lightning_pipes.trainer.ranks.shards import gather_whole, has_shards
-from lightning_pipes.trainer.ranks.status import RankStatus
+from lightning_pipes.trainer.plan.request import Placement
+from lightning_pipes.trainer.private_lightning import optimizer_to_device
+from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.ranks.ranks import Ranks, RankStatus
+from lightning_pipes.trainer.ranks.shards import gather_whole, has_shards, shard_like
 
 if TYPE_CHECKING:  # it imports torch.distributed.checkpoint, which takes long
     from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint
@@ -72,9 +71,7 @@ class Checkpointing:
         if self._sharded:
             return state
         self._ranks.pipeline.connect()
-        return (
-            checkpoints.gather_model(cut, state, self._ranks.pipeline) if self._ranks.grid.is_in_first_pipeline else {}
-        )
+        return gather_model(cut, state, self._ranks.pipeline) if self._ranks.grid.is_in_first_pipeline else {}
 
     def optimizer_state(self, optimizer: Optimizer, layout: OptimizerLayout) -> dict[str, Any]:
         """The same of an optimizer."""
@@ -84,7 +81,7 @@ class Checkpointing:
         self._ranks.pipeline.connect()
         if not self._ranks.grid.is_in_first_pipeline:
             return {}
-        return checkpoints.gather_optimizer(local, layout, self._ranks.pipeline)
+        return gather_optimizer(local, layout, self._ranks.pipeline)
 
     def save(
         self,
@@ -211,7 +208,7 @@ class Checkpointing:
         """Loads what `load_later` kept."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
-            checkpoints.load_model(cut, *waiting)
+            load_model(cut, *waiting)
 
     def load_optimizers(
         self,
@@ -223,7 +220,66 @@ class Checkpointing:
         """Loads what belongs to this rank, from the checkpoint that was loaded last."""
         if self._parts is not None:
             states = self._parts.optimizer_states([layout.names for layout in layouts])
-        checkpoints.load_optimizers(optimizers, layouts, states, device)
+        load_optimizers(optimizers, layouts, states, device)
         if self.shards is not None:
             for optimizer in optimizers:
                 self.shards.shard_states(optimizer)
+
+
+def gather_model(cut: CutModule, local: Mapping[str, Any], control: Control) -> dict[str, Any]:
+    """The state dict of the whole module on the first rank, in its own order of keys; empty elsewhere.
+
+    Args:
+        local: this rank's part of it.
+    """
+    parts = control.gather(local, control.ranks[0])
+    return {} if parts is None else cut.in_order(parts)
+
+
+def load_model(cut: CutModule, state: Mapping[str, Any], strict: bool) -> None:
+    """Loads from a state dict of the whole module what lives on this rank.
+
+    Raises:
+        PipelineError: with `strict`, the keys are not those of the whole module.
+    """
+    if strict and set(state) != set(cut.keys):
+        different = sorted(set(state) ^ set(cut.keys))
+        raise PipelineError(f"the checkpoint's keys are not those of the module; only in one: {different[:5]}")
+    own = cut.module.state_dict()
+    cut.module.load_state_dict({key: _like(state.get(key, value), value) for key, value in own.items()})
+
+
+def _like(value: Any, own: Any) -> Any:
+    """Return a loaded value sharded as the own one is."""
+    both = isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor)
+    return shard_like(value, own) if both and value.shape == own.shape else value
+
+
+def _copy_like(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = _like(value, own)
+    return found.clone()
+
+
+def gather_optimizer(local: Mapping[str, Any], layout: OptimizerLayout, control: Control) -> dict[str, Any]:
+    """Gather the whole `state_dict` of an optimizer on the first rank; return {} on other ranks."""
+    states = control.gather(layout.states_by_name(local), control.ranks[0])
+    return {} if states is None else layout.whole_state(local, reversed(states))
+
+
+def load_optimizers(
+    optimizers: Sequence[Optimizer],
+    layouts: Sequence[OptimizerLayout],
+    states: Sequence[Mapping[str, Any]],
+    device: Any,
+) -> None:
+    """Loads from one process's `state_dict` of each optimizer what belongs to this rank."""
+    for optimizer, layout, whole in zip(optimizers, layouts, states, strict=False):
+        own = layout.local_state(whole)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        # Copies: the tensors may be parts of a file that will be overwritten.
+        own["state"] = {
+            number: pytree.tree_map_only(torch.Tensor, partial(_copy_like, own=parameters[number]), state)
+            for number, state in own["state"].items()
+        }
+        optimizer.load_state_dict(own)
+        optimizer_to_device(optimizer, device)

@@ -7,8 +7,10 @@ this module may use a name with a leading underscore that is not ours.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -405,3 +407,14 @@ def logged_values(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
             if isinstance(value, torch.Tensor):
                 found[f"{name} ({state})"] = value
     return found
+
+
+def ignore_warnings(message: str) -> None:
+    """Ignore warnings with this text, a regular expression.
+
+    Nothing is done where they are: after any change of the filters Python shows all warnings of a process again, and
+    every sibling of an array would repeat those that a script shows once.
+    """
+    wanted = "ignore", re.compile(message, re.IGNORECASE), Warning, None, 0
+    if wanted not in warnings.filters:
+        warnings.filterwarnings("ignore", message=message)

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
+from statistics import median
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
+from lightning_pipes.engine.allocator import read_peak_bytes
 from lightning_pipes.engine.watch.fault_points import fault_point
+from lightning_pipes.planning.formatting import schedule_settings
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.loop.about import describe_run, gather_run
 from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.evaluation import Evaluation
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.stopping import StopAgreement
+from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.ranks import Ranks
-from lightning_pipes.trainer.reports.peaks import describe_memory
-from lightning_pipes.trainer.reports.report import About, Window
+from lightning_pipes.trainer.relocation.gathering import gather_layers
+from lightning_pipes.trainer.reports.report import About, Window, describe_memory
 
 
 @dataclass(frozen=True)
@@ -78,3 +83,80 @@ class Running:
         self.run.close()
         fault_point("teardown.closed")
         return reported
+
+
+def describe_run(strategy: PipelineHost, siblings: int) -> About:
+    """Facts that this rank knows by itself of a training with so many siblings at a time, itself included."""
+    device, plugin = strategy.root_device, strategy.precision_plugin
+    threads = torch.get_num_threads()
+    facts = {
+        "module": type(strategy.lightning_module).__name__,
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {threads} thread{'s' if threads > 1 else ''} a rank",
+        "precision": str(plugin.precision),
+        "replicas": str(strategy.grid.replicas) if strategy.grid.replicas > 1 else "",
+        "array": f"{siblings} siblings at a time" if siblings > 1 else "",
+        "finished": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
+    }
+    schedule, decision = strategy.schedule, strategy.decision
+    return About(
+        schedule.name,
+        schedule_settings(schedule),
+        profile=decision.profile,
+        facts={k: v for k, v in facts.items() if v},
+        choice="\n".join(filter(None, [decision.table, decision.why, decision.cut])) if decision.profile else "",
+        predicted=decision.computing,
+        siblings=siblings,
+    )
+
+
+def gather_run(
+    run: PipelineRun,
+    pipeline: Control,
+    optimizers: Sequence[Optimizer],
+    device: torch.device,
+    gather: str,
+    about: About,
+) -> tuple[list[tuple[Window, ...]], About] | None:
+    """Bring the layers together, and return the windows of every rank of the pipeline with the facts of the run.
+
+    Collective over the pipeline's ranks. The result is None if nothing was trained.
+
+    Args:
+        gather: which ranks get the whole module; see `gather_layers`.
+        about: the facts that this rank knows by itself.
+    """
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    curves = None if run.statistics.monitor is None else run.statistics.monitor.to_curves()
+    moved = "; ".join(map(str, run.relocation.moved))
+    if moved:
+        about = replace(about, facts={**about.facts, "moved": moved})
+    facts = None
+    if run.windows:
+        facts = (
+            tuple(run.windows),
+            tuple(run.took),
+            run.stage_bytes(optimizers),
+            memory,
+            curves,
+            run.weighed_by,
+            read_peak_bytes(device),
+        )
+    unsaved = run.cut.unsaved(run.part.holdings.local)
+    gathered = pipeline.all_gather((unsaved, facts))
+    run.cut.take_unsaved({k: v for buffers, _ in gathered for k, v in buffers.items() if k not in unsaved})
+    gather_layers(run.part, pipeline, gather)
+    if facts is None:
+        return None
+    ranks = [gathered[pipeline.ranks.index(rank)][1] for rank in run.global_ranks]
+    windows, took, held, memories, seen, weighed, peaks = zip(*ranks, strict=True)
+    stages = {number: size for found in held for number, size in found.items()}
+    steps = [max(step) for step in zip(*took, strict=True)]
+    measured = median(steps) / 1e9 if steps else None
+    monitored = () if any(c is None for c in seen) else seen
+    weights = next(filter(None, weighed), "")
+    if weights:
+        about = replace(about, facts={**about.facts, "micro-batches weighed by": weights})
+    about = replace(about, stages=stages, memory=memories, measured=measured, monitored=monitored, peaks=peaks)
+    return list(windows), about

@@ -5,29 +5,40 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_pipes.engine.private_torch import default_store
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.fault_points import fault_point
-from lightning_pipes.engine.watch.launcher import StartupWatch, exited_ranks
+from lightning_pipes.engine.watch.launcher import (
+    LAUNCHER,
+    StartupWatch,
+    environment_for_children,
+    exited_ranks,
+    watch_launched,
+)
 from lightning_pipes.engine.watch.process_exit import has_given_up, leak_until_exit, skip_final_gc
 from lightning_pipes.engine.watch.rendezvous import store_host
 from lightning_pipes.engine.watch.shared_store import (
     adopt_store,
     current_store,
+    hold_port,
     keep_store,
     run_store,
     single_process_store,
 )
+from lightning_pipes.engine.watch.trust import secret_for_children
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.checkpoint.writing import Writing
+from lightning_pipes.trainer.checkpoint.files import Writing
 from lightning_pipes.trainer.checkpointing import Checkpointing
 from lightning_pipes.trainer.loop.connections import Idle, make_connections
 from lightning_pipes.trainer.module.equal_starts import broadcast_random_state
@@ -35,10 +46,8 @@ from lightning_pipes.trainer.module.optimizers import OptimizerLayout
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.plan.settings import Settings
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.grid import Grid
-from lightning_pipes.trainer.ranks.ranks import Ranks
+from lightning_pipes.trainer.ranks.ranks import Grid, Ranks, RankStatus
 from lightning_pipes.trainer.ranks.replicas import Replicas
-from lightning_pipes.trainer.ranks.status import RankStatus
 from lightning_pipes.trainer.ranks.threads import Threads
 from lightning_pipes.trainer.reports.timing import Share, Timing
 from lightning_pipes.trainer.running import Running
@@ -176,3 +185,41 @@ def _destroy_process_groups() -> None:
         skip_final_gc()
     elif private.distributed_is_initialized():
         dist.destroy_process_group()
+
+
+class Launcher(private.SubprocessLauncher):
+    """Starts the script once more for each other device of this node.
+
+    Lightning kills all processes at once when one of them dies, up to five seconds later. Here they have time to say
+    which rank has died and to close what they have open, and those that are started end when this process does.
+    """
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        environment = self.cluster_environment
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally:
+            variables = {LAUNCHER: str(os.getpid())}
+            if self.num_nodes == 1:
+                variables |= secret_for_children()
+                hold_port(
+                    environment.main_port
+                )  # of several nodes the store listens for others, and this is in its way
+            with environment_for_children(variables):
+                private.call_children_scripts(self)
+            watch_launched(environment.node_rank() * self.num_processes + 1, self.procs)
+        private.set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+
+TESTED = (2, 14)
+"""The newest torch that the tests run on; a newer one may be installed."""
+
+
+@cache
+def warn_if_untested(version: str = torch.__version__) -> None:
+    """Warn on rank 0, once, of a torch newer than the tested one."""
+    if tuple(int(part) for part in version.split(".")[:2]) > TESTED:
+        rank_zero_info(
+            f"lightning_pipes was tested with torch {TESTED[0]}.{TESTED[1]} and older, and this is {version}; if "
+            f"something fails inside of torch, try torch {TESTED[0]}.{TESTED[1]}"
+        )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
@@ -16,21 +17,25 @@ from lightning_pipes.engine.residency.layer_memory import StateMemory
 from lightning_pipes.ir import PipelineError, PlanError, Policy, Program, Schedule
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.callbacks.schedule_tuner import with_tuner
-from lightning_pipes.trainer.checkpoint.writing import Writing
+from lightning_pipes.trainer.checkpoint.files import Writing
 from lightning_pipes.trainer.loop.asynchronous import AsynchronousTraining, check_streaming
 from lightning_pipes.trainer.loop.evaluation import Evaluation
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.run import PipelineRun, Training
 from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.loop.synchronous import SynchronousTraining
-from lightning_pipes.trainer.loop.wrapping import wrap_hooks
 from lightning_pipes.trainer.module.capture import CacheSwitch, Interceptor
 from lightning_pipes.trainer.module.checks import check_run, warn_about, warn_about_pieces
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_optimizers, check_same_cut
 from lightning_pipes.trainer.module.equal_starts import equal_weights
-from lightning_pipes.trainer.module.hidden_state import HiddenState
+from lightning_pipes.trainer.module.hidden_state import HiddenState, NoHiddenState
 from lightning_pipes.trainer.module.optimizer_shards import OptimizerShards, check_shardable
-from lightning_pipes.trainer.module.optimizers import OptimizerLayout, parameter_names, refuse_unsuitable
+from lightning_pipes.trainer.module.optimizers import (
+    OptimizerLayout,
+    OptimizersView,
+    parameter_names,
+    refuse_unsuitable,
+)
 from lightning_pipes.trainer.module.pipelined import (
     LEAST_FOR_STATISTICS,
     CutModule,
@@ -50,25 +55,27 @@ from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.plan.container import find_container, find_misuse, warn_about_outside
 from lightning_pipes.trainer.plan.deciding import Deciding
 from lightning_pipes.trainer.plan.decision import Decision
-from lightning_pipes.trainer.plan.placement import Placement
 from lightning_pipes.trainer.plan.prediction import Prediction
 from lightning_pipes.trainer.plan.profile_cache import ProfileCache, find_cache
-from lightning_pipes.trainer.plan.request import RunRequest, check_same_arguments, describe_arguments
+from lightning_pipes.trainer.plan.request import Placement, RunRequest, check_same_arguments, describe_arguments
 from lightning_pipes.trainer.plan.settings import PARAMETERS, Settings, names_modules
+from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.shards import has_shards
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
-from lightning_pipes.trainer.reports.summary import show_module
 from lightning_pipes.trainer.running import Running
 from lightning_pipes.trainer.session import Session
 from lightning_pipes.trainer.state.left_values import LeftValues, layers_by_number
 from lightning_pipes.trainer.state.module_state import ModuleState
-from lightning_pipes.trainer.step.clipping import GradientAgreement
+from lightning_pipes.trainer.step.between_steps import check_clearing
+from lightning_pipes.trainer.step.clipping import GradientAgreement, HookClipping
+from lightning_pipes.trainer.step.gradient_logs import GradientLogs
+from lightning_pipes.trainer.step.hook_view import track_hooks, track_optimizer_steps
+from lightning_pipes.trainer.step.hooks import wrap_module_hooks
 from lightning_pipes.trainer.step.logs import limit_metric_sync
 from lightning_pipes.trainer.step.steps import Steps
 from lightning_pipes.trainer.unit_setup import UnitSetup, find_refused
 from lightning_pipes.trainer.units.cut import WHOLE
-from lightning_pipes.trainer.units.hidden_state import NoHiddenState
 from lightning_pipes.trainer.verify.reference import ReferenceProcess
 from lightning_pipes.trainer.verify.verifier import Verifier, check_verifiable
 from lightning_pipes.trainer.watchers.default import default_watchers
@@ -443,3 +450,54 @@ def choose_training(
     tied = [n for n, p in named if p.requires_grad and len(holders.get(id(p), ())) > 1 and not holdings.in_one_stage(p)]
     check_streaming(trainer, schedule, session.ranks.grid, tied)
     return partial(AsynchronousTraining, control=session.ranks.control, memory=memory)
+
+
+def wrap_hooks(
+    trainer: pl.Trainer,
+    run: PipelineRun,
+    pipeline: Control,
+    holders: Control,
+    agree: Callable[[], None],
+    start_epoch: Callable[[], None],
+    patches: Patches,
+) -> None:
+    """Wrap the hooks of the user's module and callbacks from the inside out, until `patches` are closed.
+
+    Args:
+        holders: of all ranks that have parts of gradients, which are those of the pipeline, and of its shards.
+        agree: has ranks agree on stopping, after the hooks at which they do.
+        start_epoch: called when an epoch has begun.
+    """
+    module, callbacks, scope = run.cut.module, private.callbacks(trainer), run.cut.scope
+    HookClipping(
+        lambda: run.part.parameters, scope, run.part.holdings, None if run.is_asynchronous else holders, patches
+    )
+    track_hooks(module, callbacks, scope, patches)
+    OptimizersView(run.part.layouts, scope, patches, run.training.why_no_state)
+    step_whole = not run.is_asynchronous or isinstance(run.plans.schedule, Schedule)
+    track_optimizer_steps(run.part.optimizers, scope, patches, step_whole)
+    synchronise = partial(run.state.synchronise_ranks, pipeline, run.last_rank, run.last)
+    followed = partial(run.state.follow_hook, synchronise=synchronise)
+    wrap_module_hooks(module, patches, followed, run.last, run.is_asynchronous, agree, start_epoch)
+    if run.is_asynchronous:  # where stages step apart, each logs for itself
+        check_clearing(module, run.plans.schedule.name, patches)
+    else:
+        GradientLogs(module, callbacks, pipeline, run.replay, run.last_rank, patches)
+
+
+def show_module(trainer: pl.Trainer, module: pl.LightningModule, patches: Patches) -> None:
+    """Print and log the module while it is whole, and not again until `patches` are closed."""
+    for logger in trainer.loggers if trainer.enable_autolog_hparams else []:
+        logger.log_graph(module)
+        _silence(logger, "log_graph", patches)
+    if trainer.state.fn == TrainerFn.FITTING:
+        for callback in private.callbacks(trainer):
+            if isinstance(callback, ModelSummary):
+                callback.on_fit_start(trainer, module)
+                _silence(callback, "on_fit_start", patches)
+
+
+def _silence(owner: object, name: str, patches: Patches) -> None:
+    """Have a method do nothing; it may be shared with other runs, so that what closes first restores it for all."""
+    vars(owner)[name] = lambda *args: None
+    patches.callback(vars(owner).pop, name, None)

@@ -33,9 +33,8 @@ from lightning_pipes.engine.watch.process_exit import skip_final_gc
 from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, check_type
 from lightning_pipes.planning.planner import BLOCKING
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.checkpoint.checkpoints import load_model
-from lightning_pipes.trainer.checkpoint.writing import Writing
-from lightning_pipes.trainer.ignoring import ignore_warnings
+from lightning_pipes.trainer.checkpoint.files import Writing
+from lightning_pipes.trainer.checkpointing import load_model
 from lightning_pipes.trainer.loop.adopting import adopt_plan
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.run import PipelineRun
@@ -53,18 +52,16 @@ from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.settings import AUTO, Gather, Settings, check_parts, parse_verify
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.grid import Grid
-from lightning_pipes.trainer.ranks.launching import Launcher
+from lightning_pipes.trainer.ranks.ranks import Grid
 from lightning_pipes.trainer.ranks.shards import has_shards
 from lightning_pipes.trainer.ranks.threads import Threads
 from lightning_pipes.trainer.reports.report import About, PipelineReport, Window
 from lightning_pipes.trainer.reports.timing import Share, Timing
 from lightning_pipes.trainer.running import Running
-from lightning_pipes.trainer.session import Session
+from lightning_pipes.trainer.session import Launcher, Session, warn_if_untested
 from lightning_pipes.trainer.setup import prepare
 from lightning_pipes.trainer.step.steps import Context
 from lightning_pipes.trainer.verify.reference import ReferenceProcess, fork_reference
-from lightning_pipes.trainer.versions import warn_if_untested
 
 _log = logging.getLogger(__name__)
 
@@ -322,7 +319,7 @@ class PipelineStrategy(PipelineHost):
         assert self.model is not None
         self.accelerator.setup(trainer)
         if self.session.ranks.grid.replicas == 1:  # every rank logs the same values: there is nothing to synchronise
-            ignore_warnings(".*sync_dist=True.*")
+            private.ignore_warnings(".*sync_dist=True.*")
         self.model = self.precision_plugin.convert_module(self.model)
         prepare(
             self,

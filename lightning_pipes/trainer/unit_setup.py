@@ -44,8 +44,7 @@ from lightning_pipes.trainer.step.loss_weights import (
 from lightning_pipes.trainer.step.steps import loss_of
 from lightning_pipes.trainer.units.borders import Borders, match_starts, merge_units
 from lightning_pipes.trainer.units.cut import UnitCut, weights_of_stages
-from lightning_pipes.trainer.units.layout import UnitLayout
-from lightning_pipes.trainer.units.recording import StepRecord, find_atomic, record_step
+from lightning_pipes.trainer.units.recording import StepRecord, UnitLayout, find_atomic, record_step
 from lightning_pipes.trainer.units.steps import UnitSteps, stage_modules
 from lightning_pipes.trainer.units.timing import measure_units
 

@@ -37,8 +37,6 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
     "trainer": [
         "private_lightning",
         "private_transformers",
-        "versions",
-        "ignoring",
         "patches",
         "ranks",
         "module",

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.ranks.grid import Grid
+from lightning_pipes.trainer.ranks.ranks import Grid
 from tests.trainer.lit import Keeper, Lit, LitOutside, MeanOfAll, data, differences, plain_values, quiet
 from tests.trainer.replicas import REPLICAS, ROWS, SEED, Dealt
 from tests.trainers import make_trainer

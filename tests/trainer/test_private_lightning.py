@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -522,3 +523,15 @@ def test_logged_values():
     assert found["training_step.number (last)"] == 3.0
     assert found["training_step.metric (mean_value)"] == 8.0
     assert found["training_step.metric (last)"] == 4.0
+
+
+def test_what_is_shown_once_is_not_shown_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        monkeypatch.setattr(warnings, "showwarning", lambda message, *_: shown.append(str(message)))
+        for _ in range(3):
+            private.ignore_warnings("not .* in a pipeline")
+            for text in ("other", "not true in a pipeline"):
+                warnings.warn(text, stacklevel=1)
+    assert shown == ["other"]

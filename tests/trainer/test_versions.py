@@ -6,7 +6,7 @@ import logging
 import re
 from pathlib import Path
 
-from lightning_pipes.trainer.versions import TESTED, warn_if_untested
+from lightning_pipes.trainer.session import TESTED, warn_if_untested
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,7 @@ from lightning_pipes.engine.monitor.monitor import MAX_HERTZ, Monitor
 from lightning_pipes.engine.monitor.sources import free_metrics, sources_for
 from lightning_pipes.ir import Kind, check_count, check_number
 from lightning_pipes.sim.timeline import Event
-from lightning_pipes.trainer.callbacks.pipeline_callback import PipelineCallback
+from lightning_pipes.trainer.loop.host import PipelineCallback
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.ranks.notices import Notices
 

@@ -15,7 +15,7 @@ from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.ir import PipelineError, check_count
 from lightning_pipes.sim.shown.training_record import FOLDER
-from lightning_pipes.trainer.callbacks.pipeline_callback import PipelineCallback
+from lightning_pipes.trainer.loop.host import PipelineCallback
 from lightning_pipes.trainer.loop.run import StageListener
 
 

@@ -30,9 +30,8 @@ from lightning_pipes.planning.measured import WINDOW, Averages, StepSample, part
 from lightning_pipes.planning.tuning import HYSTERESIS, Chooser, TuningDecision
 from lightning_pipes.sim import load_kernel
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.callbacks.pipeline_callback import PipelineCallback
 from lightning_pipes.trainer.loop.adopting import adopt_candidate
-from lightning_pipes.trainer.loop.host import PipelineHost
+from lightning_pipes.trainer.loop.host import PipelineCallback, PipelineHost
 from lightning_pipes.trainer.loop.step_statistics import sample_of
 from lightning_pipes.trainer.plan.deciding import device_memory
 from lightning_pipes.trainer.reports.report import Window

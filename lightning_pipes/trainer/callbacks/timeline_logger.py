@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_pipes.ir import check_count
-from lightning_pipes.trainer.callbacks.pipeline_callback import PipelineCallback
+from lightning_pipes.trainer.loop.host import PipelineCallback
 
 
 class TimelineLogger(PipelineCallback):

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from lightning_pipes.engine.compute.rng import random_state, set_random_state
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.checkpoint.resumable import LoaderPass, ResumableLoader, State, resumable
-from lightning_pipes.trainer.ignoring import ignore_warnings
 
 KEY = "lightning_pipes"
 """Where a checkpoint has what other strategies do not know of."""
@@ -66,7 +65,7 @@ class TrainingData:
                 stacklevel=2,
             )
         elif all(isinstance(loader, ResumableLoader) or hasattr(loader, "state_dict") for loader in loaders):
-            ignore_warnings(".*your dataloader is not resumable.*")
+            private.ignore_warnings(".*your dataloader is not resumable.*")
         set_random_state(state["random"], self._device)
         if not state["between_epochs"]:
             private.finish_batch(trainer, state["validation_follows"])

@@ -5,6 +5,7 @@ They are written under a temporary name next to their own, brought to the disk, 
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 import re
@@ -12,17 +13,19 @@ import secrets
 import shutil
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.identity import Process
 from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.checkpoint.checksums import WAY_OUT, SealedZip, Sum, check
 
 _AT_CWD, _EXCHANGE = -100, 2  # of Linux
@@ -220,3 +223,53 @@ def sync(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def load_mapped(reader: CheckpointIO, path: str | Path, weights_only: bool | None) -> dict[str, Any] | None:
+    """Load a checkpoint with weights that are read on first use; None where that is not possible.
+
+    Args:
+        reader: of such files.
+    """
+    if type(reader) not in (TorchCheckpointIO, AtomicCheckpointIO) or not os.path.isfile(path):
+        return None
+    whole: Mapping[str, Any] = load(Path(path), map_location="cpu", mmap=True, weights_only=weights_only)
+    # What outlives the loading must not: the file may be overwritten.
+    return {k: v if k in ("state_dict", "optimizer_states") else copy.deepcopy(v) for k, v in whole.items()}
+
+
+class Writing:
+    """How the checkpoints of a strategy are written.
+
+    Attributes:
+        background: while training goes on.
+    """
+
+    def __init__(self, background: bool) -> None:
+        self.background = background
+        self._io: CheckpointIO | None = None
+
+    @property
+    def io(self) -> CheckpointIO:
+        """Writes and reads the files of `checkpoint="full"`."""
+        if self._io is None:
+            self._io = AtomicCheckpointIO()
+        elif isinstance(self._io, private.WrappingCheckpointIO):
+            self._io.checkpoint_io = AtomicCheckpointIO()  # taken only if it has none
+        return self._io
+
+    @io.setter
+    def io(self, io: CheckpointIO | None) -> None:
+        if type(io) is AsyncCheckpointIO:  # it would remove the previous checkpoint before the next one is written
+            self.background = True
+            io = io.checkpoint_io
+        self._io = io
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Checkpoints in the block are written when saving them returns."""
+        before, self.background = self.background, False
+        try:
+            yield
+        finally:
+            self.background = before

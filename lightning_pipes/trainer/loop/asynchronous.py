@@ -33,19 +33,24 @@ from lightning_pipes.trainer.loop.layer_copies import LayerCopies
 from lightning_pipes.trainer.loop.run import PipelineRun, Training
 from lightning_pipes.trainer.loop.step_data import StreamedStep
 from lightning_pipes.trainer.loop.stopping import LateAgreement, StopAgreement
-from lightning_pipes.trainer.loop.stream_statistics import StreamStatistics
-from lightning_pipes.trainer.loop.stream_window import WindowRecorder
+from lightning_pipes.trainer.loop.stream_statistics import StreamStatistics, WindowRecorder
 from lightning_pipes.trainer.module.batches import rows_of
 from lightning_pipes.trainer.module.remote_tensors import RemoteTensor
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.notices import Notices
+from lightning_pipes.trainer.ranks.ranks import Grid
 from lightning_pipes.trainer.relocation.late_steps import settings_of, with_settings
 from lightning_pipes.trainer.step.between_steps import BATCH_HOOKS, BetweenSteps
 from lightning_pipes.trainer.step.cuts import Cuts
 from lightning_pipes.trainer.step.hook_view import has_hooks
-from lightning_pipes.trainer.step.own_steps import PartialSteps
-from lightning_pipes.trainer.step.uses import ChoosesLayers, check_layers, check_room, use_of, warn_without_uses
+from lightning_pipes.trainer.step.uses import (
+    ChoosesLayers,
+    PartialSteps,
+    check_layers,
+    check_room,
+    use_of,
+    warn_without_uses,
+)
 
 
 class AsynchronousTraining(Training):

@@ -1,17 +1,18 @@
-"""The strategy as its callbacks see it."""
+"""The strategy as its callbacks see it, and what callbacks have in common."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 
+import lightning.pytorch as pl
 from lightning.pytorch.strategies import ParallelStrategy
 
 from lightning_pipes.engine.residency.layer_memory import StateMemory
-from lightning_pipes.ir import Policy, Schedule
+from lightning_pipes.ir import PipelineError, Policy, Schedule
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.grid import Grid
+from lightning_pipes.trainer.ranks.ranks import Grid
 from lightning_pipes.trainer.reports.timing import Timing
 
 
@@ -58,3 +59,21 @@ class PipelineHost(ParallelStrategy):
     @abstractmethod
     def last_timing(self) -> Timing | None:
         """Where the time of the last window went. Collective."""
+
+
+class PipelineCallback(pl.Callback):
+    """A callback that works with PipelineStrategy only."""
+
+    def pipeline(self, trainer: pl.Trainer) -> PipelineHost:
+        """Return the trainer's strategy.
+
+        Raises:
+            PipelineError: it is no PipelineStrategy.
+        """
+        strategy = trainer.strategy
+        if not isinstance(strategy, PipelineHost):
+            raise PipelineError(
+                f"{type(self).__name__} needs PipelineStrategy; this trainer has {type(strategy).__name__}. Set "
+                "strategy=PipelineStrategy(...), or leave the callback out"
+            )
+        return strategy

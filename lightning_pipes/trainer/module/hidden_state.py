@@ -275,3 +275,22 @@ def _tensors(thing: Any, depth: int = 3) -> dict[str, torch.Tensor]:
         elif depth and isinstance(entry, CONTAINERS):
             found.update({f"{place}{more}": t for more, t in _tensors(entry, depth - 1).items()})
     return found
+
+
+class NoHiddenState(HiddenState):
+    """Watches nothing.
+
+    Args:
+        holdings: who has which weights.
+        control: of the pipeline.
+        check_later: `Connections.check_later`.
+    """
+
+    def __init__(self, holdings: Holdings, control: Control, check_later: CheckLater) -> None:
+        self._holdings = holdings
+        self._control = control
+        self._check_later = check_later
+        self._things: dict[int, tuple[str, Any]] = {}
+        self._having: dict[int, list[int]] = defaultdict(list)
+        self._outside: set[int] = set()
+        self.look_again()

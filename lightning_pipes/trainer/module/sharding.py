@@ -20,7 +20,7 @@ from lightning_pipes.engine.private_torch import forget_shards, managed_paramete
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.pipelined import SPREAD
 from lightning_pipes.trainer.module.pretrained import find_attached, own_tensors
-from lightning_pipes.trainer.ranks.grid import Grid
+from lightning_pipes.trainer.ranks.ranks import Grid
 from lightning_pipes.trainer.ranks.replicas import DATA_PARALLEL, PIPELINE, TENSOR_PARALLEL
 from lightning_pipes.trainer.ranks.shards import is_sharded_over, unshard_over
 

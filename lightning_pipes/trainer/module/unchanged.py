@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from lightning_pipes.engine.compute.reducer import is_distributed
-from lightning_pipes.trainer.module.generators import GENERATORS, set_state, state_of
 from lightning_pipes.trainer.module.hidden_state import CONTAINERS, entries, reachable
+
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def state_of(generator: Any) -> Any:
+    """The state of a random generator."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Gives a generator what `state_of` has returned."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 @contextmanager

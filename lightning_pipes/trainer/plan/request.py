@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from lightning_pipes.cost import Deployment, ModelProfile
-from lightning_pipes.ir import InputError, PlanError, Policy, Schedule, check_type
+from lightning_pipes.ir import InputError, PlanError, Policy, Schedule, Span, check_type
 from lightning_pipes.planning.auto import AutoPlanner
 from lightning_pipes.planning.balance import BalancedPlanner
 from lightning_pipes.planning.formatting import schedule_settings
 from lightning_pipes.planning.planner import Planner, planner_of
 from lightning_pipes.trainer.plan.decision import Decision
-from lightning_pipes.trainer.plan.placement import Placement
 from lightning_pipes.trainer.plan.plans import stage_layers
 from lightning_pipes.trainer.plan.settings import (
     AUTO,
@@ -26,6 +25,36 @@ from lightning_pipes.trainer.plan.settings import (
     names_modules,
 )
 from lightning_pipes.trainer.ranks.control import Control
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Layers on stages, and stages on ranks.
+
+    Attributes:
+        layers: of each stage.
+        ranks: of each stage.
+        partition: the argument of the run that had them.
+    """
+
+    layers: tuple[Span, ...]
+    ranks: tuple[int, ...]
+    partition: str | Sequence[int]
+
+    def data(self) -> dict[str, Any]:
+        """Return plain lists, which a checkpoint that is read with `weights_only` may hold."""
+        partition = self.partition if isinstance(self.partition, str) else [*self.partition]
+        return {"layers": [[*span] for span in self.layers], "ranks": [*self.ranks], "partition": partition}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Self:
+        """Return what `data` made."""
+        return cls(tuple(Span(a, b) for a, b in data["layers"]), tuple(data["ranks"]), data["partition"])
+
+    @property
+    def cuts(self) -> list[int]:
+        """The layers at which stages 1, 2, ... begin."""
+        return [span.start for span in self.layers[1:]]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 
 from lightning_pipes.ir import PlanError, Span
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.grid import Grid
+from lightning_pipes.trainer.ranks.ranks import Grid
 
 OUTSIDE = -1
 """In place of a layer's number: what is not inside the pipelined module, which all ranks hold."""

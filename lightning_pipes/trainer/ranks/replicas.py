@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_pipes.engine.compute.reducer import Reducer, Wait, local_part
 from lightning_pipes.trainer.private_lightning import gather_over, reduce_over
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.holdings import Holdings
+from lightning_pipes.trainer.ranks.ranks import Grid
 from lightning_pipes.trainer.ranks.shards import is_sharded_over
 
 DATA_PARALLEL, PIPELINE, TENSOR_PARALLEL = "data_parallel", "pipeline", "tensor_parallel"

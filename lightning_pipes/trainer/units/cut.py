@@ -15,7 +15,7 @@ from lightning_pipes.engine.private_torch import unsaved_buffers
 from lightning_pipes.ir import PlanError
 from lightning_pipes.trainer.module.pipelined import INCOMPLETE, CutModule, on_meta
 from lightning_pipes.trainer.module.remote_tensors import Absent, HookScope, Slot
-from lightning_pipes.trainer.units.layout import UnitLayout
+from lightning_pipes.trainer.units.recording import UnitLayout
 
 WHOLE = ""
 """The path of what is cut: the module itself."""

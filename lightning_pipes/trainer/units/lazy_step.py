@@ -17,8 +17,8 @@ from torch import nn
 
 from lightning_pipes.engine.private_torch import in_checkpoint
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.units.layout import UnitLayout
 from lightning_pipes.trainer.units.mode import Function
+from lightning_pipes.trainer.units.recording import UnitLayout
 from lightning_pipes.trainer.units.trace import Done, Trace
 from lightning_pipes.trainer.units.traced_step import TracedStep, refuse_unit
 from lightning_pipes.trainer.units.trees import tensors_of

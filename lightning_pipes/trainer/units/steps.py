@@ -21,8 +21,8 @@ from lightning_pipes.trainer.state.module_state import ModuleState
 from lightning_pipes.trainer.step.logs import recorded
 from lightning_pipes.trainer.step.steps import EvaluationBatch, Steps
 from lightning_pipes.trainer.units.cut import UnitCut
-from lightning_pipes.trainer.units.layout import UnitLayout
 from lightning_pipes.trainer.units.lazy_step import LazyStep
+from lightning_pipes.trainer.units.recording import UnitLayout
 
 
 class UnitSteps(Steps):

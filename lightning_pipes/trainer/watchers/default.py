@@ -1,25 +1,85 @@
-"""The watchers of a run, in their order."""
+"""The watchers of a run, in their order; short ones are here."""
 
 from __future__ import annotations
 
+from lightning_pipes.ir import Kind
 from lightning_pipes.trainer.loop.asynchronous import AsynchronousTraining
 from lightning_pipes.trainer.loop.run import PipelineRun
-from lightning_pipes.trainer.loop.watcher import Watcher, Watchers
+from lightning_pipes.trainer.loop.step_data import Step, TrainingStep
+from lightning_pipes.trainer.loop.watcher import Around, EvaluationWatcher, Watcher, Watchers
+from lightning_pipes.trainer.module.checks import warn_about_small_batch
 from lightning_pipes.trainer.plan.prediction import Prediction
-from lightning_pipes.trainer.watchers.buffers import BufferBroadcast
-from lightning_pipes.trainer.watchers.deferred_errors import DeferredErrors
-from lightning_pipes.trainer.watchers.first_batch import FirstBatch
-from lightning_pipes.trainer.watchers.hook_changes import HookChanges
-from lightning_pipes.trainer.watchers.layers_in_place import LayersInPlace
+from lightning_pipes.trainer.step.parameter_hooks import warn_about_hooks
 from lightning_pipes.trainer.watchers.loss_check import LossCheck, UncomparedLoss
-from lightning_pipes.trainer.watchers.one_step import OneStep
-from lightning_pipes.trainer.watchers.overlap import OverlapWarning
-from lightning_pipes.trainer.watchers.prediction import PredictionCheck
-from lightning_pipes.trainer.watchers.replanning import Replanning, StreamReplanning
+from lightning_pipes.trainer.watchers.overlapping import HookChanges, OneStep, OverlapWarning
+from lightning_pipes.trainer.watchers.replanning import PredictionCheck, Replanning, RunStatistics, StreamReplanning
 from lightning_pipes.trainer.watchers.same_batch import SameBatch
 from lightning_pipes.trainer.watchers.sample_check import SampleCheck
-from lightning_pipes.trainer.watchers.shared_state import SharedState
-from lightning_pipes.trainer.watchers.statistics import RunStatistics
+
+
+class LayersInPlace(Watcher):
+    """Refuses to train a module in which other layers have taken the place of the pipelined ones."""
+
+    def __init__(self, run: PipelineRun) -> None:
+        self._cut = run.cut
+
+    def before_batch(self, step: TrainingStep) -> None:
+        """Look for the layers in the module."""
+        self._cut.check_in_place()
+
+
+class BufferBroadcast(EvaluationWatcher):
+    """Broadcasts the buffers that training changes, before each training batch and before an evaluation."""
+
+    def __init__(self, run: PipelineRun) -> None:
+        self._part = run.part
+
+    def around_batch(self, step: Step) -> None:
+        """Give the replicas the buffers of the first one."""
+        if step.training or step.first:
+            self._part.buffers.before_batch()
+
+
+class FirstBatch(Watcher):
+    """Warns of a batch with fewer samples than stages, and of hooks that batches which overlap run in parts."""
+
+    def __init__(self, run: PipelineRun) -> None:
+        self._run = run
+        self._warns = True
+
+    def around_batch(self, step: TrainingStep) -> None:
+        """Look at the first batch; where batches overlap, at the first one that is cut."""
+        if not self._warns:
+            return
+        run, plan = self._run, self._run.engine.plan
+        if not run.is_asynchronous:
+            self._warns = False
+            warn_about_small_batch(step.rows, plan.n_stages)
+        elif len(plan.spans(Kind.F, 0)) > 1:
+            self._warns = False
+            warn_about_hooks(run.part.parameters, run.part.reducer)
+
+
+class SharedState(EvaluationWatcher):
+    """Watches shared objects in the first batch of training and of evaluation, by `HiddenState`."""
+
+    def __init__(self, run: PipelineRun) -> None:
+        self._hidden = run.hidden
+
+    def around_batch(self, step: Step) -> Around:
+        """Run the batch with its shared objects watched, where they are."""
+        return self._hidden.batch(step.training) if self._hidden.is_due(step.training) else None
+
+
+class DeferredErrors(Watcher):
+    """Raises the error of a comparison that was left for later, before anything steps by the batch."""
+
+    def __init__(self, run: PipelineRun) -> None:
+        self._connections = run.connections
+
+    def before_optimizer_step(self, step: TrainingStep) -> None:
+        """Wait for the answers of other ranks."""
+        self._connections.check()
 
 
 def default_watchers(

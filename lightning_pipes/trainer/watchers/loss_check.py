@@ -30,8 +30,7 @@ from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.step_data import TrainingStep
 from lightning_pipes.trainer.loop.watcher import Watcher, is_due
 from lightning_pipes.trainer.module.batches import copied, join, take
-from lightning_pipes.trainer.module.generators import state_of
-from lightning_pipes.trainer.module.unchanged import generators, unchanged
+from lightning_pipes.trainer.module.unchanged import generators, state_of, unchanged
 from lightning_pipes.trainer.step.logs import LogCall, LogKey, number_calls, recorded, returned_calls
 from lightning_pipes.trainer.step.loss_weights import (
     EXTREME,

@@ -1,4 +1,4 @@
-"""The planner is asked again while training goes on, and layers travel to where it wants them."""
+"""Events of the last batches, and what planners make of them: another plan, or a corrected decision."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_pipes.cost.units import bytes_text
+from lightning_pipes.trainer.loop.adopting import adopt_cut
 from lightning_pipes.trainer.loop.asynchronous import AsynchronousTraining
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.step_data import TrainingStep
 from lightning_pipes.trainer.loop.step_statistics import batches_left
 from lightning_pipes.trainer.loop.watcher import Watcher
 from lightning_pipes.trainer.plan.plans import Plans
-from lightning_pipes.trainer.reports.report import Window
+from lightning_pipes.trainer.plan.prediction import Prediction
+from lightning_pipes.trainer.reports.report import KEPT_STEPS, Window
+from lightning_pipes.trainer.reports.timing import Share
 
 
 class Replanning(Watcher):
@@ -70,3 +73,37 @@ class StreamReplanning(Replanning):
                 f"{'getting short' if throttled else 'free again'}, {known}"
             )
         self._training.throttled = throttled
+
+
+class RunStatistics(Watcher):
+    """Keeps the windows of a run with a flush after every batch."""
+
+    def __init__(self, run: PipelineRun) -> None:
+        self._run = run
+
+    def after_batch(self, step: TrainingStep) -> None:
+        """Keep the events of the batch, and the time that it took."""
+        run, window = self._run, step.window
+        if window is None:
+            return
+        run.windows.append(window)
+        if run.plans.every:
+            run.statistics.add(window)
+        if len(run.took) < KEPT_STEPS:
+            run.took.append(Share.of(window.events).took)
+
+
+class PredictionCheck(Watcher):
+    """Compares first steps with their prediction. It reads the windows of `RunStatistics`, and runs after it."""
+
+    def __init__(self, run: PipelineRun, prediction: Prediction) -> None:
+        self._run, self._prediction = run, prediction
+
+    def after_batch(self, step: TrainingStep) -> None:
+        """Adopt the decision that the steps call for, from the next batch on."""
+        run = self._run
+        found = self._prediction.corrected(run.windows)
+        if found is not None:
+            run.decision = found
+            run.took.clear()
+            adopt_cut(run, found.layers, found.rows)

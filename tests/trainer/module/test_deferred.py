@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy, consolidate
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO
-from lightning_pipes.trainer.checkpoint.mapped import load_mapped
+from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO, load_mapped
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.checks import check_module
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_optimizers

@@ -22,8 +22,8 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.module.hidden_state import HiddenState
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.holdings import Holdings
+from lightning_pipes.trainer.ranks.ranks import Grid
 
 
 class Doing(nn.Linear):

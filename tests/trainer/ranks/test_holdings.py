@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lightning_pipes.ir import PlanError, Span
-from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.holdings import Holdings
+from lightning_pipes.trainer.ranks.ranks import Grid
 
 
 def made(place: int, *sizes: int) -> tuple[pl.LightningModule, Holdings]:

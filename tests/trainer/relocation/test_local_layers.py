@@ -21,8 +21,8 @@ from lightning_pipes.ir import Plan, PlanError, Span
 from lightning_pipes.testing.ranks import run_ranks, scale_timeout, watch_ranks
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.pipelined import CutModule
-from lightning_pipes.trainer.ranks.grid import Grid
 from lightning_pipes.trainer.ranks.holdings import Holdings
+from lightning_pipes.trainer.ranks.ranks import Grid
 from lightning_pipes.trainer.ranks.replicas import BufferSync
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 from tests.trainer.lit import (

@@ -12,8 +12,7 @@ import pytest
 
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.plan.placement import Placement
-from lightning_pipes.trainer.plan.request import RunRequest
+from lightning_pipes.trainer.plan.request import Placement, RunRequest
 from lightning_pipes.trainer.relocation.relocation import LayerRelocation
 from tests.trainer.lit import differences
 from tests.trainer.relocation.waiting import BATCHES, Waiting, expected, fit, folder_of, pauses

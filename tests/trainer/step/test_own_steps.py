@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipes.trainer.step.own_steps import PartialSteps
+from lightning_pipes.trainer.step.uses import PartialSteps
 
 
 def layers() -> nn.ModuleList:

@@ -16,9 +16,8 @@ from torch import nn
 from lightning_pipes.trainer.module.unchanged import unchanged
 from lightning_pipes.trainer.private_transformers import install_output_hooks
 from lightning_pipes.trainer.units.borders import Borders, match_starts, merge_units
-from lightning_pipes.trainer.units.layout import UnitLayout
 from lightning_pipes.trainer.units.lazy_step import LazyStep
-from lightning_pipes.trainer.units.recording import StepRecord, record_step
+from lightning_pipes.trainer.units.recording import StepRecord, UnitLayout, record_step
 from lightning_pipes.trainer.units.timing import measure_units
 from lightning_pipes.trainer.units.trees import map_leaves, tensors_of
 from tests.trainer.units.library_zoo import HUGGING_FACE, VISION

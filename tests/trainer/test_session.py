@@ -9,19 +9,19 @@ import pytest
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_pipes.engine.watch.shared_store import LOOPBACK
-from lightning_pipes.trainer.ranks import launching
-from lightning_pipes.trainer.ranks.launching import Launcher
+from lightning_pipes.trainer import session
+from lightning_pipes.trainer.session import Launcher
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_port_is_held_where_nobody_else_is_to_reach_it(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", launching.LAUNCHER):
+    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", session.LAUNCHER):
         monkeypatch.setenv(name, "")  # put back in the end
         monkeypatch.delenv(name)
     monkeypatch.setattr("lightning_pipes.engine.watch.shared_store._held", None)
-    monkeypatch.setattr(launching.private, "call_children_scripts", lambda launcher: None)
-    monkeypatch.setattr(launching.private, "set_num_threads_if_needed", lambda num_processes: None)
-    monkeypatch.setattr(launching, "watch_launched", lambda first, processes: None)
+    monkeypatch.setattr(session.private, "call_children_scripts", lambda launcher: None)
+    monkeypatch.setattr(session.private, "set_num_threads_if_needed", lambda num_processes: None)
+    monkeypatch.setattr(session, "watch_launched", lambda first, processes: None)
     environment = LightningEnvironment()
 
     def taken() -> bool:

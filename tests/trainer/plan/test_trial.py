@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from lightning_pipes.trainer.plan.steady import Turn, counting, goes_on, waited_so_far
+from lightning_pipes.trainer.plan.trial import Turn, counting, goes_on, waited_so_far
 
 STEP, DISTURBED = 152.0, 181.0
 """Milliseconds."""
