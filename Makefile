@@ -13,10 +13,13 @@ MAIN   ?= .venv-lightning-main
 LIGHTNING_MAIN ?= git+https://github.com/Lightning-AI/pytorch-lightning
 # Tests start many interpreters, and wait for most of the time: with compiled modules, several files of tests at once.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# The tests with these arguments, and mypy beside them on the cores that they leave; either fails the recipe.
+with_types = $(PY) -m mypy >$(VENV)/mypy.txt 2>&1 & types=$$!; trap "kill $$types 2>/dev/null" EXIT; \
+	$(PYTEST) $(1); tests=$$?; wait $$types; types=$$?; trap - EXIT; cat $(VENV)/mypy.txt; [ $$tests$$types = 00 ]
 USABLE := 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-newest test-lightning-main bench lint install clean
+.PHONY: help demo test test-full test-newest test-lightning-main bench format lint install clean
 
 help:
 	@echo "make demo       train a small GPT in a pipeline of two processes and draw its timeline, about a minute"
@@ -31,11 +34,11 @@ help:
 demo: $(STAMP)
 	@$(PY) examples/train.py $(ARGS)
 
-test: lint
-	@$(PYTEST) -m "not slow" $(ARGS)
+test: format
+	@$(call with_types,-m "not slow" $(ARGS))
 
-test-full: lint
-	@$(PYTEST) $(ARGS)
+test-full: format
+	@$(call with_types,$(ARGS))
 
 test-newest:
 	@$(MAKE) --no-print-directory test-in VENV=$(NEWEST) PINS= UPGRADE="--upgrade --upgrade-strategy eager -e .[dev]" ARGS='$(ARGS)'
@@ -48,9 +51,11 @@ test-in: $(STAMP)
 	@$(PY) -m pip list --disable-pip-version-check 2>/dev/null | grep -iE '^(torch|lightning|hydra-core|optuna|numpy|transformers) '
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-lint: $(STAMP)
+format: $(STAMP)
 	@$(PY) -m ruff format --check --quiet . || { echo "some files are not formatted; run: $(PY) -m ruff format ."; exit 1; }
 	@$(PY) -m ruff check .
+
+lint: format
 	@$(PY) -m mypy
 
 bench: $(STAMP)
@@ -68,7 +73,8 @@ $(PY):
 
 $(STAMP): pyproject.toml constraints.txt | $(PY)
 	@echo "Installing lightning_pipes and what it needs into $(VENV), a few minutes the first time"
-	@$(PY) -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[dev]'
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-compile $(PINS) -e '.[dev]'
+	@$(PY) -m compileall -q -j 0 $(VENV)/lib >/dev/null || true   # on all cores, where pip uses one; some files are templates
 	@touch $@
 
 clean:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -65,6 +66,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
             with locked(GATE):
                 room.enter_context(locked(ROOM, shared=item.get_closest_marker("alone") is None))
         return (yield)
+
+
+def pytest_collection_finish() -> None:
+    """What is collected is no garbage: neither this process nor its forks look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -48,6 +48,7 @@ PRELOAD = [
     "lightning_pipes.testing.ranks",
     "lightning_pipes.arrays.array",
     "lightning_pipes.supernets.stream",
+    "omegaconf",
     "pytest",
 ]
 """Modules that ranks find loaded; one that is not installed is left out."""

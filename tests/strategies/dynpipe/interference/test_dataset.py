@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from sklearn.metrics import mean_absolute_error, r2_score
 
 from benchmarks.papers.dynpipe.predictor import Constant, Scaled
 from lightning_pipes.ir import InputError
@@ -48,6 +47,8 @@ def test_whole_kinds_are_held_out(data):
 
 
 def test_scores_are_those_of_scikit_learn():
+    from sklearn.metrics import mean_absolute_error, r2_score
+
     random = np.random.default_rng(1)
     truth, guess = random.uniform(1, 5, 50), random.uniform(1, 5, 50)
     found = score_predictions(truth, guess)

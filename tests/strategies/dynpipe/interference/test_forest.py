@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sklearn.ensemble import RandomForestRegressor
 
 from lightning_pipes.ir import InputError
 from lightning_pipes.strategies.dynpipe.interference import Forest
@@ -40,6 +39,8 @@ def forest() -> Forest:
 @pytest.mark.parametrize("leaf", [1, 5])
 def test_it_says_what_scikit_learn_says(missing, leaf):
     x, y = data(missing=missing)
+    from sklearn.ensemble import RandomForestRegressor
+
     theirs = RandomForestRegressor(12, min_samples_leaf=leaf, random_state=3).fit(x, y)
     ours = join_trees(NAMES, [tree.tree_ for tree in theirs.estimators_], x)
     new = np.concatenate([data(5000, missing=0.3, seed=1)[0], [[np.nan] * 3, [1e30, -1e30, 0]]])
@@ -50,6 +51,8 @@ def test_numbers_between_single_and_double_precision_go_the_same_way():
     edge, step = np.float32(0.1), float(np.spacing(np.float32(0.1)))
     x = np.array([[float(edge)], [float(edge) + 16 * step]] * 20)  # the threshold is a number in single precision
     y = np.array([0.0, 1.0] * 20)
+    from sklearn.ensemble import RandomForestRegressor
+
     theirs = RandomForestRegressor(4, random_state=0).fit(x, y)
     ours = join_trees(("a",), [tree.tree_ for tree in theirs.estimators_], x)
     near = np.linspace(float(edge), float(edge) + 16 * step, 2001)[:, None]
