@@ -3,8 +3,7 @@
 from lightning_pipes.cost.cluster import Cluster, Device
 from lightning_pipes.cost.deployment import Deployment
 from lightning_pipes.cost.layer import LayerProfile
-from lightning_pipes.cost.links.link import FREE, Link
-from lightning_pipes.cost.links.regime import Regime
+from lightning_pipes.cost.links import FREE, Link, Regime
 from lightning_pipes.cost.measurement import RecordedTimeline
 from lightning_pipes.cost.model import CostModel, Costs
 from lightning_pipes.cost.profile import ModelProfile

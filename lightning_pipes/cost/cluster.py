@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from lightning_pipes.cost.links.link import FREE, Link
-from lightning_pipes.cost.links.regime import Regime, regime_named
+from lightning_pipes.cost.links import FREE, Link, Regime, regime_named
 from lightning_pipes.cost.units import parse_bytes, parse_rate, parse_seconds, parse_setting
 from lightning_pipes.ir import MAX_STAGES, InputError, check_count, check_fields, short_repr
 

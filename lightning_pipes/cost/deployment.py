@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pipes.cost.cluster import Cluster
-from lightning_pipes.cost.links.link import Link
-from lightning_pipes.cost.links.regime import Regime
+from lightning_pipes.cost.links import Link, Regime
 from lightning_pipes.ir import InputError, check_count, check_fields, check_type, short_repr
 
 Array = npt.NDArray[np.float64]

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from numbers import Real
 
-from lightning_pipes.cost.links.link import LONGEST
+from lightning_pipes.cost.links import LONGEST
 from lightning_pipes.ir import InputError, Kind, short_repr
 
 Table = tuple[tuple[int, float], ...]

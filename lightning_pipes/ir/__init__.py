@@ -3,10 +3,20 @@
 Standard library only. Everything here is frozen; state lives in the engine and in the simulator.
 """
 
-from lightning_pipes.ir.checks import check_count, check_fields, check_number, check_type, short_repr
+from lightning_pipes.ir.checks import (
+    DeadlockError,
+    InputError,
+    PipelineError,
+    PlanError,
+    ProgramError,
+    check_count,
+    check_fields,
+    check_number,
+    check_type,
+    short_repr,
+)
 from lightning_pipes.ir.deadlock import deadlock_error, draw_grid
 from lightning_pipes.ir.dependencies import DependencyTracker, needs
-from lightning_pipes.ir.errors import DeadlockError, InputError, PipelineError, PlanError, ProgramError
 from lightning_pipes.ir.instruction import (
     COMPUTE,
     RECEIVES,
@@ -18,7 +28,9 @@ from lightning_pipes.ir.instruction import (
     I,
     Instruction,
     Kind,
+    Span,
     W,
+    even_spans,
     receive_of,
     send_of,
     target_stage,
@@ -52,7 +64,6 @@ from lightning_pipes.ir.schedule import (
     has_room,
     ready_key,
 )
-from lightning_pipes.ir.span import Span, even_spans
 from lightning_pipes.ir.stream import Delayed, LayerUse, LayerVersion, Ledger, Transfer, Waits, unroll_stream
 from lightning_pipes.ir.verify import ProgramStats, verify
 

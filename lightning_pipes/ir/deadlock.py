@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from lightning_pipes.ir.checks import DeadlockError, ProgramError
 from lightning_pipes.ir.dependencies import needs
-from lightning_pipes.ir.errors import DeadlockError, ProgramError
 from lightning_pipes.ir.instruction import COMPUTE, RECEIVES, Instruction, Kind, send_of
 from lightning_pipes.ir.plan import Plan
 from lightning_pipes.ir.program import Program

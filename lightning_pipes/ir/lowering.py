@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from lightning_pipes.ir.checks import ProgramError
 from lightning_pipes.ir.dependencies import needs
-from lightning_pipes.ir.errors import ProgramError
-from lightning_pipes.ir.instruction import COMPUTE, RECEIVES, Instruction, Kind
+from lightning_pipes.ir.instruction import COMPUTE, RECEIVES, Instruction, Kind, Span
 from lightning_pipes.ir.plan import Plan
 from lightning_pipes.ir.program import Program, Row, remember_results
-from lightning_pipes.ir.span import Span
 
 
 @remember_results(64)

@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from lightning_pipes.ir.instruction import COMPUTE, Instruction, Kind
+from lightning_pipes.ir.instruction import COMPUTE, Instruction, Kind, Span
 from lightning_pipes.ir.plan import Plan, Spans
-from lightning_pipes.ir.span import Span
 
 CostKey = int | tuple[tuple["Pass", ...], "Concat"]
 

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TypeVar
 
-from lightning_pipes.ir.checks import check_count, check_fields, short_repr
-from lightning_pipes.ir.errors import PlanError
-from lightning_pipes.ir.instruction import NO_SPAN, Instruction, Kind, receive_of
-from lightning_pipes.ir.span import Span, even_spans
+from lightning_pipes.ir.checks import PlanError, check_count, check_fields, short_repr
+from lightning_pipes.ir.instruction import NO_SPAN, Instruction, Kind, Span, even_spans, receive_of
 
 Spans = tuple[Span, ...]
 _T = TypeVar("_T")

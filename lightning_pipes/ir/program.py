@@ -12,10 +12,9 @@ from functools import cached_property, wraps
 from threading import Lock
 from typing import TypeVar
 
-from lightning_pipes.ir.errors import ProgramError
-from lightning_pipes.ir.instruction import Instruction, Kind
+from lightning_pipes.ir.checks import ProgramError
+from lightning_pipes.ir.instruction import Instruction, Kind, Span
 from lightning_pipes.ir.plan import Plan
-from lightning_pipes.ir.span import Span
 
 Row = tuple[Instruction, ...]
 Rows = tuple[Row, ...]

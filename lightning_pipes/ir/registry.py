@@ -9,8 +9,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from lightning_pipes.ir.checks import check_type, short_repr
-from lightning_pipes.ir.errors import PlanError
+from lightning_pipes.ir.checks import PlanError, check_type, short_repr
 from lightning_pipes.ir.schedule import Policy, Schedule
 
 GROUP = "lightning_pipes.schedules"

@@ -16,12 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from lightning_pipes.ir.checks import check_count, short_repr
-from lightning_pipes.ir.errors import InputError, PlanError
-from lightning_pipes.ir.instruction import Instruction, Kind
+from lightning_pipes.ir.checks import InputError, PlanError, check_count, short_repr
+from lightning_pipes.ir.instruction import Instruction, Kind, Span
 from lightning_pipes.ir.plan import Cut, Plan, Spans
 from lightning_pipes.ir.program import Program, Row
-from lightning_pipes.ir.span import Span
 
 Seconds = Sequence[Sequence[float]]
 """By stage, the seconds of a sample on each of its ranks; only their proportions count."""

@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from lightning_pipes.ir.checks import check_count
-from lightning_pipes.ir.errors import PlanError
-from lightning_pipes.ir.instruction import Instruction, Kind
+from lightning_pipes.ir.checks import PlanError, check_count
+from lightning_pipes.ir.instruction import Instruction, Kind, Span
 from lightning_pipes.ir.plan import Plan
 from lightning_pipes.ir.program import Program
-from lightning_pipes.ir.span import Span
 from lightning_pipes.ir.stream import LayerUse, LayerVersion
 
 

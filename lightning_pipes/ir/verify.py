@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 
+from lightning_pipes.ir.checks import PlanError, ProgramError
 from lightning_pipes.ir.deadlock import deadlock_error
 from lightning_pipes.ir.dependencies import needs
-from lightning_pipes.ir.errors import PlanError, ProgramError
 from lightning_pipes.ir.instruction import COMPUTE, Instruction, Kind
 from lightning_pipes.ir.lowering import batch_instructions, lower
 from lightning_pipes.ir.plan import Plan

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, get_args
 
 from lightning_pipes.cost import CostModel, Deployment, ModelProfile
 from lightning_pipes.ir import Cut, Plan, PlanError, Policy, Schedule, Span, adapt_plan
-from lightning_pipes.planning.replanning.seen import Observation
+from lightning_pipes.planning.replanning import Observation
 
 Relocation = Literal["blocking", "overlapped", "buffered"]
 """How layers move: while all ranks wait; or beside the batches, whose steps both ranks take, or which wait."""

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from lightning_pipes.cost.links.regime import Regime, describe_regimes
+from lightning_pipes.cost.links import Regime, describe_regimes
 from lightning_pipes.cost.measurement import InputQueue, input_queues
 from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import COMPUTE, SENDS, Instruction, Kind, Plan, Program

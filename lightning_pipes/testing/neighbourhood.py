@@ -13,8 +13,7 @@ from lightning_pipes.cost import Cluster, CostModel, Deployment, Device, LayerPr
 from lightning_pipes.ir import Kind, Plan, Program, Schedule, Span
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.planning.planner import Problem, solve_plan
-from lightning_pipes.planning.replanning import Observation
-from lightning_pipes.planning.replanning.replay import replay_of, sends_of
+from lightning_pipes.planning.replanning import Observation, replay_of, sends_of
 
 Array = npt.NDArray[np.float64]
 Slowdown = Callable[[int, int, int], Array]

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from lightning_pipes.engine.compute.footprint import saved_for_backward
-from lightning_pipes.engine.monitor.monitor import Monitor
-from lightning_pipes.engine.monitor.sources import sources_for
+from lightning_pipes.engine.monitor.monitor import Monitor, sources_for
 from lightning_pipes.planning.replanning import HostedStage
 from lightning_pipes.testing.neighbours import Neighbour, Quota, why_no_quota
 

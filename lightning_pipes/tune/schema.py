@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-from lightning_pipes.ir.errors import InputError
+from lightning_pipes.ir.checks import InputError
 from lightning_pipes.ir.registry import schedule_factory
 
 MAKE_SCHEDULE = "lightning_pipes.ir.registry.make_schedule"

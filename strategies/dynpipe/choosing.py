@@ -14,8 +14,8 @@ import numpy as np
 
 from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import Kind, Plan, Span, adapt_plan, check_count, short_repr
-from lightning_pipes.ir.errors import InputError
-from lightning_pipes.planning.replanning.replay import Replay
+from lightning_pipes.ir.checks import InputError
+from lightning_pipes.planning.replanning import Replay
 from lightning_pipes.strategies.dynpipe.meshes import DeviceMesh, Pricing, list_meshes
 from lightning_pipes.strategies.pipedream import PipeDream
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from lightning_pipes.cost import Deployment
 from lightning_pipes.ir import Kind, Plan, Program, Span
 from lightning_pipes.planning.memory import held_rows, stage_bytes
-from lightning_pipes.planning.replanning.replay import Durations, replay_of
+from lightning_pipes.planning.replanning import Durations, replay_of
 from lightning_pipes.strategies.dynpipe.partitions import (
     Cuts,
     affordable_blocks,

@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from lightning_pipes.cost import Deployment, ModelProfile
 from lightning_pipes.ir import RECOMPUTES, Kind, Plan
-from lightning_pipes.planning.replanning import HostedStage, Interference, Observation
-from lightning_pipes.planning.replanning.replay import sends_of
+from lightning_pipes.planning.replanning import HostedStage, Interference, Observation, sends_of
 from lightning_pipes.strategies.dynpipe.partitions import Cuts
 
 Array = npt.NDArray[np.float64]

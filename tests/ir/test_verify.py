@@ -24,10 +24,10 @@ from lightning_pipes.ir import (
     adapt_plan,
     even_spans,
     lower,
+    regular,
     verify,
 )
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.ir.regular import walk
 from lightning_pipes.testing.generators import random_plan, tiny_plan
 
 proof = import_module("lightning_pipes.ir.verify")  # a function has its name
@@ -306,8 +306,8 @@ def test_irregular_plans_are_looked_at_one_by_one(monkeypatch):
 def test_needs_are_asked_once_a_kind_and_stage(monkeypatch):
     """Not for each of 16 x 200 micro-batches: ranks verify at every start, and for each new size of a batch."""
     asked = []
-    needs = walk.needs
-    monkeypatch.setattr(walk, "needs", lambda i, plan: asked.append(i) or needs(i, plan))
+    needs = regular.needs
+    monkeypatch.setattr(regular, "needs", lambda i, plan: asked.append(i) or needs(i, plan))
     monkeypatch.setattr(proof, "needs", None)
     plan = Plan.even(16, 200)
     assert verify(make_schedule("1f1b").program(plan), plan).peak_spans == tuple(range(16, 0, -1))

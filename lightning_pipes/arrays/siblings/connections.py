@@ -9,8 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_pipes.arrays.siblings.agreement import SiblingAgreement
-from lightning_pipes.arrays.siblings.barriers import has_purpose
 from lightning_pipes.arrays.siblings.compatibility import (
     decide_shared_cut,
     find_shared_container,
@@ -20,13 +18,14 @@ from lightning_pipes.arrays.siblings.sibling import Sibling, SiblingWatch, wait_
 from lightning_pipes.engine.engine import Turns, Watch
 from lightning_pipes.engine.messages.mailbox import Transport
 from lightning_pipes.engine.watch.failure import FailureWatch
-from lightning_pipes.ir import PlanError
+from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.connections import Connections, Make
-from lightning_pipes.trainer.loop.stopping import StopAgreement
+from lightning_pipes.trainer.loop.stopping import StopAgreement, check_ends
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.request import RunRequest
-from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.ranks.control import Control, PendingGather
+from lightning_pipes.trainer.step.hook_table import HOOKS
 
 
 def join(
@@ -134,3 +133,69 @@ class SiblingConnections(Connections):
     @override
     def report_failure(self, error: BaseException) -> None:
         self.sibling.report_failure(error)
+
+
+class SiblingAgreement:
+    """Has ranks agree without waiting for each other where they have nothing to stop for, as siblings of an array do:
+    a wait of one would keep the turns of all.
+
+    Stops that all ranks want after the same batch, as callbacks do that look at metrics, come at once. What one of them
+    wants alone can't be had: the others have gone on.
+    """
+
+    def __init__(self, trainer: pl.Trainer, stops: StopAgreement, control: Control, sibling: Sibling[object]) -> None:
+        self._trainer = trainer
+        self._stops = stops
+        self._control = control
+        self._sibling = sibling
+        self._last_answer: tuple[int, PendingGather[list[bool]]] | None = None
+
+    def agree(self) -> None:
+        """After this call every rank stops, or none.
+
+        Raises:
+            PipelineError: only some ranks wanted to stop after this batch, or the epoch has ended there on some only;
+                unless this one wants to stop it is raised later.
+        """
+        flags = self._stops.stop_flags()
+        batch = self._trainer.fit_loop.batch_idx
+        before, self._last_answer = self._last_answer, (batch, self._control.start_any(*flags, not flags[0]))
+        if before is not None:
+            self._stops.apply_flags(_agreed(*before), before[0])
+        batch, answer = self._last_answer
+        if flags[0]:
+            self._last_answer = None
+            self._stops.apply_flags(_agreed(batch, answer), batch)
+        else:
+            self._sibling.check_later(answer.has_arrived, lambda: _agreed(batch, answer), late=0)
+
+
+def _agreed(batch: int, answer: PendingGather[list[bool]]) -> list[bool]:
+    *found, some_go_on = answer()
+    if found[0] and some_go_on:
+        raise PipelineError(
+            f"trainer.should_stop was set on some ranks only after batch {batch}; in a job array every rank must "
+            "want it, so decide by what all have, such as logged metrics, or by trainer.strategy.broadcast"
+        )
+    check_ends(found, batch)
+    return found
+
+
+_AFTER = {"run-stage": (), **{row.barrier: (row.name,) for row in HOOKS if row.barrier is not None}}
+"""By the name of a barrier the hooks that run between it and the one before, or the exchange of starting weights."""
+_OWN = ("lightning.", "lightning_pipes.")
+
+
+def has_purpose(name: str | None, trainer: pl.Trainer) -> bool:
+    """Whether code of the user's may count on the barrier of that name."""
+    if name not in _AFTER:
+        return True
+    if name == "_CheckpointConnector.resume_end" and trainer.ckpt_path is not None:
+        return True  # nobody may write it anew before all have read it
+    parts = (trainer.lightning_module, getattr(trainer, "datamodule", None), *private.callbacks(trainer))
+    return any(_is_users(hook, part) for part in parts for hook in _AFTER[name])
+
+
+def _is_users(hook: str, part: object) -> bool:
+    owner = next((cls for cls in type(part).__mro__ if hook in vars(cls)), None)
+    return hook in getattr(part, "__dict__", ()) or (owner is not None and not owner.__module__.startswith(_OWN))

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lightning_pipes.ir.errors import PlanError
+from lightning_pipes.ir.checks import PlanError
 from lightning_pipes.ir.instruction import Instruction
 
 

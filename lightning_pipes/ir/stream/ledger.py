@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
-from lightning_pipes.ir.errors import PlanError
+from lightning_pipes.ir.checks import PlanError
 from lightning_pipes.ir.instruction import STEP, F, Instruction, Kind
 from lightning_pipes.ir.plan import Plan
 from lightning_pipes.ir.stream.copies import Copy, Layer, Transfer, check_names

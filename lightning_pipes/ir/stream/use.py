@@ -9,9 +9,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from lightning_pipes.ir.errors import PlanError
+from lightning_pipes.ir.checks import PlanError
+from lightning_pipes.ir.instruction import Span
 from lightning_pipes.ir.plan import Plan
-from lightning_pipes.ir.span import Span
 
 
 class Delayed(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from lightning_pipes.cost import CostModel, Costs, Regime
-from lightning_pipes.cost.links.regime import regime_of
+from lightning_pipes.cost.links import regime_of
 from lightning_pipes.cost.model import PerInstructionCosts
 from lightning_pipes.ir import SENDS, CostKey, Instruction, Kind, Plan, PlanError, cost_key
 from lightning_pipes.sim.loops.jit import Kernel

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_pipes.cost import CostModel, ModelProfile
 from lightning_pipes.cost.json_files import check_json_fields
-from lightning_pipes.cost.links.link import LONGEST
+from lightning_pipes.cost.links import LONGEST
 from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import InputError, Kind, Plan, PlanError, check_count, check_fields, check_number, short_repr
 from lightning_pipes.ir.checks import field_types

@@ -10,8 +10,7 @@ from typing import Any
 
 from lightning_pipes.cost import CostModel, Link, Table
 from lightning_pipes.cost.json_files import check_json_fields, read_object
-from lightning_pipes.cost.links.link import LONGEST
-from lightning_pipes.cost.links.regime import regime_named
+from lightning_pipes.cost.links import LONGEST, regime_named
 from lightning_pipes.ir import (
     RECEIVES,
     Cut,

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 
-from lightning_pipes.engine.monitor.monitor import MAX_HERTZ, Monitor
-from lightning_pipes.engine.monitor.sources import free_metrics, sources_for
+from lightning_pipes.engine.monitor.monitor import MAX_HERTZ, Monitor, free_metrics, sources_for
 from lightning_pipes.ir import Kind, check_count, check_number
 from lightning_pipes.sim.timeline import Event
 from lightning_pipes.trainer.loop.host import PipelineCallback

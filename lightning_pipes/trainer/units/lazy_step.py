@@ -19,9 +19,8 @@ from lightning_pipes.engine.private_torch import in_checkpoint
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.units.mode import Function
 from lightning_pipes.trainer.units.recording import UnitLayout
-from lightning_pipes.trainer.units.trace import Done, Trace
+from lightning_pipes.trainer.units.trace import Done, Trace, tensors_of
 from lightning_pipes.trainer.units.traced_step import TracedStep, refuse_unit
-from lightning_pipes.trainer.units.trees import tensors_of
 from lightning_pipes.trainer.units.values import storage_of
 
 Values = tuple[torch.Tensor, ...]

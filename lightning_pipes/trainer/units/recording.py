@@ -18,8 +18,8 @@ from torchmetrics import Metric
 from lightning_pipes.engine.private_torch import TorchDispatchMode, in_checkpoint, packet_of
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.units.mode import Function
+from lightning_pipes.trainer.units.trace import TemplateLeaf, map_leaves, tensors_of
 from lightning_pipes.trainer.units.traced_step import TracedStep, version_of
-from lightning_pipes.trainer.units.trees import TemplateLeaf, map_leaves, tensors_of
 from lightning_pipes.trainer.units.values import storage_of
 
 _PER_ENTRY = 4.0

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_pipes.trainer.units.mode import Function, UnitMode
 from lightning_pipes.trainer.units.recording import StepRecord
-from lightning_pipes.trainer.units.trees import tensors_of
+from lightning_pipes.trainer.units.trace import tensors_of
 
 _RUNS = 8
 """Steps that are measured; of each unit the shortest time counts."""

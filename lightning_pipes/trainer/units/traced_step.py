@@ -12,8 +12,7 @@ from torch import nn
 from lightning_pipes.engine.private_torch import in_checkpoint
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.units.mode import DEVICES, Function, UnitMode
-from lightning_pipes.trainer.units.trace import Done, KnownWeight
-from lightning_pipes.trainer.units.trees import map_leaves, tensors_of
+from lightning_pipes.trainer.units.trace import Done, KnownWeight, map_leaves, tensors_of
 from lightning_pipes.trainer.units.values import Values, stands_on
 
 _DRAWING_NAMES = (

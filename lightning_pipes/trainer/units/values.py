@@ -10,8 +10,7 @@ from torch import nn
 
 from lightning_pipes.engine.private_torch import count_python_references
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.units.trace import KnownPure, KnownValue, KnownWeight, Made
-from lightning_pipes.trainer.units.trees import map_leaves
+from lightning_pipes.trainer.units.trace import KnownPure, KnownValue, KnownWeight, Made, map_leaves
 
 _PRUNED = 64
 """Values after which those are looked for that nobody holds any more."""

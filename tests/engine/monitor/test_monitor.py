@@ -13,9 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_pipes.engine.monitor.monitor import OVERHEAD, Monitor, Sample, SampleHistory, SampleWindow
+from lightning_pipes.engine.monitor.monitor import (
+    OVERHEAD,
+    Monitor,
+    Sample,
+    SampleHistory,
+    SampleWindow,
+    free_metrics,
+    sources_for,
+)
 from lightning_pipes.engine.monitor.source import Rates, Source, SourceError
-from lightning_pipes.engine.monitor.sources import free_metrics, sources_for
 from lightning_pipes.ir import InputError
 from lightning_pipes.testing.ranks import scale_timeout
 

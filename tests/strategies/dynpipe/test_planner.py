@@ -14,8 +14,7 @@ from lightning_pipes.cost import CostModel, Link, ModelProfile
 from lightning_pipes.ir import Kind, Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import Problem, planner_of
-from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, HostedStage, Observation, Predicted
-from lightning_pipes.planning.replanning.replay import replay_of
+from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, HostedStage, Observation, Predicted, replay_of
 from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.dynpipe import DynPipe, DynPlanner
 from lightning_pipes.strategies.dynpipe.planner import move_seconds

@@ -15,7 +15,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_pipes import InterferenceMonitor, PipelineStrategy
-from lightning_pipes.engine.monitor import sources
+from lightning_pipes.engine.monitor import monitor as monitoring
 from lightning_pipes.engine.monitor.source import Source
 from lightning_pipes.ir import B, F, Instruction, Kind, PipelineError, Plan, PlanError, Span
 from lightning_pipes.planning.planner import EvenPlanner, Problem
@@ -95,7 +95,7 @@ class Slowly(pl.Callback):
 
 
 def trained(rank: int, folder: str, schedule: str) -> dict[str, Any]:
-    sources.host_sources = lambda thread: [Numbered(rank)]
+    monitoring.host_sources = lambda thread: [Numbered(rank)]
     interference_monitor.SAID_EVERY = 0.0
     watch = InterferenceMonitor(hertz=10, window=1000, every_n_steps=2)  # however slow the machine is
     slowly = Slowly(watch)

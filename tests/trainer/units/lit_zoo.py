@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.trainer.units.trees import map_leaves, tensors_of
+from lightning_pipes.trainer.units.trace import map_leaves, tensors_of
 from tests.trainer.lit import plain_values, quiet
 from tests.trainer.units.library_zoo import FLOAT32, HUGGING_FACE, SUMMED, VISION
 from tests.trainer.units.zoo import CASES

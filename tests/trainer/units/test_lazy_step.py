@@ -19,7 +19,7 @@ from lightning_pipes.trainer.units.borders import Borders, match_starts, merge_u
 from lightning_pipes.trainer.units.lazy_step import LazyStep
 from lightning_pipes.trainer.units.recording import StepRecord, UnitLayout, record_step
 from lightning_pipes.trainer.units.timing import measure_units
-from lightning_pipes.trainer.units.trees import map_leaves, tensors_of
+from lightning_pipes.trainer.units.trace import map_leaves, tensors_of
 from tests.trainer.units.library_zoo import HUGGING_FACE, VISION
 from tests.trainer.units.zoo import CASES, Case, classify
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.arrays.array import JobArray
-from lightning_pipes.arrays.siblings.barriers import has_purpose
+from lightning_pipes.arrays.siblings.connections import has_purpose
 from lightning_pipes.testing.ranks import run_ranks
 from tests.arrays.jobs import LAST, Net
 from tests.trainer.lit import quiet

@@ -11,7 +11,7 @@ from lightning_pipes.cost import CostModel, Link
 from lightning_pipes.ir import Cut, Instruction, Kind, Plan, PlanError, Program, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import Problem, solve_plan
-from lightning_pipes.planning.replanning.replay import Replay, sends_of
+from lightning_pipes.planning.replanning import Replay, sends_of
 from lightning_pipes.sim import makespan
 
 
@@ -102,7 +102,7 @@ def test_cases_are_the_same_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         durations[Kind.STEP, 0] = np.full((1, 1, 1), 0.1)
         whole = made.step_seconds(durations)
         with monkeypatch.context() as patch:
-            patch.setattr("lightning_pipes.planning.replanning.replay.MOST_AT_ONCE", 1)
+            patch.setattr("lightning_pipes.planning.replanning.MOST_AT_ONCE", 1)
             assert made.step_seconds(durations).tolist() == whole.tolist()
 
 

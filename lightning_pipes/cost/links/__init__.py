@@ -1,1 +1,0 @@
-"""Links: how messages move, and what ranks and wires do meanwhile."""
