@@ -43,6 +43,7 @@ class Checkpointing:
 
     Attributes:
         data: where training is in its data.
+        sharded: in parts.
         container: the path of what the last run has cut; random numbers depend on which layers are counted.
         shards: has the parts of optimizer states that this replica steps; None where states are whole.
         placement: returns where the layers of the run are now, and what was asked for; None before there is a run.
@@ -50,7 +51,7 @@ class Checkpointing:
 
     def __init__(self, ranks: Ranks, sharded: bool, writing: Writing, status: RankStatus) -> None:
         self._ranks = ranks
-        self._sharded = sharded
+        self.sharded = sharded
         self._writing = writing
         self._status = status
         self._saver = Saver(ranks.pipeline)
@@ -68,15 +69,26 @@ class Checkpointing:
     def model_state(self, cut: CutModule) -> dict[str, Any]:
         """The state dict of the whole module where it is written, as the form of the checkpoints has it."""
         state: dict[str, Any] = gather_whole(cut.local_state(outside=self._ranks.grid.position == 0))
-        if self._sharded:
+        if self.sharded:
             return state
         self._ranks.pipeline.connect()
         return gather_model(cut, state, self._ranks.pipeline) if self._ranks.grid.is_in_first_pipeline else {}
 
+    def gather_average(self, cut: CutModule, local: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state dict of another module with the same keys, whose layers are spread as those of `cut`.
+
+        It is whole on the first rank and empty on the others. Collective.
+        """
+        self._ranks.pipeline.connect()
+        if not self._ranks.grid.is_in_first_pipeline:
+            return {}
+        own = {key: local[key] for key in cut.local_state(outside=self._ranks.grid.position == 0)}
+        return checkpoints.gather_model(cut, own, self._ranks.pipeline)
+
     def optimizer_state(self, optimizer: Optimizer, layout: OptimizerLayout) -> dict[str, Any]:
         """The same of an optimizer."""
         local = gather_whole(optimizer.state_dict() if self.shards is None else self.shards.gather_states(optimizer))
-        if self._sharded:
+        if self.sharded:
             return layout.named_state(local)
         self._ranks.pipeline.connect()
         if not self._ranks.grid.is_in_first_pipeline:
@@ -101,7 +113,7 @@ class Checkpointing:
         Raises:
             InputError: there are storage options, which checkpoints in parts do not take.
         """
-        if self._sharded and storage_options is not None:
+        if self.sharded and storage_options is not None:
             raise InputError(
                 f"checkpoint='sharded' writes a folder without a CheckpointIO, and can't hand storage_options to it: "
                 f"got {short_repr(storage_options)}. Leave them out, or use checkpoint='full'"
@@ -112,7 +124,7 @@ class Checkpointing:
             return
         background = self._writing.background and training
         with self._status.reporting():
-            if self._sharded:
+            if self.sharded:
                 order = list(checkpoint["state_dict"]) if cut is None else cut.keys
                 self._saver.save_parts(checkpoint, order, path, background)
             else:

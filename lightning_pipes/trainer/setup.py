@@ -24,6 +24,7 @@ from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.run import PipelineRun, Training
 from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.loop.synchronous import SynchronousTraining
+from lightning_pipes.trainer.module.averages import check_averages, spread_averages
 from lightning_pipes.trainer.module.capture import CacheSwitch, Interceptor
 from lightning_pipes.trainer.module.checks import check_run, warn_about, warn_about_pieces
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_optimizers, check_same_cut
@@ -192,6 +193,17 @@ def prepare(
     )
     training = choose_training(trainer, session, decision.schedule, settings, memory, holdings, order)
 
+    check_averages(
+        private.callbacks(trainer),
+        module,
+        {
+            f"with schedule {decision.schedule.name!r}, whose stages are at other batches: use one that flushes between "
+            "batches, such as '1f1b'": fitting and order.is_endless,
+            "with checkpoint='sharded', whose parts have one state of each layer: use checkpoint='full'": checkpointing.sharded,
+            "of layers that configure_model has sharded: leave the shards out": is_sharded,
+        },
+    )
+
     # 4. The module is cut: this rank keeps its layers. It is shown before, while it is whole.
     _log.debug("cut: layers %s stay on rank %d", list(holdings.local), ranks.grid.rank)
     show_module(trainer, module, patches)
@@ -213,6 +225,8 @@ def prepare(
     for layout in session.layouts:
         layout.keep_local(cut.is_foreign)
     strategy.model_to_device()
+    gather_average = partial(checkpointing.gather_average, cut)
+    spread_averages(private.callbacks(trainer), module, cut.scope, gather_average, patches)
     checkpointing.shards = None
     if fitting and settings.shard_optimizer:
         checkpointing.shards = OptimizerShards(strategy.optimizers, session.replicas, cut.scope, patches)

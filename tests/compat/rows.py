@@ -292,15 +292,16 @@ callbacks(
     "StochasticWeightAveraging",
     using(lambda: cb.StochasticWeightAveraging(0.01, swa_epoch_start=1), max_epochs=3),
     module=partial(m.LitWith, lambda module: SGD(module.parameters(), lr=0.3)),
-    refused="can't be used in a pipeline: it keeps a copy of the whole module",
-    reason="it averages a copy of the whole module with the layers of one stage",
 )
 callbacks(
-    "WeightAveraging, EMAWeightAveraging",
-    using(lambda: cb.EMAWeightAveraging(decay=0.5)),
-    refused="can't be used in a pipeline: it keeps a copy of the whole module",
-    reason="it averages a copy of the whole module with the layers of one stage",
+    "StochasticWeightAveraging with batch normalisation",
+    using(lambda: cb.StochasticWeightAveraging(0.01, swa_epoch_start=1), max_epochs=3),
+    module=m.LitNormed,
+    refused="measures batch normalisation anew",
+    reason="use WeightAveraging",
 )
+callbacks("EMAWeightAveraging", using(lambda: cb.EMAWeightAveraging(decay=0.5)))
+callbacks("WeightAveraging, checkpoints", partial(averaging, cb.WeightAveraging), watch=saved)
 callbacks(
     "DeviceStatsMonitor", using(lambda: cb.DeviceStatsMonitor(cpu_stats=True)), differs=frozenset({"metrics", "logged"})
 )

@@ -19,10 +19,6 @@ from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.private_lightning import callbacks, spectral_norms
 
 _UNSUITABLE: dict[type[pl.Callback], str] = {
-    cb.StochasticWeightAveraging: "keeps a copy of the whole module and averages it with the layers of one stage; "
-    "average checkpoints after training instead",
-    cb.WeightAveraging: "keeps a copy of the whole module and averages it with the layers of one stage; "
-    "average checkpoints after training instead",
     cb.BaseFinetuning: "looks for the layers of all stages in the optimizer of one; set requires_grad in "
     "configure_model, or give the layers learning rates by a scheduler",
     cb.ModelPruning: "prunes the layers of all stages, of which each process holds its own only; prune after training",

@@ -8,7 +8,7 @@ from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch import callbacks as cb
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
@@ -19,6 +19,8 @@ from lightning_pipes.trainer.step.hook_table import select_hooks
 
 _OURS = ("lightning", "pytorch_lightning", "lightning_pipes")
 """Packages whose callbacks know what a strategy is."""
+_OF_WHOLE_MODULES = (cb.LambdaCallback, cb.WeightAveraging, cb.StochasticWeightAveraging)
+"""Callbacks among them that need the parameters of all layers, as the user's do."""
 
 _OF_STEPS = select_hooks(lambda hook: hook.acts_on_weights)
 _IN_CLOSURE = select_hooks(lambda hook: hook.is_in_closure)
@@ -79,7 +81,7 @@ def has_hooks(module: pl.LightningModule, callbacks: Iterable[pl.Callback], name
 
 
 def _is_ours(callback: pl.Callback) -> bool:
-    return type(callback).__module__.partition(".")[0] in _OURS and not isinstance(callback, LambdaCallback)
+    return type(callback).__module__.partition(".")[0] in _OURS and not isinstance(callback, _OF_WHOLE_MODULES)
 
 
 def _hooks(kind: type) -> list[str]:
