@@ -196,12 +196,9 @@ def prepare(
     check_averages(
         private.callbacks(trainer),
         module,
-        {
-            f"with schedule {decision.schedule.name!r}, whose stages are at other batches: use one that flushes between "
-            "batches, such as '1f1b'": fitting and order.is_endless,
-            "with checkpoint='sharded', whose parts have one state of each layer: use checkpoint='full'": checkpointing.sharded,
-            "of layers that configure_model has sharded: leave the shards out": is_sharded,
-        },
+        overlaps=decision.schedule.name if fitting and order.is_endless else None,
+        saves_parts=checkpointing.sharded,
+        is_sharded=is_sharded,
     )
 
     # 4. The module is cut: this rank keeps its layers. It is shown before, while it is whole.

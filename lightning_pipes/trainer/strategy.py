@@ -39,6 +39,7 @@ from lightning_pipes.trainer.loop.adopting import adopt_plan
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.stopping import as_terminated
+from lightning_pipes.trainer.module.averages import restore_averages
 from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.deferred import (
     has_meta,
@@ -361,6 +362,7 @@ class PipelineStrategy(PipelineHost):
             module.cpu()
         if cut is not None:
             cut.restore(ended)
+            restore_averages(private.callbacks(cut.module.trainer), cut.module)
             self.session.cut = self.session.running = None
             self._spread = cut if cut.stays_spread else None
         private.optimizers_to_device(self.optimizers, torch.device("cpu"))

@@ -52,6 +52,11 @@ def checkpointing(folder: Path, **settings: Any) -> dict[str, Any]:
     return {"enable_checkpointing": True, "callbacks": [cb.ModelCheckpoint(folder / "kept", **settings)]}
 
 
+def averaged(folder: Path) -> dict[str, Any]:
+    options = checkpointing(folder, save_last=True, save_top_k=-1)
+    return {**options, "callbacks": [cb.WeightAveraging(), *options["callbacks"]]}
+
+
 def using(make: Any, **options: Any) -> Any:
     return lambda folder: {"callbacks": [make()], **options}
 
@@ -252,7 +257,10 @@ def saved(trainer: pl.Trainer, folder: Path) -> Any:
             file = path.with_suffix(".file")
             consolidate(path, file)
         whole = torch.load(file, map_location="cpu", weights_only=False)
-        kept = {k: whole.get(k) for k in ("global_step", "epoch", "optimizer_states", "lr_schedulers")}
+        kept = {
+            k: whole.get(k)
+            for k in ("global_step", "epoch", "optimizer_states", "lr_schedulers", "current_model_state")
+        }
         settings = {k: v for k, v in whole.get("hyper_parameters", {}).items() if not callable(v)}
         kept.update(state_dict=dict(whole["state_dict"]), hyper_parameters=settings)
         found[str(path.relative_to(folder))] = plain_values(kept)
@@ -296,12 +304,12 @@ callbacks(
 callbacks(
     "StochasticWeightAveraging with batch normalisation",
     using(lambda: cb.StochasticWeightAveraging(0.01, swa_epoch_start=1), max_epochs=3),
-    module=m.LitNormed,
+    module=m.LitBatchNorm,
     refused="measures batch normalisation anew",
     reason="use WeightAveraging",
 )
 callbacks("EMAWeightAveraging", using(lambda: cb.EMAWeightAveraging(decay=0.5)))
-callbacks("WeightAveraging, checkpoints", partial(averaging, cb.WeightAveraging), watch=saved)
+callbacks("WeightAveraging, and its checkpoints", averaged, watch=saved)
 callbacks(
     "DeviceStatsMonitor", using(lambda: cb.DeviceStatsMonitor(cpu_stats=True)), differs=frozenset({"metrics", "logged"})
 )

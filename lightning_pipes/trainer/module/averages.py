@@ -10,7 +10,9 @@ from typing import Any, TypeAlias
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import callbacks as cb
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.remote_tensors import HookScope, RemoteTensor
@@ -21,15 +23,25 @@ GatherState: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
 """Return the state dict of the whole module where a checkpoint is written, from that of this rank. Collective."""
 
 
-def check_averages(found: Iterable[pl.Callback], module: nn.Module, settings: Mapping[str, bool]) -> None:
+def check_averages(
+    found: Iterable[pl.Callback], module: nn.Module, overlaps: str | None, saves_parts: bool, is_sharded: bool
+) -> None:
     """Refuse callbacks that average weights where they can't do what they do in one process.
 
     Args:
-        settings: whether the run has each setting under which no rank can, and how to do without it.
+        overlaps: name of a schedule whose batches overlap; None for one that flushes.
+        saves_parts: whether checkpoints are written in parts.
+        is_sharded: whether `configure_model` has sharded layers.
 
     Raises:
         PipelineError: names the callback, the setting and a way out.
     """
+    settings = {
+        f"with schedule {overlaps!r}, whose stages are at other batches: use one that flushes between batches, such as "
+        "'1f1b'": overlaps is not None,
+        "with checkpoint='sharded', whose parts have one state of each layer: use checkpoint='full'": saves_parts,
+        "of layers that configure_model has sharded: leave the shards out": is_sharded,
+    }
     for callback in found:
         if not isinstance(callback, Averaging):
             continue
@@ -67,20 +79,44 @@ def _spread_average(callback: Averaging, module: pl.LightningModule, scope: Hook
     The others become the module's until something has been averaged: a rank may have drawn other weights than the
     first, before all ranks got its weights. So do those that a run before had on another rank.
     """
-    average = _averaged_module(callback)
     begins = _count_averaged(callback) == 0
     with scope.running("setup", everywhere=True):
-        for name, tensor in _named_tensors(module):
-            owner, _, last = name.rpartition(".")
-            part = average.get_submodule(owner)
-            table: dict[str, Any] = part._parameters if last in part._parameters else part._buffers
-            kind = table[last].dtype
+        for tensor, table, name in _averaged_tensors(callback, module):
+            kind = table[name].dtype
             if isinstance(tensor, RemoteTensor):
-                table[last] = copy.deepcopy(tensor.to(kind))
-            elif begins or table[last].is_meta:
-                values = tensor.detach().clone().to(kind)
-                is_parameter = isinstance(table[last], nn.Parameter)
-                table[last] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+                table[name] = copy.deepcopy(tensor.to(kind))
+            elif begins or table[name].is_meta:
+                table[name] = _with_values(table[name], tensor)
+
+
+def restore_averages(found: Iterable[pl.Callback], module: pl.LightningModule) -> None:
+    """Have each average be whole again, now that `module` is.
+
+    Training that ends gives the module its average. Where it has not, the layers of other ranks have lost theirs.
+    """
+    for callback in found:
+        if not isinstance(callback, Averaging) or callback._average_model is None:
+            continue
+        found_tensors = list(_averaged_tensors(callback, module))
+        if all(not isinstance(table[name], RemoteTensor) for _, table, name in found_tensors):
+            continue
+        own = [(t, table[name]) for t, table, name in found_tensors if not isinstance(table[name], RemoteTensor)]
+        if all(torch.equal(tensor, average.to(tensor)) for tensor, average in own):
+            for tensor, table, name in found_tensors:
+                if isinstance(table[name], RemoteTensor):
+                    table[name] = _with_values(table[name], tensor)
+        else:
+            callback._average_model = None
+            rank_zero_warn(
+                f"{type(callback).__name__}: training ended before its average went into the module, and ranks have "
+                "the average of their own layers only, so it is dropped; checkpoints from before have it"
+            )
+
+
+def _with_values(average: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `tensor` of the type and kind of `average`."""
+    values = tensor.detach().clone().to(average.dtype)
+    return nn.Parameter(values, tensor.requires_grad) if isinstance(average, nn.Parameter) else values
 
 
 def _save_whole(callback: Averaging, gather: GatherState, patches: Patches) -> None:
@@ -103,12 +139,6 @@ def _save_whole(callback: Averaging, gather: GatherState, patches: Patches) -> N
     patches.replace_method(callback, "state_dict", whole_state)
 
 
-def _averaged_module(callback: Averaging) -> nn.Module:
-    average = callback._average_model
-    assert average is not None
-    return average.module if isinstance(average, torch.optim.swa_utils.AveragedModel) else average
-
-
 def _count_averaged(callback: Averaging) -> int:
     if isinstance(callback, cb.WeightAveraging):
         assert callback._average_model is not None
@@ -116,5 +146,15 @@ def _count_averaged(callback: Averaging) -> int:
     return callback._init_n_averaged
 
 
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+def _averaged_tensors(callback: Averaging, module: nn.Module) -> Iterator[tuple[torch.Tensor, dict[str, Any], str]]:
+    """Yield each tensor of the module that is averaged, the table that has its average, and the name there."""
+    average = callback._average_model
+    assert average is not None
+    whole = isinstance(average, AveragedModel)
+    averaged = average.module if whole else average
+    named = module.named_parameters(remove_duplicate=False)
+    buffers = module.named_buffers(remove_duplicate=False) if whole else ()
+    for key, tensor in chain(named, buffers):
+        owner, _, name = key.rpartition(".")
+        part = averaged.get_submodule(owner)
+        yield tensor, part._parameters if name in part._parameters else part._buffers, name

@@ -1,0 +1,103 @@
+"""Averages of weights by Lightning's callbacks: of this rank's layers, and whole in checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch import callbacks as cb
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.module.averages import check_averages
+from tests.trainer.lit import LitOutside, data, plain_values, quiet
+from tests.trainers import make_trainer
+
+STEPS = 3  # an epoch
+KINDS: dict[str, Any] = {
+    "ema": lambda: cb.EMAWeightAveraging(decay=0.5, use_buffers=False),
+    "swa": lambda: cb.StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1),
+}
+
+
+class LitNormed(LitOutside):
+    """A layer with buffers that training changes on the first stage."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        if kind == "ema":
+            self.model[1] = nn.BatchNorm1d(6)
+
+
+def train(path: Path, kind: str, strategy: Any, devices: int, resume: Path | None, rank: int) -> dict[str, Any]:
+    quiet()
+    pl.seed_everything(3 + rank, verbose=False)  # the first rank's weights are everybody's
+    module = LitNormed(kind)
+    epochs = 2 if resume is None else 4
+    trainer = make_trainer(
+        devices=devices, strategy=strategy, precision="64-true", max_epochs=epochs, callbacks=[KINDS[kind]()]
+    )
+    pl.seed_everything(5, verbose=False)
+    batches = [DataLoader(data(), batch_size=8), DataLoader(data(13), batch_size=5)]
+    trainer.fit(module, *batches, ckpt_path=resume)
+    found = {"metrics": plain_values(dict(trainer.callback_metrics)), "state": plain_values(module.state_dict())}
+    trainer.save_checkpoint(path)
+    found["validated"] = plain_values(trainer.validate(module, batches[1], verbose=False))
+    return found
+
+
+def train_all(folder: Path, strategy: Any, devices: int, rank: int) -> dict[str, Any]:
+    found = {}
+    for kind in KINDS:
+        first = folder / f"{kind}-{devices}.ckpt"
+        strategies = [PipelineStrategy(**strategy) if isinstance(strategy, dict) else strategy for _ in range(2)]
+        found[kind] = train(first, kind, strategies[0], devices, None, rank)
+        resumed = folder / f"{kind}-1.ckpt"  # of one process
+        found[f"{kind}, resumed"] = train(
+            folder / f"{kind}-{devices}-2.ckpt", kind, strategies[1], devices, resumed, rank
+        )
+    return found
+
+
+def on_a_rank(rank: int, folder: Path) -> dict[str, Any]:
+    return train_all(folder, {"schedule": "1f1b", "microbatches": 1}, 2, rank)
+
+
+def test_two_stages_average_and_resume_as_one_process(tmp_path):
+    plain = train_all(tmp_path, "auto", 1, 0)
+    for found in run_ranks(on_a_rank, 2, tmp_path):
+        for case, values in plain.items():
+            torch.testing.assert_close(found[case], values, rtol=1e-10, atol=1e-10, msg=lambda m, c=case: f"{c}: {m}")
+    for kind in KINDS:
+        for number in ("", "-2"):
+            ours, one = (torch.load(tmp_path / f"{kind}-{n}{number}.ckpt", weights_only=False) for n in (2, 1))
+            for key in ("state_dict", "current_model_state", "averaging_state"):
+                if key in one:
+                    torch.testing.assert_close(dict(ours[key]), dict(one[key]), rtol=1e-10, atol=1e-10)
+            states = [next(v for k, v in c["callbacks"].items() if "Averag" in k) for c in (ours, one)]
+            if kind == "swa":
+                averages = [dict(state["average_model_state"]) for state in states]
+                torch.testing.assert_close(*averages, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("setting", "way_out"),
+    [
+        ({"overlaps": "pipedream"}, "use one that flushes"),
+        ({"saves_parts": True}, "use checkpoint='full'"),
+        ({"is_sharded": True}, "leave the shards out"),
+    ],
+)
+def test_averages_that_no_rank_can_keep_are_refused(setting, way_out):
+    allowed = {"overlaps": None, "saves_parts": False, "is_sharded": False}
+    check_averages([cb.WeightAveraging()], nn.Linear(1, 1), **allowed)
+    with pytest.raises(PipelineError, match=f"WeightAveraging can't .*{way_out}"):
+        check_averages([cb.WeightAveraging()], nn.Linear(1, 1), **{**allowed, **setting})
+    with pytest.raises(PipelineError, match="use WeightAveraging"):
+        check_averages([cb.StochasticWeightAveraging(0.1)], nn.BatchNorm1d(1), **allowed)
