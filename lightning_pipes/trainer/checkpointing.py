@@ -71,19 +71,19 @@ class Checkpointing:
         state: dict[str, Any] = gather_whole(cut.local_state(outside=self._ranks.grid.position == 0))
         if self.sharded:
             return state
-        self._ranks.pipeline.connect()
-        return gather_model(cut, state, self._ranks.pipeline) if self._ranks.grid.is_in_first_pipeline else {}
+        return self._gather(cut, state)
 
     def gather_average(self, cut: CutModule, local: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state dict of another module with the same keys, whose layers are spread as those of `cut`.
 
         It is whole on the first rank and empty on the others. Collective.
         """
-        self._ranks.pipeline.connect()
-        if not self._ranks.grid.is_in_first_pipeline:
-            return {}
         own = {key: local[key] for key in cut.local_state(outside=self._ranks.grid.position == 0)}
-        return checkpoints.gather_model(cut, own, self._ranks.pipeline)
+        return self._gather(cut, own)
+
+    def _gather(self, cut: CutModule, own: Mapping[str, Any]) -> dict[str, Any]:
+        self._ranks.pipeline.connect()
+        return gather_model(cut, own, self._ranks.pipeline) if self._ranks.grid.is_in_first_pipeline else {}
 
     def optimizer_state(self, optimizer: Optimizer, layout: OptimizerLayout) -> dict[str, Any]:
         """The same of an optimizer."""
