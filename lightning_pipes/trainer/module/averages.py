@@ -24,7 +24,7 @@ GatherState: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def check_averages(
-    found: Iterable[pl.Callback], module: nn.Module, overlaps: str | None, saves_parts: bool, is_sharded: bool
+    found: Iterable[pl.Callback], module: pl.LightningModule, overlaps: str | None, saves_parts: bool, is_sharded: bool
 ) -> None:
     """Refuse callbacks that average weights where they can't do what they do in one process.
 
@@ -151,7 +151,7 @@ def _averaged_tensors(callback: Averaging, module: nn.Module) -> Iterator[tuple[
     average = callback._average_model
     assert average is not None
     whole = isinstance(average, AveragedModel)
-    averaged = average.module if whole else average
+    averaged = average.get_submodule("module") if whole else average
     named = module.named_parameters(remove_duplicate=False)
     buffers = module.named_buffers(remove_duplicate=False) if whole else ()
     for key, tensor in chain(named, buffers):

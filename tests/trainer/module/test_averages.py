@@ -95,9 +95,10 @@ def test_two_stages_average_and_resume_as_one_process(tmp_path):
     ],
 )
 def test_averages_that_no_rank_can_keep_are_refused(setting, way_out):
-    allowed = {"overlaps": None, "saves_parts": False, "is_sharded": False}
-    check_averages([cb.WeightAveraging()], nn.Linear(1, 1), **allowed)
+    allowed: dict[str, Any] = {"overlaps": None, "saves_parts": False, "is_sharded": False}
+    check_averages([cb.WeightAveraging()], pl.LightningModule(), **allowed)
     with pytest.raises(PipelineError, match=f"WeightAveraging can't .*{way_out}"):
-        check_averages([cb.WeightAveraging()], nn.Linear(1, 1), **{**allowed, **setting})
+        check_averages([cb.WeightAveraging()], pl.LightningModule(), **{**allowed, **setting})
+    normed: Any = nn.BatchNorm1d(1)
     with pytest.raises(PipelineError, match="use WeightAveraging"):
-        check_averages([cb.StochasticWeightAveraging(0.1)], nn.BatchNorm1d(1), **allowed)
+        check_averages([cb.StochasticWeightAveraging(0.1)], normed, **allowed)
