@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import lightning.pytorch as pl
 import torch
@@ -28,7 +28,7 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp,
 )
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
-from lightning.pytorch.callbacks import BatchSizeFinder, ProgressBar
+from lightning.pytorch.callbacks import BatchSizeFinder, ProgressBar, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loops.utilities import _is_max_limit_reached
 from lightning.pytorch.plugins import Precision
@@ -65,6 +65,7 @@ reduce_over = _sync_ddp
 gather_over = _all_gather_ddp_if_available
 WrappingCheckpointIO = _WrappingCheckpointIO
 
+Averaging: TypeAlias = WeightAveraging | StochasticWeightAveraging
 SignalHandler = Callable[[int, FrameType | None], None]
 
 
@@ -418,3 +419,21 @@ def ignore_warnings(message: str) -> None:
     wanted = "ignore", re.compile(message, re.IGNORECASE), Warning, None, 0
     if wanted not in warnings.filters:
         warnings.filterwarnings("ignore", message=message)
+
+
+def find_average(callback: Averaging) -> nn.Module | None:
+    """Return the copy of a module in which a callback averages weights, from its `setup` on."""
+    average: nn.Module | None = callback._average_model
+    return average
+
+
+def count_averaged(callback: Averaging) -> int:
+    """Return how many times weights were averaged, in the run or before it was resumed."""
+    if isinstance(callback, StochasticWeightAveraging):
+        return callback._init_n_averaged
+    return 0 if callback._average_model is None else int(callback._average_model.n_averaged)
+
+
+def drop_average(callback: Averaging) -> None:
+    """Have a callback be as before its `setup`."""
+    callback._average_model = None

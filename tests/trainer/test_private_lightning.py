@@ -16,6 +16,7 @@ import torchmetrics
 import transformers
 from lightning.fabric.utilities import data as fabric_data
 from lightning.fabric.utilities import distributed as fabric_distributed
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops import evaluation_loop, fetchers, training_epoch_loop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -535,3 +536,16 @@ def test_what_is_shown_once_is_not_shown_again(monkeypatch: pytest.MonkeyPatch) 
             for text in ("other", "not true in a pipeline"):
                 warnings.warn(text, stacklevel=1)
     assert shown == ["other"]
+
+
+def test_average_model_and_init_n_averaged():
+    for callback in (WeightAveraging(), StochasticWeightAveraging(0.1)):
+        assert private.find_average(callback) is None
+        callback.setup(trainer(), pl.LightningModule(), "fit")
+        assert isinstance(private.find_average(callback), torch.nn.Module)
+        assert private.count_averaged(callback) == 0
+        private.drop_average(callback)
+        assert callback._average_model is None
+    state = {"n_averaged": 2, "latest_update_epoch": 1, "scheduler_state": None, "average_model_state": None}
+    callback.load_state_dict(state)
+    assert private.count_averaged(callback) == 2

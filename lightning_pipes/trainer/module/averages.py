@@ -15,10 +15,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.module.remote_tensors import HookScope, RemoteTensor
 from lightning_pipes.trainer.patches import Patches
+from lightning_pipes.trainer.private_lightning import Averaging
 
-Averaging: TypeAlias = cb.WeightAveraging | cb.StochasticWeightAveraging
 GatherState: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
 """Return the state dict of the whole module where a checkpoint is written, from that of this rank. Collective."""
 
@@ -68,7 +69,7 @@ def spread_averages(
     Each rank updates the average of its own layers. A checkpoint gets the whole average, as in one process.
     """
     for callback in found:
-        if isinstance(callback, Averaging) and callback._average_model is not None:
+        if isinstance(callback, Averaging) and private.find_average(callback) is not None:
             _spread_average(callback, module, scope)
             _save_whole(callback, gather, patches)
 
@@ -79,7 +80,7 @@ def _spread_average(callback: Averaging, module: pl.LightningModule, scope: Hook
     The others become the module's until something has been averaged: a rank may have drawn other weights than the
     first, before all ranks got its weights. So do those that a run before had on another rank.
     """
-    begins = _count_averaged(callback) == 0
+    begins = private.count_averaged(callback) == 0
     with scope.running("setup", everywhere=True):
         for tensor, table, name in _averaged_tensors(callback, module):
             kind = table[name].dtype
@@ -95,7 +96,7 @@ def restore_averages(found: Iterable[pl.Callback], module: pl.LightningModule) -
     Training that ends gives the module its average. Where it has not, the layers of other ranks have lost theirs.
     """
     for callback in found:
-        if not isinstance(callback, Averaging) or callback._average_model is None:
+        if not isinstance(callback, Averaging) or private.find_average(callback) is None:
             continue
         found_tensors = list(_averaged_tensors(callback, module))
         if all(not isinstance(table[name], RemoteTensor) for _, table, name in found_tensors):
@@ -106,7 +107,7 @@ def restore_averages(found: Iterable[pl.Callback], module: pl.LightningModule) -
                 if isinstance(table[name], RemoteTensor):
                     table[name] = _with_values(table[name], tensor)
         else:
-            callback._average_model = None
+            private.drop_average(callback)
             rank_zero_warn(
                 f"{type(callback).__name__}: training ended before its average went into the module, and ranks have "
                 "the average of their own layers only, so it is dropped; checkpoints from before have it"
@@ -139,16 +140,9 @@ def _save_whole(callback: Averaging, gather: GatherState, patches: Patches) -> N
     patches.replace_method(callback, "state_dict", whole_state)
 
 
-def _count_averaged(callback: Averaging) -> int:
-    if isinstance(callback, cb.WeightAveraging):
-        assert callback._average_model is not None
-        return int(callback._average_model.n_averaged)
-    return callback._init_n_averaged
-
-
 def _averaged_tensors(callback: Averaging, module: nn.Module) -> Iterator[tuple[torch.Tensor, dict[str, Any], str]]:
     """Yield each tensor of the module that is averaged, the table that has its average, and the name there."""
-    average = callback._average_model
+    average = private.find_average(callback)
     assert average is not None
     whole = isinstance(average, AveragedModel)
     averaged = average.get_submodule("module") if whole else average
