@@ -30,6 +30,7 @@ from lightning_pipes.testing.ranks import run_ranks, scale_timeout, watch_ranks
 from lightning_pipes.trainer.module import checks
 from lightning_pipes.trainer.module.checks import warn_about, warn_about_pieces, warn_about_small_batch
 from tests.trainer.lit import ROWS, Lit, LitOutside, data, quiet
+from tests.trainer.refused import BareExcept, OwnForward, Penalty, Twice
 from tests.trainers import make_trainer
 
 SOON = 12.0
@@ -66,11 +67,6 @@ def bad_inputs(rank: int, cases: list[tuple[type[Lit], dict[str, Any]]], ranks: 
     return messages
 
 
-class Twice(Lit):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.model(x) + self.model(-x)
-
-
 class Checkpointed(Lit):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(self.model, x, use_reentrant=False)
@@ -79,14 +75,6 @@ class Checkpointed(Lit):
 class Never(Lit):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return next(self.parameters()).sum()
-
-
-class BareExcept(Lit):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        try:
-            return self.model(x)
-        except:  # noqa: E722
-            return x
 
 
 class NoLoss(Lit):
@@ -135,22 +123,6 @@ class TwoArguments(Lit):
 class ForeignWeights(Lit):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.loss(batch) + self.model[0][0].weight.norm()
-
-
-class Penalty(Lit):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.loss(batch) + sum(p.square().sum() for p in self.parameters())
-
-
-class OwnForward(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-
-        class Special(nn.Sequential):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return super().forward(x) * 2
-
-        self.model = Special(*self.model)
 
 
 class OtherModule(Lit):

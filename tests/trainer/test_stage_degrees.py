@@ -17,7 +17,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import InputError, PlanError
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 from tests.trainer.lit import Keeper, Lit, data, differences, plain_values, quiet
-from tests.trainer.loop.test_asynchronous import ROWS, Streamed, stale
+from tests.trainer.loop.streamed import ROWS, Streamed, stale
 from tests.trainers import make_trainer
 
 DEGREES = [2, 1], [1, 2]

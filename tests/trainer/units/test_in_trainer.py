@@ -15,7 +15,7 @@ from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer import setup
 from tests.trainer.lit import Lit, data, differences, plain_values, quiet
-from tests.trainer.test_failures import BareExcept, OwnForward, Penalty, Twice
+from tests.trainer.refused import BareExcept, OwnForward, Penalty, Twice
 from tests.trainer.units.lit_zoo import ALL, draws, read_result, settings_of, train_many, train_zoo
 from tests.trainers import make_trainer
 

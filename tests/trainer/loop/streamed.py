@@ -1,0 +1,88 @@
+"""Trainings by schedules that do not flush, and the plain loop whose weights are as old as theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from tests.trainer.lit import Lit, data, plain_values
+
+BATCHES = 9  # of 4 samples, an epoch; the last one has 2
+ROWS = 4 * BATCHES - 2
+CUTS = {1: [], 2: [4], 3: [3, 6], 4: [2, 4, 6]}
+
+
+@dataclass(frozen=True)
+class Streamed:
+    schedule: str
+    ranks: int
+    microbatches: int
+    options: dict[str, Any] = field(default_factory=dict)
+    callbacks: Callable[[str], list[Any]] = lambda folder: []
+    replicas: int = 1
+
+
+def loaders(rows: int = 4) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    return DataLoader(data(ROWS), batch_size=rows), DataLoader(data(13), batch_size=5)
+
+
+def delays(case: Streamed) -> list[int]:
+    if case.schedule == "pipedream_2bw":
+        return [1] * case.ranks
+    return [-(-(case.ranks - 1 - s) // case.microbatches) for s in range(case.ranks)]
+
+
+def stale(case: Streamed, batches: int, flushes: set[int]) -> dict[str, Any]:
+    """Batch n goes through stage s with the weights after n - delay updates, but none older than the last flush.
+    `flushes` are the batches after which everything is finished."""
+    pl.seed_everything(3, verbose=False)
+    module = Lit().double()
+    optimizer, scheduler = (
+        (c := module.configure_optimizers())["optimizer"],
+        c["lr_scheduler"]["scheduler"],
+    )
+    layers = list(module.model)
+    bounds = [0, *CUTS[case.ranks], len(layers)]
+    stages = [nn.Sequential(*layers[a:b]) for a, b in pairwise(bounds)]
+    old = [[{n: p.detach().clone() for n, p in s.named_parameters()} for s in stages]]
+    losses, rates, since, stepped = [], [], 0, 0
+    given = [b for _ in range(batches) for b in loaders(4 * case.replicas)[0]][:batches]
+    an_epoch, several = -(-ROWS // (4 * case.replicas)), case.options.get("accumulate_grad_batches", 1)
+    for n, (x, y) in enumerate(given):
+        read = []
+        for s, (stage, delay) in enumerate(zip(stages, delays(case), strict=True)):
+            weights = old[max(since, n - delay)][s]
+            read.append({name: w.clone().requires_grad_() for name, w in weights.items()})
+            x = functional_call(stage, read[s], (x,))
+        loss = F.cross_entropy(x, y) / several
+        losses.append(float(loss.detach()))  # as Lightning hands it on
+        found = iter(torch.autograd.grad(loss, [w for of in read for w in of.values()]))
+        for stage in stages:
+            for p in stage.parameters():
+                new = next(found)
+                p.grad = new if p.grad is None else p.grad + new
+        in_epoch = n % an_epoch + 1
+        if in_epoch % several == 0 or in_epoch == an_epoch:
+            clip = case.options.get("gradient_clip_val")
+            if clip and "gradient_clip_algorithm" in case.options:
+                torch.nn.utils.clip_grad_value_(module.parameters(), clip)
+            for stage in stages if clip and "gradient_clip_algorithm" not in case.options else ():
+                torch.nn.utils.clip_grad_norm_(stage.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            stepped += 1
+        rates.append(optimizer.param_groups[0]["lr"])
+        old.append([{name: p.detach().clone() for name, p in s.named_parameters()} for s in stages])
+        if n + 1 in flushes:
+            since = n + 1
+    return {"losses": losses, "rates": rates, "weights": plain_values(dict(module.state_dict())), "steps": stepped}
