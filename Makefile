@@ -15,7 +15,8 @@ LIGHTNING_MAIN ?= git+https://github.com/Lightning-AI/pytorch-lightning
 PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # The tests with these arguments, and mypy beside them on the cores that they leave; either fails the recipe.
 with_types = $(PY) -m mypy >$(VENV)/mypy.txt 2>&1 & types=$$!; trap "kill $$types 2>/dev/null" EXIT; \
-	$(PYTEST) $(1); tests=$$?; wait $$types; types=$$?; trap - EXIT; cat $(VENV)/mypy.txt; [ $$tests$$types = 00 ]
+	$(PYTEST) $(1); tests=$$?; wait $$types; types=$$?; trap - EXIT; \
+	[ $$types = 0 ] || cat $(VENV)/mypy.txt; [ $$tests$$types = 00 ]
 USABLE := 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))'
 
 .DEFAULT_GOAL := help
