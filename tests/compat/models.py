@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -359,6 +361,35 @@ class LitLlama(Language):
             use_cache=False,
         )
         self.net = LlamaForCausalLM(config)
+
+
+class LitAdapter(LitLlama):
+    """Adapters of peft in layers whose own weights are frozen."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        from peft import IA3Config, LoraConfig, get_peft_model
+
+        layers = ["q_proj", "v_proj"]
+        configs = {
+            "LoRA": lambda: LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=layers),
+            "DoRA": lambda: LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=layers, use_dora=True),
+            "IA3": lambda: IA3Config(task_type="CAUSAL_LM"),
+        }
+        self.net = get_peft_model(self.net, configs[kind]())
+
+
+def adapter_saved(trainer: Any, module: Any, folder: Path) -> Any:
+    """The file of the adapter alone, which peft writes after training."""
+    from safetensors.torch import load_file
+
+    target = folder / f"adapter of {trainer.global_rank}"
+    module.net.save_pretrained(target)
+    return load_file(target / "adapter_model.safetensors")
+
+
+def no_peft() -> str:
+    return "" if find_spec("peft") else "peft is not installed"
 
 
 class LitT5(Language):

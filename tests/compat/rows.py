@@ -582,6 +582,17 @@ for name, kind, path in (
         evaluate_on=token_loader,
         reason=f'`module="{path}"`',
     )
+for name in ("LoRA", "DoRA", "IA3"):
+    model(
+        f"Hugging Face Llama with peft's {name}",
+        module=partial(models.LitAdapter, name),
+        loaders=token_loaders,
+        evaluate=True,
+        evaluate_on=token_loader,
+        then=models.adapter_saved,
+        lacks=models.no_peft,
+        slow=True,
+    )
 model(
     "Hugging Face, use_cache=True, the default of decoders",
     module=partial(models.LitGPT2, use_cache=True),
