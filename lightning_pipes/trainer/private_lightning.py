@@ -267,10 +267,17 @@ def forget_training_data(trainer: pl.Trainer) -> None:
 
 
 def on_device(trainer: pl.Trainer, batch: Any) -> Any:
-    """A training batch as training_step gets it: converted, and through the module's hooks around the transfer."""
-    module = trainer.lightning_module
-    batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
-    return trainer.strategy.batch_to_device(batch)
+    """Return a training batch as training_step gets it: converted, and through the module's hooks around the transfer.
+
+    The Trainer's profiler does not see it: the batch is a sample from before training.
+    """
+    module, profiler = trainer.lightning_module, trainer.profiler
+    trainer.profiler = PassThroughProfiler()
+    try:
+        batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
+        return trainer.strategy.batch_to_device(batch)
+    finally:
+        trainer.profiler = profiler
 
 
 def training_passes(trainer: pl.Trainer) -> list[Any]:

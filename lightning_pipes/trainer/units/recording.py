@@ -88,6 +88,10 @@ class StepRecord:
         return any(unit.writes for unit in self.units)
 
 
+_DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+"""Functions that go through the graph of other units."""
+
+
 class Recorder(TracedStep):
     """Runs a step as it is, on a whole module, and writes it down."""
 
@@ -154,6 +158,11 @@ class Recorder(TracedStep):
         return out
 
     def run_unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
+        if function in _DIFFERENTIATING:
+            raise PipelineError(
+                f"a step calls torch's {name} between its modules, and each stage has only a part of the graph from "
+                "loss to weights. Return the loss instead, or train in one process what needs gradients in its loss"
+            )
         held, before = in_checkpoint(), self._flops.total
         given = tensors_of((args, kwargs))
         for tensor in given:

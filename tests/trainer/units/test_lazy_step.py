@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.unchanged import unchanged
 from lightning_pipes.trainer.private_transformers import install_output_hooks
 from lightning_pipes.trainer.units.borders import Borders, match_starts, merge_units
@@ -265,3 +266,21 @@ def test_borders_anywhere_in_hugging_face_are_exact(name: str) -> None:
 def test_stages_of_vision_models_are_exact(name: str) -> None:
     check_cut(name, VISION[name], 3)
     check_borders(name, VISION[name], 2)
+
+
+@pytest.mark.parametrize("name", ["grad", "backward"])
+def test_gradients_within_a_step_are_refused(name):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+
+    def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        x = batch.clone().requires_grad_()
+        loss = model(x).sum()
+        if name == "backward":
+            loss.backward(retain_graph=True)
+            return loss
+        (g,) = torch.autograd.grad(loss, x, create_graph=True, allow_unused=True)
+        return loss + g.sum()
+
+    case = Case(model, torch.ones(3, 2), step)
+    with pytest.raises(PipelineError, match=f"a step calls torch's {name} between its modules"):
+        record(case)
