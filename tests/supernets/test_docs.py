@@ -30,7 +30,12 @@ def run_page(rank: int, directory: str) -> tuple[list[int], bool, float]:
 
 
 def test_the_first_lines_run(tmp_path: Path) -> None:
-    first, second = run_ranks(run_page, 2, str(tmp_path), timeout=100)
-    assert first[0] == second[0] == [6, 6]
-    assert first[1]
-    assert first[2] == second[2]
+    overlaps = False
+    for _ in range(4):  # a machine that has other work may run one process after the other for as long as a run lasts
+        first, second = run_ranks(run_page, 2, str(tmp_path), timeout=100)
+        assert first[0] == second[0] == [6, 6]
+        assert first[2] == second[2]
+        overlaps = overlaps or first[1]
+        if overlaps:
+            break
+    assert overlaps
