@@ -271,13 +271,13 @@ def on_device(trainer: pl.Trainer, batch: Any) -> Any:
 
     The Trainer's profiler does not see it: the batch is a sample from before training.
     """
-    module, profiler = trainer.lightning_module, trainer.profiler
-    trainer.profiler = PassThroughProfiler()
+    module, profiler = trainer.lightning_module, vars(trainer)["profiler"]
+    vars(trainer)["profiler"] = PassThroughProfiler()
     try:
         batch = module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch))
         return trainer.strategy.batch_to_device(batch)
     finally:
-        trainer.profiler = profiler
+        vars(trainer)["profiler"] = profiler
 
 
 def training_passes(trainer: pl.Trainer) -> list[Any]:
