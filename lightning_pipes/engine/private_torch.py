@@ -235,7 +235,7 @@ def in_checkpoint() -> bool:
 
 
 def count_python_references(tensor: Any) -> int:
-    """Return the number of Python references to a tensor, except those of this call."""
+    """Return the number of a caller's Python references to a tensor."""
     return sys.getrefcount(tensor) - _OF_CALL - (_HELD_BY_GRAPH if tensor._use_count() > 1 else 0)
 
 

@@ -197,7 +197,7 @@ class _Ends:
 
 
 def _most_of_ranks(order: list[Instruction], plan: Plan) -> ProgramStats:
-    """Return the statistics of each stage, where it has several ranks those of the rank that has most."""
+    """Return the statistics of each stage, on its rank with the most."""
     if not plan.replicas:
         return _compute_stats(order, plan)
     rows: list[list[Instruction]] = [[] for _ in range(plan.n_ranks)]

@@ -74,7 +74,7 @@ class Checkpointing:
         return self._gather(cut, state)
 
     def gather_average(self, cut: CutModule, local: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state dict of another module with the same keys, whose layers are spread as those of `cut`.
+        """Return the state dict of another module with the keys and the spread of `cut`.
 
         It is whole on the first rank and empty on the others. Collective.
         """

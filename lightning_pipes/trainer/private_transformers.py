@@ -79,7 +79,7 @@ def name_targets(module: nn.Module, name: str, keys: Sequence[str]) -> list[str]
 
 
 def copy_on_meta(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose tensors are on `meta`."""
+    """Return a copy on `meta` of a module."""
     return copy.deepcopy(module)
 
 

@@ -342,7 +342,7 @@ class UnitSetup:
 
 
 def find_refused(module: pl.LightningModule, session: Session, settings: Settings, request: RunRequest) -> list[str]:
-    """Return what a run asks for that needs one container of layers, the same on all ranks."""
+    """Return the settings of a run that need one container of layers. All ranks get the same."""
     schedule, refused = request.schedule, []
     if schedule.name not in ORDERS or request.chooses:
         name = AUTO if request.chooses else schedule.name

@@ -27,7 +27,7 @@ GatherState: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
 def check_averages(
     found: Iterable[pl.Callback], module: pl.LightningModule, overlaps: str | None, saves_parts: bool, is_sharded: bool
 ) -> None:
-    """Refuse callbacks that average weights where they can't do what they do in one process.
+    """Refuse callbacks that average weights under settings in which no rank has a whole average.
 
     Args:
         overlaps: name of a schedule whose batches overlap; None for one that flushes.

@@ -266,7 +266,7 @@ def _state_on_other_rank(key: RemoteTensor, state: Any, of: torch.Tensor) -> Any
 
 
 class OptimizersView:
-    """Shows the user's code the parameters of all ranks in optimizers, and other code those of this rank.
+    """Shows the user's code the parameters of all ranks in optimizers. Other code sees those of this rank.
 
     Args:
         scope: says which hook runs; its `view` is this object until `patches` are closed.

@@ -66,7 +66,7 @@ def check_shards(module: pl.LightningModule, mesh: DeviceMesh | None) -> None:
 
 
 def _check_columns(name: str, columns: int, shards: int) -> None:
-    """Check that shards of columns, whose inputs are shards too, are of one size, which DTensors take for granted."""
+    """Check that shards of columns with sharded inputs have one size. DTensors take that for granted."""
     if columns % shards:
         raise PipelineError(
             f"tensor_parallel={shards} does not divide axis 1 of {name}, which has {columns} entries; take a number of "

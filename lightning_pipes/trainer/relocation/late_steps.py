@@ -51,7 +51,7 @@ class DeferredSteps:
         self._steps: dict[tuple[int, int], tuple[Settings, Gradients]] = {}
 
     def add(self, batch: int, number: int, settings: Settings, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Have optimizer `number` step these parameters for a batch, beside those of other stages."""
+        """Have optimizer `number` step these parameters for a batch, too."""
         self._steps.setdefault((batch, number), (settings, {}))[1].update(gradients)
 
     def give(self, batch: int, number: int, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:

@@ -115,7 +115,7 @@ class Merging:
             if whole is None and last in (None, name):
                 break
         if whole is not None:
-            self._tell_sums_apart(path, candidates, whole)
+            self._separate_sums(path, candidates, whole)
         elif last == TOTAL and chosen == SUM and not _close(candidates[SUM], candidates[TOTAL]):
             self._warn(
                 path,
@@ -152,7 +152,7 @@ class Merging:
             self._how.setdefault(path, name)
         return candidates[name]
 
-    def _tell_sums_apart(self, path: Path, candidates: Mapping[str, Any], whole: Any) -> None:
+    def _separate_sums(self, path: Path, candidates: Mapping[str, Any], whole: Any) -> None:
         """Note whether the value of a whole batch leaves open if a sum begins anew with each batch."""
         fitting = {name for name in (SUM, TOTAL) if name in candidates and _close(candidates[name], whole)}
         if len(fitting) == 2 and (path in self.ambiguous or path not in self._how):
