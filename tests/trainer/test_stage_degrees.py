@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -15,7 +16,9 @@ from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import InputError, PlanError
+from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
+from lightning_pipes.trainer.plan.request import RunRequest
 from tests.trainer.lit import Keeper, Lit, data, differences, plain_values, quiet
 from tests.trainer.loop.streamed import ROWS, Streamed, stale
 from tests.trainers import make_trainer
@@ -144,6 +147,18 @@ def test_settings() -> None:
     ):
         with pytest.raises(InputError, match=text):
             PipelineStrategy("1f1b", **settings)  # type: ignore[arg-type]
+
+
+def test_layers_that_stay_are_warned_of() -> None:
+    sizes, warned = [4, 4, 4, 4], []
+    for name in ("1f1b", "dynpipe"):
+        request = RunRequest(make_schedule(name), 4, False, "auto")
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            request.unmeasured(sizes, 2, degrees=(2, 1))
+        warned.append([str(each.message) for each in found])
+    assert warned[0] == []
+    assert "'dynpipe' moves layers away" in warned[1][0]
 
 
 def _same(found: dict[str, Any], wanted: dict[str, Any]) -> None:

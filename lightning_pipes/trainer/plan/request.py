@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from lightning.pytorch.utilities import rank_zero_warn
+
 from lightning_pipes.cost import Deployment, ModelProfile
 from lightning_pipes.ir import InputError, PlanError, Policy, Schedule, Span, check_type
 from lightning_pipes.planning.auto import AutoPlanner
@@ -138,6 +140,11 @@ class RunRequest:
             raise PlanError(
                 f"{asked}, which needs one stage a rank, in order; schedule {self.schedule.name!r} has stages on ranks "
                 f"{tuple(where)}. Take a schedule with one stage a rank, such as '1f1b', 'kfkb' or 'dynpipe'"
+            )
+        if planner_of(self.schedule).every:
+            rank_zero_warn(
+                f"schedule {self.schedule.name!r} moves layers away from slow devices, and {asked}, where layers stay; "
+                "set data_parallel to a number to have them move"
             )
 
     def resumed(self, placement: Placement, layers: int, ranks: int) -> RunRequest:
