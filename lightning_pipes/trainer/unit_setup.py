@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 
 from lightning_pipes.engine.compute.rng import RngUse, forked_rng, seed_all
+from lightning_pipes.engine.private_torch import backward_hooks
 from lightning_pipes.ir import PipelineError, Plan, PlanError, Span
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer import private_transformers
@@ -92,6 +93,13 @@ class UnitSetup:
             raise PipelineError(
                 f"{owner}.{compiled}".rstrip(".") + " is compiled, and modules that are cut by units can't be: leave "
                 "out compile, or put the layers into one nn.Sequential and compile each by itself"
+            )
+        hooked = next((path for path, part in module.named_modules() if _has_hooked_parts(part)), None)
+        if hooked is not None:
+            raise PipelineError(
+                f"{owner}.{hooked}".rstrip(".")
+                + " has backward hooks, and where modules are cut by units its gradients "
+                "may be on several ranks; register them on modules without children"
             )
         refused = find_refused(module, session, settings, request)
         if refused:
@@ -339,6 +347,11 @@ class UnitSetup:
                 "weight of a micro-batch. PipelineStrategy(check_loss=False) leaves this comparison out"
             )
         return frozenset(wrong)
+
+
+def _has_hooked_parts(part: nn.Module) -> bool:
+    """Return whether a module has parts of its own, and backward hooks around all of them."""
+    return next(part.children(), None) is not None and bool(backward_hooks(part))
 
 
 def find_refused(module: pl.LightningModule, session: Session, settings: Settings, request: RunRequest) -> list[str]:
