@@ -98,14 +98,14 @@ def restore_averages(found: Iterable[pl.Callback], module: pl.LightningModule) -
     for callback in found:
         if not isinstance(callback, Averaging) or private.find_average(callback) is None:
             continue
-        found_tensors = list(_averaged_tensors(callback, module))
-        if all(not isinstance(table[name], RemoteTensor) for _, table, name in found_tensors):
+        remote, own = [], []
+        for tensor, table, name in _averaged_tensors(callback, module):
+            (remote if isinstance(table[name], RemoteTensor) else own).append((tensor, table, name))
+        if not remote:
             continue
-        own = [(t, table[name]) for t, table, name in found_tensors if not isinstance(table[name], RemoteTensor)]
-        if all(torch.equal(tensor, average.to(tensor)) for tensor, average in own):
-            for tensor, table, name in found_tensors:
-                if isinstance(table[name], RemoteTensor):
-                    table[name] = _with_values(table[name], tensor)
+        if all(torch.equal(tensor, table[name].to(tensor)) for tensor, table, name in own):
+            for tensor, table, name in remote:
+                table[name] = _with_values(table[name], tensor)
         else:
             private.drop_average(callback)
             rank_zero_warn(
@@ -115,9 +115,9 @@ def restore_averages(found: Iterable[pl.Callback], module: pl.LightningModule) -
 
 
 def _with_values(average: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `tensor` of the type and kind of `average`."""
+    """Return a copy of `tensor` of the type of `average`."""
     values = tensor.detach().clone().to(average.dtype)
-    return nn.Parameter(values, tensor.requires_grad) if isinstance(average, nn.Parameter) else values
+    return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
 
 
 def _save_whole(callback: Averaging, gather: GatherState, patches: Patches) -> None:

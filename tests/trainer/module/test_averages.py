@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.module.averages import check_averages
 from tests.trainer.lit import LitOutside, data, plain_values, quiet
 from tests.trainers import make_trainer
@@ -48,6 +49,11 @@ def train(path: Path, kind: str, strategy: Any, devices: int, resume: Path | Non
     trainer.fit(module, *batches, ckpt_path=resume)
     found = {"metrics": plain_values(dict(trainer.callback_metrics)), "state": plain_values(module.state_dict())}
     trainer.save_checkpoint(path)
+    average = private.find_average(next(c for c in trainer.callbacks if isinstance(c, private.Averaging)))
+    assert average is not None
+    names = [f"module.{name}" if kind == "ema" else name for name, _ in module.named_parameters()]
+    assert [name for name, _ in average.named_parameters() if name in names] == names
+    assert all(isinstance(p, nn.Parameter) for p in average.parameters())
     found["validated"] = plain_values(trainer.validate(module, batches[1], verbose=False))
     return found
 
