@@ -46,11 +46,7 @@ from lightning_pipes.trainer.module.pipelined import (
     layer_sizes,
 )
 from lightning_pipes.trainer.module.proxy import Layers
-from lightning_pipes.trainer.module.sharding import (
-    check_shards,
-    leave_spread,
-    unshard_outside,
-)
+from lightning_pipes.trainer.module.sharding import check_shards, leave_spread, unshard_outside
 from lightning_pipes.trainer.module.step_probe import check_steps_apart
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.plan.container import find_container, find_misuse, warn_about_outside

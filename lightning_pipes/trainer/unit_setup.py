@@ -29,7 +29,14 @@ from lightning_pipes.trainer.module.unchanged import unchanged
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.measuring import NotMeasuredError, Together, without_loggers
 from lightning_pipes.trainer.plan.request import RunRequest
-from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch, first_item, is_of_batches
+from lightning_pipes.trainer.plan.sample import (
+    NoSampleError,
+    batch_rows,
+    example_batch,
+    first_item,
+    is_of_batches,
+    load_batch,
+)
 from lightning_pipes.trainer.plan.settings import AUTO, PARAMETERS, Settings, names_modules
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.session import Session
@@ -229,7 +236,7 @@ class UnitSetup:
                 with forked_rng(self._ranks.device):
                     batch = self._example(data, request, stages)
                     compares = self._settings.check_loss and request.microbatches != 1
-                    larger = self._compared_batch(data) if compares else None
+                    larger = load_batch(data, COMPARED) if compares else None
             except NoSampleError as why:
                 raise NotMeasuredError(str(why)) from None
             return self._record_with(batch), None if larger is None else self._rule_out_weights(larger)
@@ -258,11 +265,6 @@ class UnitSetup:
             return first_item(data)
         rows = batch_rows(data)
         return example_batch(data, max(-(-rows // min(rows, request.microbatches or 2 * stages)), 1))
-
-    @staticmethod
-    def _compared_batch(data: Any) -> Any:
-        """Return a batch whose loss is compared with those of its parts."""
-        return first_item(data) if is_of_batches(data) else example_batch(data, min(batch_rows(data), COMPARED))
 
     def _record_with(self, batch: Any) -> StepRecord:
         module, device = self._module, self._ranks.device

@@ -31,7 +31,7 @@ from lightning_pipes.trainer.plan.measuring import (
     UnsuitableContainerError,
     without_loggers,
 )
-from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch, first_item, is_of_batches
+from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch, load_batch
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.shards import has_shards
 from lightning_pipes.trainer.step.logs import recorded
@@ -72,8 +72,7 @@ def find_misuse(
     def load() -> None:
         try:
             with forked_rng(device):
-                whole = is_of_batches(data)
-                batch = first_item(data) if whole else example_batch(data, min(ROWS, batch_rows(data)))
+                batch = load_batch(data, ROWS)
         except NoSampleError as why:
             raise NotMeasuredError(str(why)) from None
         loaded.append((batch, (rows_of(batch),)))

@@ -74,6 +74,15 @@ def first_item(loader: Any) -> Any:
     return _load(loader, 1, None)
 
 
+def load_batch(loader: Any, most: int) -> Any:
+    """Return a batch of at most `most` samples; the first item where the items of the dataset are batches.
+
+    Raises:
+        NoSampleError: there is none to be had.
+    """
+    return first_item(loader) if is_of_batches(loader) else example_batch(loader, min(most, batch_rows(loader)))
+
+
 def is_of_batches(loader: Any) -> bool:
     """Return whether the items of the dataset of a loader are whole batches."""
     return isinstance(loader, DataLoader) and loader.batch_size is None and loader.batch_sampler is None
