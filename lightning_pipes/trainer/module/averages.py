@@ -98,7 +98,8 @@ def restore_averages(found: Iterable[pl.Callback], module: pl.LightningModule) -
     for callback in found:
         if not isinstance(callback, Averaging) or private.find_average(callback) is None:
             continue
-        remote, own = [], []
+        remote: list[tuple[torch.Tensor, dict[str, Any], str]] = []
+        own: list[tuple[torch.Tensor, dict[str, Any], str]] = []
         for tensor, table, name in _averaged_tensors(callback, module):
             (remote if isinstance(table[name], RemoteTensor) else own).append((tensor, table, name))
         if not remote:
