@@ -2,12 +2,11 @@
 
 from lightning_pipes.cost.cluster import Cluster, Device
 from lightning_pipes.cost.deployment import Deployment
-from lightning_pipes.cost.layer import LayerProfile
+from lightning_pipes.cost.layer import LayerProfile, Table
 from lightning_pipes.cost.links import FREE, Link, Regime
 from lightning_pipes.cost.measurement import RecordedTimeline
 from lightning_pipes.cost.model import CostModel, Costs
 from lightning_pipes.cost.profile import ModelProfile
-from lightning_pipes.cost.table import Table
 
 __all__ = [
     "FREE",

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from lightning_pipes.cost.lookup import lookup_name
 from lightning_pipes.ir import InputError, Kind, Plan, check_fields
+from lightning_pipes.ir.checks import lookup_name
 
 LONGEST = 1e9
 """The longest time in seconds, thirty years. Sums of many such times must fit 64 bits of nanoseconds."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from statistics import fmean, median
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from lightning_pipes.cost.table import Table, at_rows
+from lightning_pipes.cost.layer import Table, at_rows
 from lightning_pipes.ir import (
     COMPUTE,
     RECEIVES,

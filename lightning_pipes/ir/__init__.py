@@ -15,7 +15,6 @@ from lightning_pipes.ir.checks import (
     check_type,
     short_repr,
 )
-from lightning_pipes.ir.deadlock import deadlock_error, draw_grid
 from lightning_pipes.ir.dependencies import DependencyTracker, needs
 from lightning_pipes.ir.instruction import (
     COMPUTE,
@@ -35,16 +34,17 @@ from lightning_pipes.ir.instruction import (
     send_of,
     target_stage,
 )
-from lightning_pipes.ir.lowering import batch_instructions, lower
-from lightning_pipes.ir.passes import (
+from lightning_pipes.ir.lowering import (
     Concat,
     CostKey,
     Pass,
+    batch_instructions,
     cost_classes,
     cost_key,
     count_concatenated,
     graph_spans,
     layer_passes,
+    lower,
 )
 from lightning_pipes.ir.plan import MAX_FORWARDS, MAX_MICROBATCHES, MAX_STAGES, Cut, Plan
 from lightning_pipes.ir.program import Program
@@ -65,7 +65,7 @@ from lightning_pipes.ir.schedule import (
     ready_key,
 )
 from lightning_pipes.ir.stream import Delayed, LayerUse, LayerVersion, Ledger, Transfer, Waits, unroll_stream
-from lightning_pipes.ir.verify import ProgramStats, verify
+from lightning_pipes.ir.verify import ProgramStats, deadlock_error, draw_grid, verify
 
 __all__ = [
     "COMPUTE",

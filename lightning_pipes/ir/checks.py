@@ -6,6 +6,7 @@ should fail, and True counts as 1.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import fields
@@ -241,3 +242,18 @@ def _read_mapping(what: str, value: Any, hint: Any) -> tuple[Any, str]:
         changed |= found is not each
         made[key] = found
     return (made if changed else value), ""
+
+
+def lookup_name(things: Mapping[str, _T], name: str, what: str) -> _T:
+    """Return the entry `name`; capitals do not matter.
+
+    Raises:
+        InputError: there is none; lists all names, and suggests a close one.
+    """
+    check_type(what, name, str)
+    folded = {each.casefold(): each for each in things}
+    if name.casefold() in folded:
+        return things[folded[name.casefold()]]
+    close = difflib.get_close_matches(name.casefold(), folded, n=1)
+    hint = f"; did you mean {folded[close[0]]!r}?" if close else "."
+    raise InputError(f"there is no {what} called {short_repr(name)}{hint} There is: {', '.join(things)}")

@@ -23,9 +23,9 @@ from lightning_pipes.ir import (
 from lightning_pipes.sim.loops.dispatch import run_policy
 from lightning_pipes.sim.loops.memory import Bytes, Limit, rank_peaks
 from lightning_pipes.sim.loops.operations import Operations, Prices, Timed, priced_by
+from lightning_pipes.sim.loops.queues import open_queues
 from lightning_pipes.sim.loops.static import compile_program, ends_under, run
 from lightning_pipes.sim.loops.tables import Array
-from lightning_pipes.sim.loops.window import open_queues
 from lightning_pipes.sim.timeline import Event, Timeline
 
 

@@ -18,9 +18,9 @@ from lightning_pipes.ir import InputError, Instruction, Plan, Policy, Program, c
 from lightning_pipes.sim.loops.dispatch import run_policy
 from lightning_pipes.sim.loops.memory import Bytes
 from lightning_pipes.sim.loops.operations import Prices
+from lightning_pipes.sim.loops.queues import open_queues
 from lightning_pipes.sim.loops.static import compile_program, ends_under, run
 from lightning_pipes.sim.loops.tables import Array
-from lightning_pipes.sim.loops.window import open_queues
 from lightning_pipes.sim.simulator import check_order
 
 SLOW = 0.95

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pipes.cost import LayerProfile
-from lightning_pipes.cost.table import at_rows
+from lightning_pipes.cost.layer import at_rows
 from lightning_pipes.engine import Engine, FailureWatch, Item, Stage, make_transport
 from lightning_pipes.ir import Plan, Policy, Program, Span
 from lightning_pipes.sim.timeline import Event

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.cost.lookup import lookup_name
 from lightning_pipes.ir import STEP, B, Cut, F, Instruction, Kind, Plan, Program, check_count, check_fields
+from lightning_pipes.ir.checks import lookup_name
 from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, ArraySolution, problem_from_plan
 from lightning_pipes.strategies.jap.solvers.proof import prove_order, require_ortools
 from lightning_pipes.strategies.jap.solvers.rules import RULES

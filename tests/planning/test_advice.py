@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipes.cost import Link
-from lightning_pipes.cost.table import at_rows
+from lightning_pipes.cost.layer import at_rows
 from lightning_pipes.ir import Cut, Kind
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.advice import advise_run

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_pipes.cost import CostModel, Costs, Table
-from lightning_pipes.cost.lookup import lookup_name
 from lightning_pipes.ir import Cut, InputError, Instruction, Kind, Plan, check_count
+from lightning_pipes.ir.checks import lookup_name
 from lightning_pipes.planning.switching import Switching
 from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, problem_from_plan
 

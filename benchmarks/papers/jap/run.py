@@ -28,7 +28,7 @@ from benchmarks.papers.jap.peers import Single, by_torch, data_parallel, side_by
 from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.arrays.arrivals import order_first_batches
 from lightning_pipes.cost import CostModel, LayerProfile, ModelProfile
-from lightning_pipes.cost.table import Table
+from lightning_pipes.cost.layer import Table
 from lightning_pipes.engine.allocator import describe_allocator
 from lightning_pipes.engine.compute.profiler import profile_layers
 from lightning_pipes.ir import B, Cut, F, Kind, Plan, Span

@@ -19,8 +19,7 @@ from benchmarks.papers.jap.jobs import KINDS, Footprint, array_size, batch_sizes
 from benchmarks.papers.jap.single import OneJob, Spent, bpipe, spent_in
 from lightning_pipes.cost import Cluster, CostModel, Link
 from lightning_pipes.cost import Costs as AllCosts
-from lightning_pipes.cost.layer import sum_tables
-from lightning_pipes.cost.table import Table, at_rows
+from lightning_pipes.cost.layer import Table, at_rows, sum_tables
 from lightning_pipes.cost.zoo import named_profile
 from lightning_pipes.ir import STEP, B, Cut, F, Instruction, Kind, Plan, Program, Schedule, Span, even_spans
 from lightning_pipes.ir.program import Rows

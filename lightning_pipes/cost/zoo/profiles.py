@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_pipes.cost.layer import LayerProfile, sum_tables
-from lightning_pipes.cost.lookup import lookup_name
+from lightning_pipes.cost.layer import LayerProfile, Table, sum_tables
 from lightning_pipes.cost.profile import ModelProfile
-from lightning_pipes.cost.table import Table
 from lightning_pipes.cost.zoo.models import named_model
 from lightning_pipes.cost.zoo.shapes import FLOAT32, LayerShape, Operation
 from lightning_pipes.ir import InputError, check_type, short_repr
+from lightning_pipes.ir.checks import lookup_name
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -11,8 +11,7 @@ from typing import Protocol
 
 from lightning_pipes.cost.units import bytes_text, seconds_text
 from lightning_pipes.ir import Kind
-from lightning_pipes.sim.page.charts import charts
-from lightning_pipes.sim.page.picture import SENT, picture_json, timelines
+from lightning_pipes.sim.page.charts import SENT, charts, picture_json, timelines
 from lightning_pipes.sim.shown.compare import BottleneckRank
 from lightning_pipes.sim.shown.memory_use import MEASURED, estimate_alternatives
 from lightning_pipes.sim.shown.record import RunRecord

@@ -2,21 +2,243 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from lightning_pipes.cost import CostModel, ModelProfile
-from lightning_pipes.cost.json_files import check_json_fields
-from lightning_pipes.cost.links import LONGEST
+from lightning_pipes.cost import CostModel, Link, ModelProfile, Table
+from lightning_pipes.cost.json_files import check_json_fields, read_object
+from lightning_pipes.cost.links import LONGEST, regime_named
 from lightning_pipes.cost.units import seconds_text
-from lightning_pipes.ir import InputError, Kind, Plan, PlanError, check_count, check_fields, check_number, short_repr
+from lightning_pipes.ir import (
+    RECEIVES,
+    Cut,
+    InputError,
+    Instruction,
+    Kind,
+    Plan,
+    PlanError,
+    Span,
+    check_count,
+    check_fields,
+    check_number,
+    check_type,
+    short_repr,
+)
 from lightning_pipes.ir.checks import field_types
 from lightning_pipes.sim.shown.memory_use import describe_peaks, estimate_alternatives
-from lightning_pipes.sim.shown.saved import costs_data, costs_of, read_json, timeline_data, timeline_of, write_json
 from lightning_pipes.sim.shown.training_record import Curves, curves_of
-from lightning_pipes.sim.timeline import Timeline
+from lightning_pipes.sim.timeline import Event, Timeline
+
+FORMAT = 1
+"""Of files with timelines in them; raised when a reader of an older one would misread it."""
+
+
+def save_timeline(timeline: Timeline, path: str | Path) -> None:
+    """Writes JSON, from which `load_timeline` makes an equal timeline."""
+    write_json({"timeline": timeline_data(timeline)}, path)
+
+
+def load_timeline(path: str | Path) -> Timeline:
+    """The timeline that `save_timeline` wrote.
+
+    Raises:
+        InputError: the file holds no timeline, or is of a format that this version does not read.
+    """
+    return timeline_of(read_json(path, "timeline")["timeline"])
+
+
+def write_json(data: Mapping[str, Any], path: str | Path) -> None:
+    """Writes `data` with the number of the format."""
+    Path(path).write_text(json.dumps({"format": FORMAT, **data}, separators=(",", ":")), encoding="utf-8")
+
+
+def read_json(path: str | Path, *keys: str) -> dict[str, Any]:
+    """The record that `write_json` wrote.
+
+    Raises:
+        InputError: it is not JSON, lacks one of `keys`, or is of another format.
+    """
+    found = read_object(path)
+    lacking = [key for key in ("format", *keys) if key not in found]
+    if lacking:
+        raise InputError(f"{path} is not what a report is saved in: it has no {' and no '.join(map(repr, lacking))}")
+    if found["format"] != FORMAT:
+        raise InputError(f"{path} has format {short_repr(found['format'])}, this version reads {FORMAT}; run again")
+    return found
+
+
+def timeline_data(timeline: Timeline) -> dict[str, Any]:
+    """A row of numbers an event, and the plan."""
+    return {
+        "name": timeline.name,
+        "attributes": dict(timeline.attributes),
+        "peak_bytes": list(timeline.peak_bytes),
+        "regimes": None if timeline.regimes is None else list(timeline.regimes),
+        "plan": plan_data(timeline.plan),
+        "events": [[rank, *_instruction_data(i), start, end] for rank, i, start, end in timeline.events],
+    }
+
+
+def timeline_of(data: object, what: str = "timeline") -> Timeline:
+    """The timeline of `timeline_data`; errors call it `what`.
+
+    Raises:
+        InputError: it is something else, or damaged.
+    """
+    kinds = {"name": str, "attributes": dict[str, str], "peak_bytes": tuple[int, ...], "plan": Any, "events": list[Any]}
+    kinds |= {"regimes": Any}
+    found = check_json_fields(what, data, kinds, optional=["regimes"])  # older versions wrote none
+    regimes = check_type(f"{what}.regimes", found.get("regimes"), tuple[str, ...] | None)
+    found["regimes"] = None if regimes is None else tuple(map(regime_named, regimes))
+    plan = plan_of(found["plan"], f"{what}.plan")
+    events = tuple(_event(f"{what}.events[{n}]", row, plan) for n, row in enumerate(found["events"]))
+    if len(found["peak_bytes"]) not in (0, plan.n_ranks):
+        raise InputError(f"{what}.peak_bytes is of {len(found['peak_bytes'])} ranks, the plan has {plan.n_ranks}")
+    return Timeline(events, plan, found["peak_bytes"], found["name"], found["attributes"], found["regimes"])
+
+
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """Every field; spans that many stages share are listed once."""
+    tables: dict[tuple[Span, ...], int] = {}
+
+    def number(spans: tuple[Span, ...]) -> int:
+        return tables.setdefault(spans, len(tables))
+
+    found = {f.name: getattr(plan, f.name) for f in fields(plan)}
+    found["jobs"] = [
+        {"rows": cut.rows} | {name: [number(spans) for spans in getattr(cut, name)] for name in _TABLES}
+        for cut in plan.jobs
+    ]
+    found["after"] = [
+        [_instruction_data(i), [_instruction_data(n) for n in before]] for i, before in plan.after.items()
+    ]
+    return {**found, "spans": list(tables)}
+
+
+def plan_of(data: object, what: str = "plan") -> Plan:
+    """The plan of `plan_data`; errors call it `what`.
+
+    Raises:
+        InputError: it is something else, or damaged.
+    """
+    pairs = tuple[tuple[int, int], ...]
+    kinds = {**field_types(Plan), "jobs": list[Any], "layers": pairs, "after": list[list[Any]], "spans": list[pairs]}
+    found = check_json_fields(what, data, kinds, optional=["whole_forward"])  # older versions wrote none
+    tables = [tuple(Span(*span) for span in spans) for spans in found.pop("spans")]
+    found["jobs"] = tuple(_cut(f"{what}.jobs[{n}]", job, tables) for n, job in enumerate(found["jobs"]))
+    found["layers"] = tuple(Span(*span) for span in found["layers"])
+    found["after"] = dict(_waits(f"{what}.after[{n}]", row) for n, row in enumerate(found["after"]))
+    return Plan(**found)
+
+
+def costs_data(costs: CostModel) -> dict[str, Any]:
+    """Every field; what is listed by a pair becomes rows."""
+    found = {f.name: getattr(costs, f.name) for f in fields(costs)}
+    found["seconds"] = [[kind.value, stage, table] for (kind, stage), table in costs.seconds.items()]
+    found["links"] = [[*pair, *astuple(link)] for pair, link in costs.links.items()]
+    found["link"] = astuple(costs.link)
+    found["each"] = [[*_instruction_data(i), seconds] for i, seconds in costs.each.items()]
+    found["scatter"] = [[kind.value, stage, list(ratios)] for (kind, stage), ratios in costs.scatter.items()]
+    return found
+
+
+def costs_of(data: object, what: str = "costs") -> CostModel:
+    """The cost model of `costs_data`; errors call it `what`.
+
+    Raises:
+        InputError: it is something else, or damaged.
+    """
+    rows = list[list[Any]]
+    kinds = {**field_types(CostModel), "seconds": list[tuple[str, int, Table]], "links": rows, "link": list[Any]}
+    kinds |= {"each": rows, "scatter": list[tuple[str, int, tuple[float, ...]]]}
+    found = check_json_fields(what, data, kinds, optional=["regime", "each", "scatter"])  # older versions wrote none
+    found["seconds"] = {(_kind(f"{what}.seconds", kind), stage): table for kind, stage, table in found["seconds"]}
+    found["links"] = dict(_between(f"{what}.links[{n}]", row) for n, row in enumerate(found["links"]))
+    found["link"] = _link(f"{what}.link", found["link"])
+    found["each"] = dict(_single(f"{what}.each[{n}]", row) for n, row in enumerate(found.get("each", ())))
+    found["scatter"] = {
+        (_kind(f"{what}.scatter", kind), stage): ratios for kind, stage, ratios in found.get("scatter", ())
+    }
+    return CostModel(**found)
+
+
+_TABLES = ("forward", "backward", "forward_links", "backward_links")
+
+
+def _instruction_data(i: Instruction) -> list[Any]:
+    return [i.kind.value, i.stage, i.job, i.batch, *i.span]
+
+
+def _instruction(where: str, data: object) -> Instruction:
+    if not isinstance(data, list) or len(data) != 6 or not all(type(each) is int for each in data[1:]):
+        raise InputError(
+            f"{where} needs a kind, stage, job, batch, and the first and last sample, got {short_repr(data)}"
+        )
+    kind, stage, job, batch, start, stop = data
+    if min(stage, job, batch, start) < 0 or stop < start:
+        raise InputError(f"{where} counts stages, jobs, batches and samples from 0, got {short_repr(data)}")
+    return Instruction(_kind(where, kind), stage, job, batch, Span(start, stop))
+
+
+def _kind(where: str, name: object) -> Kind:
+    if not isinstance(name, str) or name not in Kind.__members__:
+        raise InputError(f"{where}: there is no instruction {short_repr(name)}; there is {', '.join(Kind)}")
+    return Kind(name)
+
+
+def _event(where: str, row: object, plan: Plan) -> Event:
+    if not isinstance(row, list) or len(row) != 9 or not all(type(row[n]) is int for n in (0, 7, 8)):
+        raise InputError(f"{where} needs a rank, an instruction, its start and its end, got {short_repr(row)}")
+    rank, *data, start, end = row
+    i = _instruction(where, data)
+    if i.stage >= plan.n_stages or i.job >= len(plan.jobs) or plan.rank_of(i) != rank:
+        raise InputError(f"{where}: the plan has no stage {i.stage} of job {i.job} on rank {short_repr(rank)}")
+    if (
+        i.kind in RECEIVES
+        or (i.kind is Kind.SF and i.stage == plan.n_stages - 1)
+        or (i.kind is Kind.SB and not i.stage)
+    ):
+        raise InputError(f"{where}: {i} is no transfer that the plan has")
+    if not 0 <= start <= end < LONGEST * 1e9:
+        raise InputError(
+            f"{where} ends before it starts, or times are out of range: {short_repr(start)} to {short_repr(end)} ns"
+        )
+    return Event(rank, i, start, end)
+
+
+def _cut(where: str, job: object, tables: Sequence[tuple[Span, ...]]) -> Cut:
+    found = check_json_fields(where, job, {"rows": int, **dict.fromkeys(_TABLES, tuple[int, ...])})
+    for name in _TABLES:
+        if not all(0 <= number < len(tables) for number in found[name]):
+            raise InputError(
+                f"{where}.{name} names one of {len(tables)} tables of spans, got {short_repr(found[name])}"
+            )
+    return Cut(found["rows"], *(tuple(tables[number] for number in found[name]) for name in _TABLES))
+
+
+def _waits(where: str, row: Sequence[Any]) -> tuple[Instruction, tuple[Instruction, ...]]:
+    if len(row) != 2 or not isinstance(row[1], list):
+        raise InputError(f"{where} needs an instruction and what it waits for, got {short_repr(row)}")
+    return _instruction(where, row[0]), tuple(_instruction(where, each) for each in row[1])
+
+
+def _between(where: str, row: Sequence[Any]) -> tuple[tuple[int, int], Link]:
+    pair = check_type(where, list(row[:2]), tuple[int, int])
+    return pair, _link(where, row[2:])
+
+
+def _single(where: str, row: Sequence[Any]) -> tuple[Instruction, float]:
+    return _instruction(where, list(row[:-1])), check_number(f"{where}, seconds,", row[-1] if row else None)
+
+
+def _link(where: str, values: Sequence[Any]) -> Link:
+    if len(values) > len(fields(Link)):
+        raise InputError(f"{where}: a link has {len(fields(Link))} values, got {short_repr(values)}")
+    return Link(*values)
+
 
 FILE = "run.json"
 """Its name in the directory of a run."""

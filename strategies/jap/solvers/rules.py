@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_pipes.cost.lookup import lookup_name
+from lightning_pipes.ir.checks import lookup_name
 from lightning_pipes.sim.loops.jit import Kernel
 from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, ArraySolution
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound

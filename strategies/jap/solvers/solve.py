@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from lightning_pipes.cost.lookup import lookup_name
+from lightning_pipes.ir.checks import lookup_name
 from lightning_pipes.strategies.jap.problem import ArrayProblem, ArraySolution
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
 from lightning_pipes.strategies.jap.solvers.genetic import evolve_orders

@@ -8,8 +8,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pipes.cost import Cluster
-from lightning_pipes.cost.layer import per_row
-from lightning_pipes.cost.table import at_rows
+from lightning_pipes.cost.layer import at_rows, per_row
 from lightning_pipes.cost.zoo import MODELS, named_model, named_profile
 from lightning_pipes.cost.zoo.profiles import CHIPS
 from lightning_pipes.ir import Kind, Plan, PlanError

@@ -9,7 +9,20 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from lightning_pipes.cost.zoo import blocks, named_model
+from lightning_pipes.cost.zoo import named_model
+from lightning_pipes.cost.zoo.models import (
+    bert_heads,
+    bottleneck_block,
+    classifier_head,
+    conv_block,
+    pixel_scores,
+    resnet_stem,
+    token_embedding,
+    transformer_block,
+    unet_down,
+    unet_up,
+    vocabulary_head,
+)
 from lightning_pipes.cost.zoo.shapes import INT64, LayerShape, ShapeTape, SymbolicTensor, record_layers
 from lightning_pipes.engine.compute.profiler import profile_layers
 from lightning_pipes.ir import PlanError
@@ -63,10 +76,10 @@ SMALL = {
     "GPT-2": (
         TEXT,
         [
-            ("tokens", blocks.token_embedding(VOCABULARY, WIDTH)),
-            ("block", blocks.transformer_block(WIDTH, HEADS, causal=True)),
-            ("block", blocks.transformer_block(WIDTH, HEADS, causal=True, feed_forward=2)),
-            ("head", blocks.vocabulary_head(VOCABULARY, copied=False)),
+            ("tokens", token_embedding(VOCABULARY, WIDTH)),
+            ("block", transformer_block(WIDTH, HEADS, causal=True)),
+            ("block", transformer_block(WIDTH, HEADS, causal=True, feed_forward=2)),
+            ("head", vocabulary_head(VOCABULARY, copied=False)),
         ],
         lambda: [
             ours.Tokens(VOCABULARY, WIDTH, TOKENS),
@@ -78,9 +91,9 @@ SMALL = {
     "GPT-1 with dropout": (
         TEXT,
         [
-            ("tokens", blocks.token_embedding(VOCABULARY, WIDTH, dropout=0.1)),
-            *[("block", blocks.transformer_block(WIDTH, HEADS, causal=True, norm_first=False, dropout=0.1))] * 2,
-            ("head", blocks.vocabulary_head(VOCABULARY, copied=False, norm=False)),
+            ("tokens", token_embedding(VOCABULARY, WIDTH, dropout=0.1)),
+            *[("block", transformer_block(WIDTH, HEADS, causal=True, norm_first=False, dropout=0.1))] * 2,
+            ("head", vocabulary_head(VOCABULARY, copied=False, norm=False)),
         ],
         lambda: [
             ours.Tokens(VOCABULARY, WIDTH, TOKENS, p=0.1),
@@ -91,9 +104,9 @@ SMALL = {
     "BERT": (
         TEXT,
         [
-            ("tokens", blocks.token_embedding(VOCABULARY, WIDTH, kinds=2, norm=True)),
-            *[("block", blocks.transformer_block(WIDTH, HEADS, causal=False, norm_first=False, fused=False))] * 2,
-            ("heads", blocks.bert_heads(VOCABULARY, copied=False)),
+            ("tokens", token_embedding(VOCABULARY, WIDTH, kinds=2, norm=True)),
+            *[("block", transformer_block(WIDTH, HEADS, causal=False, norm_first=False, fused=False))] * 2,
+            ("heads", bert_heads(VOCABULARY, copied=False)),
         ],
         lambda: [
             ours.Tokens(VOCABULARY, WIDTH, TOKENS, kinds=2, norm=True),
@@ -104,9 +117,9 @@ SMALL = {
     "VGG": (
         IMAGE,
         [
-            ("convolution", blocks.conv_block(16)),
-            ("convolution", blocks.conv_block(24, norm=True, pool=True)),
-            ("classifier", blocks.classifier_head(40, 10, pooled=2, dropout=0.5)),
+            ("convolution", conv_block(16)),
+            ("convolution", conv_block(24, norm=True, pool=True)),
+            ("classifier", classifier_head(40, 10, pooled=2, dropout=0.5)),
         ],
         lambda: [
             ours.conv_block(3, 16),
@@ -117,11 +130,11 @@ SMALL = {
     "ResNet": (
         IMAGE,
         [
-            ("stem", blocks.resnet_stem()),
-            ("block", blocks.bottleneck_block(16)),
-            ("block", blocks.bottleneck_block(32, stride=2)),
-            ("block", blocks.bottleneck_block(32)),
-            ("classifier", blocks.classifier_head(10, pooled=1)),
+            ("stem", resnet_stem()),
+            ("block", bottleneck_block(16)),
+            ("block", bottleneck_block(32, stride=2)),
+            ("block", bottleneck_block(32)),
+            ("classifier", classifier_head(10, pooled=1)),
         ],
         lambda: [
             ours.resnet_stem(),
@@ -134,12 +147,12 @@ SMALL = {
     "U-Net": (
         IMAGE,
         [
-            ("down", blocks.unet_down(8, pool=False)),
-            ("down", blocks.unet_down(16)),
-            ("down", blocks.unet_down(32)),
-            ("up", blocks.unet_up(16)),
-            ("up", blocks.unet_up(8)),
-            ("scores", blocks.pixel_scores(2)),
+            ("down", unet_down(8, pool=False)),
+            ("down", unet_down(16)),
+            ("down", unet_down(32)),
+            ("up", unet_up(16)),
+            ("up", unet_up(8)),
+            ("scores", pixel_scores(2)),
         ],
         lambda: ours.unet((8, 16)),
     ),
@@ -209,8 +222,8 @@ def test_half_the_bytes_where_numbers_are_half_as_wide():
 
 def test_layers_that_do_not_fit():
     with pytest.raises(PlanError, match="its input is too small"):
-        record_layers([("convolution", blocks.conv_block(4, pool=True))] * 6, IMAGE, ShapeTape(4))
+        record_layers([("convolution", conv_block(4, pool=True))] * 6, IMAGE, ShapeTape(4))
     with pytest.raises(PlanError, match="this layer takes one tensor, got 2"):
-        record_layers([("down", blocks.unet_down(4)), ("convolution", blocks.conv_block(4))], IMAGE, ShapeTape(4))
+        record_layers([("down", unet_down(4)), ("convolution", conv_block(4))], IMAGE, ShapeTape(4))
     with pytest.raises(PlanError, match="needs the outputs of a step down"):
-        record_layers([("up", blocks.unet_up(4))], IMAGE, ShapeTape(4))
+        record_layers([("up", unet_up(4))], IMAGE, ShapeTape(4))

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
 
 import pytest
 
-from lightning_pipes.ir import PlanError
+from lightning_pipes.cost import CostModel, Link
+from lightning_pipes.ir import F, Kind, Plan, PlanError, Span
 from lightning_pipes.sim import simulate
-from lightning_pipes.sim.shown.record import FILE, RunRecord
+from lightning_pipes.sim.shown.record import (
+    FILE,
+    RunRecord,
+    costs_data,
+    costs_of,
+    load_timeline,
+    plan_data,
+    plan_of,
+    save_timeline,
+)
+from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.interleaved import Interleaved
+from lightning_pipes.strategies.one_f_one_b import OneFOneB
+from lightning_pipes.testing.generators import random_costs, random_plan, tiny_plan, uniform
 from lightning_pipes.testing.records import record_of
 
 
@@ -52,3 +67,86 @@ def test_settings_that_are_no_plain_values_are_named(tmp_path):
     record = replace(record_of([1, 1], 2, 2), schedule="mine", settings={"order": (1, (2,)), "k": 2, "by": {3}})
     record.save(tmp_path / FILE)
     assert RunRecord.load(tmp_path).settings == {"order": (1, (2,)), "k": 2, "by": "{3}"}
+
+
+def through_json(data):
+    return json.loads(json.dumps(data))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_plans_come_back(seed):
+    plan = random_plan(seed)
+    orders = GPipe().program(replace(plan))
+    first, *others = orders.head[0]
+    plan = replace(
+        plan, after=dict.fromkeys(others, (first,)), versions=(2,) * plan.n_stages, limits=(5,) * plan.n_stages
+    )
+    again = plan_of(through_json(plan_data(plan)))
+    assert again == plan
+    assert again.after == plan.after
+    assert again.spans(Kind.F, 0)[0].rows == plan.spans(Kind.F, 0)[0].rows  # spans, not just pairs
+
+
+def test_layers_come_back_as_spans():
+    plan = Plan.even(2, 3, layers=[Span(0, 4), Span(4, 5)], recompute=[True, False])
+    again = plan_of(through_json(plan_data(plan)))
+    assert again == plan
+    assert again.layers[0].rows == 4
+
+
+def test_spans_are_listed_once():
+    small, large = (len(json.dumps(plan_data(Plan.even(stages, 64)))) for stages in (2, 64))
+    assert large < 3 * small
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_timelines_come_back(seed, tmp_path):
+    plan = random_plan(seed)
+    timeline = replace(simulate(GPipe().program(plan), plan, random_costs(plan, seed)), attributes={"a": "b"})
+    save_timeline(timeline, tmp_path / "x.json")
+    again = load_timeline(tmp_path / "x.json")
+    assert again == timeline
+    assert (again.bubble, again.link_busy, again.program()) == (timeline.bubble, timeline.link_busy, timeline.program())
+
+
+def test_costs_come_back():
+    plan, costs = uniform(3, 4, f=2, b=3, link=1, latency=7, activation_bytes=11)
+    costs = replace(
+        costs,
+        links={(0, 1): Link(1e9, 1e-6, burst=1e6, peak=2e9, max_in_flight=4, wire="card"), (1, 0): Link(math.inf)},
+        forward_bytes=(1.5, 2.5),
+    )
+    again = costs_of(through_json(costs_data(costs)))
+    assert again == costs
+    assert (again.seconds, again.links) == (costs.seconds, costs.links)
+    order = OneFOneB().program(plan)
+    assert simulate(order, plan, again).events == simulate(order, plan, costs).events
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "can't be read"),
+        ("[1]", r"holds \[1\], and should hold an object"),
+        ('{"format": 1}', "it has no 'timeline'"),
+        ('{"format": 99, "timeline": {}}', "has format 99, this version reads 1; run again"),
+    ],
+)
+def test_other_files_are_refused(text, said, tmp_path):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(PlanError, match=said):
+        load_timeline(tmp_path / "x.json")
+
+
+def test_regime_single_operations_and_scatter(tmp_path):
+    plan = tiny_plan(2, 2)
+    costs = CostModel.uniform(2, 1e-3, 2e-3, message_bytes=9, link=Link(1e4, blocking=True), regime="shared")
+    costs = replace(costs, each={F(1, plan.spans(Kind.F, 1)[0]): 0.25}, scatter={(Kind.B, 0): (1.0, 1.5)})
+    assert costs_of(json.loads(json.dumps(costs_data(costs)))) == costs
+    timeline = simulate(GPipe().program(plan), plan, costs)
+    save_timeline(timeline, tmp_path / "t.json")
+    assert load_timeline(tmp_path / "t.json") == timeline
+    older = costs_data(CostModel.uniform(2, 1e-3, 2e-3))
+    for name in ("regime", "each", "scatter"):
+        del older[name]
+    assert costs_of(json.loads(json.dumps(older))) == CostModel.uniform(2, 1e-3, 2e-3)
