@@ -66,8 +66,9 @@ class JobArray(Generic[T]):
             no more than are of use.
         progress: whether to show on rank 0 how far the siblings are; by default where standard error is a terminal.
         memory: lets weights and optimizers of more siblings take part than the device has room for.
-        rounds: says in which order a batch of every sibling is computed, whole, one stage a rank; nobody's next batch
-            begins before all are over, as in the paper. For comparison: without, siblings go on as soon as they can.
+        rounds: says in which order a batch of every sibling is computed, whole, one stage a rank, by the measured times
+            of the stages; nobody's next batch begins before all are over, as in the paper. Rank 0 asks it for all
+            ranks. For comparison: without, siblings go on as soon as they can.
 
     Attributes:
         size: siblings at a time, as far as it is decided.
@@ -99,6 +100,7 @@ class JobArray(Generic[T]):
             raise InputError("an array in rounds keeps all siblings on the device; leave out memory, or rounds")
         self.size = 1 if decides else check_count("size", size, "; or size='auto'")
         self._rounds: Rounds[Sibling[T]] | None = None if rounds is None else Rounds(rounds)
+        self._rounds_begun = 0
         self.memory: SiblingMemory = memory or SiblingMemory()
         self._decides = memory if decides else None
         """The memory that decides the size; None where it is given."""
@@ -309,11 +311,22 @@ class JobArray(Generic[T]):
         """Compute all batches of a round, once each sibling has handed one in; then each has a turn."""
         if not rounds.turns_left:
             siblings = [s for s in self._queue if s is not None]
-            rounds.begin_round(siblings)
+            rounds.begin_round(siblings, self._share_order)
             for sibling in siblings:
                 self._work_until(sibling.is_ready)
             rounds.end_round(len(self._queue))
         rounds.turns_left -= 1
+
+    def _share_order(self, find: Callable[[], str]) -> str:
+        """Return the order of the next round as rank 0 finds it: others may not know yet which siblings fail, and a
+        search by the clock finds something else on each."""
+        board = self.shared.board
+        self._rounds_begun += 1
+        key = f"order/{self._rounds_begun}"
+        order = "" if board.rank else find()
+        board.post_value(key, order)
+        self._work_until(lambda: board.have_all_posted(key), idle=True)
+        return board.values(key)[0] if board.others else order
 
     def _work_until(self, ready: Callable[[], bool], idle: bool = False) -> None:
         """Computes for siblings between their turns until `ready()`; sleeps where there is nothing to do, or always if

@@ -1,19 +1,27 @@
 """Rounds of a job array: a batch of every sibling in a given order of blocks, nobody's next one before all are over.
 
-Siblings hand in their batches first, and nothing is computed meanwhile; then each rank computes its row of the order.
+Siblings hand in their batches first, and nothing is computed meanwhile; then each rank computes its row of the order,
+which rank 0 has found by the measured times of the stages.
 """
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from lightning_pipes.arrays.siblings.sibling import Sibling
-from lightning_pipes.ir import Kind, PlanError, Program
+from lightning.pytorch.utilities import rank_zero_info
 
-RoundOrder = Callable[[tuple[int, ...], int], Program]
-"""The order of one batch of each of some jobs: from the rows of their batches, and the number of stages."""
+from lightning_pipes.arrays.siblings.sibling import Sibling
+from lightning_pipes.cost import CostModel
+from lightning_pipes.ir import Kind, Plan, PlanError, Program
+from lightning_pipes.planning.fit import price_stages
+from lightning_pipes.trainer.loop.host import PipelineHost
+
+RoundOrder = Callable[[Plan, CostModel], Program]
+"""The order of one batch of each job of a plan, by the seconds of its stages."""
 
 
 S = TypeVar("S", bound=Sibling[Any])
@@ -30,31 +38,63 @@ class Rounds(Generic[S]):
         self.turns_left = 0
         self._order = order
         self._row: deque[tuple[S, Kind]] = deque()
+        self._plans: dict[int, Plan] = {}
+        """Those of the last round, by sibling."""
+        self._rows: list[list[tuple[int, bool]]] = []
+        """The order of the last round, as rank 0 has told it."""
+        self._warned = False
 
-    def begin_round(self, siblings: Sequence[S]) -> None:
-        """Begin a round after all siblings have handed in their batches; ended and failing ones have none.
+    def begin_round(self, siblings: Sequence[S], share: Callable[[Callable[[], str]], str]) -> None:
+        """Begin a round after all siblings have handed in their batches; ended and failing ones have none. Collective.
+
+        Args:
+            share: returns on all ranks what its argument returns on rank 0.
 
         Raises:
             PlanError: a batch is cut into micro-batches.
         """
-        working = [(s, s.engine) for s in siblings if s.engine is not None]
-        for _, engine in working:
-            cut = engine.plan.jobs[0]
-            if len(cut.forward[0]) > 1:
+        working = {s.index: (s, s.engine) for s in siblings if s.engine is not None}
+        plans = {index: engine.plan for index, (_, engine) in working.items()}
+        for plan in plans.values():
+            pieces = len(plan.jobs[0].forward[0])
+            if pieces > 1:
                 raise PlanError(
-                    f"an array in rounds runs whole batches, and a sibling cuts its own into {len(cut.forward[0])}; "
-                    "set microbatches=1, or leave rounds out"
+                    f"an array in rounds runs whole batches, and a sibling cuts its own into {pieces}; set "
+                    "microbatches=1, or leave rounds out"
                 )
-        if not working:
-            return
-        plan, rank = working[0][1].plan, working[0][1].rank
-        program = self._order(tuple(engine.plan.jobs[0].rows for _, engine in working), plan.n_stages)
-        self._row.extend(
-            (working[i.job][0], i.kind)
-            for stage in plan.stages[rank]
-            for i in program.head[stage]
-            if i.kind is not Kind.STEP
-        )
+        same, self._plans = plans == self._plans, plans
+        told = share(lambda: "" if same else json.dumps(self._find_rows([s for s, _ in working.values()], plans)))
+        if told:
+            self._rows = json.loads(told)
+        if working and self._rows:
+            _, engine = next(iter(working.values()))
+            blocks = [block for stage in engine.plan.stages[engine.rank] for block in self._rows[stage]]
+            self._row.extend((working[i][0], Kind.B if backward else Kind.F) for i, backward in blocks if i in working)
+
+    def _find_rows(self, siblings: Sequence[S], plans: Mapping[int, Plan]) -> list[list[tuple[int, bool]]]:
+        """Return the blocks of each stage in order: the number of a sibling, and whether it goes backward."""
+        if not siblings:
+            return []
+        first = plans[siblings[0].index]
+        plan = replace(first, jobs=tuple(plans[s.index].jobs[0] for s in siblings))
+        program = self._order(plan, self._measured_costs(siblings[0], plan))
+        return [
+            [(siblings[i.job].index, i.kind is Kind.B) for i in program.head[stage] if i.kind is not Kind.STEP]
+            for stage in range(plan.n_stages)
+        ]
+
+    def _measured_costs(self, sibling: S, plan: Plan) -> CostModel:
+        """Return the costs of the stages by the profile of the siblings' layers; equal stages where there is none."""
+        assert sibling.trainer is not None, "who has a window has a trainer"
+        host: PipelineHost = sibling.trainer.strategy  # type: ignore[assignment]  # a sibling with a window has one
+        decision = host.decision
+        if decision.profile is not None and decision.deployment is not None:
+            return price_stages(decision.profile, plan, decision.deployment)
+        if not self._warned:
+            self._warned = True
+            why = decision.why or "layers are measured where partition='auto'"
+            rank_zero_info(f"JobArray: rounds are ordered as for equal stages, whose times are not known: {why}")
+        return CostModel.uniform(plan.n_stages, 1e-3, 2e-3, rows=1)
 
     def end_round(self, turns: int) -> None:
         """End the round; so many turns come before the next one."""

@@ -233,7 +233,7 @@ def _evaluated(
     profile: ModelProfile, order: Program | Policy, plan: Plan, deployment: Deployment, limited: bool = True
 ) -> Fit | None:
     """None where a rank needs more memory than it has."""
-    costs = _costs(profile, plan, deployment)
+    costs = price_stages(profile, plan, deployment)
     bare = replace(plan, layers=())  # equal for all partitions, so that the order is lowered once
     limits = [device.memory if limited else None for device in deployment.pipeline.devices[: plan.n_ranks]]
 
@@ -248,9 +248,12 @@ def _evaluated(
     return Fit(plan, order, costs, timeline.makespan / 1e9, peak) if fits(peak) else None
 
 
-def _costs(profile: ModelProfile, plan: Plan, deployment: Deployment) -> CostModel:
-    """Seconds and bytes of the stages where they sit. A STEP waits for what is left of averaging its gradients: buckets
-    leave while the last backward goes on. Stages of one rank take turns on its ring."""
+def price_stages(profile: ModelProfile, plan: Plan, deployment: Deployment) -> CostModel:
+    """Return the seconds and bytes of the stages where they sit.
+
+    A STEP waits for what is left of averaging its gradients: buckets leave while the last backward goes on. Stages of
+    one rank take turns on its ring.
+    """
     speeds = [deployment.pipeline.devices[rank].speed for rank in plan.ranks]
     costs = profile.stage_costs(plan.layers, speeds)
     seconds = dict(costs.seconds)
@@ -338,7 +341,7 @@ def _lacking(
 ) -> str:
     """Which stage of a good partition lacks most memory."""
     whole = replace(plan, layers=layers)
-    costs = _costs(profile, whole, deployment)
+    costs = price_stages(profile, whole, deployment)
     finite = _rounds(order)[-1]
     peak = peak_bytes(finite if isinstance(finite, Program) else simulate(order, plan, costs).program(), whole, costs)
     limits = [device.memory for device in deployment.pipeline.devices[: plan.n_ranks]]

@@ -198,7 +198,8 @@ class ArrayProblem:
 def problem_from_plan(plan: Plan, costs: Costs, switch: float = 0.0) -> ArrayProblem:
     """One mini-batch of each job of `plan`, whole, one stage a rank, as `costs` has it.
 
-    A stage that recomputes does so in its backward. Messages do not wait for each other.
+    A stage that recomputes does so in its backward. The overhead of a computation is part of its block. Messages do not
+    wait for each other.
 
     Args:
         switch: seconds that the change to another job takes a stage after every block.
@@ -213,8 +214,8 @@ def problem_from_plan(plan: Plan, costs: Costs, switch: float = 0.0) -> ArrayPro
         return sum(costs.transfer_ns(Instruction(kind, s, j, 0, whole[j]), plan))
 
     return ArrayProblem(
-        stage_table(lambda j, s: costs.duration_ns(F(s, whole[j], j), plan)),
-        stage_table(lambda j, s: costs.duration_ns(B(s, whole[j], j), plan)),
+        costs.overhead_ns + stage_table(lambda j, s: costs.duration_ns(F(s, whole[j], j), plan)),
+        costs.overhead_ns + stage_table(lambda j, s: costs.duration_ns(B(s, whole[j], j), plan)),
         update=stage_table(lambda j, s: costs.duration_ns(STEP(s, j), plan)),
         switch=np.full((len(jobs), len(stages)), round(switch * 1e9), np.int64),
         transfer=stage_table(lambda j, s: transfer_time(Kind.SF, j, s) if s + 1 < len(stages) else 0),

@@ -19,10 +19,15 @@ from lightning_pipes.arrays.arrivals import Arrivals
 from lightning_pipes.arrays.memory_swap import MemorySwap, SiblingMemory
 from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, Sibling, current_sibling
 from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure
-from lightning_pipes.ir import Kind, PipelineError, PlanError, Schedule
+from lightning_pipes.cost import CostModel
+from lightning_pipes.cost.table import at_rows
+from lightning_pipes.engine.watch.failure import PeerFailure
+from lightning_pipes.ir import Kind, PipelineError, Plan, PlanError, Program, Schedule
 from lightning_pipes.strategies.jap import round_order
 from lightning_pipes.strategies.umpipe import UM1F1B, UMPipe
 from lightning_pipes.testing.ranks import run_ranks, scale_timeout, watch_ranks
+from lightning_pipes.trainer.plan import measuring
+from lightning_pipes.trainer.plan.deciding import _profiles
 from tests.arrays.jobs import EXCEPTIONS, LAST, UNEQUAL, Job, Net, assert_equal, told_text
 from tests.trainer.lit import quiet
 from tests.trainers import make_trainer
@@ -180,26 +185,41 @@ def test_enough_is_under_way_for_all_stages() -> None:
     assert JobArray[Any]("auto", memory=MemorySwap(device_bytes=1000)).count_default_microbatches(4) == 1
 
 
-def in_rounds(rank: int, jobs: list[Job], size: int) -> tuple[dict[int, Any], dict[int, str], list[Any], Any]:
-    """What becomes of jobs in an array in rounds, their errors, what they are alone, and the array's timeline."""
+def in_rounds(rank: int, jobs: list[Job], size: int) -> tuple[dict[int, Any], dict[int, str], list[Any], Any, Any]:
+    """What becomes of jobs in an array in rounds, their errors, what they are alone, the array's timeline, and the
+    orders that were asked for on this rank, each with its plan, its costs, and the profile that there was."""
     quiet()
-    array = JobArray[Any](size, rounds=round_order)
+    measuring.WORTH_MEASURING = 0.0  # layers as small as these count, in the process of this rank
+    asked = []
+
+    def order(plan: Plan, costs: CostModel) -> Program:
+        found = round_order(plan, costs)
+        asked.append((plan, costs, list(_profiles.values()), found))
+        return found
+
+    array = JobArray[Any](size, rounds=order)
     outcomes = {o.index: o for o in array.run(jobs)}
     alone = [outcome.value for job in jobs if not job.harm for outcome in JobArray(size).run([job])]
     errors = {n: told_text(o.error) for n, o in outcomes.items() if o.error}
-    return {n: o.value for n, o in outcomes.items() if not o.error}, errors, alone, array.timeline
+    return {n: o.value for n, o in outcomes.items() if not o.error}, errors, alone, array.timeline, asked
 
 
 def test_rounds() -> None:
-    """Siblings are what they are alone; in each round a rank runs a batch of every sibling in the order that was found.
-    The last rows are those of a batch that is shorter."""
+    """Siblings are what they are alone; in each round a rank runs a batch of every sibling in the order that rank 0 has
+    found by the measured times of the layers."""
     jobs = [Job(n, batch=batch, epochs=2, microbatches=1) for n, batch in enumerate((8, 20, 40))]
-    for values, errors, alone, timeline in run_ranks(in_rounds, 2, jobs, 3, timeout=90):
+    results = run_ranks(in_rounds, 2, jobs, 3, timeout=90)
+    plan, costs, ((profile, _),), order = next(each for each in results[0][4] if each[0].jobs[2].rows == 40)
+    assert not results[1][4]
+    for stage, layers in enumerate(plan.layers):
+        parts = [*profile.layers[layers.start : layers.stop], profile.after if stage else profile.before]
+        measured = [at_rows(part.backward, 20) for part in parts]
+        assert costs.seconds_at(Kind.B, stage, 20) == pytest.approx(sum(measured), rel=1e-6)
+    for values, errors, alone, timeline, _ in results:
         assert not errors
         for n, expected in enumerate(alone):
             assert_equal(values[n], expected)
         rows = [[(i.kind, i.job, i.batch) for i in row if i.kind is not Kind.STEP] for row in timeline.program().head]
-        order = round_order((8, 20, 40), 2)
         for stage, row in enumerate(rows):
             wanted = [(i.kind, i.job, 0) for i in order.head[stage] if i.kind is not Kind.STEP]
             assert row[:6] == wanted
@@ -220,7 +240,7 @@ def test_rounds() -> None:
 def test_rounds_go_on_without_those_that_fail_or_end() -> None:
     """More siblings than places, early stops, and harm of every kind."""
     jobs = [Job(n, batch=(8, 20, 5)[n % 3], harm=harm, microbatches=1) for n, harm in enumerate(["", *HARMS, ""])]
-    for values, errors, alone, _ in run_ranks(
+    for values, errors, alone, *_ in run_ranks(
         in_rounds, 2, [*jobs, Job(7, patience=0, epochs=4, microbatches=1)], 3, timeout=90
     ):
         assert set(errors) >= {1, 2, 3, 5}
@@ -237,7 +257,7 @@ def test_what_rounds_refuse() -> None:
 
 def cut_in_rounds(rank: int) -> str:
     quiet()
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises((PlanError, PeerFailure)) as caught:  # one rank may hear of it from the other
         list(JobArray(2, rounds=round_order).run([Job(0), Job(1)]))
     return str(caught.value)
 

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from lightning_pipes.ir import InputError, Kind
-from lightning_pipes.strategies.jap import RoundOrder, round_order
+from benchmarks.papers.jap.jobs import random_array
+from lightning_pipes.cost import CostModel
+from lightning_pipes.ir import Cut, InputError, Kind, Plan
+from lightning_pipes.strategies.jap import Effort, RoundOrder, problem_from_plan, round_order
 from lightning_pipes.strategies.jap.solvers.rules import RULES
 from lightning_pipes.strategies.jap.solvers.solve import METHODS
-from tests.strategies.jap.by_hand import best_of_all, random_problem
+from tests.strategies.jap.by_hand import best_of_all, random_problem, timed
 
 ROOT = Path(__file__).parents[3]
+EQUAL = CostModel.uniform(2, 1e-3, 2e-3, rows=1)
+
+
+def batches(*rows, stages=2):
+    return Plan(tuple(range(stages)), tuple(Cut.even(each, 1, stages) for each in rows))
+
+
 PROOF = pytest.mark.skipif(find_spec("ortools") is None, reason="OR-Tools is an extra")
 EXACT = ("branch and bound", pytest.param("exact", marks=PROOF))
 
 
 @pytest.mark.parametrize("method", ["auto", *METHODS, *RULES, pytest.param("exact", marks=PROOF)])
 def test_an_order_has_all_blocks_of_all_jobs(method):
-    program = RoundOrder(method, effort=4000)((8, 20, 40), 2)
+    program = RoundOrder(method, effort=4000)(batches(8, 20, 40), EQUAL)
     for stage in range(2):
         blocks = sorted((i.kind.name, i.job) for i in program.head[stage])
         assert blocks == sorted((kind.name, job) for kind in (Kind.F, Kind.B, Kind.STEP) for job in range(3))
@@ -48,7 +58,7 @@ print(found.makespan, found.order.tolist())
 
 @PROOF
 def test_a_proof_that_ends_early_is_the_same_in_every_process():
-    """Ranks search by themselves; a clock would give each another order."""
+    """By `effort` no clock is read."""
     command = [sys.executable, "-c", EARLY]
     ended = [subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120) for _ in range(2)]
     assert [each.stderr for each in ended] == ["", ""]
@@ -56,15 +66,48 @@ def test_a_proof_that_ends_early_is_the_same_in_every_process():
 
 
 def test_the_default_chooses_by_itself():
-    assert round_order((8, 20), 2).to_lines() == RoundOrder("auto")((8, 20), 2).to_lines()
+    plan = batches(8, 20)
+    assert round_order(plan, EQUAL).to_lines() == RoundOrder("auto")(plan, EQUAL).to_lines()
     assert RoundOrder("Genetic").method == "genetic"
 
 
 def test_unknown_solvers_are_refused():
     with pytest.raises(InputError, match="there is no solver called 'genetc'; did you mean 'genetic'"):
         RoundOrder("genetc")
-    with pytest.raises(InputError, match="effort"):
-        RoundOrder(effort=0)
+    for setting, wrong in {"effort": 0, "threshold": 0, "seconds": -1.0}.items():
+        with pytest.raises(InputError, match=setting):
+            RoundOrder(**{setting: wrong})
+
+
+def time_order(program, problem):
+    """The makespan of a program's order by other times, by hand."""
+    rows = [[(i.job, i.kind.name) for i in row if i.kind is not Kind.STEP] for row in program.head]
+    return timed(problem, rows)[1]
+
+
+def test_orders_are_those_of_the_measured_stages():
+    """Brute force finds nothing better, and the order for equal stages takes longer here."""
+    plan = batches(4, 1)
+    seconds = {(kind, s): ((0, 0.0), (1, t)) for s, t in ((0, 3e-3), (1, 1e-3)) for kind in (Kind.F, Kind.B)}
+    seconds |= {(Kind.STEP, 0): ((0, 1e-3),), (Kind.SF, 0): ((1, 2e-3),), (Kind.SB, 1): ((1, 2e-3),)}
+    costs = CostModel(seconds, overhead=5e-4)
+    problem = problem_from_plan(plan, costs)
+    assert (problem.forward[0] / 1e6).tolist() == [12.5, 4.5], "a block contains the overhead of a computation"
+    best = best_of_all(problem)
+    assert time_order(RoundOrder("branch and bound")(plan, costs), problem) == best
+    assert time_order(RoundOrder("branch and bound")(plan, EQUAL), problem) > best
+
+
+def test_size_and_time_choose_the_solver(monkeypatch):
+    """Up to the threshold there is a search for a proof, until the seconds are over."""
+    problem, clock = random_array(6, 4), iter(range(10**6))
+    assert RoundOrder().solve(problem).method == "search"
+    made = partial(Effort.from_seconds, clock=lambda: next(clock))
+    monkeypatch.setattr(Effort, "from_seconds", made)
+    asked = {seconds: RoundOrder(threshold=30, seconds=seconds).solve(problem) for seconds in (5.0, 200.0)}
+    assert {found.method for found in asked.values()} == {"branch and bound"}
+    assert asked[5.0].tried < asked[200.0].tried
+    assert RoundOrder(threshold=5, seconds=50.0).solve(problem).method == "search"
 
 
 def test_a_proof_without_or_tools_is_refused(monkeypatch):
