@@ -20,7 +20,7 @@ from lightning_pipes.arrays.memory_swap import MemorySwap, SiblingMemory
 from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, Sibling, current_sibling
 from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure
 from lightning_pipes.cost import CostModel
-from lightning_pipes.cost.table import at_rows
+from lightning_pipes.cost.layer import at_rows
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import Kind, PipelineError, Plan, PlanError, Program, Schedule
 from lightning_pipes.strategies.jap import round_order
