@@ -244,18 +244,12 @@ class Engine:
             layers: all of the model, as `Stage` takes them.
 
         Raises:
-            PlanError: a window is open, or layers take turns on the device.
+            PlanError: a window is open.
         """
         if self._window is not None:
             raise PlanError("layers begin to go from rank to rank between two windows only; drain first")
-        if self._memory is not None:
-            raise PlanError(
-                "layers of batches with cuts of their own go from rank to rank, and can't take turns on the device "
-                "meanwhile: leave out what cuts batches, or MemorySwap"
-            )
         self._mirrors = mirrors, layers
-        for stage in self._stages:
-            stage.use_mirrors(mirrors, layers)
+        self._equip_stages()
 
     def take_turns(self, memory: LayerMemory) -> None:
         """Load the layers that batches use to the device on demand, from the next window on.
@@ -266,8 +260,7 @@ class Engine:
         if self._window is not None:
             raise PlanError("layers begin to take turns between two windows only; drain first")
         self._memory = memory
-        for stage in self._stages:
-            stage.enable_offload(memory)
+        self._equip_stages()
 
     def stash(self, memory: VersionMemory) -> None:
         """Keep the weight versions of stages that recompute in `memory`, from the next window on.
@@ -383,6 +376,13 @@ class Engine:
         self._whole = LayerUse(tuple(here.get(s, frozenset()) for s in range(plan.n_stages)))
         for stage in self._stages:
             stage.seed, stage.device = self._seed, self._device
+        self._equip_stages()
+
+    def _equip_stages(self) -> None:
+        """Tell stages of the copies of other ranks' layers, and of the memory in which layers take turns."""
+        if self._mirrors is not None:
+            self._mirrors[0].memory = self._memory
+        for stage in self._stages:
             if self._mirrors is not None:
                 stage.use_mirrors(*self._mirrors)
             if self._memory is not None:
@@ -424,15 +424,14 @@ class Engine:
         return _Window(static, executor)
 
     def _ready_order(self, policy: Policy, plan: Plan) -> ReadyOrder:
-        if self._mirrors is not None and policy.is_endless:
-            order = ReadyOrder(policy, plan, self._rank)
-            order.enable_deliveries(self._mirrors[0], self._transport.mailbox, self._windows)
-            return order
         if self._memory is None or not policy.is_endless:
-            return ReadyOrder(policy, plan, self._rank)
-        turns = {stage.number: stage.offload for stage in self._stages if stage.offload is not None}
-        order = ReadyOrder(policy, plan, self._rank, lambda stage, use: turns[stage].has_room(use), AHEAD)
-        self._memory.upcoming = order.upcoming_layers
+            order = ReadyOrder(policy, plan, self._rank)
+        else:
+            turns = {stage.number: stage.offload for stage in self._stages if stage.offload is not None}
+            order = ReadyOrder(policy, plan, self._rank, lambda stage, use: turns[stage].has_room(use), AHEAD)
+            self._memory.upcoming = order.upcoming_layers
+        if self._mirrors is not None and policy.is_endless:
+            order.enable_deliveries(self._mirrors[0], self._transport.mailbox, self._windows)
         return order
 
     @property

@@ -30,7 +30,7 @@ def trained(rank: int, ranks: int, shared: str, device_bytes: int, balanced: boo
 @pytest.mark.parametrize("shared", ["sequential", "delayed"])
 @pytest.mark.parametrize(
     ("ranks", "device_bytes", "balanced"),
-    [(2, 0, False), (1, 130_000, False), (2, 60_000, False), (2, 0, True)],
+    [(2, 0, False), (1, 130_000, False), (2, 60_000, False), (2, 0, True), (2, 60_000, True)],
 )
 def test_the_same_bits_as_on_one_rank(ranks: int, shared: str, device_bytes: int, balanced: bool) -> None:
     ((wanted, _),) = run_ranks(trained, 1, 1, shared, 0, False, timeout=200)

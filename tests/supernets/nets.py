@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
 import signal
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -39,7 +42,7 @@ from tests.trainer.one_gpu import SHARED, on_one_gpu
 from tests.trainers import make_trainer
 
 ROWS, WIDTH, TOKENS, BLOCKS, CANDIDATES = 8, 8, 12, 8, 6
-CUTS: dict[int, list[int]] = {1: [], 2: [5], 4: [3, 5, 8], 8: [2, 3, 4, 5, 6, 7, 8]}
+CUTS: dict[int, list[int]] = {1: [], 2: [5], 3: [4, 7], 4: [3, 5, 8], 8: [2, 3, 4, 5, 6, 7, 8]}
 PARTS = (Span(0, 4), Span(4, 8))
 """A batch's micro-batches."""
 DELAY = 5
@@ -216,6 +219,16 @@ def fit(
         trainer.fit(module, stream.pair_with(loader(batches)), held_out, ckpt_path=resume, weights_only=False)
     WARNED[:] = [text for text in map(str, (each.message for each in caught)) if "every batch steps" in text]
     return {"weights": hashes(module), "losses": losses.found, "told": stream.n_reported}
+
+
+def steppers(folder: str) -> dict[str, set[str]]:
+    """The ranks that have stepped each layer, as each of them has written it down."""
+    found = defaultdict(set)
+    for path in Path(folder, "reproducibility").glob("*-rank*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            for name in line["layers"] if "B" in line else ():
+                found[name].add(path.stem.partition("-")[2])
+    return found
 
 
 def hashes(module: nn.Module) -> dict[str, str]:

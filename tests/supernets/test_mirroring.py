@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections import defaultdict
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -19,7 +17,7 @@ from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.supernets import SubnetStream
 from lightning_pipes.testing import namespaces
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
-from tests.supernets.nets import Cut, alone, explorer, fit, loader, new_module
+from tests.supernets.nets import Cut, alone, explorer, fit, loader, new_module, steppers
 from tests.trainer.lit import quiet
 from tests.trainers import make_trainer
 
@@ -53,16 +51,6 @@ def in_turn(rank: int, ranks: int, folder: str) -> tuple[list[dict[str, Any]], l
 def after(found: dict[str, Any], subnet: int) -> dict[str, Any]:
     """Without the losses of the first subnets, which a resumed run does not see."""
     return found | {"losses": {n: loss for n, loss in found["losses"].items() if n >= subnet}}
-
-
-def steppers(folder: str) -> dict[str, set[str]]:
-    """The ranks that have stepped each layer, as each of them has written it down."""
-    found = defaultdict(set)
-    for path in Path(folder, "reproducibility").glob("*-rank*.jsonl"):
-        for line in map(json.loads, path.read_text().splitlines()):
-            for name in line["layers"] if "B" in line else ():
-                found[name].add(path.stem.partition("-")[2])
-    return found
 
 
 def test_two_stages_train_as_one_process() -> None:

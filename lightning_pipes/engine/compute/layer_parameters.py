@@ -73,6 +73,10 @@ class LayerParameters:
         mirrors = self._mirrors_of(name)
         return self._module(name).named_buffers() if mirrors is None else mirrors.copies[name].buffers.items()
 
+    def is_remote(self, name: str) -> bool:
+        """Return whether another rank owns the layer."""
+        return self._mirrors_of(name) is not None
+
     def _mirrors_of(self, name: str) -> Mirrors | None:
         """Return the mirrors of a layer that another rank owns; None for other layers."""
         return self._mirrors if self._mirrors is not None and self._mirrors.is_remote(name) else None
@@ -116,7 +120,7 @@ class LayerOffload:
     def enter(self, use: LayerUse) -> None:
         """Register a batch that uses these layers."""
         own = self._own_layers(use)
-        self._memory.enter(self._parts.modules(own))
+        self._memory.enter(self._parts.modules(name for name in own if not self._parts.is_remote(name)))
         self._memory.pin_layers(self._parts.modules(use.layers[self._stage] - own))
 
     def has_room(self, use: LayerUse) -> bool:
@@ -146,11 +150,13 @@ class LayerOffload:
         memory.acquire(parts, write=steps, again=task == self._task)
         self._task = task
         yield
+        if kind in (Kind.F, Kind.STEP):
+            memory.update_layers(parts, stepped=steps)
         if steps:
-            memory.after_step(parts)
             memory.release(self._kept.pop(item.number, {}))
         memory.release(parts)
 
     def _own_layers(self, use: LayerUse) -> frozenset[str]:
-        """Return the layers that a batch has for itself, from its forward to its step."""
-        return use.stepped_layers(self._stage) - {name for name, _ in use.delays}
+        """Return the layers that a batch has for itself, from its forward to its step, and copies that it reads."""
+        copies = {name for name in use.layers[self._stage] if self._parts.is_remote(name)}
+        return (use.stepped_layers(self._stage) - {name for name, _ in use.delays}) | copies

@@ -375,4 +375,6 @@ class ReadyOrder:
             if i.kind in SENDS or i.kind in RECEIVES:
                 self._transfers.append(i)
             else:
+                if i.kind is Kind.F and self._deliveries is not None and self._deliveries.installs_early:
+                    self._deliveries.before_forward(i.batch, i.stage)
                 insort(self._ready, i, key=ready_key)

@@ -229,11 +229,14 @@ class Stage:
         return x
 
     def _run_layer(self, item: Item, span: Span, number: int, layer: nn.Module, x: Any) -> Any:
+        key = item.number, span, number
         if self._mirrored is not None and item.use is not None and self._mirrored.is_remote(number):
             changes = item.training and not self.recomputing
-            return self._mirrored.run(item.use, number, layer, x, self._read_only_ids, changes)
+            before = self._buffers.take_kept(key) if self.recomputing else {}
+            if changes and self.recompute:
+                self._buffers.keep_copies(key, self._mirrored.buffers(item.use, number))
+            return self._mirrored.run(item.use, number, layer, x, self._read_only_ids, changes, before)
         tensors = self._tensors(number, layer)
-        key = item.number, span, number
         if self.recomputing:  # running statistics have seen this micro-batch already
             before = self._buffers.take_kept(key)
             tensors.update({name: before.get(name, b).clone() for name, b in layer.named_buffers()})

@@ -323,6 +323,10 @@ class BuffersBefore:
         if changed:
             self._kept[key] = {name: copies.get(name, now[name][0]) for name in changed}
 
+    def keep_copies(self, key: Hashable, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Keep copies of these buffers until `take_kept` with `key`."""
+        self._kept[key] = {name: buffer.clone() for name, buffer in buffers.items()}
+
     def take_kept(self, key: Hashable) -> dict[str, torch.Tensor]:
         """Remove and return the kept buffers."""
         return self._kept.pop(key, {})

@@ -67,6 +67,11 @@ class LayerDeliveries:
                 self._received[transfer] = content
         return found
 
+    @property
+    def installs_early(self) -> bool:
+        """Whether layers are installed as soon as a forward is ready, to be brought to the device before it begins."""
+        return self._mirrors.memory is not None
+
     def before_forward(self, batch: int, stage: int) -> None:
         """Install the layers of a batch for its forward; no earlier batch needs the previous ones."""
         for transfer in self._ledger.incoming_transfers(batch, stage):

@@ -7,14 +7,15 @@ layers 0.3 1.1          on the device          0.2 1.4 (8 next)         0.0 1.1 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipes.engine.residency.binding import Binding, still_bound
+from lightning_pipes.engine.residency.binding import Binding, OptimizerLike, still_bound
 from lightning_pipes.engine.residency.swap import Swap
 from lightning_pipes.ir import PlanError
 
@@ -69,7 +70,7 @@ class LayerMemory:
     ) -> None:
         self._swap, self._prefetch = memory.states(device), memory.prefetch
         self._device, self._optimizers = device, optimizers
-        self._parts: dict[str, tuple[nn.Module, list[_LayerOptimizer]]] = {}
+        self._parts: dict[str, tuple[nn.Module, Sequence[OptimizerLike]]] = {}
         self._leases: Counter[str] = Counter()
         self._pinned: set[str] = set()
         self.upcoming: Callable[[], Iterable[str]] = tuple
@@ -78,7 +79,34 @@ class LayerMemory:
         """Register layers for use; they count from now on."""
         for name, part in parts.items():
             if name not in self._parts:
-                self._add(name, part)
+                self.add_layer(name, part, self._owns(part))
+
+    def add_layer(self, name: str, part: nn.Module, owns: Sequence[OptimizerLike]) -> None:
+        """Register one layer, with its states in `owns`."""
+        known = any(own.state for own in owns)  # of which some lies on the host for good
+        if known:
+            self._bring(part, owns)
+        where = next((t.device for t in (*part.parameters(), *part.buffers())), self._device)
+        self._swap.add(_key(name), Binding(part, owns, self._device if known else where))
+        self._parts[name] = part, owns
+
+    def remove_layer(self, name: str, needed: bool = True) -> bool:
+        """Take a layer out, which has tensors of its own on the host then; without values where they are not `needed`.
+        Return whether it was registered."""
+        if name not in self._parts:
+            return False
+        (self._swap.remove if needed else self._swap.discard_state)(_key(name))
+        del self._parts[name]
+        return True
+
+    @contextmanager
+    def read_layer(self, name: str) -> Iterator[None]:
+        """Let a layer be read in the block, wherever it is."""
+        if name not in self._parts:
+            yield
+            return
+        with self._swap.read_state(_key(name)):
+            yield
 
     def has_room(self, names: Iterable[str]) -> bool:
         """Return whether these layers fit on the device beside pinned and leased ones."""
@@ -127,10 +155,13 @@ class LayerMemory:
                 self._swap.release(_key(name))
                 self._swap.write_back(_key(name))  # at once, so that no load waits for it when its place is taken
 
-    def after_step(self, parts: Parts) -> None:
-        """Update acquired layers after an optimizer step, which may have added optimizer state."""
+    def update_layers(self, parts: Parts, stepped: bool) -> None:
+        """Update acquired layers after a task. An optimizer step may have added states, and a forward may have put
+        other tensors in place of buffers."""
         for name in parts:
-            module, owns = self._parts[name]
+            (module, owns), bound = self._parts[name], self._swap.bound_tensors(_key(name))
+            if not stepped and isinstance(bound, Binding) and not bound.has_buffers:
+                continue
             if not still_bound(self._swap, _key(name), module, owns, self._device):
                 self._renew(name)
 
@@ -155,15 +186,6 @@ class LayerMemory:
     def _owns(self, part: nn.Module) -> list[_LayerOptimizer]:
         return [_LayerOptimizer(optimizer, part) for optimizer in self._optimizers()]
 
-    def _add(self, name: str, part: nn.Module) -> None:
-        owns = self._owns(part)
-        known = any(own.state for own in owns)  # of which some lies on the host for good
-        if known:
-            self._bring(part, owns)
-        where = next((t.device for t in (*part.parameters(), *part.buffers())), self._device)
-        self._swap.add(_key(name), Binding(part, owns, self._device if known else where))
-        self._parts[name] = part, owns
-
     def _renew(self, name: str) -> None:
         """Re-register a layer that has more tensors than before. It leaves the device, where its size was counted
         smaller, until its next use."""
@@ -172,7 +194,7 @@ class LayerMemory:
         self._bring(module, owns)
         self._swap.add(_key(name), Binding(module, owns, self._device))
 
-    def _bring(self, part: nn.Module, owns: Sequence[_LayerOptimizer]) -> None:
+    def _bring(self, part: nn.Module, owns: Sequence[OptimizerLike]) -> None:
         """Move tensors from the host to the device, except tensors that optimizers keep on the host."""
         part.to(self._device)
         for p, state in ((p, state) for own in owns for p, state in own.state.items()):

@@ -47,7 +47,7 @@ class LayerState:
             {name: buffer.detach() for name, buffer in layer.named_buffers()},
             *cls.module_state(layer),
             [
-                {n: cls.with_host(optimizer.state[p]) for n, p in layer.named_parameters() if p in optimizer.state}
+                {n: cls.with_host(optimizer.state[p], p) for n, p in layer.named_parameters() if p in optimizer.state}
                 for optimizer in optimizers
             ],
         )
@@ -60,9 +60,14 @@ class LayerState:
         return {name: module.training for name, module in modules.items()}, extra
 
     @staticmethod
-    def with_host(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Return an optimizer's state of a parameter, in the form of `optimizers`."""
-        return dict(state), [k for k, v in state.items() if isinstance(v, torch.Tensor) and v.device.type == "cpu"]
+    def with_host(state: Mapping[str, Any], p: torch.Tensor) -> tuple[dict[str, Any], list[str]]:
+        """Return an optimizer's state of a parameter, in the form of `optimizers`.
+
+        Where the parameter itself is on the host, states of its shape are there only while it is.
+        """
+        moved = p.shape if p.device.type == "cpu" else None
+        tensors = ((key, value) for key, value in state.items() if isinstance(value, torch.Tensor))
+        return dict(state), [key for key, v in tensors if v.device.type == "cpu" and v.shape != moved]
 
     @property
     def other_state(self) -> dict[str, Any]:

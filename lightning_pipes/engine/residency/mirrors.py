@@ -8,7 +8,7 @@ once, on the rank that owns it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from lightning_pipes.engine.messages.bulk_transfer import Key
 from lightning_pipes.engine.messages.tree_transport import PendingTree, TreeTransport
 from lightning_pipes.engine.private_torch import has_accumulate_hooks, has_gradient_hooks, unsaved_buffers
+from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.engine.residency.layer_state import LayerState, with_layout_of
 from lightning_pipes.engine.residency.marks import ChangeMarks
 from lightning_pipes.ir import LayerUse, PlanError
@@ -38,6 +39,27 @@ class Mirror:
     buffers: dict[str, torch.Tensor]
     states: list[dict[str, tuple[dict[str, Any], Sequence[str]]]]
 
+    def as_module(self) -> nn.Module:
+        """Return a module with the copy's tensors."""
+        module = nn.Module()
+        module._parameters.update(self.parameters)
+        module._buffers = self.buffers
+        return module
+
+
+class _CopyOptimizer:
+    """One optimizer's part of a copy, in the form of an optimizer."""
+
+    def __init__(self, mirror: Mirror, number: int) -> None:
+        self._mirror, self._number = mirror, number
+        self.param_groups: list[dict[str, Any]] = []
+
+    @property
+    def state(self) -> dict[torch.Tensor, Any]:
+        """The optimizer's state of the copy's parameters."""
+        parameters, states = self._mirror.parameters, self._mirror.states[self._number]
+        return {parameters[at]: state for at, (state, _) in states.items()}
+
 
 class Mirrors:
     """The copies on one rank of layers that other ranks own, and their transfers.
@@ -52,6 +74,7 @@ class Mirrors:
 
     Attributes:
         copies: of layers of other ranks, by name.
+        memory: where layers take turns on the device, copies included; None where all stay there.
     """
 
     def __init__(
@@ -67,6 +90,7 @@ class Mirrors:
         self._at_home, self._transport, self.optimizers, self._group_of = at_home, transport, optimizers, group_of
         self._device = device or torch.device("cpu")
         self.copies: dict[str, Mirror] = {}
+        self.memory: LayerMemory | None = None
         self._marks: dict[str, ChangeMarks] = {}  # of layers at home when they were sent to other ranks
 
     def is_remote(self, name: str) -> bool:
@@ -97,24 +121,28 @@ class Mirrors:
         Raises:
             PlanError: something is registered on a parameter, which would not see the copy's gradients.
         """
-        if not self.is_remote(name):
-            self._marks[name] = ChangeMarks(list(self._module(name).parameters()), values=True)
-        self._transport.send(rank, key, vars(self._state(name)))
+        with nullcontext() if self.memory is None else self.memory.read_layer(name):
+            if not self.is_remote(name):
+                parameters = list(self._module(name).parameters())
+                self._marks[name] = ChangeMarks(parameters, values=True, moved=self.memory is not None)
+            self._transport.send(rank, key, vars(self._state(name)))
 
     def receive(self, rank: int, key: Key, on_arrival: Callable[[], None]) -> PendingTree:
         """Return the content that another rank sends under that key, for `install_layer`."""
         return self._transport.receive(rank, key, on_arrival)
 
     def install_layer(self, name: str, content: Any) -> None:
-        """Install a received layer."""
-        state, module, device = LayerState(**content), self._module(name), self._device
+        """Install a received layer. Where layers take turns it is on the host then."""
+        state, module, memory = LayerState(**content), self._module(name), self.memory
         if self.is_remote(name):
+            device = self._device
+            self.drop_copy(name)
             for at, part in module.named_modules():
                 part.training = state.training[at]
                 if at in state.extra:
                     part.set_extra_state(state.extra[at])
             like = dict(module.named_parameters())
-            self.copies[name] = Mirror(
+            mirror = self.copies[name] = Mirror(
                 {
                     at: nn.Parameter(with_layout_of(p.to(device), like[at]), trained)
                     for at, (p, trained, _) in state.parameters.items()
@@ -122,7 +150,12 @@ class Mirrors:
                 {at: buffer.to(device) for at, buffer in state.buffers.items()},
                 [state.states_on(n, device) for n in range(len(state.optimizers))],
             )
+            if memory is not None:
+                owns = [_CopyOptimizer(mirror, n) for n in range(len(mirror.states))]
+                memory.add_layer(name, mirror.as_module(), owns)
             return
+        took_turns = memory is not None and memory.remove_layer(name)
+        device = self._device if memory is None else torch.device("cpu")
         found = self._marks.pop(name, ChangeMarks()).find_change()
         if found is not None:
             raise PlanError(
@@ -140,14 +173,18 @@ class Mirrors:
                 if at not in left_out:
                     buffer.copy_(state.buffers[at])
         state.put_optimizer_states(module, self.optimizers(), device)
+        if memory is not None and took_turns:
+            memory.enter({name: module})
 
     def drop_copy(self, name: str) -> None:
         """Drop the copy of a layer, if there is one."""
-        self.copies.pop(name, None)
+        if self.copies.pop(name, None) is not None and self.memory is not None:
+            self.memory.remove_layer(name, needed=False)
 
     def clear(self) -> None:
         """Drop all copies: every layer is with its owner."""
-        self.copies.clear()
+        for name in tuple(self.copies):
+            self.drop_copy(name)
 
     @contextmanager
     def in_optimizers(self, names: Iterable[str]) -> Iterator[None]:
@@ -169,8 +206,12 @@ class Mirrors:
         finally:
             for number, optimizer in enumerate(optimizers):
                 for mirror in mirrors.values():
-                    found = {at: optimizer.state.pop(p) for at, p in mirror.parameters.items() if p in optimizer.state}
-                    mirror.states[number] = {at: LayerState.with_host(state) for at, state in found.items()}
+                    found = {at: p for at, p in mirror.parameters.items() if p in optimizer.state}
+                    mirror.states[number] = {
+                        at: (state, LayerState.with_host(state, p)[1])
+                        for at, p in found.items()
+                        for state in (optimizer.state.pop(p),)
+                    }
                 for settings, count in zip(optimizer.param_groups, own[number], strict=True):
                     del settings["params"][count:]
 
@@ -245,24 +286,38 @@ class MirroredLayers:
         """Return whether another rank owns the layer."""
         return self._mirrors.is_remote(str(number))
 
-    def run(self, use: LayerUse, number: int, layer: nn.Module, x: Any, only_read: Set[int], changes: bool) -> Any:
+    def buffers(self, use: LayerUse, number: int) -> dict[str, torch.Tensor]:
+        """Return the buffers of an `is_remote` layer's parts that the batch uses."""
+        return self._mirrors.of_layer(number, use.layers[self._stage])[1]
+
+    def run(
+        self,
+        use: LayerUse,
+        number: int,
+        layer: nn.Module,
+        x: Any,
+        only_read: Set[int],
+        changes: bool,
+        before: Mapping[str, torch.Tensor],
+    ) -> Any:
         """Return the output of an `is_remote` layer for `x`, using the parts of it that the batch uses.
 
         Args:
             only_read: ids of parameters that get no gradients.
             changes: whether buffers may change.
+            before: buffers to read instead, where they do not.
 
         Raises:
             PlanError: it needs weights that the batch does not name.
         """
         names = sorted(use.layers[self._stage])
         parameters, buffers = self._mirrors.of_layer(number, names)
-        before = self._prefix(number, layer)
-        given = {f"{before}{at}": p.detach() if id(p) in only_read else p for at, p in parameters.items()}
-        given |= {f"{before}{at}": buffer if changes else buffer.clone() for at, buffer in buffers.items()}
+        prefix = self._prefix(number, layer)
+        given = {f"{prefix}{at}": p.detach() if id(p) in only_read else p for at, p in parameters.items()}
+        given |= {f"{prefix}{at}": b if changes else before.get(at, b).clone() for at, b in buffers.items()}
         out = functional_call(layer, given, (x,)) if given else layer(x)
         if changes and buffers:
-            self._mirrors.replace_buffers(number, names, {at: given[f"{before}{at}"] for at in buffers})
+            self._mirrors.replace_buffers(number, names, {at: given[f"{prefix}{at}"] for at in buffers})
         if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(out)):
             raise PlanError(
                 f"layer {number} ran on stage {self._stage}, where it is for this batch only, and used weights that "

@@ -237,6 +237,10 @@ class StateCache(Generic[Key]):
     def release(self, key: Key) -> None:
         """Release a lease; computation with the state may still be in flight."""
         self._residency.release(key)
+        self.mark_read(key)
+
+    def mark_read(self, key: Key) -> None:
+        """Mark computation with a resident state, which may still be in flight."""
         slot = self._states[key].slot
         assert slot is not None
         slot.used = self._copier.mark_computation()

@@ -235,6 +235,16 @@ class Swap(Generic[Key]):
             self._cache.release(key)
             each.leased = False
 
+    @contextmanager
+    def read_state(self, key: Key) -> Iterator[None]:
+        """Let a state be read in the block where it is, on the device or on the host."""
+        here = self._held[key].here
+        if not here:
+            self._cache.wait_for_host(key)
+        yield
+        if here:
+            self._cache.mark_read(key)
+
     def write_back(self, key: Key) -> None:
         """Start to write back the changes of leases, where states exceed the device."""
         if self._cache.is_over_budget:

@@ -14,6 +14,34 @@ from lightning_pipes.ir import Kind, LayerUse, Span
 LAYERS = (Span(0, 1),)
 
 
+class Counting(nn.Module):
+    """Puts another tensor in place of its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self) -> None:
+        self.count = self.count + 1
+
+
+def test_buffers_that_a_forward_replaces_leave_the_device_with_their_values() -> None:
+    block = nn.ModuleList(Counting() for _ in range(3))
+    memory = MemorySwap(1100, prefetch=False)
+    memory._poison = True
+    layers = LayerMemory(memory, torch.device("cpu"), list)
+    turns = LayerOffload(layers, 0, LayerParameters(0, {0: block}), recompute=True)
+    for number in (0, 1, 2, 0, 1, 2, 0):
+        item = Item(number, 4, use=LayerUse.from_names([f"0.{number}"], LAYERS))
+        assert item.use is not None
+        turns.enter(item.use)
+        with turns.task_context(Kind.F, item):
+            block[number]()
+    layers.close()
+    assert [float(layer.count[0]) for layer in block] == [3, 2, 2]
+    assert memory.statistics.misses > 3
+
+
 def test_micro_batches_of_a_batch_count_once() -> None:
     block = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
     memory = MemorySwap(10**6, prefetch=False)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pipes import MemorySwap
 from lightning_pipes.engine import Item, Stage
 from lightning_pipes.engine.compute.rng import seed_all, stream_seed
 from lightning_pipes.engine.messages.tree_format import fill_skeleton, pack_tree, parse_description
@@ -40,7 +41,7 @@ class Counting(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
         self.count += 1
-        return self.lin(x)
+        return self.lin(x) + self.mean
 
 
 class Block(nn.Module):
@@ -198,6 +199,7 @@ class Ranks:
     pipe: Loopback
     letters: Letters
     mirrors: list[Mirrors]
+    memories: list[MemorySwap]
 
     def whole(self, plan: Plan) -> list[nn.Module]:
         """Each layer as its home has it."""
@@ -205,9 +207,11 @@ class Ranks:
         return [self.layers[homes[n]][n] for n in range(DEPTH)]
 
 
-def ranks_of(plan: Plan, policy: Policy) -> Ranks:
+def ranks_of(plan: Plan, policy: Policy, device_bytes: int = 0) -> Ranks:
+    """Layers take turns on the device where it has so many bytes."""
     letters, all_layers, all_mirrors, posts = Letters(), [], [], []
     made: dict[int, list[Stage]] = {}
+    memories: list[MemorySwap] = []
     for rank in range(plan.n_ranks):
         layers = copy.deepcopy(model())
         home = {n for s in plan.stages[rank] for n in range(*plan.layers[s])}
@@ -230,6 +234,10 @@ def ranks_of(plan: Plan, policy: Policy) -> Ranks:
     pipe = Loopback(plan, policy, made.__getitem__)
     for rank, engine in enumerate(pipe.engines):
         engine.mirror(all_mirrors[rank], dict(enumerate(all_layers[rank])))
+        if device_bytes:
+            memories.append(MemorySwap(device_bytes))
+            memories[-1]._poison = True
+            engine.take_turns(LayerMemory(memories[-1], torch.device("cpu"), all_mirrors[rank].optimizers))
         original = engine.progress
 
         def progress(wait: bool = True, original: Any = original, post: LocalPost = posts[rank]) -> bool:
@@ -237,7 +245,7 @@ def ranks_of(plan: Plan, policy: Policy) -> Ranks:
             return bool(original(wait))
 
         engine.progress = progress  # type: ignore[method-assign]
-    return Ranks(all_layers, pipe, letters, all_mirrors)
+    return Ranks(all_layers, pipe, letters, all_mirrors, memories)
 
 
 def stage_of(
@@ -286,10 +294,10 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("what", PLANS)
-def test_weights_are_those_of_one_after_another(what: str) -> None:
+@pytest.mark.parametrize(("what", "device_bytes"), [*dict.fromkeys(PLANS, 0).items(), ("recomputed", 35_000)])
+def test_weights_are_those_of_one_after_another(what: str, device_bytes: int) -> None:
     plan = PLANS[what]
-    ranks = ranks_of(plan, Jumbled(len(what)))
+    ranks = ranks_of(plan, Jumbled(len(what)), device_bytes)
     for number in range(BATCHES):
         ranks.pipe.inject(lambda n=number: item(n, plan))  # type: ignore[misc]
         if number % 6 == 5:
@@ -306,6 +314,9 @@ def test_weights_are_those_of_one_after_another(what: str) -> None:
             mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
             assert {id(p) for p in optimizer.state} <= mine
     assert (ranks.letters.count > 40) == (plan.n_ranks > 1)
+    for memory in ranks.memories:
+        assert memory.statistics.bytes_out > 2 * device_bytes
+        assert memory.statistics.hits > memory.statistics.misses
 
 
 def round_and_round(number: int, plan: Plan, steps: Sequence[str] | None = None) -> Item:
@@ -346,16 +357,3 @@ def test_refuses_cuts_that_nobody_follows() -> None:
     ranks.pipe.inject(lambda: item(0, plan))
     with pytest.raises(PlanError, match="between two windows only"):
         ranks.pipe.engines[0].mirror(ranks.mirrors[0], {})
-    ranks = ranks_of(plan, Jumbled())
-    ranks.pipe.engines[0].take_turns(LayerMemory(Nowhere(), torch.device("cpu"), list))
-    with pytest.raises(PlanError, match="can't take turns on the device meanwhile"):
-        ranks.pipe.engines[0].mirror(ranks.mirrors[0], {})
-
-
-class Nowhere:
-    """Where nothing is ever asked for."""
-
-    prefetch = False
-
-    def states(self, device: torch.device) -> Any:
-        return None
