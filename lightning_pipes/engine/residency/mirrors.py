@@ -43,7 +43,7 @@ class Mirror:
         """Return a module with the copy's tensors."""
         module = nn.Module()
         module._parameters.update(self.parameters)
-        module._buffers = self.buffers
+        module.__dict__["_buffers"] = self.buffers
         return module
 
 
