@@ -81,13 +81,16 @@ def _spread_average(callback: Averaging, module: pl.LightningModule, scope: Hook
     first, before all ranks got its weights. So do those that a run before had on another rank.
     """
     begins = private.count_averaged(callback) == 0
+    made: dict[int, torch.Tensor] = {}  # tied weights have one average
     with scope.running("setup", everywhere=True):
         for tensor, table, name in _averaged_tensors(callback, module):
             kind = table[name].dtype
-            if isinstance(tensor, RemoteTensor):
-                table[name] = copy.deepcopy(tensor.to(kind))
+            if id(tensor) in made:
+                table[name] = made[id(tensor)]
+            elif isinstance(tensor, RemoteTensor):
+                made[id(tensor)] = table[name] = copy.deepcopy(tensor.to(kind))
             elif begins or table[name].is_meta:
-                table[name] = _with_values(table[name], tensor)
+                made[id(tensor)] = table[name] = _with_values(table[name], tensor)
 
 
 def restore_averages(found: Iterable[pl.Callback], module: pl.LightningModule) -> None:
@@ -105,8 +108,11 @@ def restore_averages(found: Iterable[pl.Callback], module: pl.LightningModule) -
         if not remote:
             continue
         if all(torch.equal(tensor, table[name].to(tensor)) for tensor, table, name in own):
+            made: dict[int, torch.Tensor] = {}
             for tensor, table, name in remote:
-                table[name] = _with_values(table[name], tensor)
+                if id(tensor) not in made:
+                    made[id(tensor)] = _with_values(table[name], tensor)
+                table[name] = made[id(tensor)]
         else:
             private.drop_average(callback)
             rank_zero_warn(

@@ -43,7 +43,7 @@ class Slot(NamedTuple):
 
 
 def no_view(whole: bool) -> AbstractContextManager[None]:
-    """Optimizers show what there is."""
+    """Optimizers and modules show what there is."""
     return nullcontext()
 
 
@@ -66,6 +66,8 @@ class HookScope:
         self.gradients: Callable[[], bool] = lambda: False
         self.view: Callable[[bool], AbstractContextManager[None]] = no_view
         """Has optimizers show the parameters of all ranks in its block, or of this rank."""
+        self.module_view: Callable[[bool], AbstractContextManager[None]] = no_view
+        """The same of a module that has no proxy, which would see whether a hook runs."""
         self.on_layers: Callable[[], None] = lambda: None
         """Called when the hook reaches layers, or a tensor of them that is on another rank."""
         self._thread = 0
@@ -78,13 +80,13 @@ class HookScope:
     @contextmanager
     def running(self, hook: str, everywhere: bool, whole: bool = True) -> Iterator[None]:
         """Mark a hook as running in the block; if `whole`, optimizers show it the parameters of all ranks."""
-        with self._as(hook, everywhere), self.view(whole):
+        with self._as(hook, everywhere), self.module_view(whole), self.view(whole):
             yield
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Mark no hook as running in the block, for calls of ours or of Lightning's about this rank."""
-        with self.view(False), self._as("", True):
+        with self.view(False), self.module_view(False), self._as("", True):
             yield
 
     def as_now(self, function: Callable[[], Any]) -> Callable[[], Any]:

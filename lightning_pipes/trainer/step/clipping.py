@@ -70,8 +70,10 @@ class GradientAgreement:
         return total_norm(mine, self._holdings.numbers, 2.0, dtype, self._control)
 
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
-        norm = self.total_norm(optimizer).to(self._device)
-        torch.nn.utils.clip_grads_with_norm_(list(map(_local, self._precision.main_params(optimizer))), clip_val, norm)
+        with self._scope.suspended():  # a hook may ask for clipping
+            norm = self.total_norm(optimizer).to(self._device)
+            parameters = list(map(_local, self._precision.main_params(optimizer)))
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
 
     def _agreed_unscale(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         with self._scope.suspended():  # a hook may ask for clipping

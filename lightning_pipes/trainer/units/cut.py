@@ -45,7 +45,8 @@ def weights_of_stages(module: nn.Module, layout: UnitLayout) -> nn.ModuleList:
 class UnitCut(CutModule):
     """A LightningModule of which this rank has the weights of some stages, and what no stage uses.
 
-    Outside of steps the other weights are not there; while a step runs, stand-ins are in their places.
+    The other weights are not there, except while a step or a hook of the user's runs: then stand-ins are in their
+    places.
 
     Args:
         module: the user's module, whole.
@@ -85,6 +86,7 @@ class UnitCut(CutModule):
         self._foreign_keys = {slot.key for slot in foreign}
         self._hidden: list[tuple[dict[str, Any], list[tuple[str, Any]]]] = []
         self._hide()
+        self.scope.module_view = self.show_weights
         release_free_memory()
 
     def check_in_place(self) -> None:
@@ -102,13 +104,16 @@ class UnitCut(CutModule):
         )
 
     @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Put the stand-ins of other stages' weights in their places for the block."""
-        self._show()
+    def show_weights(self, whole: bool = True) -> Iterator[None]:
+        """Have the module show stand-ins for weights of other stages in the block, or only weights of this rank."""
+        changes = whole is self._is_hidden
+        if changes:
+            self._show() if whole else self._hide()
         try:
             yield
         finally:
-            self._hide()
+            if changes:
+                self._hide() if whole else self._show()
 
     @property
     def layers(self) -> dict[int, nn.Module]:
@@ -165,6 +170,7 @@ class UnitCut(CutModule):
         """Take the stand-ins out of the module, which then has the weights of this rank only."""
         tables = {id(slot.table): slot.table for slot in self._absent.slots}
         names = {(id(slot.table), slot.name) for slot in self._absent.slots}
+        self._is_hidden = True
         self._hidden = [(table, list(table.items())) for table in tables.values()]
         for key, name in names:
             del tables[key][name]
@@ -175,7 +181,7 @@ class UnitCut(CutModule):
             table.clear()
             table.update((name, own.pop(name, tensor)) for name, tensor in whole)
             table.update(own)
-        self._hidden = []
+        self._is_hidden, self._hidden = False, []
 
     def _slots_of(self, layers: Collection[int]) -> Iterator[Slot]:
         for slot in self._slots:

@@ -66,7 +66,7 @@ class UnitSteps(Steps):
         with self.step_context():
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part, step = data.select_samples(span), named_step(self._module, "training_step")
-            with recorded(self._module) as logged, self._cut.in_step():
+            with recorded(self._module) as logged, self._cut.show_weights():
                 out = self._run_lazily(stage, item, span, step, part, received)
         if not last:
             return out
@@ -79,7 +79,7 @@ class UnitSteps(Steps):
         data = item.data
         assert data.step is not None, "Evaluation has it"
         self.state.restore_state()
-        with data.context(), recorded(self._module) as calls, self._cut.in_step():
+        with data.context(), recorded(self._module) as calls, self._cut.show_weights():
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             out = self._run_lazily(stage, item, span, data.step, data.batch, received)
         if stage.number < self._stages - 1:
