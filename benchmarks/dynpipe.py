@@ -337,7 +337,7 @@ def main() -> None:
     against = {} if options.quick else against_restart(options.quick)
     if options.json:
         first, real = rows[0], next(row for row in rows if row.name.startswith("real"))
-        equal = all(row.equal is not False for row in rows)
+        equal = {row.equal for row in rows} - {None} == {True}
         keys = {
             "recovered": first.regained,
             "steps_to_recover": first.after,

@@ -32,6 +32,7 @@ from benchmarks.harness.silence import QUIET
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine import Engine, Item, make_transport
 from lightning_pipes.engine.messages.bulk_transfer import BulkTransfer
+from lightning_pipes.engine.messages.tree_format import MAX_IN_FLIGHT
 from lightning_pipes.ir import Plan, Span
 from lightning_pipes.planning.planner import BLOCKING, BUFFERED, OVERLAPPED
 from lightning_pipes.strategies.deep import Deep
@@ -72,11 +73,13 @@ class Trial:
 @dataclass(frozen=True)
 class Found:
     """One rank's figures: seconds of steps and bytes a second of parcels by kind, and of each way the seconds until
-    everything was there, those until the steps ended in which that was so, and the number of these."""
+    everything was there, those until the steps ended in which that was so, and the number of these. By the limit of
+    chunks in flight the seconds of a transfer that has the link to itself, and how many were in flight."""
 
     steps: dict[str, list[float]]
     rates: dict[str, list[float]]
     moves: dict[str, tuple[float, float, int]]
+    alone: dict[int, tuple[float, int]]
 
 
 class Rank:
@@ -147,9 +150,21 @@ class Rank:
             while not all_there.item():
                 self.step()
                 steps += 1
-                all_there.fill_(float(handle.done()))
+                all_there.fill_(float(handle.is_done()))
                 dist.all_reduce(all_there, dist.ReduceOp.MIN)
             found[way] = packed + handle.seconds, time.monotonic() - begun, steps
+        return found
+
+    def alone(self) -> dict[int, tuple[float, int]]:
+        """See `Found`."""
+        content, found = torch.zeros(self.trial.moved // 4), {}
+        for limit in (1, MAX_IN_FLIGHT):
+            dist.barrier()
+            office = self.offices["gate"]
+            office.traffic.most_in_flight = 0
+            office.max_in_flight = limit
+            handle = self.send("gate", f"alone {limit}", content).wait()
+            found[limit] = handle.seconds, office.traffic.most_in_flight
         return found
 
     def close(self) -> None:
@@ -165,8 +180,9 @@ def rank_main(rank: int, trial: Trial) -> Found:
     mine = Rank(rank, trial)
     steps, rates = mine.slowed()
     moves = mine.moves() if trial.moved else {}
+    alone = mine.alone() if trial.moved else {}
     mine.close()
-    return Found(steps, rates, moves)
+    return Found(steps, rates, moves, alone)
 
 
 class Slow(nn.Module):
@@ -277,6 +293,9 @@ def main() -> None:
         key = way.replace(", ", " ").replace(" ", "_")
         headline[f"iterations_{key}"], headline[f"lost_{key}"] = round(seconds / alone, 2), round(lost / alone, 3)
         print(f"  {way:18} {seconds / alone:5.1f}   {lost / alone:6.2f}   ({steps} steps)")
+    for limit, (seconds, most) in found[0].alone.items():
+        headline[f"alone_{limit}_in_flight"] = round(seconds, 3)
+        print(f"  with the link to itself, at most {limit} chunks in flight: {seconds:.2f} s, {most} were")
     print("A layer of 256 KiB and Adam's states of it move in a training, 1 MB/s: seconds until it is there, those in")
     print("which no batch could run, and the batches whose steps were late, or taken by both ranks")
     with NetLab(2, 1e6) as lab:

@@ -3,8 +3,9 @@
     sender      wait until no message waits for the network   chunk -->            wait   chunk -->
     receiver                                                           <-- arrived              <-- arrived
 
-Chunks have a group of their own for each pair and direction; the next one is packed while one travels. At most one is
-in flight between two ranks, so that a message of training waits for one chunk at most.
+Chunks have a group of their own for each pair and direction; the next one is packed while others travel. The more of the
+link is left by training, the more chunks are in flight (DynPipe, S V-C3), so that it never idles. They get smaller then:
+a message of training waits for SECONDS at most.
 
 A pair of ranks connects when one sends and the other receives for the first time. A thread at each end waits for that;
 no other thread does.
@@ -28,10 +29,12 @@ from lightning_pipes.engine.messages.socket_queues import SocketQueues
 from lightning_pipes.engine.messages.transport import IDLE
 from lightning_pipes.engine.messages.tree_format import (
     MAX_CHUNK,
+    MAX_IN_FLIGHT,
     ByteLayout,
     ChunkSizer,
     SendQueue,
     fill_skeleton,
+    limit_queue,
     pack_tree,
     parse_description,
 )
@@ -45,12 +48,16 @@ Key = str | int | tuple[Any, ...]
 GATE_SECONDS = 0.1
 """Seconds after which a chunk leaves although messages of training wait, so that transfers never stall."""
 POLL_SECONDS = 0.001
+RATE_SECONDS = 0.1
+"""Seconds over which the rates of training and of chunks are measured."""
 CLOSE_SECONDS = 10.0
 _CHUNK = struct.Struct(
     "<8s q q q q q"
 )  # magic, number of the tree, bytes of its description, bytes in all, first byte, and last
 _MAGIC = b"LPARC01\0"
 _FRONT = 64
+_OVERHEAD = 256
+"""Bytes that a chunk has in the network beside its own, at most."""
 _HELLO, _GOODBYE = -1, -2
 _HELLOS = 3
 _DATA, _ARRIVED = 0, 1
@@ -128,12 +135,14 @@ class TransferStatistics:
         sent, received: bytes, including descriptions.
         sending: seconds in which chunks of this rank were in flight.
         held_back: seconds in which a chunk was ready and waited for training.
+        most_in_flight: the largest number of chunks that were in flight to one rank.
     """
 
     sent: int = 0
     received: int = 0
     sending: float = 0.0
     held_back: float = 0.0
+    most_in_flight: int = 0
 
 
 class BulkTransfer:
@@ -145,6 +154,9 @@ class BulkTransfer:
         rank: the global rank of this process.
         ranks: the global ranks that exchange data.
         device: the device of received tensors; the CPU by default.
+
+    Attributes:
+        max_in_flight: chunks to a rank at a time, at most; MAX_IN_FLIGHT by default.
     """
 
     def __init__(
@@ -163,7 +175,10 @@ class BulkTransfer:
         self._ranks = frozenset(ranks)
         self._connection = watch.sub_store_factory()
         self._stores: list[Any] = []  # of groups: torch keeps only its own half of ours
-        self._busy: Callable[[], bool] = SocketQueues().has_unsent_bytes
+        self._queues, self._outstanding = SocketQueues(), 0
+        self._busy: Callable[[], bool] = self.is_training_sending
+        self._training, self._counted = 0.0, (0, 0, 0.0)
+        self.max_in_flight = MAX_IN_FLIGHT
         self._out: dict[int, _Sender] = {}
         self._in: dict[int, _Receiver] = {}
         self._arrived: dict[tuple[int, Key], deque[tuple[int, Any]]] = defaultdict(deque)
@@ -172,7 +187,8 @@ class BulkTransfer:
 
     def set_gate(self, busy: Callable[[], bool]) -> None:
         """Send chunks from now on while `busy()` is false, and every GATE_SECONDS while it is true. By default they
-        wait while any TCP connection of this process has undelivered bytes. Other threads call it often."""
+        wait while TCP connections of this process have more undelivered bytes than chunks. Other threads call it
+        often."""
         self._busy = busy
 
     def send(self, to: int, key: Key, content: Any) -> TransferHandle:
@@ -278,6 +294,36 @@ class BulkTransfer:
             now = time.monotonic()
         with self.changed:
             self.traffic.held_back += now - begun
+
+    def is_training_sending(self) -> bool:
+        """Return whether more bytes than those of chunks wait for the network."""
+        return self._queues.unsent_bytes() > self._outstanding
+
+    def count_in_flight(self, size: int, chunks: int) -> None:
+        """Add the bytes of a chunk that leaves, or subtract those of one that has arrived.
+
+        Args:
+            chunks: in flight to its rank, with it.
+        """
+        with self.changed:
+            self._outstanding += size
+            self.traffic.most_in_flight = max(self.traffic.most_in_flight, chunks)
+
+    def limit_chunks(self, packing: float, service: float) -> int:
+        """Return how many chunks may be in flight.
+
+        Args:
+            packing: bytes a second that chunks are packed with.
+            service: bytes a second of the link.
+        """
+        now = time.monotonic()
+        with self.changed:
+            sent, own, before = self._counted
+            if now - before >= RATE_SECONDS:
+                in_all, bulk = self._queues.acknowledged_bytes(), self.traffic.sent
+                self._training = max(0, in_all - sent - (bulk - own)) / (now - before) if before else 0.0
+                self._counted = in_all, bulk, now
+            return min(self.max_in_flight, limit_queue(self._training, packing, service))
 
     def connect(self, source: int, destination: int) -> ProcessGroupGloo | None:
         """Return the group of that direction once both ends want it; None if that does not happen before `close`.
@@ -386,6 +432,7 @@ class _Sender:
         self._trees: dict[int, _OutgoingTree] = {}
         self._in_flight: deque[_Chunk] = deque()
         self._quickest = 0.0  # seconds of a chunk without content
+        self._packing = 0.0  # bytes a second
         self._last = 0.0  # when the last one was there
         self._thread = threading.Thread(target=self._run, name=f"lightning_pipes bulk transfer to {peer}", daemon=True)
         self._thread.start()
@@ -414,14 +461,15 @@ class _Sender:
             if group is None:
                 return
             self.connected = True
-            buffers = deque(torch.empty(_FRONT + MAX_CHUNK, dtype=torch.uint8) for _ in range(2))
+            buffers = deque(torch.empty(_FRONT + MAX_CHUNK, dtype=torch.uint8) for _ in range(MAX_IN_FLIGHT + 1))
             self._quickest = min(self._exchange(group, buffers[0], _HELLO) for _ in range(_HELLOS))
             while self._has_work():
                 with transfer.changed:
                     number, start, stop = self._queue.next_chunk(self._sizer.size)
-                leaving = self._trees[number]
+                leaving, begun = self._trees[number], time.monotonic()
                 leaving.copy(start, stop, buffers[0][_FRONT:])  # while what is before it travels
-                while self._in_flight:
+                self._packing = (stop - start) / max(1e-9, time.monotonic() - begun)
+                while len(self._in_flight) >= self._sizer.limit:
                     self._wait_for_oldest()
                 transfer.wait_for_gate()
                 self._start(group, buffers[0], number, len(leaving.description), leaving.size, start, stop)
@@ -429,7 +477,8 @@ class _Sender:
             while self._in_flight:
                 self._wait_for_oldest()
             if transfer.watch.error is None:
-                self._exchange(group, buffers[0], _GOODBYE)
+                for _ in range(MAX_IN_FLIGHT):  # one for each receive that the peer has posted
+                    self._exchange(group, buffers[0], _GOODBYE)
         except Exception as error:
             transfer.report_broken(self.peer, error)
 
@@ -450,6 +499,7 @@ class _Sender:
         arrived, (start, stop) = group.recv([answer], RECEIVER, _ARRIVED), sizes[2:]
         sent = group.send([buffer[: _FRONT + stop - start]], RECEIVER, _DATA)
         self._in_flight.append(_Chunk(number, start, stop, time.monotonic(), (sent, arrived, answer)))
+        self._transfer.count_in_flight(_OVERHEAD + stop - start, len(self._in_flight))
 
     def _end(self) -> float:
         """Wait for the oldest chunk in flight, and return its seconds, from its start or from the arrival of the chunk
@@ -459,6 +509,7 @@ class _Sender:
         sent.wait()
         arrived.wait()
         self._in_flight.popleft()
+        self._transfer.count_in_flight(chunk.start - chunk.stop - _OVERHEAD, 0)
         before, self._last = self._last, time.monotonic()
         return self._last - max(before, chunk.begun)
 
@@ -469,9 +520,11 @@ class _Sender:
 
     def _wait_for_oldest(self) -> None:
         """Wait until the oldest chunk in flight has arrived."""
-        transfer, chunk = self._transfer, self._in_flight[0]
+        transfer, chunk, before = self._transfer, self._in_flight[0], self._last
         took = self._end()
-        self._sizer.record_chunk(chunk.stop - chunk.start, took - self._quickest)
+        trip = 0.0 if before > chunk.begun else self._quickest  # the next one's is hidden behind a chunk
+        self._sizer.record_chunk(chunk.stop - chunk.start, took - min(trip, took / 2))
+        self._sizer.set_limit(transfer.limit_chunks(self._packing, self._sizer.speed))
         with transfer.changed:
             transfer.traffic.sent += chunk.stop - chunk.start
             transfer.traffic.sending += took
@@ -545,9 +598,10 @@ class _Receiver:
             if group is None:
                 return
             self.connected = True
-            here, number = torch.zeros(1, dtype=torch.uint8), _HELLO
-            buffer, work = self._posted(group)
-            while number != _GOODBYE:
+            here, left = torch.zeros(1, dtype=torch.uint8), MAX_IN_FLIGHT
+            posted = deque(self._posted(group) for _ in range(left))
+            while left:
+                buffer, work = posted.popleft()
                 work.wait()
                 magic, number, description, size, start, stop = _CHUNK.unpack_from(buffer.numpy().data, 0)
                 if magic != _MAGIC:
@@ -555,8 +609,10 @@ class _Receiver:
                         f"received {magic!r} instead of a bulk transfer: do all ranks run the same version?"
                     )
                 whole = number >= 0 and self._take(buffer, number, description, size, start, stop)
-                if number != _GOODBYE:
-                    buffer, work = self._posted(group, buffer)
+                if number == _GOODBYE:
+                    left -= 1
+                else:
+                    posted.append(self._posted(group, buffer))
                 group.send([here], SENDER, _ARRIVED).wait()
                 if whole:
                     self._deliver(number, size)

@@ -14,6 +14,8 @@ from contextlib import suppress
 
 SCAN_SECONDS = 0.5
 """Seconds between two scans for connections: most are made at the start."""
+_BYTES_ACKED = 120
+"""Where in Linux's tcp_info."""
 
 
 class SocketQueues:
@@ -26,20 +28,33 @@ class SocketQueues:
         self._descriptors: list[int] = []
         self._looked = -SCAN_SECONDS
 
-    def has_unsent_bytes(self) -> bool:
-        """Return whether sent bytes are not acknowledged by the other end yet."""
-        if sys.platform != "linux":
-            return False
+    def unsent_bytes(self) -> int:
+        """Return the bytes that were sent and are not acknowledged by the other end yet."""
+        return sum(map(_waiting, self._scan()))
+
+    def acknowledged_bytes(self) -> int:
+        """Return the bytes that the other ends have acknowledged so far."""
+        return sum(map(_acknowledged, self._scan()))
+
+    def _scan(self) -> list[int]:
         now = time.monotonic()
-        if now - self._looked >= SCAN_SECONDS:
+        if sys.platform == "linux" and now - self._looked >= SCAN_SECONDS:
             self._looked, self._descriptors = now, list(_connections().values())
-        return any(map(_waiting, self._descriptors))
+        return self._descriptors
 
 
 def _waiting(descriptor: int) -> int:
     with suppress(OSError):  # closed meanwhile, or something else by now
         (size,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, b"\0\0\0\0"))
         return int(size)
+    return 0
+
+
+def _acknowledged(descriptor: int) -> int:
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as other:
+        info = other.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED + 8)
+        if len(info) == _BYTES_ACKED + 8:
+            return int(struct.unpack_from("Q", info, _BYTES_ACKED)[0])
     return 0
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import statistics
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -110,7 +112,9 @@ def _tensors(skeleton: Any) -> Iterator[tuple[Any, Any]]:
 FIRST_CHUNK, MIN_CHUNK, MAX_CHUNK = 2**16, 2**14, 2**20
 """Bytes of the first chunk, and the smallest and largest size of later ones."""
 SECONDS = 0.005
-"""Seconds that a chunk may take, and so delay a message of training that follows it."""
+"""Seconds that the chunks in flight may take, and so delay a message of training that follows them."""
+MAX_IN_FLIGHT = 4
+"""Chunks from a rank to another at a time, at most; the receiver has a buffer for each."""
 
 
 class SendQueue:
@@ -145,16 +149,48 @@ class ChunkSizer:
     """Chooses the size of chunks from the times of earlier ones.
 
     Attributes:
+        limit: how many may be in flight; together they take SECONDS.
         size: bytes of the next chunk, at most.
     """
 
+    limit: int = 1
     size: int = FIRST_CHUNK
+    _speeds: deque[float] = field(default_factory=lambda: deque(maxlen=9))
+
+    @property
+    def speed(self) -> float:
+        """Bytes a second of the link, the median of the last chunks; 0 before the first one."""
+        return statistics.median(self._speeds) if self._speeds else 0.0
 
     def record_chunk(self, size: int, seconds: float) -> None:
         """Record the seconds of a chunk. The size doubles at most, because one chunk may have been fast by chance."""
         if size == self.size:  # a shorter chunk is not representative
-            fitting = MAX_CHUNK if seconds <= 0 else int(size * SECONDS / seconds)
+            self._speeds.append(size / max(seconds, 1e-6))
+            fitting = MAX_CHUNK if seconds <= 0 else int(size * SECONDS / self.limit / seconds)
             self.size = max(MIN_CHUNK, min(MAX_CHUNK, fitting, 2 * size))
+
+    def set_limit(self, limit: int) -> None:
+        """Share the bytes in flight among so many chunks, or fewer where these would be too small."""
+        limit = max(1, min(limit, int(SECONDS * self.speed) // MIN_CHUNK))
+        if limit != self.limit:
+            self.size = max(MIN_CHUNK, min(MAX_CHUNK, self.size * self.limit // limit))
+            self.limit = limit
+
+
+def limit_queue(training: float, bulk: float, service: float) -> int:
+    """Return how many chunks queue behind messages of training on the average, at most MAX_IN_FLIGHT.
+
+    It is the second class of an M/M/1 queue with two priorities and a server that finishes what it has begun (DynPipe,
+    S V-C3, E8; the paper's text has a server that interrupts).
+
+    Args:
+        training, bulk: measured rates of both, such as bytes a second.
+        service: the rate of the link, in the same unit. Where both rates reach it the queue has no limit.
+    """
+    load = (training + bulk) / service if service > 0 else 0.0
+    if load >= 1:
+        return MAX_IN_FLIGHT if training < service else 1
+    return min(MAX_IN_FLIGHT, max(1, round(bulk * load / ((service - training) * (1 - load))))) if load else 1
 
 
 class ByteLayout:

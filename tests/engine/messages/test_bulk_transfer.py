@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from lightning_pipes.engine import Engine, FailureWatch, Item, PeerFailure
 from lightning_pipes.engine.messages.bulk_transfer import GATE_SECONDS, BulkTransfer, TransferHandle
+from lightning_pipes.engine.messages.tree_format import MAX_IN_FLIGHT
 from lightning_pipes.ir import PipelineError, Plan, PlanError, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
@@ -182,6 +183,25 @@ def gated(rank: int) -> list[bool]:
 
 def test_chunks_wait_while_training_is_busy_and_not_for_ever() -> None:
     assert run_ranks(gated, 2)[0] == [False, True, True]
+
+
+def many_in_flight(rank: int) -> tuple[int, int]:
+    """Chunks arrive whole and in order where the link is theirs alone."""
+    watch, parcels = office(rank, 2)
+    large = torch.arange(40_000_000)
+    if rank == 0:
+        parcels.send(1, "large", large).wait()
+    else:
+        assert torch.equal(parcels.receive(0, "large").content, large)
+    parcels.close()
+    watch.close()
+    return parcels.traffic.most_in_flight, parcels._outstanding
+
+
+def test_several_chunks_are_in_flight_where_training_leaves_the_link() -> None:
+    (most, left), _ = run_ranks(many_in_flight, 2)
+    assert 1 < most <= MAX_IN_FLIGHT
+    assert left == 0
 
 
 def never_expected(rank: int) -> str:

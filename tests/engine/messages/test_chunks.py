@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from lightning_pipes.engine.messages.tree_format import MAX_CHUNK, MIN_CHUNK, SECONDS, ChunkSizer, SendQueue
+from lightning_pipes.engine.messages.tree_format import (
+    MAX_CHUNK,
+    MAX_IN_FLIGHT,
+    MIN_CHUNK,
+    SECONDS,
+    ChunkSizer,
+    SendQueue,
+    limit_queue,
+)
 
 
 @pytest.mark.parametrize("most", [1, 7, 64])
@@ -36,3 +46,52 @@ def test_a_chunk_takes_about_as_long_as_it_may(bandwidth: float) -> None:
     pace.record_chunk(pace.size, 0.0)
     pace.record_chunk(pace.size, 1.0)
     assert pace.size == MIN_CHUNK
+
+
+def test_chunks_in_flight_take_together_as_long_as_one_may() -> None:
+    pace, bandwidth = ChunkSizer(), 1e8
+    for limit in (1, 4, 2):
+        pace.set_limit(limit)
+        for _ in range(30):
+            pace.record_chunk(pace.size, pace.size / bandwidth)
+        assert limit * pace.size == pytest.approx(bandwidth * SECONDS, rel=0.01)
+    assert pace.speed == pytest.approx(bandwidth)
+    for _ in range(30):
+        pace.record_chunk(pace.size, 1.0)
+        pace.set_limit(4)
+    assert (pace.size, pace.limit) == (MIN_CHUNK, 1), "chunks that are too small would take too long together"
+
+
+def queue_of_second_class(training: float, bulk: float) -> float:
+    """Return the mean number that waits in the second class of a server that finishes what it has begun, one a second,
+    by events drawn at random."""
+    rng, now, busy_until, waiting, area = random.Random(1), 0.0, 0.0, [0, 0], 0.0
+    coming = [rng.expovariate(training), rng.expovariate(bulk)]
+    while now < 50_000 / (training + bulk):
+        serving = busy_until > now
+        then = min(*coming, busy_until if serving else float("inf"))
+        area += waiting[1] * (then - now)
+        now = then
+        arrived = not serving or now != busy_until
+        if arrived:
+            kind = int(coming[1] < coming[0])
+            coming[kind] = now + rng.expovariate((training, bulk)[kind])
+            waiting[kind] += 1
+        if not (arrived and serving):
+            kind = next((kind for kind in (0, 1) if waiting[kind]), -1)
+            busy_until = now
+            if kind >= 0:
+                waiting[kind] -= 1
+                busy_until += rng.expovariate(1.0)
+    return area / now
+
+
+@pytest.mark.parametrize(("training", "bulk"), [(0.5, 0.2), (0.2, 0.55), (0.6, 0.3)])
+def test_limit_is_the_queue_behind_training(training: float, bulk: float) -> None:
+    measured = queue_of_second_class(training, bulk)
+    assert limit_queue(training, bulk, 1.0) == pytest.approx(min(MAX_IN_FLIGHT, measured), abs=0.5 + 0.1 * measured)
+
+
+def test_limit_at_the_ends() -> None:
+    assert limit_queue(0.0, 100.0, 100.0) == limit_queue(50.0, 50.0, 100.0) == MAX_IN_FLIGHT
+    assert limit_queue(100.0, 1.0, 100.0) == limit_queue(0.0, 1.0, 1e9) == limit_queue(0.0, 0.0, 0.0) == 1

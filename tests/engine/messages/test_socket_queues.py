@@ -24,12 +24,15 @@ def test_bytes_that_wait_for_the_network_are_seen() -> None:
                     sent += source.send(bytes(2**16))
             assert descriptor in _connections().values()
             assert _waiting(descriptor)
-            assert SocketQueues().has_unsent_bytes()
+            queues = SocketQueues()
+            assert queues.unsent_bytes() >= _waiting(descriptor)
+            before, whole = queues.acknowledged_bytes(), sent
             while sent:
                 sent -= len(target.recv(2**20))
             until = time.monotonic() + 20
             while _waiting(descriptor) and time.monotonic() < until:
                 time.sleep(0.01)
             assert not _waiting(descriptor)
+            assert queues.acknowledged_bytes() - before == pytest.approx(whole, abs=whole - before)
     assert descriptor not in _connections().values()
     assert not _waiting(descriptor)  # closed
