@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, get_args
 
 from lightning_pipes.cost import CostModel, Deployment, ModelProfile
 from lightning_pipes.ir import Cut, Plan, PlanError, Policy, Schedule, Span, adapt_plan
-from lightning_pipes.planning.replanning import Observation
+from lightning_pipes.planning.replanning import FreeBytes, Observation
 
 Relocation = Literal["blocking", "overlapped", "buffered"]
 """How layers move: while all ranks wait; or beside the batches, whose steps both ranks take, or which wait."""
@@ -151,15 +151,24 @@ class Planner(ABC):
         """The most samples that a micro-batch of a batch of `rows` may get."""
         return max(self.profile_sizes(rows, stages, microbatches))
 
-    def should_serialize(self, looks: Sequence[Observation]) -> bool:
+    @property
+    def guards_memory(self) -> bool:
+        """Whether `should_serialize` and `reduce_memory` are asked before every batch."""
+        return False
+
+    def should_serialize(self, free: Sequence[FreeBytes], serialized: bool) -> bool:
         """Return whether batches of a schedule that does not flush should run one by one for now.
 
         Args:
-            looks: observations of the running plan, the oldest first.
-
-        It is called before `replan`.
+            free: before the last batches, the oldest first.
+            serialized: the answer before the last batch.
         """
-        return False
+        return serialized
+
+    def reduce_memory(self, plan: Plan, seen: Problem, free: FreeBytes) -> Plan | None:
+        """Return a plan with which devices that are short of memory hold less, even if batches take longer; None to
+        keep `plan`. It is asked where batches that run one by one have not helped."""
+        return None
 
     def replan(self, plan: Plan, seen: Problem) -> Plan | None:
         """Return another plan for batches like that of `plan`, by observations of the run; None to keep it.

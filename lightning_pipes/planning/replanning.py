@@ -19,6 +19,10 @@ MAX_OBSERVATIONS = 64
 """The number of windows of the running plan, and of earlier ones, that planners see."""
 
 
+FreeBytes = tuple[int | None, ...]
+"""Bytes that are free on the device of each rank of the pipeline; None where nobody knows."""
+
+
 @dataclass(frozen=True, eq=False)
 class Observation:
     """One window of batches under one plan, the same on all ranks.
@@ -30,7 +34,7 @@ class Observation:
             an operation that is slow now and then, and the whole pipeline waits for that.
         devices: of each rank of the pipeline what a monitor saw of its device, by name, means over the window; NaN
             where one source was silent. Empty without a monitor.
-        free: bytes that are free on the device of each rank; None where nobody knows.
+        free: bytes of each device at its end.
 
     Raises:
         InputError: operations that are no table, or of another kind; or devices and free of different lengths.
@@ -39,7 +43,7 @@ class Observation:
     costs: CostModel
     operations: Mapping[tuple[Kind, int], Array] = field(default_factory=dict)
     devices: tuple[Mapping[str, float], ...] = ()
-    free: tuple[int | None, ...] = ()
+    free: FreeBytes = ()
 
     def __post_init__(self) -> None:
         for (kind, stage), table in self.operations.items():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from math import log2
+from math import inf, log2
 from statistics import fmean
 from typing import ClassVar
 
@@ -14,7 +13,7 @@ import numpy as np
 from lightning_pipes.cost import Deployment, ModelProfile
 from lightning_pipes.ir import Plan, Program, Schedule, Span
 from lightning_pipes.planning.planner import BLOCKING, EvenPlanner, Problem
-from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, Interference, Observation
+from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, FreeBytes, Interference, Observation
 from lightning_pipes.strategies.dynpipe.history import History
 from lightning_pipes.strategies.dynpipe.interference.refit import Learning
 from lightning_pipes.strategies.dynpipe.repartition import (
@@ -24,6 +23,7 @@ from lightning_pipes.strategies.dynpipe.repartition import (
     Windows,
     find_partition,
     partitions_of,
+    partitions_that_free,
 )
 from lightning_pipes.strategies.dynpipe.situation import Situation
 from lightning_pipes.strategies.dynpipe.work import estimate_work
@@ -35,32 +35,32 @@ RELIEF = 1.5
 @dataclass(frozen=True)
 class MemoryGuard:
     """When batches stop overlapping (DynPipe, S V-B2): each then runs alone, so that one is held and no older weights
-    are. What is free is seen by a monitor; where nobody knows, nothing is guarded.
+    are. Where that leaves less than `low` free, layers leave the device. What is free is seen by a monitor; where
+    nobody knows, nothing is guarded.
 
     Attributes:
         low: bytes of which more has to be free on each device; None for no such mark.
-        drop: the share of what is free that may go from one look to the next; None for any.
+        drop: the share of what is free that may go within `every` batches; None for any.
     """
 
     low: int | None = None
     drop: float | None = None
 
-    def should_serialize(self, looks: Sequence[Observation]) -> bool:
-        """Return whether they do now, by all looks at the plan that runs, the oldest first. What has begun ends when
-        all are above RELIEF times the low mark; without one, at the first look at which nothing has fallen."""
-        tight = False
-        free = [look.free for look in looks]
-        for before, now in pairwise([(), *free]):
-            if self._short(now) or self._falls(before, now):
-                tight = True
-            elif all(each is None or each >= RELIEF * (self.low or 0) for each in now):
-                tight = False
-        return tight
+    def should_serialize(self, free: Sequence[FreeBytes], serialized: bool) -> bool:
+        """Return whether batches run one by one now, by the free bytes before the last batches, the oldest first.
 
-    def _short(self, now: Sequence[int | None]) -> bool:
-        return self.low is not None and any(each is not None and each < self.low for each in now)
+        It ends when all are above RELIEF times the low mark; without one, when nothing has fallen lately."""
+        now = free[-1]
+        if self.short_ranks(now) or any(self._falls(before, now) for before in free):
+            return True
+        return serialized and not all(each is None or each >= RELIEF * (self.low or 0) for each in now)
 
-    def _falls(self, before: Sequence[int | None], now: Sequence[int | None]) -> bool:
+    def short_ranks(self, now: FreeBytes) -> dict[int, float]:
+        """Return the bytes that devices lack, by rank."""
+        low = self.low or 0
+        return {n: RELIEF * low - each for n, each in enumerate(now) if each is not None and each < low}
+
+    def _falls(self, before: FreeBytes, now: FreeBytes) -> bool:
         if self.drop is None:
             return False
         known = [(a, b) for a, b in zip(before, now, strict=False) if a is not None and b is not None]
@@ -108,8 +108,26 @@ class DynPlanner(EvenPlanner):
     guard: MemoryGuard = _UNGUARDED
     wants_profile: ClassVar[bool] = True
 
-    def should_serialize(self, looks: Sequence[Observation]) -> bool:
-        return self.guard.should_serialize(looks)
+    @property
+    def guards_memory(self) -> bool:
+        return self.guard != _UNGUARDED
+
+    def should_serialize(self, free: Sequence[FreeBytes], serialized: bool) -> bool:
+        return self.guard.should_serialize(free, serialized)
+
+    def reduce_memory(self, plan: Plan, seen: Problem, free: FreeBytes) -> Plan | None:
+        """Return the fastest plan that frees the bytes which devices lack, or as many of them as possible."""
+        short = self.guard.short_ranks(free)
+        looks = [look for look in seen.seen if look.matches_plan(plan)]
+        if not short or not looks or seen.profile is None or plan.n_stages < 2 or not plan.layers:
+            return None
+        if not isinstance(seen.schedule, Schedule):
+            return None
+        last = replace(looks[-1], free=free, devices=looks[-1].devices or ({},) * len(free))
+        windows = self._windows([(plan, last)], seen, seen.schedule.program(plan))
+        cuts = partitions_that_free(windows, short, self.guard.low or 0, seen.deployment, seen.tied, self.search)
+        change = find_partition(windows, cuts, -inf)
+        return None if change is None else replace(plan, layers=change.layers)
 
     def replan(self, plan: Plan, seen: Problem) -> Plan | None:
         looks = [look for look in seen.seen if look.matches_plan(plan)]
@@ -132,7 +150,8 @@ class DynPlanner(EvenPlanner):
             return None
         order = schedule.program(plan)
         windows = self._windows([(plan, look) for look in looks[-self.windows :]], seen, order)
-        cuts = partitions_of(windows, seen.deployment, seen.tied, self.search)
+        reserve = RELIEF * (self.guard.low or 0)
+        cuts = partitions_of(windows, seen.deployment, seen.tied, self.search, reserve)
         if not len(cuts):
             return None
         history = History(windows, cuts, every)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,19 +134,47 @@ def find_partition(windows: Windows, cuts: Cuts, least: float = 0.0) -> Partitio
 
 
 def partitions_of(
-    windows: Windows, deployment: Deployment | None = None, tied: Sequence[Sequence[int]] = (), search: Search = WHOLE
+    windows: Windows,
+    deployment: Deployment | None = None,
+    tied: Sequence[Sequence[int]] = (),
+    search: Search = WHOLE,
+    reserve: float = 0.0,
 ) -> Cuts:
     """Return the partitions at blocks of the condensed model that fit into memory, without the current one.
 
     Args:
         tied: numbers of layers that share a parameter.
+        reserve: bytes that stay free on devices that get layers.
     """
     now = windows.now
     every = _partitions(now, deployment, search)
     every = every[keeps_tied_layers(every, now.plan.layers, tied)]
-    every = every[_fitting(every, now, windows.order, deployment)]
+    every = every[_fitting(every, now, windows.order, deployment, reserve)]
     others: Cuts = every[(every != now.now).any(axis=1)]
     return others
+
+
+def partitions_that_free(
+    windows: Windows,
+    short: Mapping[int, float],
+    reserve: float,
+    deployment: Deployment | None = None,
+    tied: Sequence[Sequence[int]] = (),
+    search: Search = WHOLE,
+) -> Cuts:
+    """Return the partitions that free memory on devices which lack it: those that free all they lack, or if there are
+    none, those that free the largest share of it; empty where none frees any (DynPipe, S V-B2).
+
+    Args:
+        short: bytes that devices lack, by rank.
+        reserve: bytes that stay free on devices that get layers.
+    """
+    cuts = partitions_of(windows, deployment, tied, search, reserve)
+    needed = _bytes_by_rank(np.vstack([windows.now.now, cuts]), windows.now, windows.order)
+    freed = needed[0] - needed[1:]
+    shares = np.min([freed[:, rank] / lacks for rank, lacks in short.items()], axis=0).clip(max=1.0)
+    best = shares.max(initial=0.0)
+    return cuts[shares >= best] if best > 0 else cuts[:0]
 
 
 def step_bounds(means: Durations, plan: Plan, endless: bool) -> Array:
@@ -206,8 +234,11 @@ def _slowest(plan: Plan, deployment: Deployment | None) -> float:
     return min(deployment.pipeline.link_between(a, b).bandwidth for a, b in pairs)
 
 
-def _fitting(cuts: Cuts, now: Situation, order: Program, deployment: Deployment | None) -> npt.NDArray[np.bool_]:
-    """Which partitions fit: into the devices' memory, and with what they need more than now into what is free."""
+def _fitting(
+    cuts: Cuts, now: Situation, order: Program, deployment: Deployment | None, reserve: float
+) -> npt.NDArray[np.bool_]:
+    """Return which partitions fit: into the devices' memory, and with what they need more than now into what is
+    free."""
     plan = now.plan
     devices = () if deployment is None else deployment.pipeline.devices
     limits = [devices[rank].memory if devices else None for rank in range(plan.n_ranks)]
@@ -215,15 +246,22 @@ def _fitting(cuts: Cuts, now: Situation, order: Program, deployment: Deployment 
     keep = np.ones(len(cuts), bool)
     if all(limit is None for limit in (*limits, *free)):
         return keep
-    held = held_rows(order.unroll(2 * plan.n_stages) if order.is_endless else order, plan)
-    every = np.vstack([now.now, cuts])
-    needed = np.zeros((len(every), plan.n_ranks))
-    for stage, rank in enumerate(plan.ranks):
-        sizes = stage_bytes(now.profile, plan, stage, held[stage])
-        needed[:, rank] += sizes(every[:, stage], every[:, stage + 1])
+    needed = _bytes_by_rank(np.vstack([now.now, cuts]), now, order)
     for rank, (limit, left) in enumerate(zip(limits, free, strict=True)):
         if limit is not None:
             keep &= (needed[1:, rank] <= limit) | (needed[1:, rank] <= needed[0, rank])
         if left is not None:
-            keep &= needed[1:, rank] - needed[0, rank] <= left
+            more = needed[1:, rank] - needed[0, rank]
+            keep &= more <= np.where(more > 0, left - reserve, left)
     return keep
+
+
+def _bytes_by_rank(cuts: Cuts, now: Situation, order: Program) -> Array:
+    """Return the bytes that every device needs: axis 0 is partitions, axis 1 ranks."""
+    plan = now.plan
+    held = held_rows(order.unroll(2 * plan.n_stages) if order.is_endless else order, plan)
+    needed = np.zeros((len(cuts), plan.n_ranks))
+    for stage, rank in enumerate(plan.ranks):
+        sizes = stage_bytes(now.profile, plan, stage, held[stage])
+        needed[:, rank] += sizes(cuts[:, stage], cuts[:, stage + 1])
+    return needed

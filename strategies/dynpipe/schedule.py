@@ -41,9 +41,11 @@ class DynPipe(PipeDream):
         incremental: layers only move to a neighbouring stage.
         predictor: of interference, S V-A, or the path of a forest (`interference.Predictor.load`); None plans with
             measured times alone ("w/o RF").
-        low_memory: bytes, such as "2GiB", of which more has to be free on each device, or batches stop overlapping
-            until that is so again (S V-B2); None for no such mark. An InterferenceMonitor has to see it.
-        memory_drop: the share of the free memory that may go from one look to the next, for the same; None for any.
+        low_memory: bytes, such as "2GiB", of which more has to be free on each device before every batch. Else batches
+            stop overlapping until that is so again, and if it stays so layers leave the device (S V-B2). None for no
+            such mark. An InterferenceMonitor has to see it.
+        memory_drop: the share of the free memory that may go within `every` batches, or batches stop overlapping; None
+            for any.
     """
 
     every: int = 10

@@ -3,9 +3,9 @@
     sender      wait until no message waits for the network   chunk -->            wait   chunk -->
     receiver                                                           <-- arrived              <-- arrived
 
-Chunks have a group of their own for each pair and direction; the next one is packed while others travel. The more of the
-link is left by training, the more chunks are in flight (DynPipe, S V-C3), so that it never idles. They get smaller then:
-a message of training waits for SECONDS at most.
+Chunks have a group of their own for each pair and direction; the next one is packed while others travel. The more of
+the link is left by training, the more chunks are in flight (DynPipe, S V-C3), so that it never idles. They get smaller
+then: a message of training waits for SECONDS at most.
 
 A pair of ranks connects when one sends and the other receives for the first time. A thread at each end waits for that;
 no other thread does.
@@ -296,11 +296,11 @@ class BulkTransfer:
             self.traffic.held_back += now - begun
 
     def is_training_sending(self) -> bool:
-        """Return whether more bytes than those of chunks wait for the network."""
+        """Return whether messages of training wait for the network."""
         return self._queues.unsent_bytes() > self._outstanding
 
     def count_in_flight(self, size: int, chunks: int) -> None:
-        """Add the bytes of a chunk that leaves, or subtract those of one that has arrived.
+        """Count the bytes of a chunk as it leaves, and with a minus as it arrives.
 
         Args:
             chunks: in flight to its rank, with it.
@@ -469,7 +469,7 @@ class _Sender:
                 leaving, begun = self._trees[number], time.monotonic()
                 leaving.copy(start, stop, buffers[0][_FRONT:])  # while what is before it travels
                 self._packing = (stop - start) / max(1e-9, time.monotonic() - begun)
-                while len(self._in_flight) >= self._sizer.limit:
+                while len(self._in_flight) >= min(self._sizer.limit, transfer.max_in_flight):
                     self._wait_for_oldest()
                 transfer.wait_for_gate()
                 self._start(group, buffers[0], number, len(leaving.description), leaving.size, start, stop)

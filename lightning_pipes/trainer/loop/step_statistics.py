@@ -16,7 +16,7 @@ import numpy.typing as npt
 from lightning_pipes.ir import COMPUTE, Kind, Plan, Program
 from lightning_pipes.ir.instruction import NO_SPAN
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
-from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, Observation
+from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, FreeBytes, Observation
 from lightning_pipes.sim.shown.training_record import Curves
 from lightning_pipes.trainer.ranks.holdings import positions
 from lightning_pipes.trainer.ranks.ranks import Ranks
@@ -35,6 +35,9 @@ class DeviceMonitor(Protocol):
 
     def since_last(self) -> tuple[Mapping[str, float], int | None]:
         """Return means by name since the last call, NaN without samples, and the device's free bytes or None."""
+
+    def free_bytes(self) -> int | None:
+        """Return the device's free bytes at the last sample, or None."""
 
     def to_curves(self) -> Curves:
         """Return every sample over time."""
@@ -82,9 +85,30 @@ class StepStatistics:
         """
         own = [window for window in self._windows if window.plan is plan]
         if len(own) < 2:
-            return tuple(self._seen) if plan is self._plan else ()
+            return self.recall_plan(plan)
         self._windows.clear()
         return self.merge_observations(self._ranks.control.all_gather(self.own_statistics(plan, own)), plan)
+
+    def recall_plan(self, plan: Plan) -> tuple[Observation, ...]:
+        """Return the observations of `plan` so far, the oldest first. Not collective."""
+        return tuple(self._seen) if plan is self._plan else ()
+
+    def own_free_bytes(self) -> int | None:
+        """Return the free bytes of this rank's device. Not collective."""
+        return None if self.monitor is None else self.monitor.free_bytes()
+
+    def gather_free_bytes(self, plan: Plan) -> FreeBytes:
+        """Return the free bytes of the devices of `plan`."""
+        return self.merge_free_bytes(self._ranks.control.all_gather(self.own_free_bytes()), plan)
+
+    def merge_free_bytes(self, free: Sequence[int | None], plan: Plan) -> FreeBytes:
+        """Return the least free bytes of all replicas, by rank of `plan`; `free` has those of all global ranks."""
+        pipelines = self._ranks.grid.pipelines
+        order = positions(plan.ranks, len(pipelines[0]))
+        return tuple(
+            min((each for pipeline in pipelines if (each := free[pipeline[at]]) is not None), default=None)
+            for at in order
+        )
 
     def own_statistics(self, plan: Plan, own: Sequence[Window]) -> RankStatistics:
         """Return this rank's part of an observation by its windows of `plan`. Not collective."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.ir import Kind, LayerUse, Plan, Program
-from lightning_pipes.planning.replanning import Observation
+from lightning_pipes.planning.replanning import FreeBytes, Observation
 from lightning_pipes.sim import Event
 from lightning_pipes.trainer.loop.step_statistics import RankStatistics, StepStatistics
 from lightning_pipes.trainer.plan.plans import Plans
@@ -72,6 +72,7 @@ class StreamStatistics:
         self._looks, self._notices, self._ranks, self._rank, self._late = looks, notices, ranks, rank, late
         self._begun: tuple[int, Plan, RankStatistics] | None = None
         self._left: deque[int] = deque()  # batches of looks whose notices are there
+        self._told: deque[int] = deque()  # batches before which free bytes were told
         self._ended: list[Window] = []
         self._from = 0  # events that end before were looked at
 
@@ -123,6 +124,19 @@ class StreamStatistics:
         self._begun = None
         sights = [mine if r == self._rank else self._notices.get(self._name(begun, r)) for r in self._ranks]
         return self._looks.merge_observations(sights, plan)
+
+    def collect_free_bytes(self, batch: int, plan: Plan) -> FreeBytes | None:
+        """Send the free bytes of this rank before batch number `batch`, and return those of the devices of `plan`.
+
+        They are those of about `late` batches before; None until all ranks are sure to have told."""
+        self._told.append(batch)
+        self._notices.put(f"free/{batch}/{self._rank}", self._looks.own_free_bytes())
+        while self._told[0] < batch - 2 * self._late - 1:
+            self._notices.remove(f"free/{self._told.popleft()}/{self._rank}")
+        then = batch - self._late - 1
+        if then not in self._told:
+            return None
+        return self._looks.merge_free_bytes([self._notices.get(f"free/{then}/{r}") for r in self._ranks], plan)
 
     @staticmethod
     def _name(batch: int, rank: int) -> str:

@@ -10,7 +10,7 @@ from lightning_pipes.ir import Plan, PlanError, Policy, Program, Schedule, Span,
 from lightning_pipes.ir.replication import replicate_plan, replicate_program
 from lightning_pipes.planning.partition import even_partition, partition_at
 from lightning_pipes.planning.planner import MICROBATCHES_PER_STAGE, Planner, Problem, planner_of, solve_plan
-from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, Observation
+from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, FreeBytes, Observation
 from lightning_pipes.sim import simulate
 
 TRIED_PER_STAGE = 16
@@ -133,9 +133,24 @@ class Plans:
         """Return whether the planner is asked again before training batch number `batch`."""
         return bool(self.every and batch) and batch % self.every == 0
 
-    def throttles(self, looks: tuple[Observation, ...]) -> bool:
+    @property
+    def guards_memory(self) -> bool:
+        """Whether the planner is told before every batch what memory is free."""
+        return not self._degrees and self._asked.guards_memory
+
+    def throttles(self, free: Sequence[FreeBytes], throttled: bool) -> bool:
         """Whether batches that could overlap are to run one by one for now."""
-        return self._asked.should_serialize(looks)
+        return self._asked.should_serialize(free, throttled)
+
+    def reduce_memory(self, rows: int, looks: tuple[Observation, ...], free: FreeBytes) -> Plans:
+        """Return plans for which layers leave devices that are short of memory; these plans where none have to.
+
+        Args:
+            looks: what was seen of the plan for a batch of `rows` samples, the oldest first.
+        """
+        plan, _ = self.for_rows(rows)
+        found = self._asked.reduce_memory(plan, replace(self._problem, rows=rows, layers=plan.layers, seen=looks), free)
+        return self if found is None else self._remember(self.other(self.schedule, given=found), plan, looks)
 
     def revised(self, rows: int, looks: tuple[Observation, ...], remaining: int | None = None) -> Plans:
         """Return the planner's answer before a batch of `rows` samples; mostly these plans.
@@ -153,7 +168,10 @@ class Plans:
         found = self._asked.replan(plan, now)
         if found is None:
             return self
-        made = self.other(self.schedule, given=found)
+        return self._remember(self.other(self.schedule, given=found), plan, looks)
+
+    def _remember(self, made: Plans, plan: Plan, looks: tuple[Observation, ...]) -> Plans:
+        """Return `made` with the observations of `plan`, its predecessor."""
         before = (*self._problem.before, *((plan, look) for look in looks))
         made._problem = replace(made._problem, before=before[-MAX_OBSERVATIONS:])
         return made

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
 
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_pipes.cost.units import bytes_text
+from lightning_pipes.planning.replanning import FreeBytes
 from lightning_pipes.trainer.loop.adopting import adopt_cut
 from lightning_pipes.trainer.loop.asynchronous import AsynchronousTraining
 from lightning_pipes.trainer.loop.run import PipelineRun
@@ -36,10 +37,19 @@ class Replanning(Watcher):
 
     def _revised_plans(self, step: TrainingStep) -> Plans:
         run, plans = self._run, self._run.plans
+        if plans.guards_memory:
+            found = self._plans_for_memory(step, run.statistics.gather_free_bytes(plans.for_rows(step.rows)[0]))
+            if found is not plans:
+                return found
         if not plans.due(step.number):
             return plans
         looks = run.statistics.observe_plan(plans.for_rows(step.rows)[0])
         return plans.revised(step.rows, looks, batches_left(run.trainer))
+
+    def _plans_for_memory(self, step: TrainingStep, free: FreeBytes) -> Plans:
+        """Return plans with which layers leave devices that are short of memory; mostly those of the run."""
+        plans = self._run.plans
+        return plans.reduce_memory(step.rows, self._run.statistics.recall_plan(plans.for_rows(step.rows)[0]), free)
 
 
 class StreamReplanning(Replanning):
@@ -49,24 +59,46 @@ class StreamReplanning(Replanning):
         super().__init__(run)
         self._training = training
         self._seen_by = run.plans
+        self._free: deque[FreeBytes] = deque(maxlen=1 + run.plans.every)
+        self._throttled_at = 0
 
     def _revised_plans(self, step: TrainingStep) -> Plans:
         run, plans, engine, statistics = self._run, self._run.plans, self._run.engine, self._training.statistics
         if plans is not self._seen_by:  # layers have moved since
             statistics.drop_observation()
             self._seen_by = plans
+        if plans.guards_memory:
+            revised = self._guard_memory(step)
+            if revised is not plans:
+                return revised
         if plans.due(step.number) and not statistics.is_pending:
             plan, order = plans.for_rows(engine.plan.jobs[0].rows if engine.open else step.rows)
             statistics.start_observation(step.number, Window(plan, order, engine.under_way))
         found = statistics.collect_observations(step.number, step.rows, flushed=not engine.open)
         if found is None:
             return plans
-        self._throttle(plans.throttles(found), found[-1].free if found else ())
         return plans.revised(step.rows, found, batches_left(run.trainer))
 
-    def _throttle(self, throttled: bool, free: Sequence[int | None]) -> None:
-        """Have batches run one by one while memory is short."""
+    def _guard_memory(self, step: TrainingStep) -> Plans:
+        """Have batches run one by one while memory is short, and if that is not enough layers leave (DynPipe, S V-B2).
+        Weights of earlier versions go with the overlap."""
+        plans, training = self._run.plans, self._training
+        free = training.statistics.collect_free_bytes(step.number, plans.for_rows(step.rows)[0])
+        if free is None:
+            return plans
+        self._free.append(free)
+        self._throttle(step.number, plans.throttles(tuple(self._free), training.throttled), free)
+        helps_at = (
+            self._throttled_at + 2 * self._run.relocation.apart + 1
+        )  # what is known then was so while they ran one by one
+        if not training.throttled or step.number < helps_at:
+            return plans
+        return self._plans_for_memory(step, free)
+
+    def _throttle(self, batch: int, throttled: bool, free: FreeBytes) -> None:
+        """Begin or end to run batches one by one."""
         if throttled != self._training.throttled:
+            self._throttled_at = batch
             known = ", ".join(f"{bytes_text(each)} on rank {n}" for n, each in enumerate(free) if each is not None)
             rank_zero_warn(
                 f"batches {'run one by one' if throttled else 'overlap again'}: memory is "

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from lightning_pipes.cost import CostModel
-from lightning_pipes.ir import InputError
-from lightning_pipes.planning.replanning import Observation
+from lightning_pipes.ir import InputError, Span
+from lightning_pipes.planning.planner import planner_of
+from lightning_pipes.planning.replanning import FreeBytes
 from lightning_pipes.strategies.dynpipe import DynPipe
 from lightning_pipes.strategies.dynpipe.planner import MemoryGuard
+from lightning_pipes.testing.neighbourhood import Neighbourhood, constant_slowdown, layered_model
 
 
-def states(guard: MemoryGuard, *free: Sequence[int | None]) -> list[bool]:
-    """What it says after each look."""
-    looks = [Observation(CostModel({}), devices=({},) * len(each), free=tuple(each)) for each in free]
-    return [guard.should_serialize(looks[:n]) for n in range(1, len(looks) + 1)]
+def states(guard: MemoryGuard, *free: FreeBytes, kept: int = 2) -> list[bool]:
+    """Return what it says before each batch, if it sees what was free before so many of the last ones."""
+    found = [False]
+    for n in range(1, len(free) + 1):
+        found.append(guard.should_serialize(free[max(0, n - kept) : n], found[-1]))
+    return found[1:]
 
 
 def test_it_lasts_until_all_devices_are_above_the_high_mark() -> None:
@@ -37,6 +41,11 @@ def test_a_sudden_fall_counts_and_a_slow_one_does_not() -> None:
     assert states(guard, (100,), (80,), (65,), (45,), (44,), (20,)) == [False, False, False, True, False, True]
 
 
+def test_a_fall_within_several_batches_counts() -> None:
+    guard = MemoryGuard(drop=0.3)
+    assert states(guard, (100,), (85,), (72,), (61,), (61,), (61,), kept=4) == [False, False, False, True, False, False]
+
+
 def test_both_marks() -> None:
     assert states(MemoryGuard(100, 0.5), (1000,), (400,), (400,), (110,), (110,), (160,)) == [
         False,
@@ -51,6 +60,45 @@ def test_both_marks() -> None:
 def test_where_nobody_knows_nothing_is_guarded() -> None:
     assert states(MemoryGuard(100, 0.1), (None, None), (), (None, 500), (50, None)) == [False, False, False, True]
     assert states(MemoryGuard(), (5,), (1,)) == [False, False]
+
+
+WORLD = Neighbourhood(
+    layered_model([1e-3] * 12, weights=1000), DynPipe(low_memory=10_000), 3, 8, 4, constant_slowdown((1.0,) * 3)
+)
+
+
+def relieved(free: FreeBytes, layers: Sequence[Span] = ()) -> list[int] | None:
+    """Return how many layers each stage has then; None where they stay."""
+    plan = WORLD.plan(layers)
+    seen = replace(WORLD.make_problem(plan.layers), seen=(WORLD.observe_window(plan, 0, 20),))
+    found = planner_of(WORLD.schedule).reduce_memory(plan, seen, free)
+    return None if found is None else [span.rows for span in found.layers]
+
+
+def test_layers_leave_a_device_that_lacks_memory() -> None:
+    """A layer of the second stage takes 9000 bytes there, with older weights; 11000 on the first, 6000 on the last."""
+    assert WORLD.plan().layers == (Span(0, 4), Span(4, 8), Span(8, 12))
+    assert relieved((50_000, 50_000, 50_000)) is None
+    assert relieved((50_000, 9_000, 50_000)) == [4, 3, 5], "it lacks 6000 bytes"
+    assert relieved((50_000, 9_000, None)) == [4, 3, 5], "where nobody knows nothing is short"
+    assert relieved((10**6, 0, 10**6)) == [5, 2, 5], "it lacks 15000"
+
+
+def test_layers_go_where_memory_is_left_and_no_further() -> None:
+    assert relieved((50_000, 9_000, 15_000)) == [5, 3, 4]
+    assert relieved((10**6, 0, 15_000)) == [6, 2, 4]
+    assert relieved((15_000, 9_000, 15_000)) is None, "others would be short then"
+    assert relieved((26_000, 0, 15_000)) == [5, 3, 4], "less than it lacks is better than nothing"
+
+
+def test_what_has_left_does_not_come_back_for_speed() -> None:
+    """The plan that is faster would leave less free than the mark."""
+    layers = (Span(0, 5), Span(5, 7), Span(7, 12))
+    plan = WORLD.plan(layers)
+    for free, back in ((16_000, False), (10**6, True)):
+        looks = tuple(WORLD.observe_window(plan, 20 * n, 20, (10**6, free, 10**6)) for n in range(2))
+        found = planner_of(WORLD.schedule).replan(plan, replace(WORLD.make_problem(layers), seen=looks))
+        assert (found is not None and found.layers[1].rows > 2) == back
 
 
 def test_settings() -> None:

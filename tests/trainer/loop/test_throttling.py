@@ -1,8 +1,8 @@
-"""Batches of a stream run one by one while memory is short on some device."""
+"""Batches of a stream run one by one while memory is short on some device, and layers leave it if that lasts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,50 +10,75 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
+from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.sim.shown.training_record import Curves
 from lightning_pipes.testing.ranks import run_ranks
-from tests.trainer.lit import Lit, data, plain_values, quiet
+from lightning_pipes.trainer.plan.measuring import Measuring
+from lightning_pipes.trainer.plan.trial import Trial, Trials
+from tests.trainer.lit import Lit, data, quiet
 from tests.trainers import make_trainer
 
 ROWS, BATCHES, EVERY = 4, 24, 4
 
 
-class Fake:
-    """A monitor whose device has less and less free, and then all again; of rank 1 alone."""
+LACKS = {"briefly": range(8, 12), "for long": range(8, BATCHES)}
+"""Batches before which rank 1, which has the first stage, has little free."""
 
-    def __init__(self, rank: int) -> None:
-        self.free = iter([1000, 1000, 90, 500, 500] if rank else [1000] * 5)
+
+class Fake:
+    """A monitor of a device that has little free for a while."""
+
+    def __init__(self, lacks: Sequence[int]) -> None:
+        self._lacks, self._batch = lacks, -1
+
+    def free_bytes(self) -> int | None:
+        self._batch += 1
+        return 90 if self._batch in self._lacks else 10**6
 
     def since_last(self) -> tuple[Mapping[str, float], int | None]:
-        return {}, next(self.free)
+        return {}, 10**6
 
     def to_curves(self) -> Curves:
         raise AssertionError("nobody asks for a report")
 
 
 class Watches(pl.Callback):
-    """Sets the monitor, and counts the windows that have ended before each batch ended."""
+    """Sets the monitor, and counts the windows that have ended before each batch ended, and the layers of stages."""
 
-    def __init__(self) -> None:
+    def __init__(self, lacks: Sequence[int]) -> None:
         self.windows: list[int] = []
+        self.layers: list[list[int]] = []
+        self._lacks = lacks
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        trainer.strategy.running.statistics.monitor = Fake(trainer.global_rank)
+        trainer.strategy.running.statistics.monitor = Fake(self._lacks if trainer.global_rank else ())
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         self.windows.append(len(trainer.strategy.running.windows))
+        self.layers.append([span.rows for span in trainer.strategy.running.part.holdings.layers])
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         trainer.strategy.running.statistics.monitor = None
 
 
-def train(rank: int, guarded: bool) -> tuple[list[int], list[str], Any]:
+def faked(self: Any, *_: Any) -> ModelProfile:
+    """In place of a measurement: equal layers."""
+    layer = LayerProfile("", ((1, 1.0),), ((1, 2.0),), weight_bytes=100, output=((1, 64.0),))
+    return ModelProfile((layer,) * 9)
+
+
+def as_predicted(self: Any, made: Any, *_: Any) -> Trial:
+    """In place of a trial of a faked profile."""
+    return Trial(1.0, 1.0, (1.0,) * len(made.layers))
+
+
+def train(rank: int, lacks: str) -> tuple[list[int], list[list[int]], list[str]]:
     quiet()
     pl.seed_everything(3, verbose=False)
-    module, watches = Lit().double(), Watches()
-    settings = {"every": EVERY, **({"low_memory": 100} if guarded else {})}
+    module, watches = Lit().double(), Watches(LACKS.get(lacks, LACKS["for long"]))
+    settings = {"every": EVERY, "gain": 0.9, **({"low_memory": 100} if lacks in LACKS else {})}
     trainer = make_trainer(
-        strategy=PipelineStrategy("dynpipe", 1, partition=[4], schedule_args=settings),
+        strategy=PipelineStrategy("dynpipe", 1, schedule_args=settings),
         precision="64-true",
         max_epochs=1,
         limit_val_batches=0,
@@ -61,22 +86,29 @@ def train(rank: int, guarded: bool) -> tuple[list[int], list[str], Any]:
     )
     with pytest.warns() as said:
         trainer.fit(module, DataLoader(data(ROWS * BATCHES), batch_size=ROWS))
-    return watches.windows, [str(w.message) for w in said], plain_values(dict(module.state_dict()))
+    return watches.windows, watches.layers, [str(w.message) for w in said]
 
 
-def both(rank: int) -> list[Any]:
-    return [train(rank, guarded) for guarded in (True, False)]
+def all_three(rank: int) -> list[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Measuring, "profile", faked)
+        patch.setattr(Trials, "run", as_predicted)
+        return [train(rank, lacks) for lacks in (*LACKS, "unguarded")]
 
 
-def test_batches_run_one_by_one_while_memory_is_short() -> None:
-    """Looks before batches 4, 8, 12 and 16 are answered three batches later each, when both ranks are sure to have told
-    what they saw; the third one sees little on rank 1, the fourth enough."""
-    ranks = run_ranks(both, 2, timeout=60)
-    for (guarded, _, _), (free, _, _) in ranks:
+def test_batches_run_one_by_one_while_memory_is_short_and_then_layers_leave() -> None:
+    """What was free before a batch is known three batches later, when both ranks are sure to have told it. Layers leave
+    when it is known that memory stays short although batches run one by one."""
+    ranks = run_ranks(all_three, 2, timeout=60)
+    for (brief, same, _), (_, moved, _), (free, unguarded, _) in ranks:
         assert free[:-1] == [0] * (BATCHES - 1)
-        short = [n for n in range(1, BATCHES - 1) if guarded[n] > guarded[n - 1]]
-        assert short == [15, 16, 17, 18]  # the window is drained before each of these
-    said = ranks[0][0][1]
+        short = [n for n in range(1, BATCHES - 1) if brief[n] > brief[n - 1]]
+        assert short == [11, 12, 13, 14]  # the window is drained before each of these
+        assert same == unguarded == [same[0]] * BATCHES
+        first = next(n for n, layers in enumerate(moved) if layers != same[0])
+        assert 11 + 5 <= first <= 11 + 7
+        assert moved[-1][0] < same[0][0]
+    said = ranks[0][0][2]
     assert any("batches run one by one: memory is getting short" in each for each in said)
     assert any("batches overlap again: memory is free again" in each for each in said)
-    assert not any("memory" in each for each in ranks[0][1][1])
+    assert not any("memory" in each for each in ranks[0][2][2])
