@@ -17,6 +17,8 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n $(WORKERS) --dist loadf
 with_types = $(PY) -m mypy >$(VENV)/mypy.txt 2>&1 & types=$$!; trap "kill $$types 2>/dev/null" EXIT; \
 	$(PYTEST) $(1); tests=$$?; wait $$types; types=$$?; trap - EXIT; \
 	[ $$types = 0 ] || cat $(VENV)/mypy.txt; [ $$tests$$types = 00 ]
+# What we hardly import, half of all: compiled when it is.
+RARE   := /(tests?|transformers/models|pip|mypy|networkx|fontTools|pygments/lexers|torch/(_inductor|testing))/
 USABLE := 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))'
 
 .DEFAULT_GOAL := help
@@ -75,7 +77,7 @@ $(PY):
 $(STAMP): pyproject.toml constraints.txt | $(PY)
 	@echo "Installing lightning_pipes and what it needs into $(VENV), a few minutes the first time"
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-compile $(PINS) -e '.[dev]'
-	@$(PY) -m compileall -q -j 0 $(VENV)/lib >/dev/null || true   # on all cores, where pip uses one; some files are templates
+	@$(PY) -m compileall -q -j 0 -x '$(RARE)' $(VENV)/lib >/dev/null || true   # on all cores, where pip uses one; some files are templates
 	@touch $@
 
 clean:

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -254,6 +254,11 @@ def _measure_references() -> tuple[int, int]:
 
 
 _OF_CALL, _HELD_BY_GRAPH = _measure_references()
+
+
+def is_fully_sharded(module: nn.Module) -> TypeGuard[FSDPModule]:
+    """Return whether `fully_shard` was applied to a module itself."""
+    return hasattr(module, "_get_fsdp_state")  # its class takes long to import
 
 
 def finish_sharded_backward(module: FSDPModule) -> None:

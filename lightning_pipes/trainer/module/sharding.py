@@ -13,10 +13,14 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
 
-from lightning_pipes.engine.private_torch import forget_shards, managed_parameters, remove_fully_shard
+from lightning_pipes.engine.compute.reducer import is_distributed
+from lightning_pipes.engine.private_torch import (
+    forget_shards,
+    is_fully_sharded,
+    managed_parameters,
+    remove_fully_shard,
+)
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.pipelined import SPREAD
 from lightning_pipes.trainer.module.pretrained import find_attached, own_tensors
@@ -38,9 +42,8 @@ def check_shards(module: pl.LightningModule, mesh: DeviceMesh | None) -> None:
         PipelineError: a parameter is sharded over another mesh or over stages, or unevenly over tensor-parallel ranks.
     """
     owner = type(module).__name__
-    for name, parameter in module.named_parameters():
-        if not isinstance(parameter, DTensor):
-            continue
+    sharded: Iterable[tuple[str, Any]] = ((n, p) for n, p in module.named_parameters() if is_distributed(p))
+    for name, parameter in sharded:
         found = parameter.device_mesh
         names = found.mesh_dim_names or ()
         where = f"{owner}.{name} is sharded over {', '.join(names) or 'a mesh without names'}"
@@ -59,7 +62,7 @@ def check_shards(module: pl.LightningModule, mesh: DeviceMesh | None) -> None:
                 f"{where} of other processes than this run's; take the mesh from self.device_mesh in configure_model"
             )
         for dimension, placement in zip(names, parameter.placements, strict=True):
-            if dimension == TENSOR_PARALLEL and isinstance(placement, Shard) and placement.dim == 1:
+            if dimension == TENSOR_PARALLEL and placement.is_shard(1):
                 _check_columns(f"{owner}.{name}", parameter.shape[1], found[dimension].size())
     for name, part in module.named_modules():
         _check_heads(f"{owner}.{name}", part)
@@ -83,9 +86,9 @@ def _check_heads(name: str, part: nn.Module) -> None:
     if type(size) is not int or size < 1:
         return
     for child_name, child in part.named_children():
-        weight = getattr(child, "weight", None)
-        if not isinstance(weight, DTensor) or not isinstance(child, nn.Linear):
+        if not isinstance(child, nn.Linear) or not is_distributed(child.weight):
             continue
+        weight: Any = child.weight
         shards = weight.device_mesh[TENSOR_PARALLEL].size() if is_sharded_over(weight, TENSOR_PARALLEL) else 1
         rows, columns = weight.shape
         names = weight.device_mesh.mesh_dim_names or ()
@@ -106,7 +109,7 @@ def unshard_outside(module: pl.LightningModule, path: str) -> None:
         PipelineError: it has sharded layers of several stages as one, or has made several parameters of one.
     """
     names = {id(part): name for name, part in module.named_modules()}
-    units = dict.fromkeys(part for part in module.modules() if isinstance(part, FSDPModule))
+    units = dict.fromkeys(part for part in module.modules() if is_fully_sharded(part))
     first: dict[int, str] = {}
     for owner, name, number in dict.fromkeys(each for unit in units for each in managed_parameters(unit)):
         where = f"self.{names[id(owner)]}.{name}"
@@ -126,7 +129,7 @@ def unshard_outside(module: pl.LightningModule, path: str) -> None:
     container = module.get_submodule(path)
     inside = {id(part) for layer in container.children() for part in layer.modules()}
     for name, part in module.named_modules():
-        if not isinstance(part, FSDPModule) or id(part) in inside:
+        if not is_fully_sharded(part) or id(part) in inside:
             continue
         if any(id(owner) in inside for owner, *_ in managed_parameters(part)):
             raise PipelineError(
@@ -154,5 +157,5 @@ def leave_spread(module: pl.LightningModule, path: str, local: Iterable[int]) ->
                 empty = torch.empty_like(tensor, device="meta")
                 made = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
                 torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
-        if isinstance(part, FSDPModule):
+        if is_fully_sharded(part):
             forget_shards(part)

@@ -4,41 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.reducer import is_distributed, local_part
-from lightning_pipes.engine.private_torch import finish_sharded_backward
+from lightning_pipes.engine.private_torch import finish_sharded_backward, is_fully_sharded
+
+if TYPE_CHECKING:  # it takes half a second, and most runs have no shards
+    from torch.distributed.tensor import DTensor
 
 
 def has_shards(module: nn.Module) -> bool:
     """Return whether any parameter of a module is a DTensor."""
-    return any(isinstance(p, DTensor) for p in module.parameters())
+    return any(map(is_distributed, module.parameters()))
 
 
 def is_sharded_over(tensor: torch.Tensor, dimension: str) -> bool:
     """Return whether ranks along a dimension of the mesh have different parts of a tensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_distributed(tensor):
         return False
-    names = tensor.device_mesh.mesh_dim_names or ()
-    pairs = zip(names, tensor.placements, strict=False)
+    sharded = cast("DTensor", tensor)
+    pairs = zip(sharded.device_mesh.mesh_dim_names or (), sharded.placements, strict=False)
     return any(name == dimension and not placement.is_replicate() for name, placement in pairs)
 
 
 def gather_whole(tree: Any) -> Any:
     """Return a tree with whole tensors in place of sharded ones. Collective over the ranks that hold the parts."""
-    return pytree.tree_map_only(DTensor, lambda t: t.detach().full_tensor(), tree)
+    return pytree.tree_map(lambda t: t.detach().full_tensor() if is_distributed(t) else t, tree)
 
 
 def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a whole tensor, which all ranks have, sharded as another one; no message is sent."""
-    if not isinstance(like, DTensor) or isinstance(whole, DTensor):
+    if not is_distributed(like) or is_distributed(whole):
         return whole
+    from torch.distributed.tensor import DTensor, Replicate
+
+    assert isinstance(like, DTensor)
     mesh, placements = like.device_mesh, like.placements
     replicated: Any = DTensor.from_local(whole.to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
     return cast(torch.Tensor, replicated.redistribute(placements=placements))
@@ -51,6 +55,8 @@ def copy_whole(whole: torch.Tensor, into: torch.Tensor) -> None:
 
 def unshard_over(parameter: torch.Tensor, dimension: str) -> nn.Parameter:
     """Return a parameter that is whole over a dimension of the mesh. Collective over it, unless it is on `meta`."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
     assert isinstance(parameter, DTensor)
     found: Any = parameter.detach()
     mesh = parameter.device_mesh
@@ -99,7 +105,7 @@ class GatheredStages:
 
     def __init__(self, layers_of_stages: Mapping[int, Iterable[nn.Module]]) -> None:
         self._modules = {
-            stage: [m for layer in layers for m in layer.modules() if isinstance(m, FSDPModule)]
+            stage: [m for layer in layers for m in layer.modules() if is_fully_sharded(m)]
             for stage, layers in layers_of_stages.items()
         }
         for stage, modules in self._modules.items():
