@@ -19,12 +19,10 @@ from lightning_pipes.engine.compute.order import InstructionOrder, ReadyOrder, S
 from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.compute.weights import OffloadedVersions, WeightVersions
-from lightning_pipes.engine.messages.clocks import measure_offsets
-from lightning_pipes.engine.messages.links import measure_links
+from lightning_pipes.engine.messages.links import measure_links, measure_offsets
 from lightning_pipes.engine.messages.mailbox import Transport
-from lightning_pipes.engine.residency.layer_memory import LayerMemory
+from lightning_pipes.engine.residency.layer_memory import LayerMemory, VersionMemory
 from lightning_pipes.engine.residency.mirrors import Mirrors
-from lightning_pipes.engine.residency.version_memory import VersionMemory
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import (
     RECEIVES,

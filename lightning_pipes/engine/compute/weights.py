@@ -24,7 +24,7 @@ from torch import nn
 
 from lightning_pipes.engine.compute.layer_parameters import LayerParameters
 from lightning_pipes.engine.residency.binding import Binding
-from lightning_pipes.engine.residency.version_memory import VersionMemory
+from lightning_pipes.engine.residency.layer_memory import VersionMemory
 from lightning_pipes.ir import LayerUse, PipelineError
 
 _NOTHING = nullcontext()

@@ -25,7 +25,7 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lightning_pipes.engine.messages.channel import RECEIVER, SENDER, StageIn
-from lightning_pipes.engine.messages.socket_queues import SocketQueues
+from lightning_pipes.engine.messages.links import SocketQueues
 from lightning_pipes.engine.messages.transport import IDLE
 from lightning_pipes.engine.messages.tree_format import (
     MAX_CHUNK,

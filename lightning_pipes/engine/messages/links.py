@@ -1,17 +1,31 @@
-"""Measures the end-to-end time of messages between neighbours, with copies, serialisation and waking up."""
+"""Measures the network between neighbours: times of messages, offsets of clocks, and bytes that wait to be sent.
+
+Times are end to end, with copies, serialisation and waking up. For offsets, a message has stamps of its sender's and
+its receiver's clock. Send queues of this process's TCP connections tell whether messages wait for the network.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
+import stat
+import struct
+import sys
+import termios
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
 from lightning_pipes.cost import Link
 from lightning_pipes.engine.messages.mailbox import Transport
+from lightning_pipes.engine.messages.message import Message
 from lightning_pipes.ir import Instruction, Kind, Plan
 
 SIZES = (2**12, 2**16, 2**18, 2**20, 2**22)
@@ -102,3 +116,152 @@ class _Exchange:
         numbers = count(1)
         every = (_SMALL, *self.sizes)
         return [(next(numbers), size) for _ in range(self.repeats + 1) for size in every][len(every) :]
+
+
+def clock_id() -> str:
+    """Return a name for the monotonic clock of this process: processes with the same name share a clock. Empty if
+    unknown."""
+    if sys.platform != "linux":
+        return ""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    try:
+        return f"{boot}/{os.stat('/proc/self/ns/time').st_ino}"
+    except OSError:  # a kernel without namespaces of time
+        return boot
+
+
+def measure_offsets(
+    plan: Plan, rank: int, transport: Transport, repeats: int = REPEATS, name: str | None = None
+) -> dict[int, int]:
+    """Return the nanoseconds to add to each neighbour's stamps to convert them to this rank's clock; 0 for a shared
+    clock.
+
+    A collective call of all ranks of the pipeline, between windows. As in NTP, the fastest of several round trips of
+    tiny messages counts. The error is half the difference between its two directions. Messages with data would not
+    do, because they take unequally long where links differ.
+
+    Args:
+        name: the name of this rank's clock, by default `clock_id()`.
+    """
+    offsets: dict[int, int] = {}
+    edges = {
+        (plan.ranks[s], plan.ranks[s + 1]): s for s in reversed(range(plan.n_stages - 1)) if plan.is_remote_edge(s)
+    }
+    mine = clock_id() if name is None else name
+    for phase in (0, 1):  # neighbours of one phase have no rank in common
+        for (low, high), stage in edges.items():
+            if stage % 2 != phase or rank not in (low, high):
+                continue
+            line = _ClockExchange(
+                transport, Instruction(Kind.RF, stage + 1), Instruction(Kind.RB, stage), repeats, mine
+            )
+            if rank == low:
+                offsets[high] = line.measure_offset(high)
+            else:
+                offsets[low] = line.answer_probes(low)
+    return offsets
+
+
+class _ClockExchange(NamedTuple):
+    """Tiny messages `there` and `back`, named by the instructions that receive them."""
+
+    transport: Transport
+    there: Instruction
+    back: Instruction
+    repeats: int
+    clock: str
+
+    def measure_offset(self, peer: int) -> int:
+        best, found = None, 0
+        for number in range(1, self.repeats + 1):
+            sent = time.monotonic_ns()
+            self.transport.send(peer, (-number, self.there), (self.clock, torch.zeros(1)))
+            reply = self._wait(number, self.back)
+            theirs, arrived = reply.tree
+            if theirs and theirs == self.clock:
+                break  # the same one: both know
+            took = (reply.arrived - sent) - (reply.sent - int(arrived))
+            if best is None or took < best:
+                best, found = took, (sent + reply.arrived - int(arrived) - reply.sent) // 2
+        self.transport.send(peer, (-self.repeats - 1, self.there), ("", torch.tensor([found])))
+        return found
+
+    def answer_probes(self, peer: int) -> int:
+        for number in range(1, self.repeats + 1):
+            question = self._wait(number, self.there)
+            stamp = torch.tensor([question.arrived or time.monotonic_ns()])
+            self.transport.send(peer, (-number, self.back), (self.clock, stamp))
+            if question.tree[0] and question.tree[0] == self.clock:
+                break
+        return -int(self._wait(self.repeats + 1, self.there).tree[1])
+
+    def _wait(self, number: int, i: Instruction) -> Message:
+        self.transport.mailbox.wait((-number, i))
+        message = self.transport.mailbox.take_message((-number, i))
+        assert message is not None
+        return message
+
+
+SCAN_SECONDS = 0.5
+"""Seconds between two scans for connections: most are made at the start."""
+_BYTES_ACKED = 120
+"""Where in Linux's tcp_info."""
+
+
+class SocketQueues:
+    """All TCP connections of this process, including gloo's private ones.
+
+    Systems other than Linux report nothing, so nothing waits there.
+    """
+
+    def __init__(self) -> None:
+        self._descriptors: list[int] = []
+        self._looked = -SCAN_SECONDS
+
+    def unsent_bytes(self) -> int:
+        """Return the bytes that were sent and are not acknowledged by the other end yet."""
+        return sum(map(_waiting, self._scan()))
+
+    def acknowledged_bytes(self) -> int:
+        """Return the bytes that the other ends have acknowledged so far."""
+        return sum(map(_acknowledged, self._scan()))
+
+    def _scan(self) -> list[int]:
+        now = time.monotonic()
+        if sys.platform == "linux" and now - self._looked >= SCAN_SECONDS:
+            self._looked, self._descriptors = now, list(_connections().values())
+        return self._descriptors
+
+
+def _waiting(descriptor: int) -> int:
+    with suppress(OSError):  # closed meanwhile, or something else by now
+        (size,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, b"\0\0\0\0"))
+        return int(size)
+    return 0
+
+
+def _acknowledged(descriptor: int) -> int:
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as other:
+        info = other.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED + 8)
+        if len(info) == _BYTES_ACKED + 8:
+            return int(struct.unpack_from("Q", info, _BYTES_ACKED)[0])
+    return 0
+
+
+def _connections() -> dict[int, int]:
+    """Return descriptors by inode; scanning duplicates some of them."""
+    found: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode) and status.st_ino not in found and _is_tcp(int(name)):
+                found[status.st_ino] = int(name)
+    return found
+
+
+def _is_tcp(descriptor: int) -> bool:
+    with socket.socket(fileno=os.dup(descriptor)) as other:
+        if other.family not in (socket.AF_INET, socket.AF_INET6) or other.type != socket.SOCK_STREAM:
+            return False
+        return not other.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)

@@ -11,8 +11,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lightning_pipes.engine.messages.channel import Inbox, Outbox
 from lightning_pipes.engine.messages.direct import DirectGroup, DirectInbox, DirectOutbox, nccl_group
-from lightning_pipes.engine.messages.local import CONNECT_SECONDS
-from lightning_pipes.engine.messages.local_transport import LocalTransport, host_id
+from lightning_pipes.engine.messages.local import CONNECT_SECONDS, LocalTransport, host_id
 from lightning_pipes.engine.messages.mailbox import Key, Mailbox, Transport
 from lightning_pipes.engine.messages.message import Decoder, Encoder
 from lightning_pipes.engine.private_torch import ProcessGroupGloo

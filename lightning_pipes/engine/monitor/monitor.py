@@ -18,9 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lightning_pipes.engine.monitor.host import host_sources
 from lightning_pipes.engine.monitor.nvidia import CudaSource, GpmSource, NvmlSource, uuid_of
-from lightning_pipes.engine.monitor.source import Row, Source, SourceError
+from lightning_pipes.engine.monitor.source import Row, Source, SourceError, host_sources
 from lightning_pipes.ir import check_number
 from lightning_pipes.sim.shown.training_record import Curves
 

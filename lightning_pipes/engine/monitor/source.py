@@ -1,11 +1,15 @@
-"""The interface of a source of numbers about a device or a machine."""
+"""Sources of numbers about a device or a machine, and those of the machine, from Linux: its cores and memory."""
 
 from __future__ import annotations
 
 import math
+import os
+import resource
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -76,3 +80,213 @@ class Rates:
             return np.full(len(found), math.nan)
         grown: Row = found - last
         return np.where(grown < 0, math.nan, grown / seconds)
+
+
+_TASKS = "/proc/self/task"
+_NANO = 1e-9
+_TICK = 1 / os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 0.01
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+class SchedulerSource(Source):
+    """How long threads of this process have run, and have waited for a core while runnable: the cost of a neighbour on
+    the same cores. Waiting for messages counts as neither.
+
+    Args:
+        thread: the native number of the one that computes.
+    """
+
+    name: ClassVar[str] = "schedstat"
+    metrics = (
+        "host.compute_run_share",
+        "host.compute_wait_share",
+        "host.compute_slices_per_s",
+        "host.threads_run_cores",
+        "host.threads_wait_cores",
+        "host.forced_switches_per_s",
+        "host.minor_faults_per_s",
+        "host.major_faults_per_s",
+    )
+
+    def __init__(self, thread: int) -> None:
+        super().__init__()
+        self._compute = str(thread)
+        self._tasks = Rates()
+        self._shared = Rates()
+        self._threads: dict[str, tuple[float, float]] = {}
+        self._of_threads = np.zeros(2)  # cumulative, also of threads that have ended
+
+    def open(self) -> None:
+        _readable(f"{_TASKS}/{self._compute}/schedstat")
+
+    def read(self) -> Row:
+        own = str(threading.get_native_id())
+        compute, read_at = [math.nan] * 3, time.monotonic()
+        for name in os.listdir(_TASKS):
+            if name == own:
+                continue  # the cost of sampling is no load of the training
+            try:
+                run, wait, slices = map(int, _text(f"{_TASKS}/{name}/schedstat").split())
+            except (OSError, ValueError):
+                continue  # it has ended
+            if name == self._compute:
+                compute, read_at = [run * _NANO, wait * _NANO, float(slices)], time.monotonic()
+            before = self._threads.get(name, (0, 0))
+            self._threads[name] = (run, wait)
+            self._of_threads += [max(0, run - before[0]) * _NANO, max(0, wait - before[1]) * _NANO]
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        shared = [*self._of_threads, used.ru_nivcsw, used.ru_minflt, used.ru_majflt]
+        return np.concatenate([self._tasks.per_second(compute, read_at), self._shared.per_second(shared)])
+
+
+class MachineSource(Source):
+    """How busy the cores are on which a thread may run, and all cores, with the work of all processes.
+
+    Args:
+        thread: the native number of the one that computes.
+    """
+
+    name: ClassVar[str] = "/proc/stat"
+    metrics = (
+        "host.cores_busy_share",
+        "host.cores_system_share",
+        "host.cores_interrupt_share",
+        "host.cores_stolen_share",
+        "host.machine_busy_share",
+        "host.runnable_count",
+    )
+
+    def __init__(self, thread: int) -> None:
+        super().__init__()
+        self._compute = thread
+        self._rates = Rates()
+
+    def open(self) -> None:
+        _readable("/proc/stat")
+
+    def read(self) -> Row:
+        mine = os.sched_getaffinity(self._compute)
+        cores: dict[int, list[float]] = {}
+        runnable = math.nan
+        for line in _text("/proc/stat").splitlines():
+            if line.startswith("cpu") and line[3] != " ":
+                name, *ticks = line.split()
+                cores[int(name[3:])] = [float(t) * _TICK for t in ticks[:8]]
+            elif line.startswith("procs_running"):
+                runnable = float(line.split()[1])
+        table = np.array([cores[core] for core in sorted(cores)])
+        places = [place for place, core in enumerate(sorted(cores)) if core in mine]
+        user, nice, system, _, _, interrupts, soft, stolen = table[places].mean(axis=0)
+        busy = user + nice + system + interrupts + soft + stolen
+        all_cores = table.mean(axis=0)
+        all_busy = all_cores.sum() - all_cores[3] - all_cores[4]  # idle, and idle until a disk answers
+        rates = self._rates.per_second([busy, system, interrupts + soft, stolen, all_busy])
+        return np.append(rates, runnable)
+
+
+class PressureSource(Source):
+    """The share of time in which some process of the machine waited for a core, for memory, or for a disk (PSI)."""
+
+    name: ClassVar[str] = "/proc/pressure"
+    metrics = ("host.cpu_pressure_share", "host.memory_pressure_share", "host.io_pressure_share")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rates = Rates()
+
+    def open(self) -> None:
+        _readable("/proc/pressure/cpu")
+
+    def read(self) -> Row:
+        return self._rates.per_second([self._total(what) for what in ("cpu", "memory", "io")])
+
+    @staticmethod
+    def _total(what: str) -> float:
+        """Return seconds since the machine started: "some avg10=... avg60=... avg300=... total=MICROSECONDS"."""
+        some = _text(f"/proc/pressure/{what}").splitlines()[0]
+        return int(some.rpartition("total=")[2]) / 1e6
+
+
+class ThrottleSource(Source):
+    """How long this process's control group was throttled because its quota was used up."""
+
+    name: ClassVar[str] = "cgroup"
+    metrics = ("host.throttled_cores",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rates = Rates()
+
+    def open(self) -> None:
+        if self._seconds() is None:
+            raise SourceError("no control group limits the cores of this process")
+
+    def read(self) -> Row:
+        found = self._seconds()
+        return self._rates.per_second([math.nan if found is None else found])
+
+    @staticmethod
+    def _seconds() -> float | None:
+        """Return seconds since the group was created; None where nothing is counted. A process may move to another
+        group."""
+        for file in _statistics():
+            try:
+                found = dict(line.split() for line in _text(file).splitlines())
+            except (OSError, ValueError):
+                continue
+            if "throttled_usec" in found:
+                return int(found["throttled_usec"]) / 1e6
+            if "throttled_time" in found:
+                return int(found["throttled_time"]) * _NANO
+        return None
+
+
+class MemorySource(Source):
+    """Memory of the machine that is available without swapping, and memory of this process."""
+
+    name: ClassVar[str] = "psutil"
+    metrics = ("host.available_bytes", "host.resident_bytes")
+
+    def open(self) -> None:
+        try:
+            import psutil
+        except ImportError as error:
+            raise SourceError(f"{error}; install psutil") from error
+        self._process = psutil.Process()
+        self._available: Callable[[], float] = lambda: float(psutil.virtual_memory().available)
+
+    def read(self) -> list[float]:
+        return [self._available(), float(self._process.memory_info().rss)]
+
+
+def host_sources(thread: int) -> Sequence[Source]:
+    """Return all sources about the machine, for a process with computing thread `thread`."""
+    return [SchedulerSource(thread), MachineSource(thread), PressureSource(), ThrottleSource(), MemorySource()]
+
+
+def _text(path: str | Path) -> str:
+    with open(path, encoding="ascii") as file:
+        return file.read()
+
+
+def _readable(path: str) -> None:
+    try:
+        _text(path)
+    except OSError as error:
+        raise SourceError(f"{path}: {error.strerror}") from error
+
+
+def _statistics() -> Iterable[Path]:
+    """Yield the files that count for the groups of this process, of either version of control groups."""
+    try:
+        lines = _text("/proc/self/cgroup").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        inside = path.lstrip("/")
+        if number == "0" and not controllers:
+            yield _GROUPS / inside / "cpu.stat"
+        elif "cpu" in controllers.split(","):
+            yield _GROUPS / controllers / inside / "cpu.stat"
+            yield _GROUPS / "cpu" / inside / "cpu.stat"

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_pipes.engine.messages.bulk_transfer import Key
-from lightning_pipes.engine.messages.tree_transport import PendingTree
-from lightning_pipes.engine.residency.mirrors import Mirrors
+from lightning_pipes.engine.residency.mirrors import Mirrors, PendingTree
 from lightning_pipes.ir import Instruction, Ledger, Transfer
 
 

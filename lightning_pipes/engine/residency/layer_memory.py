@@ -2,6 +2,11 @@
 
              runs F of batch 7        keeps                    loads meanwhile
 layers 0.3 1.1          on the device          0.2 1.4 (8 next)         0.0 1.1 (of 9)      others on the host
+
+Versions of weights share a device: each is there while it is read, and the next ones are loaded meanwhile.
+
+B5 reads                  loads meanwhile       goes to the host      on the host, in the order of their reads
+weights 3 of stage 0      weights 4             weights 7             weights 5, weights 6
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.residency.binding import Binding, OptimizerLike, still_bound
-from lightning_pipes.engine.residency.swap import Swap
+from lightning_pipes.engine.residency.swap import MovableTensors, Swap
 from lightning_pipes.ir import PlanError
 
 Parts = Mapping[str, nn.Module]
@@ -205,3 +210,65 @@ class LayerMemory:
 
 def _key(name: str) -> tuple[str, str]:
     return "layer", name
+
+
+class VersionMemory:
+    """The weight versions of one rank's stages.
+
+    A version is read-only, so it goes to the host once, right after its creation, and is loaded from there.
+
+    Args:
+        memory: the memory that the versions share.
+        device: the device of this rank.
+
+    Attributes:
+        upcoming: returns the keys of the versions that are read next, the first one first.
+    """
+
+    def __init__(self, memory: StateMemory, device: torch.device) -> None:
+        self._swap, self._prefetch = memory.states(device), memory.prefetch
+        self.upcoming: Callable[[], Iterable[Hashable]] = tuple
+        self._kept: set[Hashable] = set()
+
+    def add_version(self, key: Hashable, bound: MovableTensors) -> None:
+        """Add a version, a copy of the tensors of `bound`, which uses the copy from now on.
+
+        Raises:
+            PlanError: no room for it.
+        """
+        self._swap.make(key, bound)
+        self._kept.add(key)
+        self._swap.write_back(key)
+
+    @contextmanager
+    def lease_version(self, key: Hashable) -> Iterator[None]:
+        """Keep a version on the device for as long as the block runs.
+
+        Raises:
+            PlanError: no room for it.
+        """
+        with self._swap.lease_state(key):
+            self.look_ahead()
+            yield
+
+    def drop_version(self, key: Hashable) -> None:
+        """Drop a version that is not read any more."""
+        self._swap.discard_state(key)
+        self._kept.discard(key)
+
+    def look_ahead(self) -> None:
+        """Load the versions that are read next, as far as there is room."""
+        if self._kept:
+            self._swap.predict(self._next())
+            if self._prefetch:
+                self._swap.prefetch_states()
+
+    def _next(self) -> Iterator[Hashable]:
+        """Yield the kept versions in the order of their next reads."""
+        missing = set(self._kept)
+        for key in self.upcoming():
+            if key in missing:
+                missing.remove(key)
+                yield key
+                if not missing:
+                    return

@@ -1,5 +1,5 @@
 """Copies of other ranks' layers that batches run here: weights, buffers and optimizer states, while they are current;
-see `ir.stream.copies`.
+see `ir.stream.ledger`.
 
 The copies lie beside the module, whose own layers stay unchanged. So checkpoints, hooks and optimizers see each layer
 once, on the rank that owns it.
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,13 +18,55 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lightning_pipes.engine.messages.bulk_transfer import Key
-from lightning_pipes.engine.messages.tree_transport import PendingTree, TreeTransport
+from lightning_pipes.engine.messages.bulk_transfer import BulkTransfer, Key
 from lightning_pipes.engine.private_torch import has_accumulate_hooks, has_gradient_hooks, unsaved_buffers
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
-from lightning_pipes.engine.residency.layer_state import LayerState, with_layout_of
-from lightning_pipes.engine.residency.marks import ChangeMarks
+from lightning_pipes.engine.residency.layer_state import ChangeMarks, LayerState, with_layout_of
 from lightning_pipes.ir import LayerUse, PlanError
+
+
+class PendingTree(Protocol):
+    """A tree that has not necessarily arrived."""
+
+    def is_done(self) -> bool:
+        """Return whether it has arrived.
+
+        Raises:
+            PeerFailure: a rank has failed before.
+        """
+
+    @property
+    def content(self) -> Any:
+        """The content that was sent."""
+
+
+class TreeTransport(Protocol):
+    """Carries trees of tensors from rank to rank of a pipeline."""
+
+    def send(self, rank: int, key: Key, content: Any) -> None:
+        """Start to send; `content` may change afterwards."""
+
+    def receive(self, rank: int, key: Key, on_arrival: Callable[[], None]) -> PendingTree:
+        """Return the content that `rank` sends, or has sent, under that key; calls `on_arrival`, on any thread, when it
+        has arrived."""
+
+
+class BulkTreeTransport:
+    """A tree transport over bulk transfers.
+
+    Args:
+        ranks: the global rank of each rank of the pipeline.
+    """
+
+    def __init__(self, transfer: BulkTransfer, ranks: Sequence[int]) -> None:
+        self._transfer, self._ranks = transfer, tuple(ranks)
+
+    def send(self, rank: int, key: Key, content: Any) -> None:
+        copies = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), content)
+        self._transfer.send(self._ranks[rank], key, copies)
+
+    def receive(self, rank: int, key: Key, on_arrival: Callable[[], None]) -> PendingTree:
+        return self._transfer.receive(self._ranks[rank], key, on_arrival)
 
 
 @dataclass

@@ -23,7 +23,7 @@ import torch
 from lightning_pipes.engine.watch import process_exit
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.heartbeat import BEAT_SECONDS, StallTimer, get_heartbeat
-from lightning_pipes.engine.watch.serial_caller import SerialCaller
+from lightning_pipes.engine.watch.process_exit import SerialCaller
 from lightning_pipes.engine.watch.trust import Seal, seal_of, sub_store_of, to_printable
 from lightning_pipes.ir import PipelineError
 

@@ -1,4 +1,4 @@
-"""Ends a process that has given up waiting for others.
+"""Ends a process that has given up waiting for others, and makes calls that may never return.
 
 Gloo's threads wait for an abandoned collective until its timeout, half an hour later. Destroying its group waits for
 them, and the end of the interpreter destroys all objects. Also, a thread may return from a call of torch while the
@@ -12,12 +12,15 @@ import atexit
 import ctypes
 import gc
 import io
+import queue
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
+from typing import Any, TypeVar
 
 _POLL_SECONDS = 0.2
 _MAX_SECONDS = 20
@@ -86,3 +89,50 @@ def skip_final_gc() -> None:
             with suppress(Exception):  # whatever kind of file it is
                 thing.flush()
     gc.freeze()
+
+
+T = TypeVar("T")
+_CALL_POLL_SECONDS = 0.1
+
+
+class SerialCaller:
+    """Makes calls one after the other, in a thread that the end of the process does not wait for. A `with` block ends
+    the thread after the last call."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> SerialCaller:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._calls.put(None)
+
+    def __call__(self, call: Callable[[], T], meanwhile: Callable[[], object]) -> T:
+        """Return the result of `call`, or raise its error. `meanwhile` is called repeatedly until then; an error of it
+        is raised instead, and ends the caller."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._make, name="lightning_pipes asking", daemon=True)
+            self._thread.start()
+        made: Future[T] = Future()
+        self._calls.put((call, made))
+        while True:
+            try:
+                return made.result(_CALL_POLL_SECONDS)
+            except TimeoutError:
+                if made.done():
+                    raise
+            try:
+                meanwhile()
+            except BaseException:
+                abandon_thread()
+                raise
+
+    def _make(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            call, made = asked
+            try:
+                made.set_result(call())
+            except BaseException as error:
+                made.set_exception(error)

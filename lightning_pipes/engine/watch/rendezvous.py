@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.identity import Process
-from lightning_pipes.engine.watch.serial_caller import SerialCaller
+from lightning_pipes.engine.watch.process_exit import SerialCaller
 
 _ASK_SECONDS = 0.02
 _POLL_SECONDS = 0.1

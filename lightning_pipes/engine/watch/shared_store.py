@@ -16,9 +16,8 @@ from typing import Any
 import psutil
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from lightning_pipes.engine.watch.process_exit import give_up
+from lightning_pipes.engine.watch.process_exit import SerialCaller, give_up
 from lightning_pipes.engine.watch.rendezvous import attempt_store, store_host, wait_for_host
-from lightning_pipes.engine.watch.serial_caller import SerialCaller
 from lightning_pipes.engine.watch.trust import seal_store
 from lightning_pipes.ir import PipelineError
 

@@ -25,8 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.stage import Stage
-from lightning_pipes.engine.residency.layer_memory import LayerMemory, StateMemory
-from lightning_pipes.engine.residency.version_memory import VersionMemory
+from lightning_pipes.engine.residency.layer_memory import LayerMemory, StateMemory, VersionMemory
 from lightning_pipes.ir import LayerUse, PipelineError, Plan, Policy, Schedule
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.layer_copies import LayerCopies

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_pipes.engine.messages.tree_transport import BulkTreeTransport
-from lightning_pipes.engine.residency.mirrors import Mirrors
+from lightning_pipes.engine.residency.mirrors import BulkTreeTransport, Mirrors
 from lightning_pipes.ir import LayerUse, PipelineError, Plan, Policy
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.module.tape import TapedLayer

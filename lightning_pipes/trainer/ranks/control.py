@@ -13,7 +13,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_pipes.engine.messages.local_transport import PeerListener, host_id
+from lightning_pipes.engine.messages.local import PeerListener, host_id
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.trust import TRUSTED, Seal

@@ -11,8 +11,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from lightning_pipes.engine.messages.local import connect_to
-from lightning_pipes.engine.messages.local_transport import PeerListener
+from lightning_pipes.engine.messages.local import PeerListener, connect_to
 from lightning_pipes.engine.watch.failure import FailureWatch
 
 MOST = 16

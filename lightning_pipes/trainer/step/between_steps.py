@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipes.engine.residency.marks import ChangeMarks
+from lightning_pipes.engine.residency.layer_state import ChangeMarks
 from lightning_pipes.ir import LayerUse, PipelineError
 from lightning_pipes.trainer.module.optimizers import settings_of
 from lightning_pipes.trainer.module.proxy import Layers

@@ -23,8 +23,8 @@ from lightning_pipes.arrays.siblings.sibling import current_sibling
 from lightning_pipes.engine.private_torch import default_store
 from lightning_pipes.engine.watch import plain
 from lightning_pipes.engine.watch.launcher import StartupWatch, environment_for_children
+from lightning_pipes.engine.watch.process_exit import SerialCaller
 from lightning_pipes.engine.watch.rendezvous import launcher_hosts_store, wait_for_host
-from lightning_pipes.engine.watch.serial_caller import SerialCaller
 from lightning_pipes.engine.watch.shared_store import LOOPBACK, adopt_store, current_store, run_store, store_on_loopback
 from lightning_pipes.engine.watch.trust import (
     TRUSTED,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from lightning_pipes.engine.watch.process_exit import SerialCaller
 from lightning_pipes.testing.ranks import scale_timeout
 
 ENDS = """
@@ -14,7 +16,7 @@ import atexit, os, subprocess, sys, threading, time
 from contextlib import suppress
 import torch.distributed as dist
 from lightning_pipes.engine.watch import process_exit
-from lightning_pipes.engine.watch.serial_caller import SerialCaller
+from lightning_pipes.engine.watch.process_exit import SerialCaller
 
 HOST = '''
 import time
@@ -60,3 +62,25 @@ def test_a_call_that_comes_back_at_the_end_does_not_abort_it(left: str) -> None:
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=scale_timeout(60))
     assert ended.returncode == 3, ended.stderr
     assert "terminate called" not in ended.stderr
+
+
+def test_it_is_as_if_the_call_was_made_here():
+    asking = SerialCaller()
+    assert [asking(lambda n=n: n * n, lambda: None) for n in range(4)] == [0, 1, 4, 9]
+    with pytest.raises(TimeoutError, match="own"):
+        asking(lambda: (_ for _ in ()).throw(TimeoutError("own")), lambda: None)
+    assert asking(lambda: 5, lambda: None) == 5
+
+
+def test_who_waits_can_leave():
+    asking, never, looked = SerialCaller(), threading.Event(), []
+
+    def meanwhile() -> None:
+        looked.append(1)
+        if len(looked) == 3:
+            raise InterruptedError("enough")
+
+    with pytest.raises(InterruptedError, match="enough"):
+        asking(never.wait, meanwhile)
+    assert len(looked) == 3
+    never.set()

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_pipes.engine import FailureWatch
 from lightning_pipes.engine.messages import local
-from lightning_pipes.engine.messages.local_transport import PeerListener
+from lightning_pipes.engine.messages.local import PeerListener
 from lightning_pipes.engine.watch.trust import ForgedError
 from lightning_pipes.testing.ranks import scale_timeout
 from lightning_pipes.trainer.ranks.mesh import Letter, Mesh

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_pipes.engine.watch.launcher import RankStoppedError
-from lightning_pipes.engine.watch.serial_caller import SerialCaller
+from lightning_pipes.engine.watch.process_exit import SerialCaller
 from lightning_pipes.testing.interpreters import find_processes, run_environment, wait_until
 from lightning_pipes.testing.ranks import scale_timeout
 from lightning_pipes.tune.studies.leader_store import ADDRESS, LeaderStore

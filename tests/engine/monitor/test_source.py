@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pipes.engine.monitor import host
+from lightning_pipes.engine.monitor import source as host
 from lightning_pipes.engine.monitor.source import Rates, SourceError
 
 

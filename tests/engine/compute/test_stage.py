@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_pipes.engine.compute.sample_independence import SampleIndependenceCheck
+from lightning_pipes.engine.compute.stage import SampleIndependenceCheck
 from lightning_pipes.ir import PlanError, Span
 from tests.engine.compute.buffers import layer
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from lightning_pipes.engine.compute.weights import OffloadedVersions, WeightVersion
 from lightning_pipes.engine.residency.copier import SlabCopier, ThreadCopier, Way
+from lightning_pipes.engine.residency.layer_memory import VersionMemory
 from lightning_pipes.engine.residency.state_cache import StateCache
 from lightning_pipes.engine.residency.swap import Swap
-from lightning_pipes.engine.residency.version_memory import VersionMemory
 from lightning_pipes.ir import Kind, PipelineError, PlanError, adapt_plan
 from lightning_pipes.sim.residency import Statistics
 from lightning_pipes.strategies.pipedream import PipeDream
