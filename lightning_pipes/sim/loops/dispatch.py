@@ -35,7 +35,7 @@ from lightning_pipes.sim.loops.queues import DispatchRun, Queues, run_queues
 def run_policy(
     policy: Policy, queues: Queues, prices: Prices, memory: Bytes, uses: Sequence[LayerUse] = ()
 ) -> DispatchRun:
-    """The order that `policy` makes of `queues`, as `sim.loops.window.open_queues` gives them; what would exceed the
+    """The order that `policy` makes of `queues`, as `sim.loops.queues.open_queues` gives them; what would exceed the
     plan's limits or the memory is not offered.
 
     A policy that is a rule is not asked: the kernel runs it.
