@@ -41,8 +41,8 @@ from lightning_pipes.planning.formatting import schedule_label
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.sim import Timeline, makespan
-from lightning_pipes.testing.choices import every_fit, random_problem
 from lightning_pipes.testing.emulated import Emulation, StepRecord, run_steps, sleeping_layer, step_seconds
+from lightning_pipes.testing.generators import every_fit, random_problem
 from lightning_pipes.testing.netlab import NetLab, lab_unavailable_reason
 from lightning_pipes.testing.ranks import run_ranks
 

@@ -23,7 +23,7 @@ from benchmarks.papers.jap import run as jap_run
 from benchmarks.papers.jap.jobs import random_array, random_costs
 from benchmarks.papers.jap.schemes import Costs, Epoch
 from benchmarks.papers.jap.single import Ordered, Spent
-from lightning_pipes.arrays.array_size import choose_microbatches
+from lightning_pipes.arrays.memory_swap import choose_microbatches
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import SENDS, Kind
 from lightning_pipes.sim import load_kernel

@@ -36,8 +36,8 @@ from torch import nn
 from benchmarks.harness.report import make_parser
 from benchmarks.harness.silence import QUIET, hush
 from lightning_pipes import JobArray, MemorySwap, PipelineStrategy
+from lightning_pipes.arrays.memory_swap import Switching
 from lightning_pipes.ir import Kind
-from lightning_pipes.planning.switching import Switching
 from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.testing.emulated import EmulatedLayer, request_realtime_priority, sleeping_layer
 from lightning_pipes.testing.ranks import run_ranks

@@ -7,7 +7,7 @@ environment. Names are fetched on first use, and strategies get theirs when Ligh
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_pipes.after_lightning import load_trainer_with_lightning
+from lightning_pipes.harmless import load_trainer_with_lightning
 
 if TYPE_CHECKING:
     from lightning_pipes.arrays.array import JobArray

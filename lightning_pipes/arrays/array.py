@@ -27,10 +27,9 @@ from typing import Any, Generic, Literal, TypeVar
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipes.arrays.array_display import ArrayDisplay, ArrayRecord
-from lightning_pipes.arrays.array_size import AUTO, choose_microbatches, choose_size
 from lightning_pipes.arrays.arrivals import Arrivals, order_first_batches
 from lightning_pipes.arrays.interrupts import Interrupts
-from lightning_pipes.arrays.memory_swap import MemorySwap, SiblingMemory
+from lightning_pipes.arrays.memory_swap import AUTO, MemorySwap, SiblingMemory, choose_microbatches, choose_size
 from lightning_pipes.arrays.rounds import RoundOrder, Rounds
 from lightning_pipes.arrays.siblings.baton import read_random_state, restore_random_state
 from lightning_pipes.arrays.siblings.connections import join

@@ -1,9 +1,12 @@
-"""More states than fit: siblings with their optimizers, layers, or weight versions take turns on the device."""
+"""More states than fit: siblings with their optimizers, layers, or weight versions take turns on the device.
+
+Memory decides how many siblings an array has at a time; a warning tells where a switch of states is not hidden.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,10 +20,45 @@ from lightning_pipes.engine.residency.binding import Binding, still_bound
 from lightning_pipes.engine.residency.copier import SlabCopier, Stopwatch, copier_for
 from lightning_pipes.engine.residency.swap import Swap
 from lightning_pipes.ir import PlanError, check_count, check_number, check_type
-from lightning_pipes.planning.switching import Switching
 from lightning_pipes.sim.residency import Statistics
 from lightning_pipes.trainer.loop.host import PipelineCallback, PipelineHost
 from lightning_pipes.trainer.ranks.notices import Notices
+
+
+@dataclass(frozen=True)
+class Switching:
+    """The paper's E2 for the devices of one host: all their states change places while the shortest block runs.
+
+    Attributes:
+        stages: those on the host.
+        transfer: seconds in which the states of all of them move to the devices.
+        block: seconds of the shortest block that hides this, without its message.
+    """
+
+    stages: tuple[int, ...]
+    transfer: float
+    block: float
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether switching costs no time."""
+        return self.transfer <= self.block
+
+    @property
+    def visible_seconds(self) -> float:
+        """Seconds of a switch that nothing hides, if all blocks are as short as the shortest; longer ones hide more."""
+        return max(0.0, self.transfer - self.block)
+
+    def __str__(self) -> str:
+        where = f"stages {', '.join(map(str, self.stages))}"
+        if self.is_hidden:
+            return f"{where}: states move in {self.transfer:.3g} s, while a block of {self.block:.3g} s runs"
+        return (
+            f"{where}: states move in {self.transfer:.3g} s, and the shortest block that could hide it takes "
+            f"{self.block:.3g} s; a switch costs up to {self.visible_seconds:.3g} s. Use batches "
+            f"{self.transfer / self.block:.2g} times as large, a faster link to the host, fewer of these stages on "
+            "one host, or keep all states resident"
+        )
 
 
 class SiblingMemory:
@@ -293,3 +331,41 @@ class MemorySwap(SiblingMemory, PipelineCallback):
 
 def _name(rank: int, when: str = "now") -> str:
     return f"memory/{when}/{rank}"
+
+
+AUTO = "auto"
+_PER_STAGE = 2
+"""Siblings for each stage that keep all stages busy, as simulated."""
+
+
+def count_useful_siblings(stages: int) -> int:
+    """Return the number of siblings that keep all stages busy."""
+    return _PER_STAGE * stages
+
+
+def choose_microbatches(stages: int, siblings: int) -> int:
+    """Return the micro-batches of a batch with so many siblings: as few as keep all stages busy."""
+    return -(-count_useful_siblings(stages) // siblings)
+
+
+def choose_size(rooms: Sequence[int], stages: int) -> int:
+    """Return the size of an array: the useful siblings that fit on all ranks, S V-B1 of ArrayPipe. The size is logged.
+
+    Args:
+        rooms: states for which each rank has room.
+
+    Raises:
+        PlanError: a rank has no room for two.
+    """
+    fits, useful = min(rooms), count_useful_siblings(stages)
+    if fits < 2:
+        raise PlanError(
+            f"the host of rank {rooms.index(fits)} has room for the states of {fits} sibling, and an array needs two. "
+            "Raise MemorySwap's host_bytes, or cut the model into more stages"
+        )
+    size = min(fits, useful)
+    rank_zero_info(
+        f"JobArray: {size} siblings at a time, for {useful} keep {stages} stages busy, and the host of rank "
+        f"{rooms.index(fits)} has room for the states of {fits}"
+    )
+    return size

@@ -2,17 +2,23 @@
 
 net = Supernet(nn.Linear(64, 32), ChoiceBlock([A(), B()]), ChoiceBlock([A(), nn.Identity()]), nn.Linear(32, 10))
 y = net((x, subnet))                 # of each block the candidate that the subnet chooses
+
+`measure_layer_costs` measures candidates; `bulk_synchronous` is the order of systems that flush between bulks.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from lightning_pipes.ir import Delayed, InputError, check_type
+from lightning_pipes.engine.compute.profiler import profile_layers
+from lightning_pipes.ir import Delayed, InputError, check_count, check_type, short_repr
 from lightning_pipes.supernets.layers import ChoiceBlock, PerChoice, SharedLayer, Sharing, check_sharing, has_state
 from lightning_pipes.supernets.subnet import SearchSpace, Subnet
 
@@ -182,3 +188,71 @@ class _SharedState:
                     f"subnet {choices} uses a layer twice: {part} and {other} have parameters or buffers in common, "
                     "and gradients of both would come at different times. Leave such subnets out, or copy the layer"
                 )
+
+
+MAX_REPEATS = 1000
+
+
+def measure_layer_costs(net: Supernet, x: Any, repeats: int = 3) -> dict[str, float]:
+    """Return the seconds of forward and backward of every layer and candidate, by the names of `Supernet.layers_of`. A
+    block has the mean of its candidates. Use them in a module's `costs_of_layers`: `CSP(balanced=True)` cuts by them.
+
+    As many subnets are run as the largest block has candidates, so that each candidate is in one. Weights, buffers and
+    random numbers are afterwards as they were. Call it where the network is whole, as in the module's `__init__`: in a
+    pipeline each rank has its own layers only.
+
+    Args:
+        x: what enters the first layer, a micro-batch; axis 0 of its tensors counts samples.
+        repeats: runs of each, of which the median counts.
+
+    Raises:
+        InputError: no samples, or layers that are not here.
+    """
+    check_type("net", net, Supernet)
+    check_count("repeats", repeats, most=MAX_REPEATS)
+    rows = next((t.size(0) for t in pytree.tree_leaves(x) if isinstance(t, torch.Tensor) and t.ndim), 0)
+    if not rows:
+        raise InputError("costs are measured by what enters the first layer: x needs a tensor with samples on axis 0")
+    if any(t.is_meta for t in (*net.parameters(), *net.buffers())):
+        raise InputError(
+            "some layers are on meta, as those of other ranks are; measure costs where the network is whole, such as "
+            "in __init__"
+        )
+    device = next((t.device for t in (*net.parameters(), *net.buffers())), torch.device("cpu"))
+    found: dict[str, float] = {}
+    for turn in range(max(len(block) for block in net.blocks.values())):
+        subnet = tuple(turn % len(block) for block in net.blocks.values())
+        names = [
+            f"{name}.{subnet[layer.place]}" if isinstance(layer, ChoiceBlock) else name
+            for name, layer in net.named_children()
+        ]
+        profile = profile_layers(
+            list(net.extract_subnet(subnet)), {rows: x}, names=names, repeats=repeats, device=device
+        )
+        for name, layer in zip(names, profile.layers, strict=True):
+            found.setdefault(name, sum(seconds for table in (layer.forward, layer.backward) for _, seconds in table))
+    for name, block in net.blocks.items():  # for blocks with shared state, which are used whole
+        found[name] = fmean(found[f"{name}.{choice}"] for choice in range(len(block)))
+    return found
+
+
+def bulk_synchronous(layers: Mapping[str, bool | Delayed], number: int, bulk: int) -> dict[str, bool | Delayed]:
+    """Return the layers of subnet `number`, read at the start of its bulk. This is GPipe's bulk-synchronous order over
+    subnets (NASPipe, Zhao et al. 2022, S2.2, BSP). Updates come in the order of subnets, at the next bulk's start all
+    of them are there.
+
+    The result depends on `bulk`, which such systems take from the number of stages, and is another one than that of
+    subnets one after another.
+
+    Args:
+        layers: the result of `Supernet.layers_of`.
+        bulk: how many subnets.
+
+    Raises:
+        InputError: these are no layers, or a number makes no sense.
+    """
+    check_type("layers", layers, Mapping[str, bool | Delayed])
+    if check_type("number", number, int) < 0:
+        raise InputError(f"number must be at least 0, got {short_repr(number)}; subnets are counted from 0")
+    late = Delayed(number % check_count("bulk", bulk, "; subnets between two flushes") + 1)
+    return {name: late if stepped else False for name, stepped in layers.items()}

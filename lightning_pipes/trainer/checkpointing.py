@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import InputError, PipelineError, short_repr
+from lightning_pipes.trainer.checkpoint.checksums import is_sharded
 from lightning_pipes.trainer.checkpoint.data_state import KEY, TrainingData
 from lightning_pipes.trainer.checkpoint.files import Writing, existing, load_mapped, local_path
-from lightning_pipes.trainer.checkpoint.index import is_sharded
 from lightning_pipes.trainer.checkpoint.saving import Saver
 from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.module.optimizer_shards import OptimizerShards
@@ -27,7 +27,7 @@ from lightning_pipes.trainer.plan.request import Placement
 from lightning_pipes.trainer.private_lightning import optimizer_to_device
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.ranks import Ranks, RankStatus
-from lightning_pipes.trainer.ranks.shards import gather_whole, has_shards, shard_like
+from lightning_pipes.trainer.ranks.replicas import gather_whole, has_shards, shard_like
 
 if TYPE_CHECKING:  # it imports torch.distributed.checkpoint, which takes long
     from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint

@@ -58,7 +58,7 @@ from lightning_pipes.trainer.plan.request import Placement, RunRequest, check_sa
 from lightning_pipes.trainer.plan.settings import PARAMETERS, Settings, names_modules
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.holdings import Holdings
-from lightning_pipes.trainer.ranks.shards import has_shards
+from lightning_pipes.trainer.ranks.replicas import has_shards
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 from lightning_pipes.trainer.running import Running
 from lightning_pipes.trainer.session import Session
@@ -66,10 +66,8 @@ from lightning_pipes.trainer.state.left_values import LeftValues, layers_by_numb
 from lightning_pipes.trainer.state.module_state import ModuleState
 from lightning_pipes.trainer.step.between_steps import check_clearing
 from lightning_pipes.trainer.step.clipping import GradientAgreement, HookClipping
-from lightning_pipes.trainer.step.gradient_logs import GradientLogs
-from lightning_pipes.trainer.step.hook_view import track_hooks, track_optimizer_steps
-from lightning_pipes.trainer.step.hooks import wrap_module_hooks
-from lightning_pipes.trainer.step.logs import limit_metric_sync
+from lightning_pipes.trainer.step.hooks import track_hooks, track_optimizer_steps, wrap_module_hooks
+from lightning_pipes.trainer.step.logs import GradientLogs, limit_metric_sync
 from lightning_pipes.trainer.step.steps import Steps
 from lightning_pipes.trainer.unit_setup import UnitSetup, find_refused
 from lightning_pipes.trainer.units.cut import WHOLE

@@ -52,7 +52,7 @@ from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.settings import AUTO, Gather, Settings, check_parts, parse_verify
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.ranks import Grid
-from lightning_pipes.trainer.ranks.shards import has_shards
+from lightning_pipes.trainer.ranks.replicas import has_shards
 from lightning_pipes.trainer.ranks.threads import Threads
 from lightning_pipes.trainer.reports.report import About, PipelineReport, Window
 from lightning_pipes.trainer.reports.timing import Share, Timing

@@ -17,7 +17,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lightning_pipes.arrays.array import JobArray
-from lightning_pipes.arrays.siblings.compatibility import CompatibilityError
+from lightning_pipes.arrays.siblings.connections import CompatibilityError
 from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, current_sibling
 from lightning_pipes.engine.watch.trust import SECRET
 from lightning_pipes.ir import InputError, PipelineError, check_count

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure
+from lightning_pipes.arrays.siblings.sibling_board import SiblingFailure
 from lightning_pipes.ir import Schedule
 from tests.trainer.one_gpu import SHARED, on_one_gpu
 from tests.trainers import make_trainer

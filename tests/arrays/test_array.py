@@ -18,7 +18,7 @@ from lightning_pipes.arrays.array import JobArray
 from lightning_pipes.arrays.arrivals import Arrivals
 from lightning_pipes.arrays.memory_swap import MemorySwap, SiblingMemory
 from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, Sibling, current_sibling
-from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure
+from lightning_pipes.arrays.siblings.sibling_board import SiblingFailure
 from lightning_pipes.cost import CostModel
 from lightning_pipes.cost.layer import at_rows
 from lightning_pipes.engine.watch.failure import PeerFailure

@@ -57,7 +57,6 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
         "unit_setup",
         "setup",
         "strategy",
-        "registration",
     ],
 }
 TORCHLESS = {"ir", "cost", "sim", "planning", "strategies"}

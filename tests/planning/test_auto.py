@@ -21,7 +21,7 @@ from lightning_pipes.planning.auto import choose_option, search
 from lightning_pipes.planning.bounds import step_bound
 from lightning_pipes.planning.fit import evaluate_plan, fit_layers
 from lightning_pipes.planning.planner import even_plan
-from lightning_pipes.testing.choices import PlanningProblem, every_fit, random_problem
+from lightning_pipes.testing.generators import PlanningProblem, every_fit, random_problem
 from tests.planning.samples import equal_layers
 
 

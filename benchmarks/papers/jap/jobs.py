@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_pipes.arrays.memory_swap import Switching
 from lightning_pipes.cost import CostModel, Costs, Table
 from lightning_pipes.ir import Cut, InputError, Instruction, Kind, Plan, check_count
 from lightning_pipes.ir.checks import lookup_name
-from lightning_pipes.planning.switching import Switching
 from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, problem_from_plan
 
 # ---- How many jobs fit on a pipeline, and whether their states can be switched without waiting.

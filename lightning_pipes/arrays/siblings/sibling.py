@@ -17,8 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipes.arrays.siblings.baton import Runner, read_random_state, restore_random_state
 from lightning_pipes.arrays.siblings.shared import Shared
-from lightning_pipes.arrays.siblings.sibling_board import Failure, Return
-from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure, error_from_peer, packed_error
+from lightning_pipes.arrays.siblings.sibling_board import Failure, Return, SiblingFailure, error_from_peer, packed_error
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.fault_points import fault_point

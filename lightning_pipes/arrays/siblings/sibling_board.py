@@ -1,17 +1,20 @@
-"""A key-value board on which the ranks of an array publish the state of siblings."""
+"""A key-value board on which the ranks of an array publish the state of siblings, with the errors of failed ones."""
 
 from __future__ import annotations
 
 import base64
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from lightning_pipes.engine.watch import plain
 from lightning_pipes.engine.watch.failure import FailureWatch, PeerFailure
 from lightning_pipes.engine.watch.trust import to_printable
+from lightning_pipes.ir import PipelineError
 
 
 @dataclass(frozen=True)
@@ -156,3 +159,44 @@ def _unpacked(packed: bytes) -> tuple[int, News]:
         fields["text"] = to_printable(fields["text"])
         return rank, Failure(**fields)
     return rank, Return(**fields) if kind == Return.__name__ else JobCount(**fields)
+
+
+class SiblingFailure(PipelineError):  # noqa: N818 - reads as what it is: the failure is elsewhere
+    """This sibling failed on another rank; the message says where and why."""
+
+
+def packed_error(error: BaseException) -> bytes:
+    """An error for other ranks, as the name of its class and data; nothing if that does not make it, or it would leave
+    more than a sibling, as SystemExit."""
+    kind = type(error)
+    with suppress(Exception):
+        args = error.__reduce__()[1] if isinstance(error, OSError) else error.args  # which lack its path
+        data = plain.dumps((kind.__module__, kind.__qualname__, args, vars(error)))
+        if str(_made(data)) == str(error):
+            return data
+    return b""
+
+
+def error_from_peer(text: str, packed: bytes) -> Exception:
+    """The error to raise here: a copy of the other rank's, so that `except`, and `catch` of a study, do the same on all
+    ranks, whichever was first; its cause is a SiblingFailure that says `text`. That itself where there is no copy."""
+    failure = SiblingFailure(text)
+    with suppress(Exception):
+        error = _made(packed)
+        error.__cause__ = failure
+        return error
+    return failure
+
+
+def _made(packed: bytes) -> Exception:
+    """The error, of a class that is known here already; without its `__init__`, which may do anything, if it has one of
+    its own."""
+    module, name, args, state = plain.loads(packed)
+    kind: Any = sys.modules[module]
+    for part in name.split("."):
+        kind = getattr(kind, part)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        raise TypeError(f"{module}.{name} is no error")
+    error: Exception = kind(*args) if module == "builtins" else kind.__new__(kind, *args)
+    vars(error).update(state)
+    return error

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_pipes.ir import InputError, PipelineError, check_count, check_type
 from lightning_pipes.trainer import private_transformers as private
+from lightning_pipes.trainer.checkpoint.checksums import is_sharded
 from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO, existing, load_mapped, replacing
-from lightning_pipes.trainer.checkpoint.index import is_sharded
 from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint
 
 FILE = "model.safetensors"

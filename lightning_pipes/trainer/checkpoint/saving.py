@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.checkpoint.checksums import is_sharded
 from lightning_pipes.trainer.checkpoint.files import local_path, remove
-from lightning_pipes.trainer.checkpoint.index import is_sharded
 from lightning_pipes.trainer.ranks.control import Control
 
 

@@ -27,7 +27,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import PipelineError, check_type, short_repr
-from lightning_pipes.trainer.checkpoint.checksums import Sum, Summing, damaged, seal
+from lightning_pipes.trainer.checkpoint.checksums import (
+    INDEX,
+    Index,
+    Sum,
+    Summing,
+    damaged,
+    is_sharded,
+    seal,
+    with_sums,
+)
 from lightning_pipes.trainer.checkpoint.files import (
     existing,
     load,
@@ -39,7 +48,6 @@ from lightning_pipes.trainer.checkpoint.files import (
     sync,
     temporary_for,
 )
-from lightning_pipes.trainer.checkpoint.index import INDEX, Index, is_sharded, with_sums
 from lightning_pipes.trainer.module.optimizers import numbered
 from lightning_pipes.trainer.private_lightning import storage_info
 from lightning_pipes.trainer.ranks.control import Control

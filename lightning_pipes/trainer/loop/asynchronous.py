@@ -28,20 +28,19 @@ from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.residency.layer_memory import LayerMemory, StateMemory, VersionMemory
 from lightning_pipes.ir import LayerUse, PipelineError, Plan, Policy, Schedule
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.loop.layer_copies import LayerCopies
+from lightning_pipes.trainer.loop.layer_copies import Cuts, LayerCopies
 from lightning_pipes.trainer.loop.run import PipelineRun, Training
-from lightning_pipes.trainer.loop.step_data import StreamedStep
+from lightning_pipes.trainer.loop.step_statistics import StreamStatistics, WindowRecorder
 from lightning_pipes.trainer.loop.stopping import LateAgreement, StopAgreement
-from lightning_pipes.trainer.loop.stream_statistics import StreamStatistics, WindowRecorder
+from lightning_pipes.trainer.loop.watcher import StreamedStep
 from lightning_pipes.trainer.module.batches import rows_of
 from lightning_pipes.trainer.module.remote_tensors import RemoteTensor
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.notices import Notices
 from lightning_pipes.trainer.ranks.ranks import Grid
-from lightning_pipes.trainer.relocation.late_steps import settings_of, with_settings
+from lightning_pipes.trainer.relocation.transfer import settings_of, with_settings
 from lightning_pipes.trainer.step.between_steps import BATCH_HOOKS, BetweenSteps
-from lightning_pipes.trainer.step.cuts import Cuts
-from lightning_pipes.trainer.step.hook_view import has_hooks
+from lightning_pipes.trainer.step.hooks import has_hooks
 from lightning_pipes.trainer.step.uses import (
     ChoosesLayers,
     PartialSteps,

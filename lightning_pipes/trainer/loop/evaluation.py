@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer.loop.run import PipelineRun
-from lightning_pipes.trainer.loop.step_data import EvaluationStep
+from lightning_pipes.trainer.loop.watcher import EvaluationStep
 from lightning_pipes.trainer.module.batches import rows_of
 from lightning_pipes.trainer.module.capture import NoCallError
 from lightning_pipes.trainer.step.logs import LogCall, merge, recorded

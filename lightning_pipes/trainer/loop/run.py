@@ -23,10 +23,9 @@ from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import Kind, LayerUse, PipelineError, Plan, Policy, Program, Span
 from lightning_pipes.planning.planner import BLOCKING
 from lightning_pipes.trainer.loop.connections import Connections
-from lightning_pipes.trainer.loop.step_data import TrainingStep
 from lightning_pipes.trainer.loop.step_statistics import StepStatistics
 from lightning_pipes.trainer.loop.stopping import StopAgreement
-from lightning_pipes.trainer.loop.watcher import Watchers
+from lightning_pipes.trainer.loop.watcher import TrainingStep, Watchers
 from lightning_pipes.trainer.module.batches import SampleLists
 from lightning_pipes.trainer.module.tape import TapedLayer
 from lightning_pipes.trainer.plan.decision import Decision

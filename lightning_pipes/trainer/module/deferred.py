@@ -28,7 +28,7 @@ from lightning_pipes.trainer.module.pretrained import (
     take_attached,
 )
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.shards import whole_parameters
+from lightning_pipes.trainer.ranks.replicas import whole_parameters
 
 NOT_SAMPLES = Span(0, 0)
 """In place of a micro-batch in the seed of the random numbers that weights start from."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_pipes.ir import InputError
 from lightning_pipes.trainer import private_transformers as private
-from lightning_pipes.trainer.ranks.shards import copy_whole
+from lightning_pipes.trainer.ranks.replicas import copy_whole
 
 _ATTACHED = "_lightning_pipes_pretrained"
 """The attribute of a module that holds its `PretrainedWeights` until ranks read them."""

@@ -25,8 +25,13 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.pipelined import SPREAD
 from lightning_pipes.trainer.module.pretrained import find_attached, own_tensors
 from lightning_pipes.trainer.ranks.ranks import Grid
-from lightning_pipes.trainer.ranks.replicas import DATA_PARALLEL, PIPELINE, TENSOR_PARALLEL
-from lightning_pipes.trainer.ranks.shards import is_sharded_over, unshard_over
+from lightning_pipes.trainer.ranks.replicas import (
+    DATA_PARALLEL,
+    PIPELINE,
+    TENSOR_PARALLEL,
+    is_sharded_over,
+    unshard_over,
+)
 
 
 def holds_own_part(parameter: torch.Tensor, grid: Grid) -> bool:

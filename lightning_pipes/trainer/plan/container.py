@@ -33,7 +33,7 @@ from lightning_pipes.trainer.plan.measuring import (
 )
 from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch, load_batch
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.shards import has_shards
+from lightning_pipes.trainer.ranks.replicas import has_shards
 from lightning_pipes.trainer.step.logs import recorded
 
 ROWS, RUNS = 4, 4

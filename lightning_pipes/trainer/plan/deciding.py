@@ -27,17 +27,17 @@ from lightning_pipes.ir import Kind, Plan, PlanError
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.module.proxy import Layers
+from lightning_pipes.trainer.module.tape import describe_layer
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.measuring import Measuring, NotMeasuredError, Together
 from lightning_pipes.trainer.plan.profile_cache import ProfileCache
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch, expected_batches
-from lightning_pipes.trainer.plan.structure import describe_layer
 from lightning_pipes.trainer.plan.trial import Trial, Trials
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.holdings import positions
 from lightning_pipes.trainer.ranks.ranks import Ranks
-from lightning_pipes.trainer.ranks.shards import has_shards
+from lightning_pipes.trainer.ranks.replicas import has_shards
 
 PATIENCE = 2.0
 """Seconds after which people are told what takes so long."""

@@ -28,9 +28,8 @@ from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.module.batches import copied, rows_of, take
 from lightning_pipes.trainer.module.capture import CacheSwitch, Interceptor, named_step
 from lightning_pipes.trainer.module.proxy import Layers, StageProxy
-from lightning_pipes.trainer.module.tape import TapedLayer
+from lightning_pipes.trainer.module.tape import TapedLayer, identify_layer
 from lightning_pipes.trainer.module.unchanged import unchanged
-from lightning_pipes.trainer.plan.structure import identify_layer
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.step.logs import recorded
 from lightning_pipes.trainer.step.steps import loss_of

@@ -18,8 +18,7 @@ from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.trust import TRUSTED, Seal
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.ranks.mesh import MOST, Letter, Mesh
-from lightning_pipes.trainer.ranks.packing import Packed, unpacked
+from lightning_pipes.trainer.ranks.mesh import MOST, Letter, Mesh, Packed, unpacked
 
 _SLICE = timedelta(milliseconds=200)
 _PROMPT = timedelta(milliseconds=2)

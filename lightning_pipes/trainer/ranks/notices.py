@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_pipes.engine.watch.trust import TRUSTED, seal_of
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.packing import Packed, unpacked
+from lightning_pipes.trainer.ranks.mesh import Packed, unpacked
 
 _POLL_SECONDS = 0.0005
 

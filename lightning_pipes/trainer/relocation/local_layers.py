@@ -22,8 +22,7 @@ from lightning_pipes.trainer.module.optimizers import OptimizerLayout
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.ranks import Ranks
-from lightning_pipes.trainer.ranks.replicas import BufferSync, Replicas
-from lightning_pipes.trainer.ranks.shards import GatheredStages
+from lightning_pipes.trainer.ranks.replicas import BufferSync, GatheredStages, Replicas
 from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
 
 

@@ -35,9 +35,8 @@ from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.planning.planner import BLOCKING, BUFFERED, OVERLAPPED
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.relocation.late_steps import DeferredSteps
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
-from lightning_pipes.trainer.relocation.transfer import LayerTransfer, move
+from lightning_pipes.trainer.relocation.transfer import DeferredSteps, LayerTransfer, move
 
 MOST_BATCHES = 32
 """Batches during which layers travel: so many gradients of theirs are kept at most, or of all layers where steps

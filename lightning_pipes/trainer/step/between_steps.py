@@ -22,7 +22,7 @@ from lightning_pipes.ir import LayerUse, PipelineError
 from lightning_pipes.trainer.module.optimizers import settings_of
 from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.patches import Patches
-from lightning_pipes.trainer.step.hook_table import select_hooks
+from lightning_pipes.trainer.step.hooks import select_hooks
 
 LOOKED_AT, EVERY = 20, 50
 """Values are compared, and all gradients looked at, in the first batches of a run and later in every `EVERY`-th."""

@@ -21,9 +21,17 @@ from lightning_pipes.trainer.loop.run import PipelineRun, StageListener
 from lightning_pipes.trainer.module.batches import fingerprint
 from lightning_pipes.trainer.plan.settings import Verify
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.verify.comparison import GRADIENTS, Comparison, Difference, Rounding, format_value
-from lightning_pipes.trainer.verify.findings import Finding, is_awaited, save_finding
-from lightning_pipes.trainer.verify.reasons import describe_difference
+from lightning_pipes.trainer.verify.comparison import (
+    GRADIENTS,
+    Comparison,
+    Difference,
+    Finding,
+    Rounding,
+    describe_difference,
+    format_value,
+    is_awaited,
+    save_finding,
+)
 from lightning_pipes.trainer.verify.record import (
     OUTSIDE,
     Key,

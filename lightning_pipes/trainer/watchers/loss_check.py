@@ -27,8 +27,7 @@ from lightning_pipes.engine.compute.rng import RngUse, comparable_state
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.ir import Kind, Span
 from lightning_pipes.trainer.loop.run import PipelineRun
-from lightning_pipes.trainer.loop.step_data import TrainingStep
-from lightning_pipes.trainer.loop.watcher import Watcher, is_due
+from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_due
 from lightning_pipes.trainer.module.batches import copied, join, take
 from lightning_pipes.trainer.module.unchanged import generators, state_of, unchanged
 from lightning_pipes.trainer.step.logs import LogCall, LogKey, number_calls, recorded, returned_calls

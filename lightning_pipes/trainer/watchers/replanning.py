@@ -11,9 +11,8 @@ from lightning_pipes.planning.replanning import FreeBytes
 from lightning_pipes.trainer.loop.adopting import adopt_cut
 from lightning_pipes.trainer.loop.asynchronous import AsynchronousTraining
 from lightning_pipes.trainer.loop.run import PipelineRun
-from lightning_pipes.trainer.loop.step_data import TrainingStep
 from lightning_pipes.trainer.loop.step_statistics import batches_left
-from lightning_pipes.trainer.loop.watcher import Watcher
+from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.plan.prediction import Prediction
 from lightning_pipes.trainer.reports.report import KEPT_STEPS, Window

@@ -7,8 +7,7 @@ from functools import partial
 
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.loop.run import PipelineRun
-from lightning_pipes.trainer.loop.step_data import Step
-from lightning_pipes.trainer.loop.watcher import EvaluationWatcher
+from lightning_pipes.trainer.loop.watcher import EvaluationWatcher, Step
 from lightning_pipes.trainer.module.batches import check_same, fingerprint, sample_fingerprint
 from lightning_pipes.trainer.module.optimizers import check_same_settings, settings_of
 from lightning_pipes.trainer.ranks.control import PendingGather

@@ -27,8 +27,7 @@ from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import Kind, PipelineError, Span
 from lightning_pipes.trainer.loop.run import PipelineRun
-from lightning_pipes.trainer.loop.step_data import TrainingStep
-from lightning_pipes.trainer.loop.watcher import Watcher, is_due
+from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_due
 from lightning_pipes.trainer.module.batches import copied, join, take, weighted_sum
 from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.tape import TapedLayer

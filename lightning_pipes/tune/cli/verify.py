@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from lightning_pipes.ir import InputError, PipelineError, check_count
 from lightning_pipes.trainer.plan.settings import VERIFY_VARIABLE
-from lightning_pipes.trainer.verify.findings import FINDINGS_VARIABLE, load_findings
+from lightning_pipes.trainer.verify.comparison import FINDINGS_VARIABLE, load_findings
 from lightning_pipes.tune.cli.command import Command, print_json
 
 BATCHES = 2

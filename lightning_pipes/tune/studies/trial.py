@@ -13,7 +13,7 @@ from optuna.exceptions import StorageInternalError
 from optuna.study import StudyDirection
 from optuna.trial import BaseTrial, FrozenTrial, Trial, TrialState
 
-from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure
+from lightning_pipes.arrays.siblings.sibling_board import SiblingFailure
 from lightning_pipes.ir import InputError, PipelineError
 from lightning_pipes.tune.studies.leader_store import LeaderStore
 

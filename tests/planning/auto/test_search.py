@@ -10,7 +10,7 @@ from lightning_pipes.cost import Deployment
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.auto import AutoPlanner, choose_option
 from lightning_pipes.planning.planner import Problem, solve_plan
-from lightning_pipes.testing.choices import random_problem
+from lightning_pipes.testing.generators import random_problem
 
 
 def problem(seed: int, **known: object) -> Problem:

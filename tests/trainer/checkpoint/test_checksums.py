@@ -19,8 +19,8 @@ from lightning_pipes import consolidate
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import watch_ranks
 from lightning_pipes.trainer.checkpoint import files
+from lightning_pipes.trainer.checkpoint.checksums import INDEX
 from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO
-from lightning_pipes.trainer.checkpoint.index import INDEX
 from lightning_pipes.trainer.checkpoint.saving import Saver
 from tests.trainer.checkpoint.runs import OneRank, fit
 

@@ -13,8 +13,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.loop.step_data import Step, TrainingStep
-from lightning_pipes.trainer.loop.watcher import Around, EvaluationWatcher, Watcher, Watchers
+from lightning_pipes.trainer.loop.watcher import Around, EvaluationWatcher, Step, TrainingStep, Watcher, Watchers
 from tests.trainer.lit import Case, differences, train
 
 STEP: Any = SimpleNamespace()

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback, LambdaCallback
+from lightning.pytorch.utilities import grad_norm
+from torch import nn
 
-from lightning_pipes.trainer.step.logs import LogCall, merge, recorded
+from lightning_pipes.trainer.patches import Patches
+from lightning_pipes.trainer.step.logs import GradientLogs, LogCall, merge, over_ranks, recorded
 from tests.trainer.lit import Lit
 
 
@@ -41,3 +48,67 @@ def test_recording_leaves_the_module_as_it_was():
     assert calls[0].options == {"prog_bar": True, "on_epoch": True}
     assert calls[1].options["batch_size"] == 4
     assert "log" not in vars(module)
+
+
+def with_gradients() -> nn.Sequential:
+    g = torch.Generator().manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 2)).double()
+    for p in module.parameters():
+        p.grad = torch.randn(p.shape, generator=g, dtype=p.dtype)
+    return module
+
+
+def calls(norms: dict[str, Any], prefix: str = "") -> list[LogCall]:
+    return [LogCall(f"{prefix}{name}", value) for name, value in norms.items()]
+
+
+def test_norms_of_several_ranks_are_those_of_one_module() -> None:
+    module = with_gradients()
+    for p in (1, 2, "inf"):
+        for prefix in ("", "train/"):
+            whole = {call.name: float(call.value) for call in calls(grad_norm(module, p), prefix)}
+            # The middle layer is held by both.
+            parts = [grad_norm(nn.ModuleDict({n: module[int(n)] for n in held}), p) for held in ("12", "01")]
+            found, doubtful = over_ranks([calls(part, prefix) for part in parts], last=0)
+            assert doubtful == []
+            assert {call.name: float(call.value) for call in found}.keys() == whole.keys()
+            assert all(abs(float(call.value) - whole[call.name]) < 1e-12 for call in found)
+
+
+def test_other_values_are_those_of_the_last_stage_and_doubtful() -> None:
+    first = [LogCall("total", torch.tensor(1.0)), LogCall("step", 3), LogCall("of the first", 7.0)]
+    last = [LogCall("total", torch.tensor(2.0)), LogCall("step", 3)]
+    found, doubtful = over_ranks([last, first], last=0)
+    assert {call.name: float(call.value) for call in found} == {"total": 2.0, "step": 3.0, "of the first": 7.0}
+    assert doubtful == ["total"]
+    found, doubtful = over_ranks([last, first], last=1)
+    assert {call.name: float(call.value) for call in found} == {"total": 1.0, "step": 3.0, "of the first": 7.0}
+
+
+def test_a_total_alone_is_doubtful() -> None:
+    norms = [{"grad_2.0_norm_total": 1.0}, {"grad_2.0_norm_total": 2.0}]
+    _, doubtful = over_ranks([calls(part) for part in norms], last=0)
+    assert doubtful == ["grad_2.0_norm_total"]
+
+
+def test_hooks_are_wrapped_and_come_back() -> None:
+    """Also one that a LambdaCallback keeps on itself."""
+
+    class Logging(Lit):
+        def on_after_backward(self) -> None:
+            self.log("own", 1.0)
+
+    module = Logging()
+    callback = LambdaCallback(on_before_optimizer_step=lambda trainer, module, optimizer: module.log("lambda", 2.0))
+    mine = callback.on_before_optimizer_step
+    logged: list[LogCall] = []
+    alone: Any = SimpleNamespace(ranks=(0,), all_gather=lambda calls: [calls])
+    replay: Any = SimpleNamespace(pack_calls=list, replay_calls=logged.extend)
+    patches = Patches()
+    GradientLogs(module, [callback, Callback()], alone, replay, 0, patches)
+    module.on_after_backward()
+    callback.on_before_optimizer_step(None, module, None)  # type: ignore[arg-type]
+    assert [(call.name, call.value) for call in logged] == [("own", 1.0), ("lambda", 2.0)]
+    patches.close()
+    assert callback.on_before_optimizer_step is mine
+    assert "on_after_backward" not in vars(module)

@@ -25,14 +25,14 @@ from lightning_pipes.engine.compute.rng import stream_seed
 from lightning_pipes.supernets import ChoiceBlock, SubnetStream, Supernet, Uniform
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 from lightning_pipes.trainer import setup
-from lightning_pipes.trainer.loop import step_data, synchronous
+from lightning_pipes.trainer.loop import synchronous, watcher
+from lightning_pipes.trainer.loop.synchronous import FreshGradients
 from lightning_pipes.trainer.module import proxy
 from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
 from lightning_pipes.trainer.state.module_state import ModuleState
 from lightning_pipes.trainer.step import steps
 from lightning_pipes.trainer.step.between_steps import BetweenSteps
 from lightning_pipes.trainer.step.clipping import GradientAgreement
-from lightning_pipes.trainer.step.gradients import FreshGradients
 from lightning_pipes.trainer.watchers import same_batch
 from lightning_pipes.trainer.watchers.same_batch import SameBatch
 from tests.trainers import make_trainer
@@ -542,7 +542,7 @@ class _H3:
 
 @contextmanager
 def equal_weights_of_parts(rank: int) -> Iterator[None]:
-    class Rows(step_data.TrainingStep):
+    class Rows(watcher.TrainingStep):
         @property
         def divisor(self) -> int:  # type: ignore[override]
             return self._divisor * 2

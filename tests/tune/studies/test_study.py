@@ -25,7 +25,7 @@ from optuna.trial import BaseTrial, FrozenTrial, TrialState
 
 from lightning_pipes import OptunaPruning, optimize_array
 from lightning_pipes.arrays.siblings.sibling import current_sibling
-from lightning_pipes.arrays.siblings.sibling_failure import SiblingFailure
+from lightning_pipes.arrays.siblings.sibling_board import SiblingFailure
 from lightning_pipes.engine.watch.identity import Process
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks

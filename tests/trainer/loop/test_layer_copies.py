@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_pipes.ir import LayerUse, PipelineError, Plan, PlanError, Span
 from lightning_pipes.strategies.csp import CSP
-from lightning_pipes.trainer.step.cuts import Cuts
+from lightning_pipes.trainer.loop.layer_copies import Cuts
 
 LAYERS = (Span(0, 2), Span(2, 4), Span(4, 6))
 PLAN = Plan.even(3, 2, layers=LAYERS)
