@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -52,6 +52,27 @@ class SlabLayout:
             else torch.empty(at.shape, dtype=at.dtype, device=slab.device)
             for name, at in self.places.items()
         }
+
+
+@dataclass(eq=False)
+class DeviceSlab:
+    """A slab on the device.
+
+    Attributes:
+        copies: tickets of the last copies from it and to it.
+        used: the ticket of the last computation with it, or with its memory before.
+        is_lost: whether other states must not use it.
+    """
+
+    slab: torch.Tensor
+    used: int | None
+    copies: list[int] = field(default_factory=list)
+    is_lost: bool = False
+
+    @property
+    def pending_tickets(self) -> list[int]:
+        """Tickets of operations that must end before the slab is overwritten."""
+        return self.copies if self.used is None else [*self.copies, self.used]
 
 
 def host_slab(nbytes: int, pinned: bool) -> torch.Tensor:

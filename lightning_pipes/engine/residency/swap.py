@@ -1,24 +1,29 @@
 """Keeps tensors on the device while they are needed, and on the host otherwise: siblings, layers, weight versions.
 
-A `StateCache` moves tensors; this module binds them to their owners. Users keep their objects, and find them on the
-device while they are leased.
+`sim.residency` decides on loads and evictions; this module moves the tensors. Each state has a slab on the host, and
+states share slabs on the device. A slab on the device is overwritten only after three operations: the copy that filled
+it, the computation with it, and the copy of its changes to the host. The next load of the same state waits for that
+copy, too. Users keep their objects, and find them on the device while they are leased.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
 from lightning_pipes.engine.residency.copier import SlabCopier
-from lightning_pipes.engine.residency.state_cache import StateCache
-from lightning_pipes.ir import PipelineError
-from lightning_pipes.sim.residency import Statistics
+from lightning_pipes.engine.residency.slab import DeviceSlab, SlabLayout, host_slab
+from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.sim.residency import Residency, Statistics
 
 Key = TypeVar("Key")
+Tensors = dict[str, torch.Tensor]
 
 
 class MovableTensors(Protocol):
@@ -43,17 +48,47 @@ class MovableTensors(Protocol):
 
 
 @dataclass
-class _SwapEntry:
-    """The owner of a key's tensors.
+class _State:
+    """A state, its owner and its places.
 
     Attributes:
-        here: whether its tensors are those on the device.
+        bound: the owner of its tensors.
+        here: whether the owner's tensors are those on the device.
         leased: whether they must stay there.
+        made: whether it was created on the device.
+        on_host: its tensors in the host's slab.
+        written: tickets of the copy that filled the host's slab.
+        on_device: its tensors in each slab on the device that it has used; views take longer to make than to bind.
     """
 
     bound: MovableTensors
+    layout: SlabLayout
+    host: torch.Tensor
+    on_host: Tensors
     here: bool = False
     leased: bool = False
+    made: bool = False
+    slot: DeviceSlab | None = None
+    written: list[int] = field(default_factory=list)
+    on_device: WeakKeyDictionary[DeviceSlab, Tensors] = field(default_factory=WeakKeyDictionary)
+
+    def bind_to_device(self) -> None:
+        """Make the owner use the tensors on the device."""
+        self.bound.bind_tensors(self.tensors_on_device())
+        self.here = True
+
+    def bind_to_host(self) -> None:
+        """Make the owner use the tensors on the host."""
+        self.bound.bind_tensors(self.on_host)
+        self.here = False
+
+    def tensors_on_device(self) -> Tensors:
+        """Return the tensors of a resident state."""
+        assert self.slot is not None, "it is on the host only"
+        views = self.on_device.get(self.slot)
+        if views is None:
+            views = self.on_device[self.slot] = self.layout.view_tensors(self.slot.slab)
+        return views
 
 
 class Swap(Generic[Key]):
@@ -88,38 +123,41 @@ class Swap(Generic[Key]):
         host_budget: int | None = None,
         poison: bool = False,
     ) -> None:
-        self._held: dict[Key, _SwapEntry] = {}
-        self._cache: StateCache[Key] = StateCache(
-            budget, copier, device, slots=slots, host_budget=host_budget, leaves=self._to_host, poison=poison
-        )
+        self._budget, self._host_budget, self._slots = budget, host_budget, slots
+        self._copier, self._device, self._poison = copier, device, poison
+        self._states: dict[Key, _State] = {}
+        self._free: dict[int, deque[DeviceSlab]] = defaultdict(deque)
+        self._slab_bytes = 0
+        self._spare: torch.Tensor | None = None  # of a state that was made; the next one is as large
+        self._residency: Residency[Key] = Residency(budget, {}, _Mover(self), slots)
 
     @property
     def statistics(self) -> Statistics:
         """Counts of hits and loads of leases."""
-        return self._cache.statistics
+        return self._residency.statistics
 
     @property
     def host_bytes(self) -> int:
         """Bytes of all states on the host."""
-        return self._cache.host_bytes
+        return sum(state.layout.nbytes for state in self._states.values())
 
     @property
     def resident_keys(self) -> frozenset[Key]:
         """Keys that are on the device, or in flight to it."""
-        return self._cache.resident_keys
+        return self._residency.resident
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._held
+        return key in self._states
 
     def is_leased(self, key: Key) -> bool:
         """Return whether the state is leased."""
-        each = self._held.get(key)
-        return each is not None and each.leased
+        state = self._states.get(key)
+        return state is not None and state.leased
 
     def bound_tensors(self, key: Key) -> MovableTensors | None:
         """Return the owner of the key's tensors."""
-        each = self._held.get(key)
-        return None if each is None else each.bound
+        state = self._states.get(key)
+        return None if state is None else state.bound
 
     def add(self, key: Key, bound: MovableTensors, fits: Callable[[int], object] = lambda size: None) -> int:
         """Add a state and move it to the host. Return its bytes.
@@ -131,73 +169,116 @@ class Swap(Generic[Key]):
             PlanError: it does not fit into the device's or the host's budget, or can't be moved.
         """
         bound.check()
-        size = self._cache.add(key, bound.named_tensors())
+        tensors = bound.named_tensors()
+        layout = self._layout(key, tensors)
+        self._residency.add(key, layout.nbytes)
+        host = host_slab(layout.nbytes, self._device.type == "cuda")
+        state = self._states[key] = _State(bound, layout, host, layout.view_tensors(host))
+        with torch.no_grad():
+            for name, view in state.on_host.items():
+                view.copy_(tensors[name])
         try:
-            fits(size)
+            fits(layout.nbytes)
         except Exception:
-            self._cache.drop_state(key)
+            self._drop(key)
             raise
-        self._held[key] = _SwapEntry(bound)
-        bound.bind_tensors(self._cache.on_host(key))
-        return size
+        state.bind_to_host()
+        return layout.nbytes
 
     def make(self, key: Key, bound: MovableTensors) -> None:
-        """Add a copy on the device of the tensors of `bound`, and make it use the copy.
+        """Add a copy on the device of the tensors of `bound`, and make it use the copy. The host gets it when its place
+        is taken, or after `write_back`.
 
         Raises:
-            PlanError: it does not fit into the device's or the host's budget, or can't be moved.
+            PlanError: it does not fit into the device's or the host's budget, can't be moved, or all that is there is
+                leased.
         """
         bound.check()
-        self._cache.make(key, bound.named_tensors())
-        self._held[key] = _SwapEntry(bound, here=True)
-        bound.bind_tensors(self._cache.on_device(key))
+        tensors = bound.named_tensors()
+        layout = self._layout(key, tensors)
+        self._residency.make(key, layout.nbytes)
+        host, self._spare = self._spare, None
+        if host is None or host.numel() != layout.nbytes:
+            host = host_slab(layout.nbytes, self._device.type == "cuda")
+        slot = self._take_slab(layout.nbytes)
+        for ticket in slot.pending_tickets:
+            self.statistics.stall_ns += self._copier.order_after(ticket)
+        state = self._states[key] = _State(bound, layout, host, layout.view_tensors(host), made=True, slot=slot)
+        with torch.no_grad():
+            for name, view in state.tensors_on_device().items():
+                view.copy_(tensors[name])
+        slot.copies, slot.used = [], self._copier.mark_computation()
+        state.bind_to_device()
+
+    def _layout(self, key: Key, tensors: Mapping[str, torch.Tensor]) -> SlabLayout:
+        layout = SlabLayout.from_tensors(tensors)
+        if self._host_budget is not None and self.host_bytes + layout.nbytes > self._host_budget:
+            raise PlanError(
+                f"state {key} has {layout.nbytes} bytes; {len(self._states)} states have {self.host_bytes} of the "
+                f"host's budget of {self._host_budget}. Raise it, or keep fewer states"
+            )
+        return layout
 
     def rebind(self, key: Key, bound: MovableTensors) -> None:
         """Replace the owner of a state by `bound`, which has the same tensors in the same places."""
-        self._held[key].bound = bound
+        self._states[key].bound = bound
 
-    def on_device(self, key: Key) -> dict[str, torch.Tensor] | None:
+    def on_device(self, key: Key) -> Tensors | None:
         """Return the state's tensors on the device, if its owner uses them."""
-        return self._cache.on_device(key) if self._held[key].here else None
+        state = self._states[key]
+        return state.tensors_on_device() if state.here else None
 
     def remove(self, key: Key) -> None:
         """Give the owner of a key tensors of its own again, on the host."""
-        each = self._held.get(key)
-        if each is None:
+        state = self._states.get(key)
+        if state is None:
             return
         self.release(key)
-        del self._held[key]
-        if not each.here:
-            self._cache.wait_for_host(key)
+        if not state.here:
+            self._wait_for_host(state)
         with torch.inference_mode(False):
-            own = {name: tensor.to("cpu", copy=True) for name, tensor in each.bound.named_tensors().items()}
-        in_use = False
+            own = {name: tensor.to("cpu", copy=True) for name, tensor in state.bound.named_tensors().items()}
         try:
-            each.bound.bind_tensors(own)
-        except PipelineError:  # it fails, and its exception refers to a graph: it may keep the memory
-            in_use = True
-        self._cache.drop_state(key, in_use)
+            state.bound.bind_tensors(own)
+        except PipelineError:  # it fails, and its exception refers to a graph: no other state gets the memory
+            if state.slot is not None:
+                state.slot.is_lost = True
+        self._drop(key)
 
     def discard_state(self, key: Key) -> None:
-        """Drop a state that is not needed any more: its tensors have no values afterwards."""
-        del self._held[key]
-        self._cache.drop_state(key)
+        """Drop a state that is not needed any more: its tensors have no values afterwards.
+
+        Raises:
+            PlanError: it is leased.
+        """
+        self._drop(key)
+
+    def _drop(self, key: Key) -> None:
+        state = self._states[key]
+        state.here = False  # its owner does not follow
+        copies = [*state.written, *(state.slot.copies if state.slot is not None else ())]
+        self._residency.drop_state(key)
+        for ticket in copies:  # they use the host's slab
+            self._copier.wait(ticket)
+        del self._states[key]
+        if state.made:
+            self._spare = state.host
 
     def expect_leases(self, keys: Iterable[Key]) -> None:
         """Announce leases that follow the announced ones; no others may occur."""
-        self._cache.expect_leases(keys)
+        self._residency.expect_leases(keys)
 
     def predict(self, keys: Iterable[Key]) -> None:
         """Announce probable next leases, the first one first; unknown keys are skipped."""
-        self._cache.predict(key for key in keys if key in self._held)
+        self._residency.predict(key for key in keys if key in self._states)
 
     def prefetch_states(self) -> int:
         """Start to load the next states, as far as there is room; return their number."""
-        return self._cache.prefetch_states()
+        return self._residency.prefetch()
 
     def has_room(self, *keys: Key) -> bool:
         """Return whether leases of all these keys would find room."""
-        return self._cache.has_room(*keys)
+        return self._residency.has_room(*keys)
 
     @contextmanager
     def lease_state(self, key: Key, write: bool = False) -> Iterator[None]:
@@ -217,51 +298,116 @@ class Swap(Generic[Key]):
 
     def acquire(self, key: Key, write: bool = False) -> None:
         """Acquire a lease that lasts until `release`."""
-        each = self._held[key]
-        self._cache.acquire(key, write)
-        each.leased = True
-        if not each.here:
-            each.bound.bind_tensors(self._cache.on_device(key))
-            each.here = True
+        state = self._states[key]
+        self._residency.lease(key, write)
+        state.leased = True
+        if not state.here:
+            state.bind_to_device()
 
     def mark_changed(self, key: Key) -> None:
         """Mark a leased state as changed."""
-        self._cache.mark_changed(key)
+        self._residency.mark_changed(key)
 
     def release(self, key: Key) -> None:
-        """Release a lease, if there is one; computation may still be in flight."""
-        each = self._held.get(key)
-        if each is not None and each.leased:
-            self._cache.release(key)
-            each.leased = False
+        """Release a lease, if there is one; computation with the state may still be in flight."""
+        state = self._states.get(key)
+        if state is None or not state.leased:
+            return
+        self._residency.release(key)
+        self._mark_read(state)
+        state.leased = False
+
+    def _mark_read(self, state: _State) -> None:
+        """Mark computation with a resident state, which may still be in flight."""
+        assert state.slot is not None
+        state.slot.used = self._copier.mark_computation()
 
     @contextmanager
     def read_state(self, key: Key) -> Iterator[None]:
         """Let a state be read in the block where it is, on the device or on the host."""
-        here = self._held[key].here
+        state = self._states[key]
+        here = state.here
         if not here:
-            self._cache.wait_for_host(key)
+            self._wait_for_host(state)
         yield
         if here:
-            self._cache.mark_read(key)
+            self._mark_read(state)
 
     def write_back(self, key: Key) -> None:
         """Start to write back the changes of leases, where states exceed the device."""
-        if self._cache.is_over_budget:
-            self._cache.start_write_back(key)
+        too_many = self._slots is not None and len(self._states) > self._slots
+        if too_many or self.host_bytes > self._budget:
+            self._residency.start_write_back(key)
 
     def flush(self) -> None:
         """Wait until the host has all changes of leases."""
-        self._cache.flush()
+        self._residency.flush()
+        for state in self._states.values():
+            self._wait_for_host(state)
 
     def close(self) -> None:
         """Finish the copies in flight. Remaining states stay in place."""
-        self._cache.close()
-        self._held.clear()
+        self.statistics.stall_ns += self._copier.close()
+        self._states.clear()
 
-    def _to_host(self, key: Key) -> None:
-        """Bind an owner to the host's tensors when another state takes its place on the device."""
-        each = self._held.get(key)
-        if each is not None and each.here:
-            each.bound.bind_tensors(self._cache.on_host(key))
-            each.here = False
+    def _wait_for_host(self, state: _State) -> None:
+        """Wait until a state's write-back has reached the host."""
+        for ticket in state.written:
+            self._copier.wait(ticket)
+
+    def _take_slab(self, nbytes: int) -> DeviceSlab:
+        """Return a slab of an evicted state, or a new one; slabs of other sizes are freed where the budget requires
+        it."""
+        if self._free[nbytes]:
+            return self._free[nbytes].popleft()
+        for others in self._free.values():
+            while others and self._slab_bytes + nbytes > self._budget:
+                old = others.popleft()
+                for ticket in old.pending_tickets:
+                    self._copier.wait(ticket)
+                self._slab_bytes -= old.slab.numel()
+        self._slab_bytes += nbytes
+        return DeviceSlab(torch.empty(nbytes, dtype=torch.uint8, device=self._device), self._copier.mark_computation())
+
+
+class _Mover:
+    """Carries out the decisions of a swap's residency."""
+
+    def __init__(self, swap: Swap[Any]) -> None:
+        self._swap = swap
+
+    def load(self, key: object, size: int, after: int | None) -> int:
+        swap = self._swap
+        state, slot = swap._states[key], swap._take_slab(size)
+        ticket = swap._copier.copy("in", slot.slab, state.host, [*slot.pending_tickets, *state.written])
+        state.slot, slot.copies = slot, [ticket]
+        return ticket
+
+    def store(self, key: object, size: int) -> int:
+        state = self._swap._states[key]
+        assert state.slot is not None
+        ticket = self._swap._copier.copy("out", state.host, state.slot.slab, state.slot.pending_tickets)
+        state.slot.copies = [ticket]
+        state.written = [ticket]
+        return ticket
+
+    def free_place(self, key: object) -> None:
+        swap = self._swap
+        state = swap._states[key]
+        slot, state.slot = state.slot, None
+        assert slot is not None
+        if slot.is_lost:
+            swap._slab_bytes -= slot.slab.numel()
+            return
+        if state.here:
+            state.bind_to_host()
+        if swap._poison:
+            nan = torch.full_like(slot.slab, 255)
+            swap._copier.wait(swap._copier.copy("out", slot.slab, nan, slot.pending_tickets))
+        swap._free[slot.slab.numel()].append(slot)
+
+    def is_done(self, ticket: int) -> bool:
+        return self._swap._copier.is_done(ticket)
+
+    def wait(self, ticket: int) -> int:
+        return self._swap._copier.order_after(ticket)

@@ -12,13 +12,12 @@ from torch import nn
 from lightning_pipes.engine.compute.weights import OffloadedVersions, WeightVersion
 from lightning_pipes.engine.residency.copier import SlabCopier, ThreadCopier, Way
 from lightning_pipes.engine.residency.layer_memory import VersionMemory
-from lightning_pipes.engine.residency.state_cache import StateCache
 from lightning_pipes.engine.residency.swap import Swap
 from lightning_pipes.ir import Kind, PipelineError, PlanError, adapt_plan
 from lightning_pipes.sim.residency import Statistics
 from lightning_pipes.strategies.pipedream import PipeDream
 from lightning_pipes.testing.generators import tiny_plan
-from tests.engine.residency.virtual import Virtual
+from tests.engine.residency.virtual import Plain, Virtual
 
 CPU = torch.device("cpu")
 STAGES, BATCHES, WIDTH = 8, 40, 16
@@ -126,7 +125,7 @@ def walk(
                     p.fill_(newest)
                 versions.after_update()
                 most = max(most, 1 + len(versions._kept))
-                bytes_there = max(bytes_there, swap._cache._slab_bytes)
+                bytes_there = max(bytes_there, swap._slab_bytes)
                 continue
             if i.batch not in read:
                 current = versions.current_version()
@@ -200,17 +199,17 @@ def test_a_version_that_does_not_fit() -> None:
 
 def test_a_place_to_which_a_state_is_on_its_way() -> None:
     copier = Late()
-    cache: StateCache[str] = StateCache(512, copier, CPU)
-    cache.add("loaded", {"x": torch.ones(128)})
-    cache.predict(["loaded"])
-    assert cache.prefetch_states() == 1
-    cache.make("made", {"x": torch.zeros(128)})
+    swap: Swap[str] = Swap(512, copier, CPU)
+    swap.add("loaded", loaded := Plain(torch.ones(128)))
+    swap.predict(["loaded"])
+    assert swap.prefetch_states() == 1
+    swap.make("made", made := Plain(torch.zeros(128)))
     for ticket in list(copier.waiting):
         copier.wait(ticket)
-    assert not cache.on_device("made")["x"].any()
-    cache.start_write_back("made")
-    with cache.lease_state("loaded") as state:
-        assert state["x"].all()
-    with cache.lease_state("made") as state:
-        assert not state["x"].any()
-    assert cache.statistics.bytes_out == 512
+    assert not made.x.any()
+    swap.write_back("made")
+    with swap.lease_state("loaded"):
+        assert loaded.x.all()
+    with swap.lease_state("made"):
+        assert not made.x.any()
+    assert swap.statistics.bytes_out == 512

@@ -1,8 +1,8 @@
-"""A copier whose copies take virtual time."""
+"""A copier whose copies take virtual time, and an owner of one tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -40,3 +40,19 @@ class Virtual:
 
     def close(self) -> int:
         return 0
+
+
+class Plain:
+    """Owns one tensor."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def check(self) -> None:
+        pass
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        return {"x": self.x}
+
+    def bind_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.x = tensors["x"]

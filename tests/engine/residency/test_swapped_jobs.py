@@ -13,10 +13,10 @@ from torch import nn
 from lightning_pipes.engine.residency.binding import Binding
 from lightning_pipes.engine.residency.copier import SlabCopier, ThreadCopier
 from lightning_pipes.engine.residency.slab import ALIGNMENT, SlabLayout
-from lightning_pipes.engine.residency.state_cache import StateCache
+from lightning_pipes.engine.residency.swap import Swap
 from lightning_pipes.ir import PipelineError, PlanError
 from tests.cases import for_each
-from tests.engine.residency.virtual import Virtual
+from tests.engine.residency.virtual import Plain, Virtual
 
 CPU = torch.device("cpu")
 MILLI = 1_000_000
@@ -77,33 +77,28 @@ def begun(number: int) -> Job:
     return job
 
 
-def swapped(jobs: list[Job], copier: SlabCopier, slots: int, rounds: int, ahead: bool = True) -> StateCache[int]:
+def swapped(jobs: list[Job], copier: SlabCopier, slots: int, rounds: int, ahead: bool = True) -> Swap[int]:
     """Each job's forward and backward in one lease, its step in another one; evicted slabs are NaN."""
     bindings = [Binding(job.model, [job.optimizer], CPU) for job in jobs]
-    cache: StateCache[int] = StateCache(
-        1 << 30, copier, slots=slots, leaves=lambda key: bindings[key].bind_tensors(cache.on_host(key)), poison=True
-    )
+    swap: Swap[int] = Swap(1 << 30, copier, CPU, slots=slots, poison=True)
     for job, binding in zip(jobs, bindings, strict=True):
-        binding.check()
-        cache.add(job.number, binding.named_tensors())
-        binding.bind_tensors(cache.on_host(job.number))
-    cache.expect_leases([job.number for _ in range(rounds) for job in jobs for _ in range(2)])
+        swap.add(job.number, binding)
+    swap.expect_leases([job.number for _ in range(rounds) for job in jobs for _ in range(2)])
     if ahead:
-        cache.prefetch_states()
+        swap.prefetch_states()
     for _ in range(rounds):
         for job in jobs:
             for part in ((job.forward, job.backward), (job.update,)):
-                with cache.lease_state(job.number, write=True) as state:
+                with swap.lease_state(job.number, write=True):
                     if ahead:
-                        cache.prefetch_states()
-                    bindings[job.number].bind_tensors(state)
+                        swap.prefetch_states()
                     for do in part:
                         do()
                     if isinstance(copier, Virtual):
                         copier.link.now += MILLI
-                    bindings[job.number].rebind_replaced(state)
-    cache.flush()
-    return cache
+                    bindings[job.number].rebind_replaced(swap.on_device(job.number))
+    swap.flush()
+    return swap
 
 
 @for_each("slots", [1, 2, 3, 5])
@@ -120,13 +115,13 @@ def test_bit_for_bit(slots: int, bandwidth: float | None) -> None:
         expected.append(job.result())
     jobs = [begun(number) for number in range(5)]
     with threads(bandwidth) as copier:
-        cache = swapped(jobs, copier, slots, rounds=4)
+        swap = swapped(jobs, copier, slots, rounds=4)
         for job in jobs:  # what is on the host is the whole truth
-            Binding(job.model, [job.optimizer], CPU).bind_tensors(cache.on_host(job.number))
+            Binding(job.model, [job.optimizer], CPU).bind_tensors(swap._states[job.number].on_host)
     assert [job.result() for job in jobs] == expected
-    found = cache.statistics
+    found = swap.statistics
     assert found.hits + found.late + found.misses == 5 * 4 * 2
-    assert (slots < 5) == (found.bytes_in > cache.host_bytes)
+    assert (slots < 5) == (found.bytes_in > swap.host_bytes)
     assert found.bytes_out > 0
 
 
@@ -260,23 +255,22 @@ def test_layout() -> None:
 
 
 def test_budgets() -> None:
-    state = {"w": torch.zeros(1024)}
     with threads() as copier:
         with pytest.raises(PlanError, match="state a has 4096 bytes, the device's budget is 4000"):
-            StateCache[str](4000, copier).add("a", state)
-        cache = StateCache[str](9000, copier, host_budget=13000)
-        cache.add("a", state)
-        cache.add("b", state)
+            Swap[str](4000, copier, CPU).add("a", Plain(torch.zeros(1024)))
+        swap = Swap[str](9000, copier, CPU, host_budget=13000)
+        swap.add("a", Plain(torch.zeros(1024)))
+        swap.add("b", Plain(torch.zeros(1024)))
         with pytest.raises(PlanError, match="2 states have 8192 of the host's budget of 13000"):
-            cache.add("c", {"w": torch.ones(2048)})
-        with cache.lease_state("a"), cache.lease_state("b"), pytest.raises(PlanError, match="can't be dropped"):
-            cache.drop_state("a")
-        cache.drop_state("a")
-        cache.add("c", {"w": torch.ones(2048)})  # of another size: takes the place of both
-        with cache.lease_state("c") as there:
-            assert float(there["w"].sum()) == 2048
-            assert cache.resident_keys == {"c"}
-            assert not cache.has_room("b")
+            swap.add("c", Plain(torch.ones(2048)))
+        with swap.lease_state("a"), swap.lease_state("b"), pytest.raises(PlanError, match="can't be dropped"):
+            swap.discard_state("a")
+        swap.discard_state("a")
+        swap.add("c", there := Plain(torch.ones(2048)))  # of another size: takes the place of both
+        with swap.lease_state("c"):
+            assert float(there.x.sum()) == 2048
+            assert swap.resident_keys == {"c"}
+            assert not swap.has_room("b")
 
 
 def test_a_copy_that_fails_is_told_of() -> None:
