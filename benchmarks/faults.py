@@ -40,7 +40,8 @@ from benchmarks.harness.report import make_parser
 from lightning_pipes.engine.watch.fault_points import Fault
 from lightning_pipes.engine.watch.trust import SECRET
 from lightning_pipes.testing import namespaces
-from lightning_pipes.testing.interpreters import (
+from lightning_pipes.testing.ranks import (
+    die_with_parent,
     end_all,
     find_processes,
     isolate_shared_memory,
@@ -48,8 +49,8 @@ from lightning_pipes.testing.interpreters import (
     rank_of,
     run_environment,
     wait_until,
+    watch_ranks,
 )
-from lightning_pipes.testing.ranks import die_with_parent, watch_ranks
 from lightning_pipes.testing.ranks import rank_environment as rank_environment
 
 SCRIPT = str(Path(__file__).parent / "harness" / "fault_job.py")

@@ -12,10 +12,17 @@ from statistics import fmean
 from typing import Protocol, runtime_checkable
 
 from lightning_pipes.cost.cluster import Cluster
-from lightning_pipes.cost.layer import Table, at_rows, check_table, check_tables, to_nanoseconds
+from lightning_pipes.cost.layer import (
+    Table,
+    at_rows,
+    check_table,
+    check_tables,
+    held_bytes,
+    resident_bytes,
+    to_nanoseconds,
+)
 from lightning_pipes.cost.links import FREE, Link, Regime, regime_named, unused_link_warnings
 from lightning_pipes.cost.measurement import Measurement, RecordedTimeline, dispatch_delays, operation_seconds
-from lightning_pipes.cost.memory import held_bytes, resident_bytes
 from lightning_pipes.ir import (
     COMPUTE,
     MAX_STAGES,

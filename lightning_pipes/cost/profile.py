@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipes.cost.json_files import check_json_fields, read_object
 from lightning_pipes.cost.layer import LayerProfile, Table, at_rows, per_row
 from lightning_pipes.cost.model import CostModel
 from lightning_pipes.ir import MAX_STAGES, InputError, Kind, Span, check_fields, check_number, short_repr
-from lightning_pipes.ir.checks import field_types
+from lightning_pipes.ir.checks import check_json_fields, field_types, read_object
 
 FORMAT = 1
 """Of the file; raised when a reader of an older one would misread it."""

@@ -1,7 +1,7 @@
 """Runs programs on torch: stages, transport, executor, and the one interface that every schedule is driven by."""
 
-from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS
+from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage, layers_only
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.messages.mailbox import Mailbox, Transport

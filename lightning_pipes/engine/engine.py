@@ -14,9 +14,9 @@ from torch import nn
 
 from lightning_pipes.cost import Link
 from lightning_pipes.engine.compute.executor import Executor
-from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.order import InstructionOrder, ReadyOrder, StaticOrder
 from lightning_pipes.engine.compute.rng import forked_rng
+from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.compute.weights import OffloadedVersions, WeightVersions
 from lightning_pipes.engine.messages.links import measure_links, measure_offsets

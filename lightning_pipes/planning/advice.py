@@ -11,13 +11,13 @@ from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import Kind, PipelineError, Plan
 from lightning_pipes.planning.auto import installed_variants
 from lightning_pipes.planning.formatting import (
+    Progress,
     describe_moves,
     join_words,
     schedule_label,
     strategy_arguments,
     strategy_line,
 )
-from lightning_pipes.planning.progress import Progress
 from lightning_pipes.planning.what_if import SimulatedTrial, WhatIf
 from lightning_pipes.sim.shown.compare import BottleneckRank
 from lightning_pipes.sim.shown.record import RunRecord

@@ -13,7 +13,7 @@ from lightning_pipes.ir import Cut, InputError, Kind, Plan, Policy, Schedule, ad
 from lightning_pipes.planning.formatting import schedule_label
 from lightning_pipes.planning.memory import stage_peak
 from lightning_pipes.planning.planner import EvenPlanner, planner_of
-from lightning_pipes.sim.loops.memory import Limit, limits_of
+from lightning_pipes.sim.loops.operations import Limit, limits_of
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""Schedules, cuts and changes as people write and read them."""
+"""Schedules, cuts and changes as people write and read them, and progress bars."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
@@ -90,3 +92,22 @@ def layers_text(span: Span) -> str:
 def join_words(words: Sequence[str]) -> str:
     """ "a", "a and b", "a, b and c"."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+Progress = Callable[[str, float], None]
+"""Called with the current step, and the share of all work that is done, 0 to 1."""
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Progress]:
+    """Show a progress bar on stderr after one second, if that is a terminal."""
+    from tqdm import tqdm
+
+    form = "{desc} {percentage:3.0f}% |{bar:30}| {elapsed}"
+    with tqdm(total=1.0, desc=title, delay=1.0, leave=False, bar_format=form, disable=not sys.stderr.isatty()) as bar:
+
+        def show_progress(what: str, done: float) -> None:
+            bar.set_description_str(f"{title}: {what}"[:60], refresh=False)
+            bar.update(max(0.0, done - bar.n))
+
+        yield show_progress

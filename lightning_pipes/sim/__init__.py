@@ -3,8 +3,15 @@
 from lightning_pipes.sim.loops.kernel import load_kernel
 from lightning_pipes.sim.shown.compare import TimelineComparison, compare_timelines
 from lightning_pipes.sim.shown.render import save_chrome_trace, save_png
-from lightning_pipes.sim.simulator import CompiledSimulation, cost_representatives, makespan, makespans, simulate
-from lightning_pipes.sim.spread import Spread, draw_spread
+from lightning_pipes.sim.simulator import (
+    CompiledSimulation,
+    Spread,
+    cost_representatives,
+    draw_spread,
+    makespan,
+    makespans,
+    simulate,
+)
 from lightning_pipes.sim.timeline import Event, Timeline
 
 __all__ = [

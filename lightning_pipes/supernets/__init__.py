@@ -1,8 +1,15 @@
 """Supernets: each batch trains one path, and many batches overlap, with the result of one after another."""
 
-from lightning_pipes.supernets.explorers import Evolution, Explorer, FromIterable, FromList, RoundRobin, Uniform
+from lightning_pipes.supernets.explorers import (
+    Evolution,
+    Explorer,
+    FromIterable,
+    FromList,
+    OptunaExplorer,
+    RoundRobin,
+    Uniform,
+)
 from lightning_pipes.supernets.layers import ChoiceBlock, SharedLayer
-from lightning_pipes.supernets.optuna_search import OptunaExplorer
 from lightning_pipes.supernets.stream import ExplorerFeedback, SubnetStream
 from lightning_pipes.supernets.subnet import SearchSpace, Subnet
 from lightning_pipes.supernets.supernet import Supernet, bulk_synchronous, measure_layer_costs

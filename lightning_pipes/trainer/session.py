@@ -41,7 +41,7 @@ from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.checkpoint.files import Writing
 from lightning_pipes.trainer.checkpointing import Checkpointing
 from lightning_pipes.trainer.loop.connections import Idle, make_connections
-from lightning_pipes.trainer.module.equal_starts import broadcast_random_state
+from lightning_pipes.trainer.module.checks import broadcast_random_state
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.plan.settings import Settings

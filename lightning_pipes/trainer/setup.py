@@ -26,9 +26,8 @@ from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.loop.synchronous import SynchronousTraining
 from lightning_pipes.trainer.module.averages import check_averages, spread_averages
 from lightning_pipes.trainer.module.capture import CacheSwitch, Interceptor
-from lightning_pipes.trainer.module.checks import check_run, warn_about, warn_about_pieces
+from lightning_pipes.trainer.module.checks import check_run, equal_weights, warn_about, warn_about_pieces
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_optimizers, check_same_cut
-from lightning_pipes.trainer.module.equal_starts import equal_weights
 from lightning_pipes.trainer.module.hidden_state import HiddenState, NoHiddenState
 from lightning_pipes.trainer.module.optimizer_shards import OptimizerShards, check_shardable
 from lightning_pipes.trainer.module.optimizers import (

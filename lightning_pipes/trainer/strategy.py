@@ -41,8 +41,8 @@ from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.stopping import as_terminated
 from lightning_pipes.trainer.module.averages import restore_averages
 from lightning_pipes.trainer.module.capture import named_step
+from lightning_pipes.trainer.module.checks import broadcast_random_state
 from lightning_pipes.trainer.module.deferred import has_meta
-from lightning_pipes.trainer.module.equal_starts import broadcast_random_state
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.pretrained import reads_later
 from lightning_pipes.trainer.module.remote_tensors import HookScope

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_pipes.cost import CostModel, Costs
 from lightning_pipes.ir import InputError, Kind, Plan, PlanError, adapt_plan
 from lightning_pipes.planning.candidates import Candidate, TuningPlanner, cut_into, make_candidate, nothing_fits
-from lightning_pipes.sim.loops.memory import Limit
+from lightning_pipes.sim.loops.operations import Limit
 from lightning_pipes.strategies.deep import Deep, taper_slack
 from lightning_pipes.strategies.kfkb.schedule import KFKB
 from lightning_pipes.strategies.per_link import PerLink, extra_for, forwards_ahead

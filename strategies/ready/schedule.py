@@ -11,7 +11,7 @@ from lightning_pipes.cost import Costs
 from lightning_pipes.cost.units import bytes_text
 from lightning_pipes.ir import InputError, Kind, Plan, PlanError, Rule, RulePolicy, check_fields, check_one_stage_a_rank
 from lightning_pipes.planning.memory import stage_peak
-from lightning_pipes.sim.loops.memory import Limit, limits_of
+from lightning_pipes.sim.loops.operations import Limit, limits_of
 from lightning_pipes.strategies.deep import taper_slack
 
 

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lightning_pipes.testing.interpreters import TOKEN
-from lightning_pipes.testing.ranks import scale_timeout
+from lightning_pipes.testing.ranks import TOKEN, scale_timeout
 
 ROOT = Path(__file__).parents[2]
 STARTUP = ROOT / "tests" / "startup"

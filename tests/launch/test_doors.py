@@ -18,8 +18,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from lightning_pipes.testing import namespaces
-from lightning_pipes.testing.interpreters import find_processes, wait_until
-from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.testing.ranks import find_processes, run_ranks, wait_until
 from tests.launch.example import environment
 
 pytestmark = [

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from lightning_pipes.engine.watch import launcher
-from lightning_pipes.testing.interpreters import find_processes
+from lightning_pipes.testing.ranks import find_processes
 from tests.launch.example import environment
 from tests.launch.fit import HEARTBEAT_TIMEOUT, STOPS
 

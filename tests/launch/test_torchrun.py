@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from lightning_pipes.testing import namespaces
-from lightning_pipes.testing.interpreters import find_processes
-from lightning_pipes.testing.ranks import scale_timeout
+from lightning_pipes.testing.ranks import find_processes, scale_timeout
 from tests.launch.example import EPOCHS, SCRIPT, SETTINGS, environment, wait_until
 
 Start = Callable[[int, list[str], dict[str, str], Path], "subprocess.Popen[str]"]

@@ -19,7 +19,6 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
         "residency",
         "loops",
         "simulator",
-        "spread",
         "shown",
         "page",
     ],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+import time
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -15,6 +18,7 @@ from lightning_pipes.planning.formatting import (
     hydra_overrides,
     join_words,
     layers_text,
+    progress_bar,
     schedule_label,
     schedule_settings,
     strategy_arguments,
@@ -90,3 +94,22 @@ def test_moves(before, after, said):
 def test_lists():
     assert [join_words(words) for words in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a and b", "a, b and c"]
     assert [layers_text(Span(2, n)) for n in (2, 3, 5)] == ["no layer", "layer 2", "layers 2-4"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "shown"), [(Terminal, True), (io.StringIO, False)])
+def test_a_bar_after_a_second(stream, shown, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", stream())
+    with progress_bar("plan") as told:
+        told("gpipe", 0.1)
+        before = sys.stderr.getvalue()
+        time.sleep(1.05)
+        told("kfkb", 0.6)
+        told("kfkb", 0.5)  # never back
+        after = sys.stderr.getvalue()
+    assert before == ""
+    assert ("plan: kfkb  60%" in after) is shown

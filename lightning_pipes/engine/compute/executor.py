@@ -13,8 +13,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute import autograd, split
 from lightning_pipes.engine.compute.autograd import SavedForward
-from lightning_pipes.engine.compute.item import Item
-from lightning_pipes.engine.compute.spans import SpanBuffer, take_rows
+from lightning_pipes.engine.compute.spans import Item, SpanBuffer, take_rows
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.compute.weights import LateWeights, WeightVersion
 from lightning_pipes.engine.messages.mailbox import Transport

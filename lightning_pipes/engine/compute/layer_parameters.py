@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.ir import Kind, LayerUse, PipelineError, PlanError

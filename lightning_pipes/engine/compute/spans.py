@@ -1,4 +1,4 @@
-"""Rows of a pytree: cut, joined, and buffered until they are used.
+"""Batches of the engine and rows of their pytrees: cut, joined, and buffered until they are used.
 
 Tensors with axis 0 as long as the span hold rows. Every other leaf on an edge, such as masks, flags and None, belongs
 to the whole micro-batch. Where sender and receiver cut a batch equally, nothing here copies.
@@ -7,12 +7,34 @@ to the whole micro-batch. Where sender and receiver cut a batch equally, nothing
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from lightning_pipes.ir import PlanError, Span
+from lightning_pipes.ir import LayerUse, PlanError, Span
+
+
+@dataclass(eq=False)
+class Item:
+    """One batch of one job, as one rank sees it.
+
+    Attributes:
+        number: counts the job's batches since training began, so that random numbers repeat after a resume.
+        rows: samples in this batch; fewer than the plan's where the last batch is short.
+        data: data for the bodies of this rank's stages; the engine does not read it.
+        job: the sibling it belongs to.
+        training: forward and backward, or forward only without gradients.
+        use: the layers that it uses, and those of them that it steps; None means all.
+    """
+
+    number: int
+    rows: int
+    data: Any = None
+    job: int = 0
+    training: bool = True
+    use: LayerUse | None = None
 
 
 def take_rows(tree: Any, span: Span, part: Span) -> Any:

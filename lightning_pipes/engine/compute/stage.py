@@ -12,7 +12,6 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.layer_parameters import LayerOffload, LayerParameters
 from lightning_pipes.engine.compute.rng import (
     AFTER_LAYERS,
@@ -23,6 +22,7 @@ from lightning_pipes.engine.compute.rng import (
     seed_for_layer,
     stream_seed,
 )
+from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.weights import BuffersBefore, LateWeights, WeightVersion, WeightVersions
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.engine.residency.layer_memory import LayerMemory

@@ -27,8 +27,7 @@ from lightning_pipes.ir import (
     needs,
 )
 from lightning_pipes.sim.loops.kernel import PLENTY
-from lightning_pipes.sim.loops.memory import Bytes
-from lightning_pipes.sim.loops.operations import Prices
+from lightning_pipes.sim.loops.operations import Bytes, Prices
 from lightning_pipes.sim.loops.queues import DispatchRun, Queues, run_queues
 
 

@@ -22,8 +22,7 @@ from lightning_pipes.ir import (
 from lightning_pipes.sim.loops import kernel
 from lightning_pipes.sim.loops.jit import rebind_globals
 from lightning_pipes.sim.loops.kernel import FORWARDS, KERNEL, OTHERS, PLENTY, WEIGHTS
-from lightning_pipes.sim.loops.memory import Bytes
-from lightning_pipes.sim.loops.operations import Numbering, Operations, Prices, Timed, flatten_lists
+from lightning_pipes.sim.loops.operations import Bytes, Numbering, Operations, Prices, Timed, flatten_lists
 from lightning_pipes.sim.loops.tables import Beginning, Graph, Held, Queued, Ran, Status, Table
 
 EARLIEST = Rule(alternate=False)

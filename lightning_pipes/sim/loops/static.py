@@ -39,8 +39,7 @@ from lightning_pipes.ir.verify import check_program_matches_plan, describe_absen
 from lightning_pipes.sim.loops import kernel
 from lightning_pipes.sim.loops.jit import rebind_globals
 from lightning_pipes.sim.loops.kernel import KERNEL, LONG_AGO
-from lightning_pipes.sim.loops.memory import Bytes
-from lightning_pipes.sim.loops.operations import Numbering, Operations, Prices, Timed, flatten_lists
+from lightning_pipes.sim.loops.operations import Bytes, Numbering, Operations, Prices, Timed, flatten_lists
 from lightning_pipes.sim.loops.queues import Queues, run_queues
 from lightning_pipes.sim.loops.tables import Array, Graph, Ran, Table, Wires
 

@@ -15,7 +15,7 @@ from lightning_pipes.sim.page.charts import SENT, charts, picture_json, timeline
 from lightning_pipes.sim.shown.compare import BottleneckRank
 from lightning_pipes.sim.shown.memory_use import MEASURED, estimate_alternatives
 from lightning_pipes.sim.shown.record import RunRecord
-from lightning_pipes.sim.spread import SLOW, Spread, draw_spread
+from lightning_pipes.sim.simulator import SLOW, Spread, draw_spread
 from lightning_pipes.sim.timeline import WORDS, Timeline
 
 SCATTERED = 1.05

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipes.cost import CostModel, Link, ModelProfile, Table
-from lightning_pipes.cost.json_files import check_json_fields, read_object
 from lightning_pipes.cost.links import LONGEST, regime_named
 from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import (
@@ -27,7 +26,7 @@ from lightning_pipes.ir import (
     check_type,
     short_repr,
 )
-from lightning_pipes.ir.checks import field_types
+from lightning_pipes.ir.checks import check_json_fields, field_types, read_object
 from lightning_pipes.sim.shown.memory_use import describe_peaks, estimate_alternatives
 from lightning_pipes.sim.shown.training_record import Curves, curves_of
 from lightning_pipes.sim.timeline import Event, Timeline

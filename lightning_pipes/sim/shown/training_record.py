@@ -21,8 +21,8 @@ from heapq import merge
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_pipes.cost.json_files import check_json_fields
 from lightning_pipes.ir import InputError
+from lightning_pipes.ir.checks import check_json_fields
 
 FOLDER = "reproducibility"
 """Where in a run's folder the files are."""

@@ -11,7 +11,7 @@ from typing import IO, Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.ir import PipelineError, check_count
 from lightning_pipes.sim.shown.training_record import FOLDER

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.residency.layer_memory import LayerMemory, StateMemory, VersionMemory
 from lightning_pipes.ir import LayerUse, PipelineError, Plan, Policy, Schedule

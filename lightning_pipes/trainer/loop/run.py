@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.messages.transport import make_transport

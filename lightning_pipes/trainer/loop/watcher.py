@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.ir import LayerUse, Policy, Program
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.relocation.transfer import Settings

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.cost import Deployment, LayerProfile, ModelProfile
-from lightning_pipes.engine.compute.item import Item
+from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.messages.transport import make_transport

@@ -171,7 +171,7 @@ class PipelineReport:
         It takes seconds of work, with a progress bar, for hundreds of micro-batches.
         """
         from lightning_pipes.planning.advice import advise_run
-        from lightning_pipes.planning.progress import progress_bar
+        from lightning_pipes.planning.formatting import progress_bar
 
         with progress_bar("trying changes for the report") as told:
             return advise_run(self.record, told)

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_pipes.cost import CostModel
 from lightning_pipes.engine.compute.footprint import saved_for_backward, storage_of, tensors_in
-from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.reducer import local_part
+from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.ir import Span
 

@@ -18,7 +18,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.footprint import tensors_in
-from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.rng import (
     AFTER_LAYERS,
     BEFORE_LAYERS,
@@ -27,6 +26,7 @@ from lightning_pipes.engine.compute.rng import (
     seed_for_layer,
     stream_seed,
 )
+from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.module.batches import Path, copied, cutter, join, take, tensors_of

@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.plugins import Precision
 from torch import nn
 
-from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.rng import BEFORE_LAYERS
+from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.ir import Plan, Span
 from lightning_pipes.trainer.module.capture import Interceptor, named_step

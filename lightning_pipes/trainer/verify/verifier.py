@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS
+from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.ir import F, Kind, PipelineError, Plan, Policy, Schedule, Span
 from lightning_pipes.ir.lowering import run_spans

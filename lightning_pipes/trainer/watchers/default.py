@@ -11,7 +11,7 @@ from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import Around, EvaluationWatcher, Step, TrainingStep, Watcher, Watchers
 from lightning_pipes.trainer.module.checks import warn_about_small_batch
 from lightning_pipes.trainer.plan.prediction import Prediction
-from lightning_pipes.trainer.step.parameter_hooks import warn_about_hooks
+from lightning_pipes.trainer.step.hooks import warn_about_hooks
 from lightning_pipes.trainer.step.uses import Overlap
 from lightning_pipes.trainer.watchers.loss_check import LossCheck, UncomparedLoss
 from lightning_pipes.trainer.watchers.replanning import PredictionCheck, Replanning, RunStatistics, StreamReplanning

@@ -22,8 +22,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.footprint import tensors_in
-from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.rng import RngUse, comparable_state
+from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.ir import Kind, Span
 from lightning_pipes.trainer.loop.run import PipelineRun

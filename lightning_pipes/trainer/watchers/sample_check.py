@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.allocator import trimmed_heap
 from lightning_pipes.engine.compute.footprint import tensors_in
-from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.rng import RngUse, forked_rng, seed_all
+from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import Kind, PipelineError, Span

@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from lightning_pipes.ir.registry import schedule_factory
-from lightning_pipes.planning.progress import progress_bar
+from lightning_pipes.planning.formatting import progress_bar
 from lightning_pipes.tune.cli.command import Command, format_table, print_json
 from lightning_pipes.tune.cli.pictures import check_writable
 

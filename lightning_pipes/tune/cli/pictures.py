@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning_pipes.ir import InputError
 from lightning_pipes.planning.advice import Advice, advise_run
-from lightning_pipes.planning.progress import Progress
+from lightning_pipes.planning.formatting import Progress
 from lightning_pipes.sim import save_png
 from lightning_pipes.sim.page import page
 from lightning_pipes.sim.shown.record import RunRecord

@@ -17,12 +17,12 @@ from lightning_pipes.planning.auto import Choice, Option, choose_option
 from lightning_pipes.planning.fit import evaluate_plan
 from lightning_pipes.planning.formatting import (
     hydra_overrides,
+    progress_bar,
     schedule_label,
     schedule_settings,
     strategy_arguments,
     strategy_line,
 )
-from lightning_pipes.planning.progress import progress_bar
 from lightning_pipes.sim import Timeline, simulate
 from lightning_pipes.sim.shown.compare import BottleneckRank
 from lightning_pipes.sim.shown.memory_use import most_held

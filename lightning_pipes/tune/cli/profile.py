@@ -13,7 +13,7 @@ from lightning_pipes.cost import ModelProfile
 from lightning_pipes.cost.layer import per_row
 from lightning_pipes.cost.units import bytes_text, seconds_text
 from lightning_pipes.ir import InputError, Kind, check_count
-from lightning_pipes.planning.progress import progress_bar
+from lightning_pipes.planning.formatting import progress_bar
 from lightning_pipes.tune.cli.command import Command, format_table, print_json
 from lightning_pipes.tune.cli.pictures import check_writable
 from lightning_pipes.tune.cli.sources import parse_numbers

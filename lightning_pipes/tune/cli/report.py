@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from lightning_pipes.ir import InputError
 from lightning_pipes.planning.advice import advise_run
-from lightning_pipes.planning.progress import progress_bar
+from lightning_pipes.planning.formatting import progress_bar
 from lightning_pipes.sim import compare_timelines
 from lightning_pipes.sim.page import page
 from lightning_pipes.sim.shown.compare import BottleneckRank

@@ -12,10 +12,9 @@ from lightning_pipes.cost import Cluster, CostModel, ModelProfile, Table
 from lightning_pipes.cost.units import bytes_text, parse_bytes, seconds_text
 from lightning_pipes.ir import MAX_FORWARDS, InputError, Kind, Plan, Policy, Program, Schedule, verify
 from lightning_pipes.planning.fit import evaluate_plan, fit_layers, order_and_held_rows, step_bubble, step_seconds
-from lightning_pipes.planning.formatting import schedule_label, schedule_settings
+from lightning_pipes.planning.formatting import progress_bar, schedule_label, schedule_settings
 from lightning_pipes.planning.partition import partition_at
 from lightning_pipes.planning.planner import Problem, solve_plan
-from lightning_pipes.planning.progress import progress_bar
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.tune.cli.command import PICTURES, Command, drawing_width, print_json

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from lightning_pipes import MemorySwap
-from lightning_pipes.engine.compute.item import Item
 from lightning_pipes.engine.compute.layer_parameters import LayerOffload, LayerParameters
+from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.ir import Kind, LayerUse, Span
 

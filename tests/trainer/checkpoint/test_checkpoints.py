@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy, consolidate
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.checkpoint.data_state import KEY
+from lightning_pipes.trainer.checkpointing import KEY
 from tests.trainer.lit import (
     Case,
     Lit,

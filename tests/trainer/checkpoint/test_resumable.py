@@ -29,8 +29,8 @@ from torch.utils.data import (
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.checkpoint.data_state import native, portable
 from lightning_pipes.trainer.checkpoint.resumable import ResumableLoader, resumable
+from lightning_pipes.trainer.checkpointing import native, portable
 from tests.trainer.lit import WIDTH, Lit, data, differences, plain_values, quiet
 from tests.trainers import make_trainer
 

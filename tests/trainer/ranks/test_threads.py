@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_pipes.testing import interpreters
-from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.testing.ranks import run_environment, run_ranks
 from lightning_pipes.trainer.ranks import threads
 from lightning_pipes.trainer.ranks.threads import Cores, share
 from tests.launch.example import ROOT, STARTUP
@@ -49,7 +48,7 @@ SCRIPT = """
 def test_ranks_that_lightning_starts(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT) + "os.write(1, f\"{os.environ.get('OMP_NUM_THREADS')} \".encode())\n")
-    clean = interpreters.run_environment("threads", tmp_path)  # other tests' Trainers leave LOCAL_RANK behind in ours
+    clean = run_environment("threads", tmp_path)  # other tests' Trainers leave LOCAL_RANK behind in ours
     given = {key: value for key, value in clean.items() if key != "OMP_NUM_THREADS"}
     given["PYTHONPATH"] = f"{STARTUP}{os.pathsep}{ROOT}"
     done = subprocess.run([sys.executable, str(script)], env=given, capture_output=True, text=True, timeout=300)

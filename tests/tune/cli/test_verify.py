@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from lightning_pipes.testing.interpreters import run_environment
+from lightning_pipes.testing.ranks import run_environment
 from lightning_pipes.tune.cli import main
 
 SCRIPT = """

@@ -14,8 +14,7 @@ import pytest
 
 from lightning_pipes.engine.watch.launcher import RankStoppedError
 from lightning_pipes.engine.watch.process_exit import SerialCaller
-from lightning_pipes.testing.interpreters import find_processes, run_environment, wait_until
-from lightning_pipes.testing.ranks import scale_timeout
+from lightning_pipes.testing.ranks import find_processes, run_environment, scale_timeout, wait_until
 from lightning_pipes.tune.studies.leader_store import ADDRESS, LeaderStore
 
 

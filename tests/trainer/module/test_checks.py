@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_pipes.trainer.module.equal_starts import checksum
+from lightning_pipes.trainer.module.checks import checksum
 
 
 def test_checksums_see_values_places_and_signs() -> None:
