@@ -21,8 +21,8 @@ from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import InputError, PipelineError, short_repr
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.checkpoint.checksums import is_sharded
-from lightning_pipes.trainer.checkpoint.files import Writing, existing, load_mapped, local_path
-from lightning_pipes.trainer.checkpoint.resumable import LoaderPass, ResumableLoader, State, resumable
+from lightning_pipes.trainer.checkpoint.files import Writing, find_existing, load_mapped, local_path
+from lightning_pipes.trainer.checkpoint.resumable import LoaderPass, ResumableLoader, State, make_resumable
 from lightning_pipes.trainer.checkpoint.saving import Saver
 from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.module.optimizer_shards import OptimizerShards
@@ -58,10 +58,10 @@ class TrainingData:
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Remembers what `state` gave; a checkpoint of another strategy has nothing to remember."""
         own = checkpoint.get(KEY, {})
-        self._loaded = native(own["data"]) if "data" in own else None
+        self._loaded = to_native(own["data"]) if "data" in own else None
         self._waiting = list(self._loaded["loaders"]) if self._loaded is not None else []
 
-    def prepared(self, loader: object) -> object:
+    def prepare_loader(self, loader: object) -> object:
         """The loader that Lightning should take for a training loader: called for one after the other, in their order.
 
         Loaders that can save their own state, and what is no DataLoader, stay as they are.
@@ -69,7 +69,7 @@ class TrainingData:
         state = self._waiting.pop(0) if self._waiting else None
         if not isinstance(loader, DataLoader) or hasattr(loader, "state_dict"):
             return loader
-        made = resumable(loader)
+        made = make_resumable(loader)
         if state is not None:
             made.resume_from(state, self._compare)
         return made
@@ -103,7 +103,7 @@ class TrainingData:
             if isinstance(loader, ResumableLoader):
                 loader.begin_anew()
 
-    def forget(self) -> None:
+    def forget_loaded(self) -> None:
         """Drop loaded states, which are for one run only."""
         self._loaded, self._waiting = None, []
 
@@ -129,16 +129,16 @@ class TrainingData:
             "between_epochs": between,
             "validation_follows": private.validation_follows(trainer),
         }
-        return {"data": portable(found)}
+        return {"data": to_portable(found)}
 
 
-def portable(tree: Any) -> Any:
+def to_portable(tree: Any) -> Any:
     """The same values without NumPy's arrays, which careful readers of checkpoints refuse."""
     return _mapped(tree, lambda leaf: torch.from_numpy(leaf.copy()) if isinstance(leaf, np.ndarray) else leaf)
 
 
-def native(tree: Any) -> Any:
-    """The other direction of `portable`; torch's own random states are bytes, NumPy's are not."""
+def to_native(tree: Any) -> Any:
+    """The other direction of `to_portable`; torch's own random states are bytes, NumPy's are not."""
 
     def back(leaf: Any) -> Any:
         return leaf.numpy() if isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.uint8 else leaf
@@ -244,7 +244,7 @@ class Checkpointing:
         if not self._ranks.grid.is_in_first_pipeline:
             return
         background = self._writing.background and training
-        with self._status.reporting():
+        with self._status.report_errors():
             if self.sharded:
                 order = list(checkpoint["state_dict"]) if cut is None else cut.keys
                 self._saver.save_parts(checkpoint, order, path, background)
@@ -283,7 +283,7 @@ class Checkpointing:
         if down:
             self._saver.close()
         else:
-            with self._status.reporting():
+            with self._status.report_errors():
                 self._saver.wait()
 
     # ---- loading
@@ -306,7 +306,7 @@ class Checkpointing:
         checkpoint: dict[str, Any] | None = None
         local = local_path(path)
         if local is not None:
-            path = existing(local)
+            path = find_existing(local)
             if is_sharded(path):
                 from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint
 

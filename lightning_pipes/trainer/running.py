@@ -53,14 +53,14 @@ class Running:
         if run.is_asynchronous:
             with run.step_asked():
                 return closure()  # every stage steps by itself when a batch's gradients are complete
-        if not moving.pauses():
+        if not moving.should_pause():
             return usual(closure)
         result = closure()
-        if not moving.pauses():  # layers have arrived before the batch
+        if not moving.should_pause():  # layers have arrived before the batch
             return usual(lambda: result)
         private.before_step(host.precision_plugin, run.cut.module, optimizer)
         number, which = run.trainer.fit_loop.total_batch_idx, host.optimizers.index(optimizer)
-        moving.takes(number, which, optimizer, run.part.holdings.local)
+        moving.defer_step(number, which, optimizer, run.part.holdings.local)
         return result
 
     def close(

@@ -135,7 +135,7 @@ class Session:
 
     def gather_timing(self, own: Share) -> Timing:
         """Return where the time of a window went on all ranks of the pipeline."""
-        return Timing.of(self.ranks.pipeline.all_gather(own), self.links.n_trainings == 1)
+        return Timing.from_shares(self.ranks.pipeline.all_gather(own), self.links.n_trainings == 1)
 
     def _open_store(self) -> None:
         """Give the ranks a store to meet in, where there is no process group yet."""

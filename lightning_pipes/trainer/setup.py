@@ -259,7 +259,9 @@ def prepare(
         None if units is None else units.ruled_out_weights,
     )
     stays = bool(holdings.tied) or shares_ranks
-    prediction = Prediction(decision, ranks, links.n_trainings == 1, stays, profiles.forget) if fitting else None
+    prediction = (
+        Prediction(decision, ranks, links.n_trainings == 1, stays, profiles.forget_profile) if fitting else None
+    )
     run.watchers = default_watchers(run, settings.check_loss, units is not None, uncompared, prediction)
     session.running = Running(run, stops, Evaluation(run))
     strategy.setup_precision_plugin()
@@ -281,7 +283,7 @@ def prepare(
     wrap_hooks(trainer, run, ranks.pipeline, holders, verify_and_agree, start_epoch, patches)
     limit_metric_sync(module, session.replicas.group, patches)
     patches.callback(private.forget_training_data, trainer)
-    patches.callback(checkpointing.data.forget)
+    patches.callback(checkpointing.data.forget_loaded)
     if fitting and settings.verify.batches:
         session.verifier = Verifier(settings.verify, reference, trainer, run, settings.seed)
         patches.callback(session.verifier.close)
@@ -396,7 +398,7 @@ def decide(
     request = links.complete_request(request, length)
     before = session.checkpointing.resumed_placement()
     if before is not None and fitting and links.turns is None:
-        resumed = request.resumed(before, len(full), length)
+        resumed = request.resume_cut(before, len(full), length)
         if resumed is not request:
             rank_zero_info(f"Stages begin at layers {before.cuts}, as they did when the checkpoint was written")
         request = resumed

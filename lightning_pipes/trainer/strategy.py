@@ -165,7 +165,7 @@ class PipelineStrategy(PipelineHost):
         )
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
         self.num_nodes = 1
-        self._request = RunRequest.of(schedule, schedule_args, microbatches, recompute, partition, replan)
+        self._request = RunRequest.from_arguments(schedule, schedule_args, microbatches, recompute, partition, replan)
         self.schedule = self._request.schedule
         self._settings = Settings(
             data_parallel=data_parallel,
@@ -385,13 +385,13 @@ class PipelineStrategy(PipelineHost):
         if isinstance(dataloader, DataLoader) and private.seeded_workers(dataloader):
             rank = self.grid.replica  # the same on all stages
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
-        return self.session.checkpointing.data.prepared(dataloader) if self._trainer.training else dataloader
+        return self.session.checkpointing.data.prepare_loader(dataloader) if self._trainer.training else dataloader
 
     def on_train_start(self) -> None:
         self.session.checkpointing.data.go_on(self._trainer)
 
     def on_train_end(self) -> None:
-        with self.session.status.reporting():
+        with self.session.status.report_errors():
             self.running.drain()
             if self.session.verifier is not None:
                 self.session.verifier.training_ended()
@@ -401,11 +401,11 @@ class PipelineStrategy(PipelineHost):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.session.status.check()
-        with self.session.status.reporting():
+        with self.session.status.report_errors():
             self.session.checkpointing.check()
             batch, arguments = _batch_and_arguments(args, kwargs)
             running = self._running
-            with self._scope.suspended():  # it may be called by code of the user's
+            with self._scope.suspend_hooks():  # it may be called by code of the user's
                 out = running.run.training.train(batch, arguments, self.optimizers, not self._accumulating)
             if self.session.verifier is not None:
                 self.session.verifier.training_step_ended(out)
@@ -423,7 +423,7 @@ class PipelineStrategy(PipelineHost):
 
     def _evaluate(self, name: str, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.session.status.check()
-        with self.session.status.reporting():
+        with self.session.status.report_errors():
             step = named_step(self.lightning_module, name)
             running = self._running
             output = running.evaluation.evaluate(step, context, *_batch_and_arguments(args, kwargs))
@@ -434,7 +434,7 @@ class PipelineStrategy(PipelineHost):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Calls the hooks around backward; the gradients were made in `training_step`."""
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
-        with self.session.status.reporting(), self._scope.suspended():
+        with self.session.status.report_errors(), self._scope.suspend_hooks():
             self.running.training.give_back_gradients()
         if self.running.is_asynchronous:  # the hooks behind it run on each stage when its gradients are there
             return closure_loss.detach()
@@ -446,7 +446,7 @@ class PipelineStrategy(PipelineHost):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         step = super().optimizer_step
         shards = self.session.checkpointing.shards
-        with self.session.status.reporting(), nullcontext() if shards is None else shards.restoring():
+        with self.session.status.report_errors(), nullcontext() if shards is None else shards.restore_after():
             return self._running.step(self, optimizer, closure, lambda c: step(optimizer, c, *args, **kwargs))
 
     @contextmanager
@@ -483,7 +483,7 @@ class PipelineStrategy(PipelineHost):
         Raises:
             PlanError: nothing was trained.
         """
-        return PipelineReport.of(*self._reported)
+        return PipelineReport.from_windows(*self._reported)
 
     @property
     def flushes(self) -> bool:
@@ -536,7 +536,7 @@ class PipelineStrategy(PipelineHost):
         windows = self.running.windows
         if not windows:
             return None
-        return self.session.gather_timing(Share.of(windows[-1].events))
+        return self.session.gather_timing(Share.from_events(windows[-1].events))
 
     @property
     def running(self) -> PipelineRun:
@@ -603,7 +603,7 @@ class PipelineStrategy(PipelineHost):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         plain = private.plain_optimizer(optimizer)
-        with nullcontext() if self._cut is None else self._scope.suspended():  # a hook may save a checkpoint
+        with nullcontext() if self._cut is None else self._scope.suspend_hooks():  # a hook may save a checkpoint
             if self._down:
                 return plain.state_dict()
             number = next(n for n, o in enumerate(self.optimizers) if private.plain_optimizer(o) is plain)

@@ -21,11 +21,11 @@ from lightning_pipes.engine.private_torch import backward_hooks
 from lightning_pipes.ir import PipelineError, Plan, PlanError, Span
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer import private_transformers
-from lightning_pipes.trainer.module.batches import copied, cutter, rows_of
+from lightning_pipes.trainer.module.batches import copy_batch, make_cutter, rows_of
 from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.module.pipelined import LEAST_FOR_STATISTICS, batch_statistics
-from lightning_pipes.trainer.module.unchanged import unchanged
+from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.measuring import NotMeasuredError, Together, without_loggers
 from lightning_pipes.trainer.plan.request import RunRequest
@@ -272,7 +272,7 @@ class UnitSetup:
             module.to(device)
         batch = private.on_device(self._trainer, batch)
         run = partial(self._run_without_trace, True)
-        self._repeated = named_step(module, "training_step"), partial(copied, batch), self._step_arguments()
+        self._repeated = named_step(module, "training_step"), partial(copy_batch, batch), self._step_arguments()
         return record_step(module, run, *self._repeated, device)
 
     def _step_arguments(self) -> tuple[Any, ...]:
@@ -284,7 +284,7 @@ class UnitSetup:
         module, device = self._module, self._ranks.device
         with ExitStack() as stack:
             stack.enter_context(forked_rng(device))
-            for context in (unchanged(module), recorded(module), without_loggers()):
+            for context in (keep_unchanged(module), recorded(module), without_loggers()):
                 stack.enter_context(context)
             stack.enter_context(self._trainer.precision_plugin.train_step_context())
             stack.enter_context(torch.enable_grad())
@@ -310,20 +310,20 @@ class UnitSetup:
         def compute_loss(part: Any) -> torch.Tensor:
             draws.start()
             with torch.no_grad():
-                loss, _ = loss_of(step(copied(part), *arguments))
+                loss, _ = loss_of(step(copy_batch(part), *arguments))
             draws.stop()
             return loss.detach()
 
         try:
             rows = rows_of(batch)
             if rows > COMPARED:
-                batch, rows = cutter(batch, rows)(Span(0, COMPARED)), COMPARED
+                batch, rows = make_cutter(batch, rows)(Span(0, COMPARED)), COMPARED
             if rows < 2:
                 return None
             cuts = [[Span(0, at), Span(at, rows)] for at in range(1, rows)]
             means = [each for each in find_candidates(module, batch, rows, cuts[0]) if each.name != SUMS]
             spans = next((each for each in cuts if candidates_differ(means, each)), cuts[0])
-            cut = cutter(batch, rows)
+            cut = make_cutter(batch, rows)
             whole, *parts = (
                 self._run_without_trace(False, partial(compute_loss, part)) for part in (batch, *map(cut, spans))
             )

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from lightning_pipes.engine.watch import plain
 from lightning_pipes.ir import InputError, Span
 from lightning_pipes.supernets import SearchSpace, Subnet
-from lightning_pipes.trainer.module.batches import rows_of, take
+from lightning_pipes.trainer.module.batches import rows_of, take_samples
 
 ONE = Subnet((0, 2, 1), id=5, space=1)
 
@@ -22,7 +22,7 @@ def test_it_travels_as_one_thing() -> None:
     """With as many choices as the batch has samples, too, of which a tuple would be cut."""
     batch = [[torch.randn(3, 2), torch.zeros(3)], ONE]
     assert rows_of(batch) == 3
-    assert take(batch, Span(0, 2), 3)[1] == ONE
+    assert take_samples(batch, Span(0, 2), 3)[1] == ONE
     assert move_data_to_device(batch, torch.device("cpu"))[1] is ONE
     assert pytree.tree_leaves((0, ONE)) == [0, ONE]
     assert pickle.loads(pickle.dumps(ONE)) == plain.loads(plain.dumps(ONE)) == ONE

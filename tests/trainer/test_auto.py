@@ -27,7 +27,7 @@ from lightning_pipes.engine.compute.rng import random_state
 from lightning_pipes.ir import Kind, Plan, PlanError
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.module.unchanged import unchanged
+from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.plan import deciding, measuring
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch
@@ -365,7 +365,7 @@ def test_unchanged() -> None:
     before = {name: t.clone() for name, t in (*messy.named_parameters(), *messy.named_buffers())}
     objects = {name: id(t) for name, t in (*messy.named_parameters(), *messy.named_buffers())}
     gradient = messy.norm.weight.grad
-    with unchanged(messy):
+    with keep_unchanged(messy):
         messy(torch.randn(4, 3)).sum().backward()
         assert messy.count == 1
     assert {name: id(t) for name, t in (*messy.named_parameters(), *messy.named_buffers())} == objects

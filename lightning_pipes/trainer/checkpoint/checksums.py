@@ -42,10 +42,10 @@ class Sum(NamedTuple):
     def check(self, path: Path) -> None:
         """Raises PipelineError if the file is another, or has changed."""
         if path.stat().st_size != self.size:
-            raise damaged(path, f"it has {path.stat().st_size} bytes, and {self.size} were written")
+            raise damage_error(path, f"it has {path.stat().st_size} bytes, and {self.size} were written")
         with open(path, "rb") as file:
             if _crc_of(file, self.size) != self.crc32:
-                raise damaged(path, "its checksum is not the one that was written")
+                raise damage_error(path, "its checksum is not the one that was written")
 
 
 class Summing:
@@ -108,18 +108,18 @@ def check(path: Path, sealed: bool = False) -> None:
     """
     size = path.stat().st_size
     if size == 0:
-        raise damaged(path, "it is empty")
+        raise damage_error(path, "it is empty")
     with open(path, "rb") as file:
         is_zip = file.read(len(_ZIP)) == _ZIP
         content = max(0, size - _LENGTH)
         file.seek(content)
         found = _SEALED.fullmatch(file.read())
         if found is None and sealed:
-            raise damaged(path, "it does not end with its checksum")
+            raise damage_error(path, "it does not end with its checksum")
         if found is not None:
             file.seek(0)
             if _crc_of(file, content) != int(found[1], 16):
-                raise damaged(path, "its checksum is not the one that was written")
+                raise damage_error(path, "its checksum is not the one that was written")
         elif is_zip:
             _check_zip(path)
 
@@ -134,9 +134,9 @@ def _check_zip(path: Path) -> None:
                         while file.read(_CHUNK):
                             pass
     except Exception as error:  # of any kind, as anything may be in the file
-        raise damaged(path, f"{type(error).__name__}: {error}") from error
+        raise damage_error(path, f"{type(error).__name__}: {error}") from error
     if broken:
-        raise damaged(path, "its checksum can't be read")
+        raise damage_error(path, "its checksum can't be read")
 
 
 def _crc_of(file: IO[bytes], size: int) -> int:
@@ -146,7 +146,7 @@ def _crc_of(file: IO[bytes], size: int) -> int:
     return crc
 
 
-def damaged(path: str | os.PathLike[str], how: str) -> PipelineError:
+def damage_error(path: str | os.PathLike[str], how: str) -> PipelineError:
     """An error that says so, and what can be done."""
     return PipelineError(f"the checkpoint {os.fspath(path)} is damaged: {how}. {WAY_OUT}")
 
@@ -205,7 +205,7 @@ class Index:
             }
             index = cls(places, None if sums is None else {_file(f): Sum(int(n), int(c)) for f, (n, c) in sums.items()})
         except Exception as error:  # of any kind, as anything may be in the file
-            raise damaged(path, f"{type(error).__name__}: {error}") from error
+            raise damage_error(path, f"{type(error).__name__}: {error}") from error
         if index.sums is not None:
             check(path, sealed=True)
         return index

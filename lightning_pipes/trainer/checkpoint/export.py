@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_pipes.ir import InputError, PipelineError, check_count, check_type
 from lightning_pipes.trainer import private_transformers as private
 from lightning_pipes.trainer.checkpoint.checksums import is_sharded
-from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO, existing, load_mapped, replacing
+from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO, find_existing, load_mapped, replace_path
 from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint
 
 FILE = "model.safetensors"
@@ -60,7 +60,7 @@ def export_weights(
     if model is not None:
         found = private.revert_weights(model, found)
     files = list(_divide(found, max_file_bytes))
-    with replacing(Path(folder)) as temporary:
+    with replace_path(Path(folder)) as temporary:
         temporary.mkdir()
         table: dict[str, str] = {}
         for number, names in enumerate(files, 1):
@@ -76,7 +76,7 @@ def export_weights(
 
 
 def _read_state_dict(path: Path) -> Mapping[str, Any]:
-    path = existing(path)
+    path = find_existing(path)
     if is_sharded(path):
         on_meta = torch.empty(0, device="meta")  # then each tensor is read when it is asked for
         whole: Mapping[str, Any] | None = ShardedCheckpoint(path, weights_only=True).checkpoint({"": on_meta})

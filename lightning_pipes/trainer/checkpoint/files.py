@@ -44,7 +44,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if local is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
         else:
-            with replacing(local) as temporary:
+            with replace_path(local) as temporary:
                 save(checkpoint, temporary)
 
     def load_checkpoint(self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
@@ -123,7 +123,7 @@ def saying_why() -> Iterator[None]:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replace_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path, which replaces `path` at the end of the block."""
     temporary = temporary_for(path)
     try:
@@ -161,12 +161,12 @@ def put(temporary: Path, path: Path) -> None:
     """Gives a complete file or folder its name, in one step; what had the name is removed.
 
     A folder that replaces something takes two steps where the system can't exchange names, as over NFS: a process that
-    is killed between them leaves the earlier checkpoint where `existing` finds it.
+    is killed between them leaves the earlier checkpoint where `find_existing` finds it.
     """
     fault_point("checkpoint.put")
     if not os.path.lexists(path) or not (_is_folder(path) or _is_folder(temporary)):
         os.replace(temporary, path)
-        sync(path.parent)
+        sync_folder(path.parent)
         return
     if not _exchange(temporary, path):
         aside = _aside(path)
@@ -174,11 +174,11 @@ def put(temporary: Path, path: Path) -> None:
         os.rename(path, aside)
         os.rename(temporary, path)
         temporary = aside
-    sync(path.parent)
+    sync_folder(path.parent)
     _remove_now(temporary)
 
 
-def existing(path: Path) -> Path:
+def find_existing(path: Path) -> Path:
     """The path, or where its content is if a process was killed while it replaced it."""
     return _aside(path) if not os.path.lexists(path) and _aside(path).exists() else path
 
@@ -215,7 +215,7 @@ def _exchange(a: Path, b: Path) -> bool:
     return rename is not None and rename(_AT_CWD, os.fsencode(a), _AT_CWD, os.fsencode(b), _EXCHANGE) == 0
 
 
-def sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Brings the names in a folder to the disk."""
     with suppress(OSError):  # not every file system has folders that can be synchronised
         descriptor = os.open(folder, os.O_RDONLY)

@@ -30,7 +30,7 @@ _AHEAD = 2
 
 
 class ResumableLoader(LoaderOfSamples):
-    """A DataLoader that knows where its passes are; made by `resumable` from any other."""
+    """A DataLoader that knows where its passes are; made by `make_resumable` from any other."""
 
     _start: State | None = None
     _samples: Samples | None = None
@@ -108,7 +108,7 @@ class ResumableLoader(LoaderOfSamples):
         return self._samples
 
 
-def resumable(loader: DataLoader[Any]) -> ResumableLoader:
+def make_resumable(loader: DataLoader[Any]) -> ResumableLoader:
     """The same loader, with the same dataset and samplers, that can say where it is; the original is left alone."""
     kind: type[Any] = type(loader)
     if not issubclass(kind, ResumableLoader):

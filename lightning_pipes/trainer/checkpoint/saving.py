@@ -48,7 +48,7 @@ class Saver:
         """Writes a whole checkpoint by `write(checkpoint, path)`, on the first rank."""
         if self._control.position == 0:
             self._make_way(path)
-            whole = snapshot(checkpoint) if background else checkpoint
+            whole = snapshot_state(checkpoint) if background else checkpoint
             self._do(path, partial(write, whole, path), background)
 
     def save_parts(self, checkpoint: dict[str, Any], order: Sequence[str], path: str | Path, background: bool) -> None:
@@ -64,7 +64,7 @@ class Saver:
             raise PipelineError(f"checkpoint='sharded' writes folders of a file system, which {path} is not")
         self._make_way(path)
         self._number += 1
-        own = snapshot(checkpoint) if background else checkpoint
+        own = snapshot_state(checkpoint) if background else checkpoint
         with self._remembered(path):
             part = plan_part(own, order, local, self._number, self._control)
         self._do(path, partial(write_part, part, self._control, self._store()), background)
@@ -147,7 +147,7 @@ def _remove(path: str | Path, io: CheckpointIO) -> None:
         io.remove_checkpoint(path)
 
 
-def snapshot(tree: Any) -> Any:
+def snapshot_state(tree: Any) -> Any:
     """A copy that later work on the tensors and objects does not reach; tensors of a GPU are copied to the CPU."""
     leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu"]
     return copy.deepcopy(tree, {id(leaf): leaf.detach().cpu() for leaf in leaves})

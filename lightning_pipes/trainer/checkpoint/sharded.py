@@ -32,23 +32,23 @@ from lightning_pipes.trainer.checkpoint.checksums import (
     Index,
     Sum,
     Summing,
-    damaged,
+    damage_error,
     is_sharded,
     seal,
     with_sums,
 )
 from lightning_pipes.trainer.checkpoint.files import (
-    existing,
+    find_existing,
     load,
     put,
     remove,
-    replacing,
+    replace_path,
     save,
     saying_why,
-    sync,
+    sync_folder,
     temporary_for,
 )
-from lightning_pipes.trainer.module.optimizers import numbered
+from lightning_pipes.trainer.module.optimizers import number_state_dict
 from lightning_pipes.trainer.private_lightning import storage_info
 from lightning_pipes.trainer.ranks.control import Control
 
@@ -155,7 +155,7 @@ def write_part(part: Part, control: Control, store: Any) -> None:
         assert part.metadata is not None
         part.metadata.planner_data = with_sums(sums)
         writer.finish(part.metadata, results)
-        sync(part.temporary)
+        sync_folder(part.temporary)
         put(part.temporary, part.path)
     except BaseException as error:
         if own == 0:
@@ -254,17 +254,19 @@ class ShardedCheckpoint:
         """The files that were compared with their sums."""
         for name in {REST, *(place.file for place in self._index.places.values()), *(self._index.sums or ())}:
             if not (path / name).is_file():
-                raise damaged(path, f"{name} is missing")
+                raise damage_error(path, f"{name} is missing")
         self._check(REST)
         self._rest = load(path / REST, map_location="cpu", weights_only=weights_only)
         try:
             self._tensors: dict[str, Any] = self._rest.pop(_TENSORS)
             self._order: list[str] = self._rest.pop(_ORDER)
         except (AttributeError, KeyError, TypeError) as error:
-            raise damaged(path, f"{REST} is not that of a sharded checkpoint") from error
+            raise damage_error(path, f"{REST} is not that of a sharded checkpoint") from error
         unknown = sorted(set(self._tensors) - set(self._index.places))
         if unknown:
-            raise damaged(path, f"{INDEX} does not know {unknown[0]}, which {REST} names: they are of different saves")
+            raise damage_error(
+                path, f"{INDEX} does not know {unknown[0]}, which {REST} names: they are of different saves"
+            )
 
     def checkpoint(self, into: Mapping[str, Any]) -> dict[str, Any]:
         """Return Lightning's checkpoint without the optimizers' states of parameters.
@@ -297,7 +299,7 @@ class ShardedCheckpoint:
         states = [{name: dict(state) for name, state in one["state"].items()} for one in saved]
         for name, (_, number, parameter, entry) in names.items():
             states[number].setdefault(parameter, {})[entry] = tensors[name]
-        return [numbered(state, one["param_groups"]) for state, one in zip(states, saved, strict=True)]
+        return [number_state_dict(state, one["param_groups"]) for state, one in zip(states, saved, strict=True)]
 
     def _read(self, names: Mapping[str, Any]) -> dict[str, Any]:
         """Tensors by their names in the index; into those that are given, where they fit."""
@@ -312,7 +314,7 @@ class ShardedCheckpoint:
         try:
             found: Tensor = torch.load(data, map_location="cpu", weights_only=True)
         except Exception as error:  # an older version has written no sums
-            raise damaged(self._path, f"{name} in {place.file}: {type(error).__name__}: {error}") from error
+            raise damage_error(self._path, f"{name} in {place.file}: {type(error).__name__}: {error}") from error
         if isinstance(given, Tensor) and given.shape == found.shape and given.dtype == found.dtype:
             return given.detach().copy_(found)
         return found
@@ -320,7 +322,7 @@ class ShardedCheckpoint:
     def _check(self, file: str) -> None:
         if self._index.sums is not None and file not in self._whole:
             if file not in self._index.sums:
-                raise damaged(self._path, f"{INDEX} has no checksum of {file}")
+                raise damage_error(self._path, f"{INDEX} has no checksum of {file}")
             self._index.sums[file].check(self._path / file)
             self._whole.add(file)
 
@@ -371,7 +373,7 @@ def consolidate(folder: str | Path, file: str | Path, weights_only: bool | None 
     ):
         check_type(f"consolidate: {name}", value, kind)
     try:
-        found = existing(Path(folder))
+        found = find_existing(Path(folder))
         is_sharded(found)
     except OSError as error:  # a name that no file system takes
         raise PipelineError(f"folder {short_repr(folder)} can't be read: {error.strerror}") from error
@@ -379,7 +381,7 @@ def consolidate(folder: str | Path, file: str | Path, weights_only: bool | None 
     checkpoint = parts.checkpoint({})
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = parts.optimizer_states()
-    with replacing(Path(file)) as temporary:
+    with replace_path(Path(file)) as temporary:
         save(checkpoint, temporary)
 
 

@@ -33,7 +33,7 @@ def adopt_plan(
         raise PlanError("schedule='auto' is chosen when training starts; adopt a schedule by its name, or an object")
     check_type("plan", plan, Plan | None)
     schedule = find_schedule(schedule, {})
-    plans = run.plans.other(schedule, check_microbatches(microbatches), plan)
+    plans = run.plans.for_schedule(schedule, check_microbatches(microbatches), plan)
     if plan is not None and plan.layers:
         run.part.check(plan.layers)
     mine = (schedule.name, schedule_settings(schedule), plans.microbatches, plan)
@@ -54,7 +54,7 @@ def adopt_candidate(run: PipelineRun, chosen: Candidate) -> None:
         PlanError: see `PipelineStrategy.adopt`.
     """
     plan = replace(chosen.plan, layers=())
-    _change(run, run.plans.other(chosen.schedule, chosen.n_microbatches, plan, verified=plan.jobs[0].rows))
+    _change(run, run.plans.for_schedule(chosen.schedule, chosen.n_microbatches, plan, verified=plan.jobs[0].rows))
 
 
 def adopt_cut(run: PipelineRun, layers: Sequence[Span], rows: int) -> None:
@@ -67,7 +67,7 @@ def adopt_cut(run: PipelineRun, layers: Sequence[Span], rows: int) -> None:
     if tuple(layers) != run.plans.layers:
         plan, _ = run.plans.for_rows(rows)
         run.part.check(layers)
-        _change(run, run.plans.other(run.plans.schedule, given=replace(plan, layers=tuple(layers))))
+        _change(run, run.plans.for_schedule(run.plans.schedule, given=replace(plan, layers=tuple(layers))))
 
 
 def _change(run: PipelineRun, plans: Plans) -> None:

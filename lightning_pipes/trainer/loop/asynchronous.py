@@ -180,7 +180,7 @@ class AsynchronousTraining(Training):
                 private.expect_late_steps(optimizer)
         self._last_number = step.number
         step.settings = [settings_of(o) for o in optimizers]
-        step.samples = run.lists.of(step.batch, step.rows)
+        step.samples = run.lists.find_lists(step.batch, step.rows)
         step.began_with = run.state.capture_state() if self._hooked else None
         run.weigh_losses(step)
         step.use = use_of(run.cut.module, run.cut.full, step.batch, engine.plan)
@@ -286,7 +286,7 @@ class AsynchronousTraining(Training):
                 with with_settings(optimizer, settings):
                     with self._hooks(item, mine):
                         private.before_step(run.trainer.precision_plugin, run.cut.module, optimizer)
-                    if not run.relocation.takes(item.number, number, optimizer, stage.layers):
+                    if not run.relocation.defer_step(item.number, number, optimizer, stage.layers):
                         optimizer.step()
                 if not self._foreign and item.number == self._last_number:
                     self._stepped_by += [(p, p.grad) for p in mine if p.grad is not None]

@@ -244,12 +244,12 @@ class PipelineRun:
 
     def end_window(self) -> None:
         """Finish the batches under way. Collective."""
-        with self.cut.scope.suspended():  # a hook may save a checkpoint
+        with self.cut.scope.suspend_hooks():  # a hook may save a checkpoint
             self.training.drain()
 
     def drain(self) -> None:
         """Finish the batches under way, and bring weights up to date. Collective."""
-        with self.cut.scope.suspended():
+        with self.cut.scope.suspend_hooks():
             self.end_window()
             if self.relocation.delays_steps:
                 self.finish_move()
@@ -266,7 +266,7 @@ class PipelineRun:
         self.end_window()
         moving.stop_sending()
         with self.training.own_gradients():  # those that are accumulated move with their layers
-            plans = moving.arrive()
+            plans = moving.finish_move()
             self.turn_to(*plans.for_rows(self.engine.plan.jobs[0].rows))
         moving.end(self.trainer.fit_loop.total_batch_idx + 1 if number is None else number)
 
@@ -291,11 +291,11 @@ class PipelineRun:
         if plan is self.engine.plan:
             return
         if plan.layers != self.part.holdings.layers:
-            self.relocation.turn(plan.layers)
+            self.relocation.move_now(plan.layers)
         if plan.layers == self.engine.plan.layers:
             self.engine.adopt(plan, order)
             return
-        self.saved_bytes.forget()
+        self.saved_bytes.forget_stages()
         self.stages = self._made_stages(plan)
         self.engine.adopt(plan, order, list(self.stages.values()))
 
@@ -319,7 +319,7 @@ class PipelineRun:
 
     def _watched(self, number: int, body: Body) -> Body:
         """Return the body of a stage that calls listeners and measures its first micro-batch."""
-        measured, seen = self.saved_bytes.around(number, body), self.saved_bytes.seen
+        measured, seen = self.saved_bytes.watch_body(number, body), self.saved_bytes.seen
 
         def run(stage: Stage, item: Item, span: Span, received: Any) -> Any:
             for listener in self.listeners:
@@ -398,7 +398,7 @@ class PipelineRun:
     def stage_bytes(self, optimizers: Sequence[Optimizer]) -> dict[int, StageBytes]:
         """The bytes that the stages of this rank hold, once one batch was trained."""
         held = {number: stage.layers.values() for number, stage in self.stages.items()}
-        return self.saved_bytes.of(held, optimizers)
+        return self.saved_bytes.measured_stages(held, optimizers)
 
     def settle_layers(self) -> None:
         """Give layers that took turns on the device tensors of their own again, after training."""

@@ -26,7 +26,7 @@ from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, FreeBytes, Obs
 from lightning_pipes.sim import Event
 from lightning_pipes.sim.shown.training_record import Curves
 from lightning_pipes.trainer.plan.plans import Plans
-from lightning_pipes.trainer.ranks.holdings import positions
+from lightning_pipes.trainer.ranks.holdings import positions_of_ranks
 from lightning_pipes.trainer.ranks.notices import Notices
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.reports.report import Window
@@ -147,7 +147,7 @@ def seen_of(sights: Sequence[RankStatistics], pipelines: Sequence[Sequence[int]]
         sights: of all processes, by global rank.
         pipelines: the global ranks of every replica.
     """
-    order = positions(plan.ranks, len(pipelines[0]))
+    order = positions_of_ranks(plan.ranks, len(pipelines[0]))
     alike = [[sights[pipeline[at]] for pipeline in pipelines] for at in order]
     averages = Averages()
     steps = min(len(sight.samples) for sight in sights)

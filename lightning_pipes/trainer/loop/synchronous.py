@@ -124,7 +124,7 @@ class SynchronousTraining(Training):
         plan, step.order = (step.plans or run.plans).for_rows(step.rows)
         run.turn_to(plan, step.order)
         run.relocation.gradients = True
-        step.samples = run.lists.of(step.batch, step.rows)
+        step.samples = run.lists.find_lists(step.batch, step.rows)
         run.steps.begin_batch()
         run.weigh_losses(step)
         step.share = run.control.prepare_broadcast(run.last_rank)

@@ -114,7 +114,7 @@ class SampleLists:
     def __init__(self) -> None:
         self._samples: dict[Path, bool] = {}
 
-    def of(self, batch: Any, rows: int) -> frozenset[Path]:
+    def find_lists(self, batch: Any, rows: int) -> frozenset[Path]:
         """The lists that have an entry for each of `rows` samples though their tensors could as well be columns, as
         where each of eight images happens to have eight boxes. What no earlier batch has told is taken for columns, and
         that is said."""
@@ -189,12 +189,12 @@ def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
         yield from tensors_of(part)
 
 
-def copied(batch: Any) -> Any:
+def copy_batch(batch: Any) -> Any:
     """The batch with new containers and copies of its tensors, so that work in place does not reach the original."""
     return apply_to_collection(batch, torch.Tensor, torch.clone)
 
 
-def take(batch: Any, span: Span, rows: int, whole: Collection[int] = (), samples: Collection[Path] = ()) -> Any:
+def take_samples(batch: Any, span: Span, rows: int, whole: Collection[int] = (), samples: Collection[Path] = ()) -> Any:
     """The samples `span` of a batch of `rows` samples; tensors are views.
 
     `samples` are the lists with an entry for each sample of which that can't be seen.
@@ -202,11 +202,13 @@ def take(batch: Any, span: Span, rows: int, whole: Collection[int] = (), samples
     Cut are tensors whose axis 0 has `rows` entries, except those whose id is in `whole`, and lists and tuples with an
     entry for each sample; all else is shared by every micro-batch.
     """
-    return cutter(batch, rows, whole, samples)(span)
+    return make_cutter(batch, rows, whole, samples)(span)
 
 
-def cutter(batch: Any, rows: int, whole: Collection[int] = (), samples: Collection[Path] = ()) -> Callable[[Span], Any]:
-    """A function that takes samples as `take` does, from one batch: what is to be cut in it is found once."""
+def make_cutter(
+    batch: Any, rows: int, whole: Collection[int] = (), samples: Collection[Path] = ()
+) -> Callable[[Span], Any]:
+    """A function that takes samples as `take_samples` does, from one batch: what is to be cut in it is found once."""
     lists = set(_sample_lists(batch, rows, samples))
 
     def cut(part: Any, span: Span) -> Any:
@@ -277,7 +279,7 @@ def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> t
     return sum((t * weight for t, weight in zip(tensors[1:], weights[1:], strict=True)), start=tensors[0] * weights[0])
 
 
-def fingerprint(batch: Any) -> str:
+def checksum_batch(batch: Any) -> str:
     """A checksum of all tensors of a batch: shapes, types and values."""
     digest = hashlib.blake2b(digest_size=8)
 

@@ -77,9 +77,9 @@ class Interceptor:
                 f"{sorted(kwargs)}; it takes one positional argument, which may be a tuple or dict of tensors. Layers "
                 "with several arguments go into an nn.ModuleList and are called in a loop"
             )
-        return self.reach(args[0])
+        return self.call_layers(args[0])
 
-    def reach(self, x: Any) -> Any:
+    def call_layers(self, x: Any) -> Any:
         """The call of the layers with `x`; what they return.
 
         Raises:
@@ -131,7 +131,7 @@ class Interceptor:
 
         return self._run(refused, step, args)
 
-    def supply(self, step: Step, answer: Callable[[Any], Any], *args: Any, apart: bool = False) -> Any:
+    def run_with_answer(self, step: Step, answer: Callable[[Any], Any], *args: Any, apart: bool = False) -> Any:
         """The result of `step(*args)` when its call of the pipelined module gives `answer(x)`.
 
         Args:

@@ -184,13 +184,13 @@ def equal_weights(module: pl.LightningModule, control: Control, replicas: Replic
     shapes = {name: (tuple(t.shape), str(t.dtype)) for name, t in tensors.items()}
     meta = tuple(t.is_meta for t in tensors.values())
     names = hashlib.blake2b(repr((list(shapes.items()), meta)).encode(), digest_size=16).hexdigest()
-    found = control.all_gather((names, checksum(t for t in tensors.values() if not t.is_meta), spread))
+    found = control.all_gather((names, checksum_tensors(t for t in tensors.values() if not t.is_meta), spread))
     if len({(names, values) for names, values, _ in found}) > 1:
         _take_over(tensors, shapes, control)
     return any(spread for *_, spread in found)
 
 
-def checksum(tensors: Iterable[torch.Tensor]) -> int:
+def checksum_tensors(tensors: Iterable[torch.Tensor]) -> int:
     """Return a checksum of tensors; other bits or another order change it but for one case in 2**60."""
     total = 1
     for tensor in tensors:

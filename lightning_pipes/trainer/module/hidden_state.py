@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.module.batches import fingerprint
+from lightning_pipes.trainer.module.batches import checksum_batch
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.holdings import Holdings
 
@@ -94,10 +94,10 @@ class HiddenState:
         self._having: dict[int, list[int]] = defaultdict(list)
         layers = module.get_submodule(path)
         for number, (name, layer) in enumerate(layers._modules.items()):
-            for where, thing in reachable(layer, f"self.{path}.{name}"):
+            for where, thing in list_reachable(layer, f"self.{path}.{name}"):
                 self._things.setdefault(id(thing), (where, thing))
                 self._having[id(thing)].append(number)
-        self._outside = {id(thing) for _, thing in reachable(module, "self", skip=layers)}
+        self._outside = {id(thing) for _, thing in list_reachable(module, "self", skip=layers)}
         self.look_again()
 
     def look_again(self) -> None:
@@ -138,7 +138,7 @@ class HiddenState:
         self._watching = training not in self._seen
         for shared in self._shared if self._watching else ():
             shared.by_layers.clear()
-            shared.before = {place: (id(t), fingerprint(t)) for place, t in _tensors(shared.thing).items()}
+            shared.before = {place: (id(t), checksum_batch(t)) for place, t in _tensors(shared.thing).items()}
         yield
         if self._watching and self._shared:
             self._compare(training)
@@ -221,14 +221,14 @@ def _changes(shared: _Shared) -> dict[str, _Change]:
     found = {}
     for place, tensor in _tensors(shared.thing).items():
         key, before = shared.before.get(place, (0, ""))
-        checksum = fingerprint(tensor)
+        checksum = checksum_batch(tensor)
         if checksum != before:
             by_layer = place in shared.by_layers or key == id(tensor)  # in place, as running averages are changed
             found[place] = _Change(checksum, tuple(tensor.shape), by_layer)
     return found
 
 
-def reachable(root: nn.Module | None, name: str, skip: nn.Module | None = None) -> list[tuple[str, Any]]:
+def list_reachable(root: nn.Module | None, name: str, skip: nn.Module | None = None) -> list[tuple[str, Any]]:
     """Objects that can change and that `root` has, each once, with how the user would write them."""
     found: list[tuple[str, Any]] = []
     seen = {id(skip)}
@@ -240,7 +240,7 @@ def reachable(root: nn.Module | None, name: str, skip: nn.Module | None = None) 
         seen.add(id(thing))
         if not isinstance(thing, tuple):
             found.append((where, thing))
-        queue.extend((f"{where}{place}", entry, depth + 1) for place, entry in entries(thing))
+        queue.extend((f"{where}{place}", entry, depth + 1) for place, entry in list_entries(thing))
     return found
 
 
@@ -251,7 +251,7 @@ def can_change(thing: Any) -> bool:
     return hasattr(thing, "__dict__") and not isinstance(thing, (type, torch.Tensor)) and package not in _SKIPPED
 
 
-def entries(thing: Any) -> list[tuple[str, Any]]:
+def list_entries(thing: Any) -> list[tuple[str, Any]]:
     """The entries that an object holds directly, with how to get there."""
     if isinstance(thing, nn.Module):
         parts = [*thing._modules.items(), *thing._buffers.items()]
@@ -268,7 +268,7 @@ def _tensors(thing: Any, depth: int = 3) -> dict[str, torch.Tensor]:
     """The tensors in an object and in containers in it, by their place; modules and objects in it count by
     themselves."""
     found: dict[str, torch.Tensor] = {}
-    for place, entry in entries(thing):
+    for place, entry in list_entries(thing):
         if isinstance(entry, torch.Tensor):
             if not entry.is_meta:  # of a layer of another rank
                 found[place] = entry

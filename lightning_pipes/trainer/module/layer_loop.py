@@ -26,7 +26,7 @@ from lightning_pipes.trainer.module.tape import (
     Path,
     Tape,
     is_shared_dict,
-    mapped,
+    map_container,
     refuse_objects,
 )
 from lightning_pipes.trainer.private_lightning import needed_layer_outputs
@@ -153,7 +153,7 @@ class Recording:
             return Given(given)
         if isinstance(thing, PLAIN):
             return thing
-        lowered = mapped(thing, lambda entry: self._lowered(entry, where))
+        lowered = map_container(thing, lambda entry: self._lowered(entry, where))
         if lowered is thing:
             refuse_objects(thing, f"{where} of layer {number} of {self.name}")
         return lowered

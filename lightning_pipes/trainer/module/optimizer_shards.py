@@ -78,7 +78,7 @@ class OptimizerShards:
         return {**local, "state": states}
 
     @contextmanager
-    def restoring(self) -> Iterator[None]:
+    def restore_after(self) -> Iterator[None]:
         """Around a step: whole parameters are back in place also where it fails."""
         try:
             yield
@@ -111,7 +111,7 @@ class OptimizerShards:
 
     def _enter(self, optimizer: Optimizer) -> None:
         self._restore()  # a closure that is called twice
-        with self._scope.suspended():
+        with self._scope.suspend_hooks():
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for parameter in parameters:
             gradient = parameter.grad
@@ -123,7 +123,7 @@ class OptimizerShards:
             parameter.grad = self._cut(gradient)
 
     def _after_step(self, *_: Any) -> None:
-        with self._scope.suspended():
+        with self._scope.suspend_hooks():
             stepped = [values for _, values, _ in self._whole]
             self._restore()
             self._gather(stepped)

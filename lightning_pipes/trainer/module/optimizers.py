@@ -101,7 +101,7 @@ class OptimizerLayout:
         if not local:
             return {}
         by_name = {name: state for states_of_rank in states for name, state in states_of_rank.items()}
-        return numbered(by_name, self.named_state(local)["param_groups"])
+        return number_state_dict(by_name, self.named_state(local)["param_groups"])
 
     def named_state(self, local: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's `state_dict` with names in place of numbers; groups have the names of all ranks' parameters."""
@@ -219,7 +219,7 @@ class WholeStates(MutableMapping[Any, Any]):
         parameters = [p for group in self._groups for p in group]
         elsewhere = [p for p in parameters if isinstance(p, RemoteTensor)]
         if elsewhere and len(elsewhere) == len(parameters):
-            elsewhere[0].refuse("goes through the states of an optimizer, such as that of")
+            elsewhere[0].refuse_use("goes through the states of an optimizer, such as that of")
         known = set(parameters)
         return iter([*(p for p in parameters if p in self), *(key for key in self.own if key not in known)])
 
@@ -325,7 +325,7 @@ class OptimizersView:
             raise PipelineError(f"{self._scope.hook} looks into optimizer.state{why}")
 
 
-def numbered(states: Mapping[str, Any], named_groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def number_state_dict(states: Mapping[str, Any], named_groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """One process's `state_dict` of an optimizer, from states by parameter name and groups of names."""
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []

@@ -100,7 +100,7 @@ def _only_records(hook: object) -> bool:
 
 def _largest(module: pl.LightningModule, seconds: Mapping[str, float] | None) -> str:
     """The path of the container that is cut if none is named."""
-    found = containers(module)
+    found = list_containers(module)
     sizes = dict(found if seconds is None else [each for each in found if each[0] in seconds])
     by_size = max(sizes, key=lambda path: sizes[path], default=None)
     close = [path for path, size in sizes.items() if by_size is not None and CLEARLY_LARGER * size > sizes[by_size]]
@@ -146,7 +146,7 @@ def _planned(module: nn.Module, sizes: Mapping[str, int], inside: str | None = N
     return max(named, key=lambda path: (sizes[path], places[path]), default=None)
 
 
-def containers(module: nn.Module) -> list[tuple[str, int]]:
+def list_containers(module: nn.Module) -> list[tuple[str, int]]:
     """Paths and sizes of outermost containers that could be cut, the largest first; embeddings do not count, which take
     much memory and little time."""
     found: list[tuple[str, int]] = []
@@ -173,7 +173,7 @@ def _no_forward(layer: nn.Module) -> bool:
 
 
 def _candidates(module: nn.Module) -> str:
-    found = containers(module)
+    found = list_containers(module)
     if not found:
         return "Put the layers into one and call them in order: PipelineStrategy(module='path.to.it')"
     listed = ", ".join(f"{path!r} ({size} parameters)" for path, size in found[:5])
@@ -271,7 +271,7 @@ class CutModule:
         """Take the `local` layers: those that have `arrived`, on `device`, and those that stay."""
         leaving = {*self.local} - {*local}
         self.local = sorted(local)
-        self.proxy.hold(self.local)
+        self.proxy.hold_layers(self.local)
         for number, state in arrived.items():
             layer = self.full[number]
             values = dict(state.tensors_on(device))

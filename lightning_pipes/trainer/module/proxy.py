@@ -40,13 +40,13 @@ class StageProxy(nn.Module):
         scope: HookScope | None = None,
     ) -> None:
         super().__init__()
-        loop = LayerLoop(name, list(full), lambda: interceptor.running, interceptor.reach)
+        loop = LayerLoop(name, list(full), lambda: interceptor.running, interceptor.call_layers)
         hidden = {"_full": full, "_call": interceptor, "_loop": loop, "_name": name, "_scope": scope}
         self.__dict__.update(hidden)  # past nn.Module, which would register the whole module
         self.hold(local)
         self.training = full.training  # layers keep their own modes, as Lightning has it
 
-    def hold(self, local: Iterable[int]) -> None:
+    def hold_layers(self, local: Iterable[int]) -> None:
         """Registers these layers, and no others."""
         full = self.__dict__["_full"]
         names = list(full._modules)

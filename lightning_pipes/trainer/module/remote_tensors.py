@@ -84,7 +84,7 @@ class HookScope:
             yield
 
     @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspend_hooks(self) -> Iterator[None]:
         """Mark no hook as running in the block, for calls of ours or of Lightning's about this rank."""
         with self.view(False), self.module_view(False), self._as("", True):
             yield
@@ -94,7 +94,7 @@ class HookScope:
         hook, everywhere = self.hook, self.everywhere
 
         def run() -> Any:
-            with self.running(hook, everywhere) if hook else self.suspended():
+            with self.running(hook, everywhere) if hook else self.suspend_hooks():
                 return function()
 
         return run
@@ -125,7 +125,7 @@ class RemoteTensor(torch.Tensor):
     _scope = HookScope(torch.device("meta"))
 
     @staticmethod
-    def of(tensor: torch.Tensor, name: str, scope: HookScope) -> RemoteTensor:
+    def make_like(tensor: torch.Tensor, name: str, scope: HookScope) -> RemoteTensor:
         """Shape, type and kind of `tensor`, which is called `name`."""
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if is_distributed(tensor) else tensor
         found = whole.detach().to("meta").as_subclass(RemoteTensor)
@@ -141,7 +141,7 @@ class RemoteTensor(torch.Tensor):
         """Return the gradient of a trained weight, shown as `grad`."""
         if not (self.is_whole and self.requires_grad and self._scope.gradients()) or in_grad_norm(2):
             return None
-        return RemoteTensor.of(self.detach(), f"the gradient of {self._name}", self._scope)
+        return RemoteTensor.make_like(self.detach(), f"the gradient of {self._name}", self._scope)
 
     @staticmethod
     def replace(tensor: torch.Tensor, stand_in: RemoteTensor) -> None:
@@ -197,9 +197,9 @@ class RemoteTensor(torch.Tensor):
         if func == torch.Tensor.grad.__get__:  # type: ignore[union-attr]
             return first.gradient
         if name in _READING:
-            first.refuse("takes the value of")
+            first.refuse_use("takes the value of")
         if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
-            first.refuse("takes a gradient of, or by,")
+            first.refuse_use("takes a gradient of, or by,")
         if name == "__deepcopy__":
             return first._copied(args[1])
         if name.startswith("_foreach_") and len(args[0]) > 1:
@@ -209,9 +209,9 @@ class RemoteTensor(torch.Tensor):
         written = _written(name, args, kwargs)
         if written:
             if any(not isinstance(t, RemoteTensor) for t in written):
-                first.refuse("writes into a tensor of this rank what it has of")
+                first.refuse_use("writes into a tensor of this rank what it has of")
             if not first._scope.everywhere:
-                first.refuse("changes, on one rank only,")
+                first.refuse_use("changes, on one rank only,")
             return args[0] if args else written[0]
         if name in _MOVING:
             kind = next((a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype)), first.dtype)
@@ -226,24 +226,24 @@ class RemoteTensor(torch.Tensor):
         return result
 
     def _copied(self, memo: dict[int, Any]) -> RemoteTensor:
-        memo[id(self)] = copy = RemoteTensor.of(self, self._name, self._scope)
+        memo[id(self)] = copy = RemoteTensor.make_like(self, self._name, self._scope)
         self._scope.copies[id(copy)] = copy
         copy.__dict__["is_whole"] = False
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self.refuse("stores")
+        self.refuse_use("stores")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self._name}, {tuple(self.shape)}, {self.dtype})"
 
     def derive(self, like: torch.Tensor, what: str) -> RemoteTensor:
         """Return a tensor without values that is `what` of this one, of the shape and type of `like`."""
-        found = RemoteTensor.of(like, f"{what} {self._name}", self._scope)
+        found = RemoteTensor.make_like(like, f"{what} {self._name}", self._scope)
         found.__dict__["is_whole"] = False
         return found
 
-    def refuse(self, what: str) -> NoReturn:
+    def refuse_use(self, what: str) -> NoReturn:
         """Raises PipelineError, for a hook that does `what` with it."""
         scope = self._scope
         alone = "" if scope.everywhere else f" {scope.hook} runs on rank 0 only: use another hook, which all ranks run."
@@ -288,7 +288,9 @@ class Absent:
     def add(self, slots: Iterable[Slot]) -> None:
         """Replace the tensors in these slots, now on other ranks, by stand-ins."""
         slots = list(slots)
-        stand_ins = {id(s.tensor): RemoteTensor.of(s.tensor, f"self.{s.key}", self._scope) for s in reversed(slots)}
+        stand_ins = {
+            id(s.tensor): RemoteTensor.make_like(s.tensor, f"self.{s.key}", self._scope) for s in reversed(slots)
+        }
         for slot in slots:
             slot.table[slot.name] = stand_ins[id(slot.tensor)]
         for key, tensor in {id(s.tensor): s.tensor for s in slots}.items():

@@ -73,7 +73,7 @@ class Tape:
         """Return the arguments of one layer as text, without the values of tensors."""
 
         def text(entry: Any) -> Any:
-            return str(tuple(entry.shape)) if isinstance(entry, torch.Tensor) else mapped(entry, text)
+            return str(tuple(entry.shape)) if isinstance(entry, torch.Tensor) else map_container(entry, text)
 
         call = self._calls[number]
         return repr((text(call.args), text(call.kwargs)))
@@ -91,7 +91,7 @@ class Tape:
         def value(slot: Given | Output) -> Any:
             return held[slot.number if isinstance(slot, Given) else (number - slot.back, slot.path)]
 
-        args, kwargs = filled(call.args, value), filled(call.kwargs, value)
+        args, kwargs = fill_tree(call.args, value), fill_tree(call.kwargs, value)
         out = layer(*args, **kwargs)
         if number == len(self._calls) - 1:
             return out
@@ -136,14 +136,14 @@ class TapedLayer(nn.Module):
     __call__ = forward  # hooks are on the layer
 
 
-def filled(tree: Any, value: Callable[[Given | Output], Any]) -> Any:
+def fill_tree(tree: Any, value: Callable[[Given | Output], Any]) -> Any:
     """The tree with values where Given and Output stand for them."""
     if isinstance(tree, (Given, Output)):
         return value(tree)
-    return mapped(tree, lambda entry: filled(entry, value))
+    return map_container(tree, lambda entry: fill_tree(entry, value))
 
 
-def mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+def map_container(tree: Any, change: Callable[[Any], Any]) -> Any:
     """The container with its entries changed; what is no container comes back as it is."""
     if type(tree) in (list, tuple):
         return type(tree)([change(entry) for entry in tree])
@@ -168,7 +168,7 @@ def refuse_objects(thing: Any, where: str) -> None:
     def check(entry: Any) -> None:
         refuse_objects(entry, where)
 
-    if mapped(thing, check) is thing:
+    if map_container(thing, check) is thing:
         raise PipelineError(
             f"{where} holds a {type(thing).__name__}; between stages travel tensors, plain values, and tuples, lists "
             "and dicts of them, no other objects. If it is a cache of keys and values, set use_cache=False"

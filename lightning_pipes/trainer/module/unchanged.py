@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_pipes.engine.compute.reducer import is_distributed
-from lightning_pipes.trainer.module.hidden_state import CONTAINERS, entries, reachable
+from lightning_pipes.trainer.module.hidden_state import CONTAINERS, list_entries, list_reachable
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
@@ -39,7 +39,9 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 @contextmanager
-def unchanged(root: nn.Module, skip: nn.Module | None = None, weights: bool = True) -> Iterator[list[nn.Parameter]]:
+def keep_unchanged(
+    root: nn.Module, skip: nn.Module | None = None, weights: bool = True
+) -> Iterator[list[nn.Parameter]]:
     """Afterwards a module, and what can be reached from it, is as it was: weights, buffers and gradients, bit by bit
     and as the same objects; attributes of its parts; random generators of its own; what lists, dicts and objects of the
     user's hold. The part `skip` of it, which the block does not run, is not looked at.
@@ -52,7 +54,10 @@ def unchanged(root: nn.Module, skip: nn.Module | None = None, weights: bool = Tr
         a list that has the parameters with other values in it when the block has ended.
     """
     skipped = set() if skip is None else set(skip.modules())
-    found = (*(m for m in root.modules() if m not in skipped), *(thing for _, thing in reachable(root, "self", skip)))
+    found = (
+        *(m for m in root.modules() if m not in skipped),
+        *(thing for _, thing in list_reachable(root, "self", skip)),
+    )
     things = {id(thing): thing for thing in found}
     kept = [(thing, _content(thing)) for thing in things.values()]
     left_out = set() if skip is None else set(skip.parameters())
@@ -79,20 +84,20 @@ def unchanged(root: nn.Module, skip: nn.Module | None = None, weights: bool = Tr
                 _write(tensor.detach(), before)
 
 
-def generators(root: nn.Module, skip: nn.Module | None = None) -> list[Any]:
+def find_generators(root: nn.Module, skip: nn.Module | None = None) -> list[Any]:
     """Random generators that a module, or what can be reached from it without `skip`, has for itself."""
-    return _generators([thing for _, thing in reachable(root, "self", skip)])
+    return _generators([thing for _, thing in list_reachable(root, "self", skip)])
 
 
 def _generators(things: Iterable[Any]) -> list[Any]:
-    found = {id(e): e for thing in things for _, e in entries(thing) if isinstance(e, GENERATORS)}
+    found = {id(e): e for thing in things for _, e in list_entries(thing) if isinstance(e, GENERATORS)}
     return list(found.values())
 
 
 def _tensors(thing: Any) -> Iterable[torch.Tensor]:
     """Yield tensors of an object and of its lists and dicts, except parameters."""
-    for _, entry in entries(thing):
-        inside = [part for _, part in entries(entry)] if isinstance(entry, CONTAINERS) else [entry]
+    for _, entry in list_entries(thing):
+        inside = [part for _, part in list_entries(entry)] if isinstance(entry, CONTAINERS) else [entry]
         yield from (t for t in inside if isinstance(t, torch.Tensor) and not isinstance(t, nn.Parameter))
 
 

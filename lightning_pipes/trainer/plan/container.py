@@ -20,10 +20,10 @@ from lightning_pipes.engine.compute.profiler import wait_for_device
 from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.ir import Kind
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.module.batches import copied, rows_of
+from lightning_pipes.trainer.module.batches import copy_batch, rows_of
 from lightning_pipes.trainer.module.deferred import has_meta
-from lightning_pipes.trainer.module.pipelined import containers, find_pipelined, work_size
-from lightning_pipes.trainer.module.unchanged import unchanged
+from lightning_pipes.trainer.module.pipelined import find_pipelined, list_containers, work_size
+from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.plan.measuring import (
     Measuring,
     NotMeasuredError,
@@ -52,7 +52,7 @@ def find_container(trainer: pl.Trainer, module: pl.LightningModule, control: Con
     """
     seconds = None
     fitting = trainer.state.fn == TrainerFn.FITTING and trainer.limit_train_batches != 0
-    if fitting and control.size > 1 and len(containers(module)) > 1:
+    if fitting and control.size > 1 and len(list_containers(module)) > 1:
         seconds = _timed(trainer, module, control, device)
     return find_pipelined(module, None, seconds)
 
@@ -109,14 +109,14 @@ def _timed(
 
 
 def _run(trainer: pl.Trainer, module: pl.LightningModule, data: Any, device: torch.device) -> dict[str, float]:
-    clocks = [Clock(path, list(module.get_submodule(path).children()), device) for path, _ in containers(module)]
+    clocks = [Clock(path, list(module.get_submodule(path).children()), device) for path, _ in list_containers(module)]
     with ExitStack() as stack:
         stack.enter_context(forked_rng(device))
         try:
             batch = example_batch(data, min(ROWS, batch_rows(data)))
         except NoSampleError as why:
             raise NotMeasuredError(str(why)) from None
-        for context in (unchanged(module), recorded(module), without_loggers()):
+        for context in (keep_unchanged(module), recorded(module), without_loggers()):
             stack.enter_context(context)
         stack.enter_context(trainer.precision_plugin.train_step_context())
         stack.enter_context(torch.no_grad())
@@ -128,7 +128,7 @@ def _run(trainer: pl.Trainer, module: pl.LightningModule, data: Any, device: tor
             with ExitStack() as running:
                 for clock in clocks:
                     running.enter_context(clock.running())
-                module.training_step(copied(batch), *arguments)
+                module.training_step(copy_batch(batch), *arguments)
     return {clock.path: clock.least for clock in clocks if clock.in_order}
 
 
@@ -190,7 +190,7 @@ def warn_about_outside(module: pl.LightningModule, path: str, profile: ModelProf
     if inside >= MOST:
         return
     own = work_size(module.get_submodule(path))
-    others = {other: size for other, size in containers(module) if other != path}
+    others = {other: size for other, size in list_containers(module) if other != path}
     larger = [other for other, size in others.items() if size > own and profile is None]  # of time that says little
     such = f", such as {' or '.join(map(repr, larger[:3]))}" if larger else ""
     chained = "".join(f", *self.{other}" for other in [*others][:3])

@@ -35,7 +35,7 @@ from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch, expected_batches
 from lightning_pipes.trainer.plan.trial import Trial, Trials
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.holdings import positions
+from lightning_pipes.trainer.ranks.holdings import positions_of_ranks
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.ranks.replicas import has_shards
 
@@ -100,7 +100,7 @@ class Deciding:
         """
         if not request.needs_profile or self._grid.length == 1 or self._trainer.limit_train_batches == 0:
             return plain
-        if not plain.schedule.flushes and not request.replans:
+        if not plain.schedule.flushes and not request.may_replan:
             reason = f"{plain.schedule.name} does not flush between batches, so there is no step to balance"
             return self._kept(request, plain, reason, quiet=True)
         with _log_if_slow(f"Measuring the layers of self.{self._path}, to cut them by time", self._control):
@@ -117,7 +117,7 @@ class Deciding:
 
     def _kept(self, request: RunRequest, plain: Decision, reason: str, quiet: bool) -> Decision:
         what = f"Schedule {plain.schedule.name!r} runs, its layers" if request.chooses else "The layers are"
-        stay = ", and stay where they are for want of their times" if request.replans else ""
+        stay = ", and stay where they are for want of their times" if request.may_replan else ""
         if not quiet or stay:
             rank_zero_info(f"{what} cut evenly by parameters{stay}: {reason}")
         return replace(plain, why=reason)
@@ -146,7 +146,13 @@ class Deciding:
         pieces = None if request.chooses else -(-rows // max(sizes))
         key = (
             _structure(module, self._layers, batch),
-            (sizes, pieces, request.splits, str(self._trainer.precision_plugin.precision), _device_name(self._device)),
+            (
+                sizes,
+                pieces,
+                request.splits_backward,
+                str(self._trainer.precision_plugin.precision),
+                _device_name(self._device),
+            ),
             *(() if self._shards == 1 else (self._shards,)),
         )
         known = _profiles.get(key)
@@ -162,8 +168,8 @@ class Deciding:
         begun = time.monotonic()
         try:
             with Measuring(self._trainer, self._path, batch, sizes, self._device, self._together) as measuring:
-                own = with_sharded_states(measuring.profile(pieces, request.splits), self._shards)
-                profile, speeds = self._merged(own, undisturbed if request.replans else ModelProfile.mean_of)
+                own = with_sharded_states(measuring.profile(pieces, request.splits_backward), self._shards)
+                profile, speeds = self._merged(own, undisturbed_profile if request.may_replan else ModelProfile.mean_of)
                 deployment = self._deployment(plain, speeds)
                 if not plain.schedule.flushes:  # which is tried batch by batch only
                     made = self._planned(request, plain, profile, rows, deployment)
@@ -177,13 +183,13 @@ class Deciding:
         assert made.profile is not None
         _profiles[key] = made.profile, speeds
         if self._control.position == 0 and set(speeds) == {1.0}:
-            self._cache.keep((*key, self._control.size), made.profile)
+            self._cache.keep_profile((*key, self._control.size), made.profile)
         return made
 
     def _measured_before(self, key: tuple[Any, ...]) -> tuple[ModelProfile, list[float]] | None:
         """Return the profile that an earlier run has kept on devices alike, and their speeds; None if there is none."""
         first = self._control.position == 0
-        found = self._cache.find((*key, self._control.size)) if first else None
+        found = self._cache.find_profile((*key, self._control.size)) if first else None
         profile = self._control.broadcast(found, self._control.ranks[0])
         if profile is None:
             return None
@@ -272,7 +278,7 @@ class Deciding:
                 break
             trial = trials.run(made, m, size, deployment, left)
             tried.append((trial.measured / (m * size), made))
-            if trial.contradicts:
+            if trial.is_contradicted:
                 said.append(_contradiction(made, trial))
             profile = profile.scaled(trial.factors(made.layers))
         if tried:
@@ -299,7 +305,7 @@ class Deciding:
             speeds: of all processes.
         """
         length, grid = self._grid.length, self._grid
-        order = positions(plain.ranks, length)
+        order = positions_of_ranks(plain.ranks, length)
         memory = self._control.all_gather(device_memory(self._device))
         devices = []
         for at in order:
@@ -348,7 +354,7 @@ def with_sharded_states(profile: ModelProfile, shards: int) -> ModelProfile:
     return replace(profile, layers=tuple(layers))
 
 
-def undisturbed(profiles: Sequence[ModelProfile]) -> ModelProfile:
+def undisturbed_profile(profiles: Sequence[ModelProfile]) -> ModelProfile:
     """Return the mean profile of devices that are alike, as fast as the fastest of them: others have neighbours."""
     seconds = [_seconds(profile) for profile in profiles]
     shares = [min(seconds) / each for each in seconds]

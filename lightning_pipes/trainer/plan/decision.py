@@ -50,7 +50,7 @@ class Decision:
     least: int = 1
 
     @classmethod
-    def of(cls, solution: Solution, movable: bool) -> Decision:
+    def from_solution(cls, solution: Solution, movable: bool) -> Decision:
         """The decision to run the schedule of a solution with its layers, on the devices that it is for."""
         solved, plan = solution.problem, solution.plan
         return cls(

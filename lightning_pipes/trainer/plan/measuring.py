@@ -25,11 +25,11 @@ from lightning_pipes.engine.compute.profiler import profile_layers, wait_for_dev
 from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.module.batches import copied, rows_of, take
+from lightning_pipes.trainer.module.batches import copy_batch, rows_of, take_samples
 from lightning_pipes.trainer.module.capture import CacheSwitch, Interceptor, named_step
 from lightning_pipes.trainer.module.proxy import Layers, StageProxy
 from lightning_pipes.trainer.module.tape import TapedLayer, identify_layer
-from lightning_pipes.trainer.module.unchanged import unchanged
+from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.step.logs import recorded
 from lightning_pipes.trainer.step.steps import loss_of
@@ -149,7 +149,7 @@ class Measuring:
     def __enter__(self) -> Measuring:
         with ExitStack() as stack:
             stack.enter_context(forked_rng(self._device))
-            stack.enter_context(unchanged(self._module, skip=self._full))  # each layer while it runs
+            stack.enter_context(keep_unchanged(self._module, skip=self._full))  # each layer while it runs
             stack.enter_context(recorded(self._module))
             stack.enter_context(without_loggers())
             stack.enter_context(self._trainer.precision_plugin.train_step_context())
@@ -212,7 +212,7 @@ class Measuring:
                     x = layer(x)
         if not self._logs or self._together.is_alone:
             y, step = _leaves(x, True), named_step(self._module, "training_step")
-            self._interceptor.supply(step, lambda _: y, self._part(rows), *self._arguments, apart=True)
+            self._interceptor.run_with_answer(step, lambda _: y, self._part(rows), *self._arguments, apart=True)
 
     def entering(self, rows: int) -> Any:
         """The input of the layers for so many samples.
@@ -250,7 +250,7 @@ class Measuring:
         self._batch = private.on_device(self._trainer, self._batch)
 
     def _part(self, rows: int) -> Any:
-        return copied(take(self._batch, Span(0, rows), rows_of(self._batch)))
+        return copy_batch(take_samples(self._batch, Span(0, rows), rows_of(self._batch)))
 
     def _capture(self, rows: int) -> Any:
         return self._interceptor.capture(named_step(self._module, "training_step"), self._part(rows), *self._arguments)
@@ -258,7 +258,7 @@ class Measuring:
     @contextmanager
     def _there(self, layer: nn.Module, weights: bool = True) -> Iterator[nn.Module]:
         """Move one layer to the device for the block, and restore it afterwards; all of them may not fit."""
-        with unchanged(layer, weights=weights) as changed:
+        with keep_unchanged(layer, weights=weights) as changed:
             if self._device.type != "cpu":
                 layer.to(self._device)
             yield layer
@@ -324,7 +324,9 @@ class Measuring:
             begun = time.perf_counter()
             return out
 
-        out = self._interceptor.supply(named_step(self._module, "training_step"), answer, part, *self._arguments)
+        out = self._interceptor.run_with_answer(
+            named_step(self._module, "training_step"), answer, part, *self._arguments
+        )
         loss, _ = loss_of(out)
         wait_for_device(self._device)
         return time.perf_counter() - begun, self._backward([loss])

@@ -69,7 +69,7 @@ class Plans:
             self._made[rows] = self._ordered(solve_plan(self._problem_of(rows)))
         return self._made[rows]
 
-    def other(
+    def for_schedule(
         self,
         schedule: Schedule | Policy,
         microbatches: int | None = None,
@@ -129,7 +129,7 @@ class Plans:
         """Training batches from one question to the planner to the next; 0 where it is never asked again."""
         return 0 if self._degrees else self._asked.every  # layers of stages with several ranks stay
 
-    def due(self, batch: int) -> bool:
+    def is_due(self, batch: int) -> bool:
         """Return whether the planner is asked again before training batch number `batch`."""
         return bool(self.every and batch) and batch % self.every == 0
 
@@ -138,7 +138,7 @@ class Plans:
         """Whether the planner is told before every batch what memory is free."""
         return not self._degrees and self._asked.guards_memory
 
-    def throttles(self, free: Sequence[FreeBytes], throttled: bool) -> bool:
+    def is_throttled(self, free: Sequence[FreeBytes], throttled: bool) -> bool:
         """Whether batches that could overlap are to run one by one for now."""
         return self._asked.should_serialize(free, throttled)
 
@@ -150,7 +150,7 @@ class Plans:
         """
         plan, _ = self.for_rows(rows)
         found = self._asked.reduce_memory(plan, replace(self._problem, rows=rows, layers=plan.layers, seen=looks), free)
-        return self if found is None else self._remember(self.other(self.schedule, given=found), plan, looks)
+        return self if found is None else self._remember(self.for_schedule(self.schedule, given=found), plan, looks)
 
     def revised(self, rows: int, looks: tuple[Observation, ...], remaining: int | None = None) -> Plans:
         """Return the planner's answer before a batch of `rows` samples; mostly these plans.
@@ -168,7 +168,7 @@ class Plans:
         found = self._asked.replan(plan, now)
         if found is None:
             return self
-        return self._remember(self.other(self.schedule, given=found), plan, looks)
+        return self._remember(self.for_schedule(self.schedule, given=found), plan, looks)
 
     def _remember(self, made: Plans, plan: Plan, looks: tuple[Observation, ...]) -> Plans:
         """Return `made` with the observations of `plan`, its predecessor."""

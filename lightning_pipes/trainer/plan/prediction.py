@@ -52,7 +52,7 @@ class Prediction:
         self._plan: Plan | None = None
         self._shares: list[Share] = []
 
-    def corrected(self, windows: Sequence[Window]) -> Decision | None:
+    def correct_decision(self, windows: Sequence[Window]) -> Decision | None:
         """The decision by which the run is to go on, where steps contradict the one that it has; mostly None.
 
         Args:
@@ -67,7 +67,7 @@ class Prediction:
             self._left = 0  # another schedule was adopted
             return None
         self._plan = window.plan
-        self._shares.append(Share.of(window.events))
+        self._shares.append(Share.from_events(window.events))
         assert made.computing is not None
         wanted = min(MOST, max(FEWEST, int(SECONDS / made.computing) if made.computing else MOST))
         if len(self._shares) < SKIPPED + wanted:
@@ -92,8 +92,8 @@ class Prediction:
         assert made.profile is not None
         assert made.deployment is not None
         predicted = simulated(made.profile, window.plan, window.order, made.deployment)
-        trial = Trial.of(shares, self._ranks.control.ranks, self._ranks.grid.pipelines, predicted)
-        if not trial.contradicts:
+        trial = Trial.from_steps(shares, self._ranks.control.ranks, self._ranks.grid.pipelines, predicted)
+        if not trial.is_contradicted:
             return None
         first, *_, last = trial.ratios if len(trial.ratios) > 1 else trial.ratios * 2
         profile = made.profile.scaled(trial.factors(made.layers), first, last)

@@ -36,7 +36,7 @@ class ProfileCache:
         self._folder = folder
         self._used: Path | None = None
 
-    def find(self, key: object) -> ModelProfile | None:
+    def find_profile(self, key: object) -> ModelProfile | None:
         """Return the profile that was kept under `key`; None if there is none of this version, or of another user."""
         path = self._path(key)
         with suppress(OSError, InputError):
@@ -45,7 +45,7 @@ class ProfileCache:
                 return profile
         return None
 
-    def keep(self, key: object, profile: ModelProfile) -> None:
+    def keep_profile(self, key: object, profile: ModelProfile) -> None:
         """Write a profile, if the folder can be written to."""
         path = self._path(key)
         if path is None:
@@ -57,7 +57,7 @@ class ProfileCache:
                 os.replace(Path(folder) / path.name, path)
             self._used = path
 
-    def forget(self) -> None:
+    def forget_profile(self) -> None:
         """Remove the profile that this run has used, because steps contradict it."""
         if self._used is not None:
             self._used.unlink(missing_ok=True)

@@ -79,7 +79,7 @@ class RunRequest:
     replanner: Planner | None = None
 
     @classmethod
-    def of(
+    def from_arguments(
         cls,
         schedule: str | Schedule | Policy,
         schedule_args: Mapping[str, Any] | None,
@@ -147,11 +147,11 @@ class RunRequest:
                 "set data_parallel to a number to have them move"
             )
 
-    def resumed(self, placement: Placement, layers: int, ranks: int) -> RunRequest:
+    def resume_cut(self, placement: Placement, layers: int, ranks: int) -> RunRequest:
         """Return the run with its layers where a checkpoint had them, if that is to be: they may move or batches
         overlap, stages and layers are the same, and the user asks for no other cut than then."""
         free = isinstance(self.partition, str) or self.partition == placement.partition
-        matters = self.replans or not self.schedule.flushes
+        matters = self.may_replan or not self.schedule.flushes
         alike = placement.ranks == self.schedule.place_stages(ranks) and placement.layers[-1].stop == layers
         return replace(self, partition=placement.cuts) if free and matters and alike and not self.chooses else self
 
@@ -166,15 +166,15 @@ class RunRequest:
     @property
     def needs_profile(self) -> bool:
         """Whether layers are to be measured."""
-        return self.planner.wants_profile or self.replans
+        return self.planner.wants_profile or self.may_replan
 
     @property
-    def replans(self) -> bool:
+    def may_replan(self) -> bool:
         """Whether layers may move later, by their times."""
         return (self.replanner or planner_of(self.schedule)).wants_profile
 
     @property
-    def splits(self) -> bool:
+    def splits_backward(self) -> bool:
         """Whether backwards are to be measured in their two parts, too."""
         return self.chooses or self.schedule.splits_backward or self.schedule.tunes_online
 
@@ -201,7 +201,7 @@ class RunRequest:
         solution = self.planner.solve(problem)
         schedule = solution.problem.schedule
         stays = not schedule.flushes or bool((self.replanner or planner_of(schedule)).every)
-        made = Decision.of(solution, movable=self.partition == AUTO and not stays)
+        made = Decision.from_solution(solution, movable=self.partition == AUTO and not stays)
         return made.predicted(profile) if schedule.flushes else made
 
 

@@ -52,7 +52,7 @@ class Trial:
     busiest: float = 1.0
 
     @classmethod
-    def of(
+    def from_steps(
         cls,
         shares: Sequence[Sequence[Share]],
         ranks: Sequence[int],
@@ -84,7 +84,7 @@ class Trial:
         return [ratio for ratio, span in zip(self.ratios, layers, strict=True) for _ in range(span.rows)]
 
     @property
-    def contradicts(self) -> bool:
+    def is_contradicted(self) -> bool:
         """Whether the profile was wrong by more than may be."""
         return any(abs(ratio - 1) > CONTRADICTION for ratio in (self.measured / self.predicted, self.busiest))
 
@@ -136,7 +136,7 @@ class Trials:
             ]
             shares = self._steps(plan, order, stages, holdings, min(SECONDS, max(seconds, 0.0)))
         assert made.profile is not None
-        return Trial.of(
+        return Trial.from_steps(
             shares, self._control.ranks, self._grid.pipelines, _predicted(made.profile, plan, order, deployment)
         )
 
@@ -157,7 +157,7 @@ class Trials:
                 before = waited_so_far()
                 engine.inject(Item(len(found), plan.jobs[0].rows))
                 engine.drain()
-                said = self._control.all_gather((Share.of(engine.events), waited_so_far() - before))
+                said = self._control.all_gather((Share.from_events(engine.events), waited_so_far() - before))
                 shares, waited = zip(*said, strict=True)
                 longest = max(share.took for share in shares)
                 if found:  # the first one takes longer
@@ -195,7 +195,7 @@ def simulated(
 ) -> tuple[float, Share]:
     """Seconds of a step up to the optimizers' part, and what each stage computes in it, by a profile."""
     fit = evaluate_plan(profile.without_steps(), order, plan, deployment)
-    return fit.seconds, Share.of(simulate(fit.order, replace(plan, layers=()), fit.costs).events)
+    return fit.seconds, Share.from_events(simulate(fit.order, replace(plan, layers=()), fit.costs).events)
 
 
 def _predicted(

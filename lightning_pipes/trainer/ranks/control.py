@@ -18,7 +18,7 @@ from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.trust import TRUSTED, Seal
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.ranks.mesh import MOST, Letter, Mesh, Packed, unpacked
+from lightning_pipes.trainer.ranks.mesh import MOST, Letter, Mesh, Packed, unpack_object
 
 _SLICE = timedelta(milliseconds=200)
 _PROMPT = timedelta(milliseconds=2)
@@ -288,7 +288,7 @@ class Control:
         def receive(_: Any) -> Any:
             (data,) = self._receive_all(mesh, [source], letter)
             if data:
-                return unpacked(memoryview(data), TRUSTED)
+                return unpack_object(memoryview(data), TRUSTED)
             first = torch.empty(_FIRST, dtype=torch.uint8)
             return self._received(source, group, first, self._started(first, source, group), None)
 
@@ -474,7 +474,7 @@ def _end(message: torch.Tensor) -> int:
 
 
 def _thing(data: torch.Tensor, seal: Seal | None) -> Any:
-    return unpacked(data.numpy().data, seal)
+    return unpack_object(data.numpy().data, seal)
 
 
 def _messages(thing: Any, seal: Seal | None) -> list[torch.Tensor]:

@@ -53,8 +53,8 @@ class Holdings:
         self.ranks_of_stages = tuple(
             tuple(range(ends[rank], ends[rank + 1])) if grid.degrees else (rank,) for rank in ranks
         )
-        self.positions = positions(self.ranks, grid.length)
-        self.settle(layers)
+        self.positions = positions_of_ranks(self.ranks, grid.length)
+        self.place_layers(layers)
         self._parts_of: dict[int, frozenset[int]] = {}
         """By id of a parameter the layers that it occurs in, and `OUTSIDE`; in the order of the whole module."""
         self._names: dict[int, str] = {}
@@ -83,7 +83,7 @@ class Holdings:
         self._parts_of = {key: frozenset(parts) for key, parts in found.items()}
         self._numbers = {key: number for number, key in enumerate(found)}
 
-    def settle(self, layers: Sequence[Span]) -> None:
+    def place_layers(self, layers: Sequence[Span]) -> None:
         """Record that the stages have these layers now; the caller has moved them."""
         self.layers = tuple(layers)
         self.stage_of_layer = [s for s, span in enumerate(self.layers) for _ in range(span.rows)]
@@ -91,7 +91,7 @@ class Holdings:
         positions_of_stages = [tuple(sorted(self.positions[r] for r in ranks)) for ranks in self.ranks_of_stages]
         self.positions_of_layer = [positions_of_stages[s] for s in self.stage_of_layer]
 
-    def moves(self, layers: Sequence[Span]) -> list[Move]:
+    def list_moves(self, layers: Sequence[Span]) -> list[Move]:
         """Return the layers that move to other processes if the stages get `layers`.
 
         Raises:
@@ -207,6 +207,6 @@ class Holdings:
         return OUTSIDE not in parts and len({stages[part] for part in parts}) == 1
 
 
-def positions(ranks: Sequence[int], length: int) -> list[int]:
+def positions_of_ranks(ranks: Sequence[int], length: int) -> list[int]:
     """The position of each of `length` ranks, for stages on `ranks`."""
     return [(ranks[-1] - r) % length for r in range(length)]

@@ -205,7 +205,7 @@ class Packed:
             at += part.nbytes
 
 
-def unpacked(data: memoryview, seal: Seal | None) -> Any:
+def unpack_object(data: memoryview, seal: Seal | None) -> Any:
     """Return the object at the beginning of these writable bytes; it shares no memory with them.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_pipes.engine.watch.trust import TRUSTED, seal_of
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.mesh import Packed, unpacked
+from lightning_pipes.trainer.ranks.mesh import Packed, unpack_object
 
 _POLL_SECONDS = 0.0005
 
@@ -52,4 +52,4 @@ class Notices:
 
     def _read(self, name: str) -> Any:
         assert self._store is not None, "there is no other rank"
-        return unpacked(memoryview(bytearray(self._store.get(name))), self._seal)
+        return unpack_object(memoryview(bytearray(self._store.get(name))), self._seal)

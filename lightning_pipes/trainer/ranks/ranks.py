@@ -141,7 +141,7 @@ class RankStatus:
         self._report(error)
 
     @contextmanager
-    def reporting(self) -> Iterator[None]:
+    def report_errors(self) -> Iterator[None]:
         """Tell the other ranks at once of an exception in the block."""
         try:
             yield

@@ -267,11 +267,11 @@ class BufferSync:
         for name in sorted(self._changing & buffers.keys()):
             dist.broadcast(buffers[name], group=self._group, group_src=0)
 
-    def changing(self, prefix: str) -> list[str]:
+    def changing_names(self, prefix: str) -> list[str]:
         """Names of buffers known to change that begin so, without that beginning."""
         return [name.removeprefix(prefix) for name in sorted(self._changing) if name.startswith(prefix)]
 
-    def follow(self, prefix: str, names: Iterable[str]) -> None:
+    def follow_names(self, prefix: str, names: Iterable[str]) -> None:
         """These change too: their layer has come from a rank that has seen it."""
         self._changing.update(f"{prefix}{name}" for name in names)
 

@@ -44,7 +44,7 @@ class Cores:
         return cls(_host(), cores, *_limit())
 
 
-def share(mine: Cores, everybody: Sequence[Cores]) -> int:
+def threads_of_process(mine: Cores, everybody: Sequence[Cores]) -> int:
     """How many threads the process of `mine` has: of each core that it may use, the part that is left to it by the
     others of `everybody` that may use it too; at least one."""
     same_host = [each for each in everybody if each.host == mine.host]
@@ -68,7 +68,9 @@ class Threads:
         said = control.all_gather((mine.host, sorted(mine.cores), mine.group, mine.allowed))
         if not self._given:
             os.environ.pop(VARIABLE, None)
-            torch.set_num_threads(share(mine, [Cores(host, frozenset(cores), *rest) for host, cores, *rest in said]))
+            torch.set_num_threads(
+                threads_of_process(mine, [Cores(host, frozenset(cores), *rest) for host, cores, *rest in said])
+            )
 
 
 def _host() -> str:

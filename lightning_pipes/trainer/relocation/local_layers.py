@@ -77,7 +77,7 @@ class LocalLayers:
         Raises:
             PlanError: see `Holdings.moves`; or siblings share this rank, whose memory holds the layers of each.
         """
-        if self.holdings.moves(layers) and self._bound:
+        if self.holdings.list_moves(layers) and self._bound:
             raise PlanError(
                 "layers can't move while siblings of a job array share the ranks; run this training alone, or leave "
                 "the layers out of the plan"
@@ -90,13 +90,13 @@ class LocalLayers:
         """
         states = {layer: state for layer, (state, _) in arrived.items()}
         self._disconnect_gradients()
-        self.holdings.settle(layers)
+        self.holdings.place_layers(layers)
         self.cut.hold(self.holdings.local, states, self.device)
         for layout in self.layouts:
             layout.keep_local(self.cut.is_foreign)
         for layer, (state, changing) in arrived.items():
             state.put_optimizer_states(self.cut.full[layer], self.optimizers, self.device)
-            self.buffers.follow(self._prefix(layer), changing)
+            self.buffers.follow_names(self._prefix(layer), changing)
         self.hidden.look_again()
         self._connect_gradients()
 
@@ -108,9 +108,9 @@ class LocalLayers:
         """Return the parameters of a layer of this rank, by name in it."""
         return dict(self.cut.full[layer].named_parameters())
 
-    def changing(self, layer: int) -> list[str]:
+    def changing_buffers(self, layer: int) -> list[str]:
         """Names of the layer's buffers that are known to change."""
-        return self.buffers.changing(self._prefix(layer))
+        return self.buffers.changing_names(self._prefix(layer))
 
     @property
     def optimizers(self) -> list[Optimizer]:

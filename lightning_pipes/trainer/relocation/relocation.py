@@ -36,7 +36,7 @@ from lightning_pipes.planning.planner import BLOCKING, BUFFERED, OVERLAPPED
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
-from lightning_pipes.trainer.relocation.transfer import DeferredSteps, LayerTransfer, move
+from lightning_pipes.trainer.relocation.transfer import DeferredSteps, LayerTransfer, move_layers
 
 MOST_BATCHES = 32
 """Batches during which layers travel: so many gradients of theirs are kept at most, or of all layers where steps
@@ -149,30 +149,30 @@ class LayerRelocation:
         long. All ranks get the same answer."""
         return wanted is not self._wanted or self._is_to_end(number)
 
-    def turn(self, layers: Sequence[Span]) -> None:
+    def move_now(self, layers: Sequence[Span]) -> None:
         """Bring the layers to where these stages have them, while all ranks wait."""
         begun = time.monotonic()
-        moves = self._part.holdings.moves(layers)
-        move(self._part, layers, self.gradients)
+        moves = self._part.holdings.list_moves(layers)
+        move_layers(self._part, layers, self.gradients)
         number, took = self._trainer.fit_loop.total_batch_idx, time.monotonic() - begun
         self._over(MoveRecord(tuple(m.layer for m in moves), number, number, 0, 0, took, took, _sizes(layers)))
 
-    def pauses(self) -> bool:
+    def should_pause(self) -> bool:
         """Return whether steps wait, where all stages step at the same time."""
-        return self._way == BUFFERED and self._transfer is not None and self._transfer.launched
+        return self._way == BUFFERED and self._transfer is not None and self._transfer.has_left
 
     def before_step(self, number: int) -> None:
         """Send the states of layers that travel, for a stage of a stream is about to step for that batch."""
-        if self._transfer is not None and number >= self._began and not self._transfer.launched:
-            self._transfer.launch()
+        if self._transfer is not None and number >= self._began and not self._transfer.has_left:
+            self._transfer.send_states()
 
-    def takes(self, number: int, which: int, optimizer: Optimizer, layers: Collection[int]) -> bool:
+    def defer_step(self, number: int, which: int, optimizer: Optimizer, layers: Collection[int]) -> bool:
         """Return whether the step of these layers of the rank by optimizer `which` for a batch waits, with the
         gradients that their parameters had."""
-        if self._transfer is None or not self._transfer.launched:
+        if self._transfer is None or not self._transfer.has_left:
             return False
         self._told.add(number)
-        self._transfer.stepped(number, which, optimizer, layers, self._late)
+        self._transfer.send_step(number, which, optimizer, layers, self._late)
         return self._way == BUFFERED
 
     def stop_sending(self) -> None:
@@ -184,7 +184,7 @@ class LayerRelocation:
             hook.remove()
         self._waits_since = time.monotonic()
 
-    def arrive(self) -> Plans:
+    def finish_move(self) -> Plans:
         """Wait until all layers are where they are to be and no step is late, and return the plans of the run now."""
         transfer = self._transfer
         assert transfer is not None
@@ -215,22 +215,22 @@ class LayerRelocation:
         optimizers = self._part.optimizers
         self._hooks = [o.register_step_post_hook(partial(self._stepped, n)) for n, o in enumerate(optimizers)]
         if self._way == OVERLAPPED:
-            self._transfer.launch()
+            self._transfer.send_states()
 
     def _stepped(self, which: int, optimizer: Optimizer, *_: Any) -> None:
         """Follow the step of an optimizer of a schedule that flushes."""
         transfer, part = self._transfer, self._part
         assert transfer is not None
-        if transfer.launched:
+        if transfer.has_left:
             if self._way == OVERLAPPED:
-                self.takes(self._trainer.fit_loop.total_batch_idx, which, optimizer, part.holdings.local)
+                self.defer_step(self._trainer.fit_loop.total_batch_idx, which, optimizer, part.holdings.local)
         elif which == len(part.optimizers) - 1:
-            transfer.launch()  # steps wait from the next batch on
+            transfer.send_states()  # steps wait from the next batch on
 
     def _is_to_end(self, number: int) -> bool:
         """Whether all ranks know that everything has arrived, or it takes too long."""
         assert self._transfer is not None
-        self._asked.append(self._control.start_any(not self._transfer.arrived))
+        self._asked.append(self._control.start_any(not self._transfer.has_arrived))
         if number - self._began >= MOST_BATCHES:
             return True
         return len(self._asked) > self.apart and not self._asked.popleft()()[0]

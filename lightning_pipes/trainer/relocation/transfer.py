@@ -74,7 +74,7 @@ class DeferredSteps:
         """Have optimizer `number` step these parameters for a batch, too."""
         self._steps.setdefault((batch, number), (settings, {}))[1].update(gradients)
 
-    def give(self, batch: int, number: int, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    def add_gradients(self, batch: int, number: int, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """More gradients of a step that was added."""
         self._steps[batch, number][1].update(gradients)
 
@@ -103,7 +103,7 @@ _log = logging.getLogger(__name__)
 class LayerTransfer:
     """The layers that change ranks for the stages to have `layers`, as one rank sees them.
 
-    Collective: all ranks make one, and the same calls of it, each of `stepped` for the same batches.
+    Collective: all ranks make one, and the same calls of it, each of `send_step` for the same batches.
 
     Args:
         pauses: the steps of all layers wait until the transfer ends; otherwise those that travel step at the source.
@@ -121,7 +121,7 @@ class LayerTransfer:
         part.check(layers)
         self.again = 0
         self._part, self._layers, self._pauses, self._number = part, layers, pauses, number
-        self.moves = part.holdings.moves(layers)
+        self.moves = part.holdings.list_moves(layers)
         me = dist.get_rank()
         self._leaving = {m.layer: m.target for m in self.moves if m.source == me}
         self._coming = {m.layer: m.source for m in self.moves if m.target == me}
@@ -136,8 +136,8 @@ class LayerTransfer:
                 part.cut.check_arrival(layer)
             self._states = {layer: self._expect(source, layer, "state") for layer, source in self._coming.items()}
 
-    def launch(self) -> None:
-        """The states leave as they are now; every step after this is told by `stepped`."""
+    def send_states(self) -> None:
+        """The states leave as they are now; every step after this is sent by `send_step`."""
         self._launched = True
         for layer, target in self._leaving.items():
             state: Any = vars(self._part.state_of(layer, gradients=False))
@@ -147,12 +147,12 @@ class LayerTransfer:
         fault_point("move.launched")
 
     @property
-    def launched(self) -> bool:
+    def has_left(self) -> bool:
         """Whether the states are on their way."""
         return self._launched
 
     @property
-    def arrived(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether all that this rank is to have has come, but for the latest step.
 
         Raises:
@@ -162,7 +162,7 @@ class LayerTransfer:
         steps = (handle for (batch, _, _), handle in self._steps.items() if batch < latest)
         return all(handle.is_done() for handle in (*self._states.values(), *steps))
 
-    def stepped(
+    def send_step(
         self, batch: int, number: int, optimizer: Optimizer, layers: Collection[int], late: DeferredSteps
     ) -> None:
         """Optimizer `number` steps, or would step if nothing paused, these `layers` of the rank for a batch by the
@@ -199,7 +199,7 @@ class LayerTransfer:
             what, state = "state", vars(kept[layer])
             if self._launched:
                 what, state = "rest", {"state": kept[layer].other_state, "sum": kept[layer].state_checksum()}
-            self._send(target, layer, what, (state, part.changing(layer)))
+            self._send(target, layer, what, (state, part.changing_buffers(layer)))
         arrived, sums = {}, {}
         for layer, source in self._coming.items():
             content = self._states[layer].content
@@ -219,7 +219,7 @@ class LayerTransfer:
             self._compare(sums, kept)
         for (batch, number, layer), own in steps.items():
             parameters = part.parameters_of(layer)
-            late.give(batch, number, {parameters[name]: g.to(part.device) for name, g in own.items()})
+            late.add_gradients(batch, number, {parameters[name]: g.to(part.device) for name, g in own.items()})
         late.apply(part.optimizers)
         if not self._pauses:
             self._compare(sums, kept)
@@ -257,7 +257,7 @@ class LayerTransfer:
         return self._part.bulk_transfer.receive(source, (self._number, what, layer, *step))
 
 
-def move(part: LocalLayers, layers: Sequence[Span], gradients: bool = True) -> None:
+def move_layers(part: LocalLayers, layers: Sequence[Span], gradients: bool = True) -> None:
     """Move layers to the ranks of these stages, with no window open.
 
     All ranks wait for arrival. Collective.
@@ -272,4 +272,4 @@ def move(part: LocalLayers, layers: Sequence[Span], gradients: bool = True) -> N
 
 def go_home(part: LocalLayers) -> None:
     """The layers go back to where they were when the run began, and the next one looks for them."""
-    move(part, part.began)
+    move_layers(part, part.began)

@@ -97,7 +97,7 @@ class PipelineReport:
     record: RunRecord
 
     @classmethod
-    def of(cls, windows: Sequence[Sequence[Window]], about: About | None = None) -> PipelineReport:
+    def from_windows(cls, windows: Sequence[Sequence[Window]], about: About | None = None) -> PipelineReport:
         """The report on the windows of every pipeline rank; only batches of the most frequent plan count, among those
         with the layers where they were at last.
 

@@ -46,7 +46,7 @@ class SavedBytes:
     def __init__(self) -> None:
         self.seen: dict[int, _Seen] = {}
 
-    def around(self, number: int, body: Body) -> Body:
+    def watch_body(self, number: int, body: Body) -> Body:
         """The body of stage `number`, watched once."""
 
         def watched(stage: Stage, item: Item, span: Span, received: Any) -> Any:
@@ -65,7 +65,7 @@ class SavedBytes:
 
         return watched
 
-    def forget(self) -> None:
+    def forget_stages(self) -> None:
         """Stages have other layers now."""
         self.seen.clear()
 
@@ -74,7 +74,9 @@ class SavedBytes:
         seen = self.seen.get(number)
         return None if seen is None else seen.activations
 
-    def of(self, stages: Mapping[int, Iterable[nn.Module]], optimizers: Iterable[Optimizer]) -> dict[int, StageBytes]:
+    def measured_stages(
+        self, stages: Mapping[int, Iterable[nn.Module]], optimizers: Iterable[Optimizer]
+    ) -> dict[int, StageBytes]:
         """Return the bytes of stages with a measured first micro-batch, by number."""
         states: dict[torch.Tensor, int] = {}
         for optimizer in optimizers:

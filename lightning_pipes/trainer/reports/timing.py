@@ -28,7 +28,7 @@ class Share(NamedTuple):
     batches: int
 
     @classmethod
-    def of(cls, events: Iterable[Event]) -> Share:
+    def from_events(cls, events: Iterable[Event]) -> Share:
         """Return the share of one rank by its events."""
         first, last, stages, batches = None, 0, dict[int, int](), 1
         for _, i, start, end in events:
@@ -62,7 +62,7 @@ class Timing:
     alone: bool = True
 
     @classmethod
-    def of(cls, shares: Sequence[Share], alone: bool = True) -> Timing:
+    def from_shares(cls, shares: Sequence[Share], alone: bool = True) -> Timing:
         """Return the timing from the shares of all ranks, in their order."""
         busy = [sum(share.stages.values()) for share in shares]
         took = max(1, *(share.took for share in shares))

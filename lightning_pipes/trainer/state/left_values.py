@@ -453,7 +453,7 @@ class LeftValues:
     def _stand_in(self, place: Place, unsent: Unsent) -> torch.Tensor:
         number, name, key = place
         like = torch.empty(unsent.shape, dtype=unsent.dtype, device="meta")
-        return RemoteTensor.of(like, f"{key!r} of layer {number}{name and f', {name}'}", self._scope)
+        return RemoteTensor.make_like(like, f"{key!r} of layer {number}{name and f', {name}'}", self._scope)
 
 
 class _Mark:

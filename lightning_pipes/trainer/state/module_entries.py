@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lightning_pipes.trainer.module.hidden_state import CONTAINERS, OWN, entries
+from lightning_pipes.trainer.module.hidden_state import CONTAINERS, OWN, list_entries
 from lightning_pipes.trainer.state.merging import Path
 
 HIDDEN_NAMES = frozenset((*OWN, *dir(pl.LightningModule), "_metric_attributes"))
@@ -38,7 +38,7 @@ def iterate_entries(thing: Any) -> Iterator[tuple[str, Any, Any]]:
     elif isinstance(thing, CONTAINERS):
         yield from (("[", number, value) for number, value in enumerate(thing))
     else:
-        yield from ((".", name.removeprefix("."), value) for name, value in entries(thing))
+        yield from ((".", name.removeprefix("."), value) for name, value in list_entries(thing))
 
 
 def read_entries(thing: Any) -> Content:

@@ -76,7 +76,7 @@ class GradientAgreement:
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
 
     def _agreed_unscale(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
-        with self._scope.suspended():  # a hook may ask for clipping
+        with self._scope.suspend_hooks():  # a hook may ask for clipping
             found = self._unscale(*args, **kwargs)
         if not found:  # a rank without gradients steps and skips with the others
             found = {self._device: torch.zeros(1, device=self._device)}
@@ -187,7 +187,7 @@ class HookClipping:
                 "of each kind. What was computed from a weight is no weight any more"
             )
         if elsewhere and (others or not scope.everywhere):
-            elsewhere[0].refuse("takes a norm of")
+            elsewhere[0].refuse_use("takes a norm of")
         if others or not scope.everywhere:
             return original(found, norm_type, *args, **kwargs)
         if self._control is None:

@@ -212,7 +212,7 @@ def _track(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         running = scope.running(f"{type(owner).__name__}.{name}", everywhere)
-        with scope.suspended() if suspended else running:
+        with scope.suspend_hooks() if suspended else running:
             try:
                 return hook(*args, **kwargs)
             except RuntimeError as error:

@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_pipes.ir import PipelineError, Span
-from lightning_pipes.trainer.module.batches import cutter
+from lightning_pipes.trainer.module.batches import make_cutter
 from lightning_pipes.trainer.step.logs import LogCall, LogKey, number_calls
 
 SAMPLES, SUMS, OWN = "samples", "1: it is a sum", "microbatch_weight"
@@ -70,7 +70,7 @@ def find_candidates(module: pl.LightningModule, batch: Any, rows: int, spans: It
     """
     found = []
     if isinstance(module, WeighsMicrobatches):
-        cut = cutter(batch, rows)
+        cut = make_cutter(batch, rows)
         own = cache(lambda span: float(module.microbatch_weight(cut(span))))
         found.append(Amounts(OWN, own, sum(map(own, spans))))
     found.append(Amounts(SAMPLES, lambda span: span.rows, rows))

@@ -29,7 +29,7 @@ from lightning_pipes.engine.compute.rng import (
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.ir import PipelineError, Plan, Span
-from lightning_pipes.trainer.module.batches import Path, copied, cutter, join, take, tensors_of
+from lightning_pipes.trainer.module.batches import Path, copy_batch, join, make_cutter, take_samples, tensors_of
 from lightning_pipes.trainer.module.capture import Interceptor, NoCallError, named_step
 from lightning_pipes.trainer.state.left_values import (
     LeftValues,
@@ -177,7 +177,7 @@ class TrainingBatch:
 
     def keep_copy(self) -> None:
         """Keep a copy of the batch for a check of the whole batch."""
-        self.kept = Kept(move_data_to_device(copied(self.batch), HOST), self.rows)
+        self.kept = Kept(move_data_to_device(copy_batch(self.batch), HOST), self.rows)
 
     def select_samples(self, span: Span) -> Any:
         """Return the samples `span` of the batch."""
@@ -191,7 +191,7 @@ class TrainingBatch:
 
     @cached_property
     def _cutter(self) -> Callable[[Span], Any]:
-        return cutter(self.batch, self.rows, samples=self.samples)
+        return make_cutter(self.batch, self.rows, samples=self.samples)
 
     def result(self) -> tuple[Any, list[LogCall]]:
         """The whole batch's loss, in a dict where the user's step gives one, and its log calls."""
@@ -345,14 +345,14 @@ class Steps:
         and what keeps its length on axis 0 alone has its samples on another axis.
         """
         data: EvaluationBatch = item.data
-        data.x = self._captured(step, item, copied(batch) if self._both_ends else batch, arguments)
+        data.x = self._captured(step, item, copy_batch(batch) if self._both_ends else batch, arguments)
         leaves, spec = pytree.tree_flatten(data.x)
         lengths = [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor) and item.rows in leaf.shape]
         if item.rows == 1 or (len(lengths) < 2 and all(shape[0] == item.rows for shape in lengths)):
             return
         key = step.__name__, str(spec)
         if key not in self._shapes:
-            one = copied(take(batch, Span(0, 1), item.rows))
+            one = copy_batch(take_samples(batch, Span(0, 1), item.rows))
             try:
                 others, other_spec = pytree.tree_flatten(self._captured(step, item, one, arguments))
             except Exception:  # a step that needs more than one sample: the number of entries has to do
@@ -444,7 +444,7 @@ class Steps:
         self.state.restore_state()
         with forked_rng(self._device):
             seed(BEFORE_LAYERS)
-            out = self._interceptor.supply(step, answer, batch, *arguments, apart=True)
+            out = self._interceptor.run_with_answer(step, answer, batch, *arguments, apart=True)
             if draws is not None:
                 draws.stop()
         return out
@@ -462,7 +462,7 @@ class Steps:
             step = named_step(self._module, "training_step")
             with recorded(self._module):  # the last stage logs
                 try:
-                    x = self._interceptor.capture(step, part if last_run else copied(part), *data.arguments)
+                    x = self._interceptor.capture(step, part if last_run else copy_batch(part), *data.arguments)
                 except Exception as error:
                     run = partial(self._interceptor.capture, step)
                     self._refuse_if_cut(error, item, span, lambda batch, rows: run(batch, *data.arguments))
@@ -519,11 +519,11 @@ class Steps:
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part = data.select_samples(span)
             if self._recomputes_first:
-                part = copied(part)
+                part = copy_batch(part)
             with recorded(self._module) as logged, self.state.watch_step(cut=span.rows < item.rows):
                 step, apart = named_step(self._module, "training_step"), stage.number > 0
                 try:
-                    out = self._interceptor.supply(step, answer, part, *data.arguments, apart=apart)
+                    out = self._interceptor.run_with_answer(step, answer, part, *data.arguments, apart=apart)
                 except Exception as error:
                     if not failed_inside:
                         self._refuse_if_cut(error, item, span, partial(self._run_again, step, item, span, y))
@@ -569,8 +569,8 @@ class Steps:
     def _run_again(self, step: Callable[..., Any], item: Item, span: Span, y: Any, batch: Any, rows: int) -> None:
         """Run a step with copies of what one micro-batch's layers have returned, as many as there are samples."""
         copies = [Span(start, start + span.rows) for start in range(0, rows, span.rows)]
-        given = take(join([y] * len(copies), copies, "what layers return"), Span(0, rows), copies[-1].stop)
-        self._interceptor.supply(step, lambda x: given, batch, *item.data.arguments)
+        given = take_samples(join([y] * len(copies), copies, "what layers return"), Span(0, rows), copies[-1].stop)
+        self._interceptor.run_with_answer(step, lambda x: given, batch, *item.data.arguments)
 
     @staticmethod
     def _refuse_if_cut(error: Exception, item: Item, span: Span, run: Callable[[Any, int], object]) -> None:
@@ -583,11 +583,11 @@ class Steps:
         if isinstance(error, PipelineError) or span.rows == item.rows:
             return
         try:
-            run(copied(data.batch), item.rows)
+            run(copy_batch(data.batch), item.rows)
         except Exception:
             return
         with suppress(Exception):
-            run(copied(take(data.batch, span, item.rows, samples=data.samples)), span.rows)
+            run(copy_batch(take_samples(data.batch, span, item.rows, samples=data.samples)), span.rows)
             return
         cut = ", ".join(where for where, _ in sample_tensors(data.batch, item.rows))
         raise PipelineError(
@@ -657,7 +657,7 @@ def _no_loss(leaving: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _samples(data: EvaluationBatch, span: Span, rows: int) -> Any:
-    part = take(data.x, span, rows, data.whole)
+    part = take_samples(data.x, span, rows, data.whole)
     shapes = [tuple(t.shape) for t in tensors_of(data.x)]
     if span.rows != rows and shapes and shapes == [tuple(t.shape) for t in tensors_of(part)]:
         raise PipelineError(

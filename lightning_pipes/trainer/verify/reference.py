@@ -35,7 +35,7 @@ from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS, fork
 from lightning_pipes.ir import Span
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.run import StageListener
-from lightning_pipes.trainer.module.batches import fingerprint
+from lightning_pipes.trainer.module.batches import checksum_batch
 from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.verify.comparison import Rounding
 from lightning_pipes.trainer.verify.record import (
@@ -285,7 +285,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
             self._parts = self._watch(module, order.path)
         record = self._record = Record(number)
         self._notes = []
-        record.add(Phase.BATCH, OUTSIDE, "the batch", fingerprint(batch))
+        record.add(Phase.BATCH, OUTSIDE, "the batch", checksum_batch(batch))
         with self.precision_plugin.train_step_context():
             self._cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         self._parts.add_modes(record)

@@ -18,7 +18,7 @@ from lightning_pipes.ir import F, Kind, PipelineError, Plan, Policy, Schedule, S
 from lightning_pipes.ir.lowering import run_spans
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.run import PipelineRun, StageListener
-from lightning_pipes.trainer.module.batches import fingerprint
+from lightning_pipes.trainer.module.batches import checksum_batch
 from lightning_pipes.trainer.plan.settings import Verify
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.verify.comparison import (
@@ -117,7 +117,7 @@ class Verifier(StageListener):
         if self._over or not item.training:
             return
         record = self._records[item.number] = Record(item.number, complete=item.data.complete)
-        record.add(Phase.BATCH, OUTSIDE, "the batch", fingerprint(item.data.batch))
+        record.add(Phase.BATCH, OUTSIDE, "the batch", checksum_batch(item.data.batch))
         self._parts.add_modes(record)
         plan, cut = self._run.engine.plan, self._run.cut
         self._place = item.job, item.number, item.rows

@@ -28,8 +28,8 @@ from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.ir import Kind, Span
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_due
-from lightning_pipes.trainer.module.batches import copied, join, take
-from lightning_pipes.trainer.module.unchanged import generators, state_of, unchanged
+from lightning_pipes.trainer.module.batches import copy_batch, join, take_samples
+from lightning_pipes.trainer.module.unchanged import find_generators, keep_unchanged, state_of
 from lightning_pipes.trainer.step.logs import LogCall, LogKey, number_calls, recorded, returned_calls
 from lightning_pipes.trainer.step.loss_weights import (
     EXTREME,
@@ -205,7 +205,7 @@ class LossCheck(Watcher):
         ((span, part),) = kept.parts.items()
         copies = [Span(start, start + span.rows) for start in range(0, kept.rows, span.rows)]
         x = join([part] * len(copies), copies, "what the last stage has")
-        x = take(x, Span(0, kept.rows), copies[-1].stop)
+        x = take_samples(x, Span(0, kept.rows), copies[-1].stop)
         generator = torch.Generator().manual_seed(0)
 
         def distorted(t: torch.Tensor) -> torch.Tensor:
@@ -216,7 +216,7 @@ class LossCheck(Watcher):
 
         x = pytree.tree_map_only(torch.Tensor, distorted, x)
         assert item.data.weights is not None
-        entering = {s: take(x, s, kept.rows) for s in item.data.weights.spans}
+        entering = {s: take_samples(x, s, kept.rows) for s in item.data.weights.spans}
         left = dict.fromkeys(entering, kept.left[span])
         return self._losses(stage, item, replace(kept, left=left), x, entering, {})
 
@@ -317,7 +317,7 @@ class LossCheck(Watcher):
         crowded = no_room(int(needed * kept.rows)) if needed is not None and self._device.type == "cpu" else ""
         if crowded:
             raise _NotComparableError(crowded)
-        with unchanged(self._module, skip=None if kept.inside else self._cut.proxy):
+        with keep_unchanged(self._module, skip=None if kept.inside else self._cut.proxy):
             logged: dict[Span | None, list[LogCall]] = {}
             drew = False
 
@@ -326,13 +326,19 @@ class LossCheck(Watcher):
                 if span is None:
                     batch, given, rows = kept.batch, x, kept.rows
                 else:
-                    batch = take(kept.batch, span, kept.rows, samples=item.data.samples)
+                    batch = take_samples(kept.batch, span, kept.rows, samples=item.data.samples)
                     given, rows = entering[span], span.rows
                 left = self._steps.left.merge_values(kept.left) if span is None else kept.left.get(span, {})
                 of_part = replace(item, rows=rows, training=False)
                 with recorded(self._module) as logged[span]:
                     value, extras, drew_too = self._loss(
-                        stage, of_part, copied(batch), kept.layer_outputs(given), item.data.arguments, kept.inside, left
+                        stage,
+                        of_part,
+                        copy_batch(batch),
+                        kept.layer_outputs(given),
+                        item.data.arguments,
+                        kept.inside,
+                        left,
                     )
                 logged[span] += returned_calls(extras)
                 drew = drew or drew_too
@@ -373,7 +379,7 @@ class LossCheck(Watcher):
         left: Mapping[Any, Any],
     ) -> tuple[torch.Tensor, dict[str, Any], bool]:
         """Return the loss of samples, the other results, and whether the step drew random numbers outside of layers."""
-        x, batch = move_data_to_device((copied(x), batch), self._device)
+        x, batch = move_data_to_device((copy_batch(x), batch), self._device)
         step = self._module.training_step
 
         def layers() -> Any:
@@ -381,7 +387,7 @@ class LossCheck(Watcher):
                 self._steps.left.put_values(left)
             return stage.run_layers(item, Span(0, item.rows), x) if inside else x
 
-        own = generators(self._module, skip=None if inside else self._cut.proxy)
+        own = find_generators(self._module, skip=None if inside else self._cut.proxy)
         before = _states(own)
         with torch.no_grad(), self._steps.step_context(), item.data.state:
             draws = RngUse(self._device)
@@ -392,7 +398,7 @@ class LossCheck(Watcher):
 
     @contextmanager
     def _evaluating(self, inside: bool) -> Iterator[None]:
-        """Put the modules that run in evaluation mode for the block; `unchanged` ends it."""
+        """Put the modules that run in evaluation mode for the block; `keep_unchanged` ends it."""
         layers: set[nn.Module] = set() if inside else set(self._cut.proxy.modules())
         for part in self._module.modules():
             if part not in layers:

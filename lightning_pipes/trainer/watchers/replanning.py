@@ -40,7 +40,7 @@ class Replanning(Watcher):
             found = self._plans_for_memory(step, run.statistics.gather_free_bytes(plans.for_rows(step.rows)[0]))
             if found is not plans:
                 return found
-        if not plans.due(step.number):
+        if not plans.is_due(step.number):
             return plans
         looks = run.statistics.observe_plan(plans.for_rows(step.rows)[0])
         return plans.revised(step.rows, looks, batches_left(run.trainer))
@@ -70,7 +70,7 @@ class StreamReplanning(Replanning):
             revised = self._guard_memory(step)
             if revised is not plans:
                 return revised
-        if plans.due(step.number) and not statistics.is_pending:
+        if plans.is_due(step.number) and not statistics.is_pending:
             plan, order = plans.for_rows(engine.plan.jobs[0].rows if engine.open else step.rows)
             statistics.start_observation(step.number, Window(plan, order, engine.under_way))
         found = statistics.collect_observations(step.number, step.rows, flushed=not engine.open)
@@ -86,7 +86,7 @@ class StreamReplanning(Replanning):
         if free is None:
             return plans
         self._free.append(free)
-        self._throttle(step.number, plans.throttles(tuple(self._free), training.throttled), free)
+        self._throttle(step.number, plans.is_throttled(tuple(self._free), training.throttled), free)
         helps_at = (
             self._throttled_at + 2 * self._run.relocation.apart + 1
         )  # what is known then was so while they ran one by one
@@ -121,7 +121,7 @@ class RunStatistics(Watcher):
         if run.plans.every:
             run.statistics.add(window)
         if len(run.took) < KEPT_STEPS:
-            run.took.append(Share.of(window.events).took)
+            run.took.append(Share.from_events(window.events).took)
 
 
 class PredictionCheck(Watcher):
@@ -133,7 +133,7 @@ class PredictionCheck(Watcher):
     def after_batch(self, step: TrainingStep) -> None:
         """Adopt the decision that the steps call for, from the next batch on."""
         run = self._run
-        found = self._prediction.corrected(run.windows)
+        found = self._prediction.correct_decision(run.windows)
         if found is not None:
             run.decision = found
             run.took.clear()

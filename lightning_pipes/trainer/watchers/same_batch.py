@@ -8,7 +8,7 @@ from functools import partial
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import EvaluationWatcher, Step
-from lightning_pipes.trainer.module.batches import check_same, fingerprint, sample_fingerprint
+from lightning_pipes.trainer.module.batches import check_same, checksum_batch, sample_fingerprint
 from lightning_pipes.trainer.module.optimizers import check_same_settings, settings_of
 from lightning_pipes.trainer.ranks.control import PendingGather
 
@@ -45,7 +45,7 @@ class SameBatch(EvaluationWatcher):
         if not self._comparing:
             return
         settings = settings_of(run.trainer.optimizers) if step.training else {}
-        found = run.control.start_all_gather((fingerprint(step.batch), settings))
+        found = run.control.start_all_gather((checksum_batch(step.batch), settings))
         check = partial(_check_same, found, run.control.ranks, f"{step.name}, batch {step.batch_idx}")
         if step.training:
             run.connections.check_later(found.has_arrived, check, late=1)

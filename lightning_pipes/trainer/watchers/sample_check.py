@@ -28,10 +28,10 @@ from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import Kind, PipelineError, Span
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_due
-from lightning_pipes.trainer.module.batches import copied, join, take, weighted_sum
+from lightning_pipes.trainer.module.batches import copy_batch, join, take_samples, weighted_sum
 from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.tape import TapedLayer
-from lightning_pipes.trainer.module.unchanged import unchanged
+from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.private_lightning import is_compiled, spectral_norms
 from lightning_pipes.trainer.step.steps import HOST, no_room
 
@@ -72,7 +72,7 @@ class SampleCheck(Watcher):
         self._looks = is_due(self._batches)
         if self._looks:
             step.entered = {}
-            step.loaded = move_data_to_device(copied(step.batch), HOST)
+            step.loaded = move_data_to_device(copy_batch(step.batch), HOST)
         self._batches += 1
 
     def before_optimizer_step(self, step: TrainingStep) -> None:
@@ -134,9 +134,9 @@ class SampleCheck(Watcher):
 
         def capture(batch: Any, rows: int, draws: RngUse) -> Any:
             whole = replace(item, rows=rows)
-            return self._steps.capture_input(step, whole, copied(batch), data.arguments, draws)
+            return self._steps.capture_input(step, whole, copy_batch(batch), data.arguments, draws)
 
-        with unchanged(self._cut.module, skip=self._cut.proxy):
+        with keep_unchanged(self._cut.module, skip=self._cut.proxy):
             draws = RngUse(self._device)
             whole, parts = capture(loaded, data.rows, draws), entered
             mixes = False
@@ -146,7 +146,7 @@ class SampleCheck(Watcher):
                 with _evaluating(self._cut.module, set(self._cut.proxy.modules())):
                     draws = RngUse(self._device)
                     whole = capture(loaded, data.rows, draws)
-                    cuts = {s: take(loaded, s, data.rows, samples=data.samples) for s in entered}
+                    cuts = {s: take_samples(loaded, s, data.rows, samples=data.samples) for s in entered}
                     parts = {span: capture(cuts[span], span.rows, draws) for span in sorted(entered)}
                     if draws.was_used:  # with the same numbers, samples are what they are whatever the others are
                         again = capture(loaded, data.rows, draws)
@@ -173,7 +173,7 @@ class SampleCheck(Watcher):
             self._steps.left.reset_layer(number)  # each micro-batch begins with what the layer kept before the batch
             return self._run(layer, samples, draws)
 
-        with unchanged(layer):
+        with keep_unchanged(layer):
             draws = RngUse(self._device)
             (whole, left), drew = run(x), False
             if draws.was_used:

@@ -28,7 +28,7 @@ NAMES = {f"pipeline/{name}" for name in ("step_ms", "bubble", "efficiency", "slo
 
 def timing(timeline) -> Timing:
     by_rank = [[e for e in timeline.events if e.rank == rank] for rank in range(timeline.plan.n_ranks)]
-    return Timing.of([Share.of(events) for events in by_rank])
+    return Timing.from_shares([Share.from_events(events) for events in by_rank])
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2])
@@ -49,19 +49,19 @@ def test_clocks_of_ranks_are_not_compared():
     span = Span(0, 1)
     early = [Event(0, F(0, span), 0, 10), Event(0, B(0, span), 40, 60)]
     late = [Event(1, F(1, span), 9_000_010, 9_000_020), Event(1, B(1, span), 9_000_020, 9_000_040)]
-    found = Timing.of([Share.of(early), Share.of(late)])
+    found = Timing.from_shares([Share.from_events(early), Share.from_events(late)])
     assert (found.seconds, found.bubble) == (60e-9, pytest.approx(0.5))
 
 
 def test_batches_of_a_window_share_its_time():
     span = Span(0, 1)
     events = [Event(0, F(0, span, batch=n), 10 * n, 10 * n + 5) for n in range(4)]
-    assert Timing.of([Share.of(events)]).seconds == pytest.approx(35e-9 / 4)
+    assert Timing.from_shares([Share.from_events(events)]).seconds == pytest.approx(35e-9 / 4)
 
 
 def test_steps_are_no_work_of_the_pipeline_and_nothing_is_nothing():
-    assert Share.of([Event(0, Instruction(Kind.STEP, 0), 5, 9)]) == (4, {}, 1)
-    assert Timing.of([Share.of([])]).metrics["pipeline/bubble"] == 1.0
+    assert Share.from_events([Event(0, Instruction(Kind.STEP, 0), 5, 9)]) == (4, {}, 1)
+    assert Timing.from_shares([Share.from_events([])]).metrics["pipeline/bubble"] == 1.0
 
 
 class Stopwatch(TimelineLogger):

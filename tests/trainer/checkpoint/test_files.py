@@ -17,7 +17,7 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.checkpoint import files
 from lightning_pipes.trainer.checkpoint.files import (
     AtomicCheckpointIO,
-    existing,
+    find_existing,
     local_path,
     put,
     remove,
@@ -47,7 +47,7 @@ def write_folder_in_two_steps(path: Path, value: int) -> None:
 
 
 def read(path: Path) -> Any:
-    path = existing(path)
+    path = find_existing(path)
     if path.is_dir():
         values = [torch.load(path / name) for name in ("a", "b")]
         assert values[0] == values[1]

@@ -29,8 +29,8 @@ from torch.utils.data import (
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.checkpoint.resumable import ResumableLoader, resumable
-from lightning_pipes.trainer.checkpointing import native, portable
+from lightning_pipes.trainer.checkpoint.resumable import ResumableLoader, make_resumable
+from lightning_pipes.trainer.checkpointing import to_native, to_portable
 from tests.trainer.lit import WIDTH, Lit, data, differences, plain_values, quiet
 from tests.trainers import make_trainer
 
@@ -307,15 +307,15 @@ def passed(loader: ResumableLoader, batches: int) -> tuple[list[Any], Any]:
     passing = iter(loader)
     taken = [plain_values(next(passing)) for _ in range(batches)]
     file = io.BytesIO()
-    torch.save(portable(passing.state(0, batches)), file)
+    torch.save(to_portable(passing.state(0, batches)), file)
     file.seek(0)
-    return taken, native(torch.load(file, weights_only=True))
+    return taken, to_native(torch.load(file, weights_only=True))
 
 
 def test_skipped_samples_are_not_loaded():
-    loader = resumable(LOADERS["numpy"]())
+    loader = make_resumable(LOADERS["numpy"]())
     _, state = passed(loader, 2)
-    again = resumable(LOADERS["numpy"]())
+    again = make_resumable(LOADERS["numpy"]())
     again.resume_from(state, compare=True)
     Augmented.loads = 0
     assert len(next(iter(again))[0]) == 6
@@ -328,8 +328,8 @@ def test_a_sampler_that_gives_something_else_is_noticed(change):
     sampler = RandomSampler(range(20)) if change in ("sampler", "generators") else NumpySampler(20)
     if change == "sampler":
         sampler.rng, sampler.other = np.random.default_rng(7), random.Random(8)
-    _, state = passed(resumable(DataLoader(data(20), 4, sampler=NumpySampler(20))), 3)
-    loader = resumable(DataLoader(data(20), size, sampler=sampler))
+    _, state = passed(make_resumable(DataLoader(data(20), 4, sampler=NumpySampler(20))), 3)
+    loader = make_resumable(DataLoader(data(20), size, sampler=sampler))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loader.resume_from(state, compare=True)
@@ -342,11 +342,11 @@ def test_a_sampler_that_gives_something_else_is_noticed(change):
 
 def test_the_loader_itself_is_left_alone():
     loader = Doubling(Augmented(), 8, shuffle=True)
-    made = resumable(loader)
+    made = make_resumable(loader)
     assert isinstance(made, Doubling)
     assert (made.dataset, made.sampler, made.batch_sampler) == (loader.dataset, loader.sampler, loader.batch_sampler)
     assert len(made) == len(loader) == 3
-    assert type(resumable(made)) is type(made)
+    assert type(make_resumable(made)) is type(made)
     iter(made)
     assert type(loader) is Doubling
     assert "_start" not in vars(loader)

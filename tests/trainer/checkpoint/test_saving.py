@@ -20,7 +20,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.testing.ranks import run_ranks, scale_timeout, watch_ranks
 from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO
-from lightning_pipes.trainer.checkpoint.saving import Saver, snapshot
+from lightning_pipes.trainer.checkpoint.saving import Saver, snapshot_state
 from lightning_pipes.trainer.module.checks import check_async
 from tests.trainer.checkpoint.runs import OneRank, fit
 from tests.trainer.lit import differences
@@ -217,7 +217,7 @@ def test_a_full_disk_is_called_that(tmp_path):
 def test_a_snapshot_is_not_reached_by_later_steps():
     weight = torch.ones(2)
     tree = {"a": weight, "b": [weight, {"c": 1}]}
-    copied = snapshot(tree)
+    copied = snapshot_state(tree)
     weight.add_(1)
     tree["b"][1]["c"] = 2
     assert copied["a"].tolist() == [1, 1]

@@ -18,11 +18,11 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.module.batches import (
     SampleLists,
     check_same,
-    fingerprint,
+    checksum_batch,
     join,
     rows_of,
     sample_fingerprint,
-    take,
+    take_samples,
 )
 from tests.trainer import lit
 from tests.trainer.lit import Case, Lit, differences, train_cases
@@ -85,9 +85,9 @@ BATCHES: dict[str, tuple[Any, int, Any]] = {
 def test_what_is_cut(name):
     batch, rows, wanted = BATCHES[name]
     assert rows_of(batch) == rows
-    found = take(batch, Span(rows - 1, rows), rows)
+    found = take_samples(batch, Span(rows - 1, rows), rows)
     assert same(found, wanted), found
-    whole = take(batch, Span(0, rows), rows)
+    whole = take_samples(batch, Span(0, rows), rows)
     assert same(whole, batch), whole
 
 
@@ -107,7 +107,7 @@ def test_lists_of_samples_are_joined():
         "names": ("a", "b", "c", "d", "e"),
         "mask": t(7),
     }
-    parts = [take(whole, span, 5) for span in spans]
+    parts = [take_samples(whole, span, 5) for span in spans]
     assert same(join(parts, spans, "it"), whole)
     with pytest.raises(PipelineError, match=r"it has lists of \[2, 2\] entries for \[2, 3\] samples"):
         join([[t(6), t(7)], [t(6), t(8)]], spans, "it")
@@ -127,7 +127,7 @@ def test_what_one_batch_does_not_tell_an_earlier_one_does(batch):
 
     def taken(batch: Any, rows: int) -> tuple[int, int]:
         """Entries of the list in the last micro-batch of one sample, and their rows."""
-        (_, part) = take(batch, Span(rows - 1, rows), rows, samples=lists.of(batch, rows))
+        (_, part) = take_samples(batch, Span(rows - 1, rows), rows, samples=lists.find_lists(batch, rows))
         return len(part), len(part[0] if isinstance(part[0], torch.Tensor) else part[0]["boxes"])
 
     def of(rows: int) -> Any:
@@ -258,7 +258,7 @@ def test_training_on_targets_is_that_of_one_process(ranks, schedule):
 def test_take_cuts_what_counts_samples():
     x = torch.arange(12).view(6, 2)
     batch = {"pair": Pair(x, [x[:, 0], 7]), "names": list("abcdef"), "weights": torch.ones(3), "flag": True}
-    part = take(batch, Span(2, 4), 6)
+    part = take_samples(batch, Span(2, 4), 6)
     assert part["pair"].x.tolist() == [[4, 5], [6, 7]]
     assert part["pair"].y[0].tolist() == [4, 6]
     assert part["pair"].y[1] == 7
@@ -293,8 +293,8 @@ def test_join_is_the_other_direction_of_take():
 def test_fingerprint_sees_values_shapes_and_types():
     x = torch.arange(6.0)
     others = [x.view(2, 3), x.double(), x + 1e-6 * (x == 3), x.flip(0)]
-    assert len({fingerprint({"x": t}) for t in (x, *others)}) == 5
-    assert fingerprint([x, "a"]) == fingerprint([x.clone(), "b"])
+    assert len({checksum_batch({"x": t}) for t in (x, *others)}) == 5
+    assert checksum_batch([x, "a"]) == checksum_batch([x.clone(), "b"])
     with pytest.raises(PipelineError, match="training, batch 0: the ranks of one pipeline loaded different batches"):
         check_same(["a", "b"], [0, 1], "training, batch 0")
 

@@ -26,7 +26,7 @@ class TestInterceptor:
 
     def test_supply_gives_the_answer(self):
         inner = Interceptor("self.model")
-        assert inner.supply(lambda x: inner((x,), {}) + 1, lambda x: 10 * x, 4) == 41
+        assert inner.run_with_answer(lambda x: inner((x,), {}) + 1, lambda x: 10 * x, 4) == 41
 
     def test_outside_of_a_step(self):
         with pytest.raises(PipelineError, match="called outside of training_step"):

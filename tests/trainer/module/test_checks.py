@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_pipes.trainer.module.checks import checksum
+from lightning_pipes.trainer.module.checks import checksum_tensors
 
 
 def test_checksums_see_values_places_and_signs() -> None:
@@ -19,5 +19,5 @@ def test_checksums_see_values_places_and_signs() -> None:
         [ones, torch.zeros(2)],
         [torch.zeros(2), ones],
     ]
-    assert len({checksum(tensors) for tensors in different}) == len(different)
-    assert checksum([torch.arange(12.0)[3:6]]) == checksum([torch.arange(3.0, 6.0)])
+    assert len({checksum_tensors(tensors) for tensors in different}) == len(different)
+    assert checksum_tensors([torch.arange(12.0)[3:6]]) == checksum_tensors([torch.arange(3.0, 6.0)])

@@ -109,7 +109,7 @@ def test_unpacking_and_entries():
     x = interceptor.capture(step, module, torch.ones(2))
     for number in range(4):
         x = run(parts, number, x)
-    assert interceptor.supply(step, lambda _: x, module, torch.ones(2)).tolist() == [5.0, 5.0]
+    assert interceptor.run_with_answer(step, lambda _: x, module, torch.ones(2)).tolist() == [5.0, 5.0]
 
 
 class Notes(UserDict):
@@ -183,7 +183,7 @@ def test_use_cache_is_off_while_a_step_runs():
     tokens = torch.zeros(2, 5, dtype=torch.long)
     interceptor.capture(step, tokens)
     assert config.use_cache
-    interceptor.supply(step, lambda x: torch.zeros(2, 5, 8), tokens)
+    interceptor.run_with_answer(step, lambda x: torch.zeros(2, 5, 8), tokens)
     assert config.use_cache
     with pytest.raises(PipelineError, match=r"layer 0 of .* holds a DynamicCache; .* set use_cache=False"):
         interceptor.capture(lambda: module.net(tokens, use_cache=True))
@@ -253,7 +253,7 @@ class Cache:
 def test_what_a_loop_can_not_do(step, message):
     module, interceptor, _ = cut()
     with pytest.raises((PipelineError, NotImplementedError), match=message):
-        interceptor.supply(step, lambda x: torch.zeros(2, 3), module)
+        interceptor.run_with_answer(step, lambda x: torch.zeros(2, 3), module)
 
 
 def test_a_second_loop_is_refused():
@@ -263,12 +263,12 @@ def test_a_second_loop_is_refused():
         return loop()(module) + loop()(module)
 
     with pytest.raises(PipelineError, match=r"twice calls the layers of self.layers more than once for one batch"):
-        interceptor.supply(twice, lambda x: torch.zeros(2, 3), module)
+        interceptor.run_with_answer(twice, lambda x: torch.zeros(2, 3), module)
 
 
 def test_layers_outside_of_steps():
     module, interceptor, _ = cut()
-    kept = interceptor.supply(lambda m: (list(m.layers), loop()(m))[0], lambda x: torch.zeros(2, 3), module)
+    kept = interceptor.run_with_answer(lambda m: (list(m.layers), loop()(m))[0], lambda x: torch.zeros(2, 3), module)
     with pytest.raises(PipelineError, match=r"layer 1 of self.layers was called outside .*recompute=True"):
         kept[1](torch.zeros(2, 3))
     assert [type(layer) for layer in module.layers] == [Layer] * 4

@@ -260,7 +260,7 @@ def test_devices_with_neighbours_while_layers_are_measured_do_not_count() -> Non
     def slowed(factor: float) -> ModelProfile:
         return one.scaled([factor] * 3)
 
-    found = deciding.undisturbed([slowed(2.5), slowed(2.5), slowed(2.5), one, slowed(1.05)])
+    found = deciding.undisturbed_profile([slowed(2.5), slowed(2.5), slowed(2.5), one, slowed(1.05)])
     for layer, wanted in zip(found.layers, one.layers, strict=True):
         assert layer.forward[-1][1] == pytest.approx(1.01 * wanted.forward[-1][1])
         assert layer.backward[-1][1] == pytest.approx(1.01 * wanted.backward[-1][1])

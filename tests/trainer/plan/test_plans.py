@@ -41,8 +41,8 @@ def plans(replanner: Asked | None = Asked()) -> Plans:  # it is frozen
 
 
 def test_who_replans_instead_of_the_schedules_planner() -> None:
-    assert [plans().due(batch) for batch in (0, 4, 5, 10, 11)] == [False, False, True, True, False]
-    assert not any(plans(None).due(batch) for batch in range(20))
+    assert [plans().is_due(batch) for batch in (0, 4, 5, 10, 11)] == [False, False, True, True, False]
+    assert not any(plans(None).is_due(batch) for batch in range(20))
     assert plans(None).revised(8, ()) is not None
 
 
@@ -67,7 +67,7 @@ def test_a_revised_plan_remembers_the_looks_at_those_before() -> None:
 
 def test_another_schedule_is_replanned_by_the_same() -> None:
     other = plans().other(make_schedule("gpipe"))
-    assert other.due(5)
+    assert other.is_due(5)
     assert other.revised(8, ()).for_rows(8)[0].layers == (Span(0, 3), Span(3, 6))
     assert questions[0].schedule == make_schedule("gpipe")
 

@@ -75,8 +75,8 @@ def run(looking: tuple[Prediction, Told], pair: Sequence[Window], steps: int = S
     """The last answer to so many steps."""
     found = None
     for _ in range(steps):
-        looking[1].shares.append(Share.of(pair[1].events))
-        found = looking[0].corrected([pair[0]])
+        looking[1].shares.append(Share.from_events(pair[1].events))
+        found = looking[0].correct_decision([pair[0]])
     return found
 
 

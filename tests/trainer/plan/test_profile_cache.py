@@ -27,38 +27,38 @@ PROFILE = ModelProfile((LayerProfile("one", ((1, 0.5),), ((1, 1.0),)),))
 
 def test_a_profile_is_found_by_its_key(tmp_path: Path) -> None:
     cache = ProfileCache(tmp_path / "kept")
-    assert cache.find("a") is None
-    cache.keep("a", PROFILE)
-    assert cache.find("a") == PROFILE
-    assert cache.find("b") is None
+    assert cache.find_profile("a") is None
+    cache.keep_profile("a", PROFILE)
+    assert cache.find_profile("a") == PROFILE
+    assert cache.find_profile("b") is None
     assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".json"]
 
 
 def test_another_version_measures_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ProfileCache(tmp_path).keep("a", PROFILE)
+    ProfileCache(tmp_path).keep_profile("a", PROFILE)
     monkeypatch.setattr(profile_cache, "version", lambda name: "0.0.0")
-    assert ProfileCache(tmp_path).find("a") is None
+    assert ProfileCache(tmp_path).find_profile("a") is None
 
 
 def test_a_contradicted_profile_is_removed(tmp_path: Path) -> None:
-    ProfileCache(tmp_path).keep("a", PROFILE)
+    ProfileCache(tmp_path).keep_profile("a", PROFILE)
     later = ProfileCache(tmp_path)
-    later.forget()  # it has used none
+    later.forget_profile()  # it has used none
     assert later.find("a") == PROFILE
-    later.forget()
-    assert ProfileCache(tmp_path).find("a") is None
+    later.forget_profile()
+    assert ProfileCache(tmp_path).find_profile("a") is None
 
 
 def test_damaged_files_and_those_of_others_are_left_alone(tmp_path: Path) -> None:
     cache = ProfileCache(tmp_path)
-    cache.keep("a", PROFILE)
+    cache.keep_profile("a", PROFILE)
     (file,) = tmp_path.iterdir()
     if os.getuid() == 0:
         os.chown(file, 12345, -1)
-        assert cache.find("a") is None
+        assert cache.find_profile("a") is None
         os.chown(file, 0, -1)
     file.write_text("{")
-    assert cache.find("a") is None
+    assert cache.find_profile("a") is None
 
 
 def test_where_profiles_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_where_profiles_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_folder_that_is_a_file_keeps_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    ProfileCache(tmp_path / "file").keep("a", PROFILE)
+    ProfileCache(tmp_path / "file").keep_profile("a", PROFILE)
 
 
 def test_the_command_removes_them(
@@ -85,7 +85,7 @@ def test_the_command_removes_them(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(VARIABLE)
-    ProfileCache(tmp_path / profile_cache.FOLDER).keep("a", PROFILE)
+    ProfileCache(tmp_path / profile_cache.FOLDER).keep_profile("a", PROFILE)
     assert main(["profile", "--clear"]) == 0
     assert "1 profile" in capsys.readouterr().out
     assert [*tmp_path.iterdir()] == []

@@ -63,12 +63,12 @@ def spans(*ends: int) -> tuple[Span, ...]:
 
 def test_layers_that_move_are_named_with_where_they_go():
     _, holdings = made(0, 1, 3, 1)
-    assert holdings.moves(spans(1, 4, 5)) == []
-    assert holdings.moves(spans(4, 4, 5)) == [(1, 1, 2), (2, 1, 2), (3, 1, 2)]  # the shared ones together
-    assert holdings.moves(spans(0, 5, 5)) == [(0, 2, 1), (4, 0, 1)]
-    holdings.settle(spans(4, 4, 5))
+    assert holdings.list_moves(spans(1, 4, 5)) == []
+    assert holdings.list_moves(spans(4, 4, 5)) == [(1, 1, 2), (2, 1, 2), (3, 1, 2)]  # the shared ones together
+    assert holdings.list_moves(spans(0, 5, 5)) == [(0, 2, 1), (4, 0, 1)]
+    holdings.place_layers(spans(4, 4, 5))
     assert holdings.local == [4]
-    assert holdings.moves(spans(1, 4, 5)) == [(1, 2, 1), (2, 2, 1), (3, 2, 1)]
+    assert holdings.list_moves(spans(1, 4, 5)) == [(1, 2, 1), (2, 2, 1), (3, 2, 1)]
 
 
 @pytest.mark.parametrize(
@@ -79,4 +79,4 @@ def test_what_can_not_be_is_refused(layers: tuple[Span, ...]):
     with pytest.raises(
         PlanError, match=r"model.1.weight is shared by layers 1 and 3|every layer has to be in one stage"
     ):
-        holdings.moves(layers)
+        holdings.list_moves(layers)

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_pipes.testing.ranks import run_environment, run_ranks
 from lightning_pipes.trainer.ranks import threads
-from lightning_pipes.trainer.ranks.threads import Cores, share
+from lightning_pipes.trainer.ranks.threads import Cores, threads_of_process
 from tests.launch.example import ROOT, STARTUP
 from tests.trainer.ranks.noting import noted
 
@@ -62,30 +62,30 @@ def cores(*numbers: int, **more: Any) -> Cores:
 
 def test_shares() -> None:
     two = cores(0, 1)
-    assert share(two, [two]) == 2
-    assert share(two, [two] * 2) == 1
-    assert share(two, [two] * 5) == 1
+    assert threads_of_process(two, [two]) == 2
+    assert threads_of_process(two, [two] * 2) == 1
+    assert threads_of_process(two, [two] * 5) == 1
     sixteen = cores(*range(16))
-    assert share(sixteen, [sixteen] * 4) == 4
-    assert share(sixteen, [sixteen] * 3) == 5
-    assert share(sixteen, [sixteen, Cores("another", sixteen.cores)]) == 16
+    assert threads_of_process(sixteen, [sixteen] * 4) == 4
+    assert threads_of_process(sixteen, [sixteen] * 3) == 5
+    assert threads_of_process(sixteen, [sixteen, Cores("another", sixteen.cores)]) == 16
 
 
 def test_a_process_that_is_bound_to_cores_of_its_own_has_all_of_them() -> None:
     """As SLURM binds tasks."""
     tasks = [cores(*range(4 * n, 4 * n + 4)) for n in range(4)]
-    assert [share(task, tasks) for task in tasks] == [4] * 4
-    assert share(tasks[0], [*tasks, cores(0, 1)]) == 3
+    assert [threads_of_process(task, tasks) for task in tasks] == [4] * 4
+    assert threads_of_process(tasks[0], [*tasks, cores(0, 1)]) == 3
 
 
 def test_a_container_has_what_it_is_allowed() -> None:
     mine = cores(*range(64), group="a", allowed=8.0)
     other = cores(*range(64), group="b", allowed=2.0)
-    assert share(mine, [mine]) == 8
-    assert share(mine, [mine, mine, other, other]) == 4
-    assert share(other, [mine, mine, other, other]) == 1
+    assert threads_of_process(mine, [mine]) == 8
+    assert threads_of_process(mine, [mine, mine, other, other]) == 4
+    assert threads_of_process(other, [mine, mine, other, other]) == 1
     small = cores(*range(64), group="c", allowed=1.5)
-    assert share(small, [mine, small]) == 1
+    assert threads_of_process(small, [mine, small]) == 1
 
 
 @pytest.mark.parametrize(

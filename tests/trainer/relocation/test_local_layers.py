@@ -244,9 +244,9 @@ def test_layers_of_siblings_stay_where_their_memory_is() -> None:
 def test_a_layer_takes_along_which_of_its_buffers_change() -> None:
     module = LitRich()
     buffers = BufferSync(module, None)
-    buffers.follow("model.1.", ["count", "norm.running_mean"])
-    assert buffers.changing("model.1.") == ["count", "norm.running_mean"]
-    assert buffers.changing("model.2.") == []
+    buffers.follow_names("model.1.", ["count", "norm.running_mean"])
+    assert buffers.changing_names("model.1.") == ["count", "norm.running_mean"]
+    assert buffers.changing_names("model.2.") == []
 
 
 def test_a_copy_of_weights_elsewhere_keeps_their_layer_there() -> None:

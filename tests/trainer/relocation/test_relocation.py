@@ -156,8 +156,8 @@ def test_which_runs_go_on_with_the_layers_of_their_checkpoint() -> None:
     before = Placement.from_data(Placement((Span(0, 1), Span(1, 6)), (0, 1), [3]).data())
 
     def cut(partition: Any, schedule: str = "dynpipe", layers: int = 6, ranks: int = 2, replan: bool = False) -> Any:
-        request = RunRequest.of(schedule, None, 2, False, partition, replan)
-        return request.resumed(before, layers, ranks).partition
+        request = RunRequest.from_arguments(schedule, None, 2, False, partition, replan)
+        return request.resume_cut(before, layers, ranks).partition
 
     assert cut([3]) == cut("auto") == cut("parameters") == cut("auto", "pipedream") == [1]
     assert cut("auto", "1f1b", replan=True) == [1]
@@ -173,7 +173,7 @@ def moving(trainer: Any, way: str) -> LayerRelocation:
 
 def test_a_scaler_can_not_wait() -> None:
     trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=object()))
-    assert not moving(trainer, "overlapped").pauses()
+    assert not moving(trainer, "overlapped").should_pause()
     with pytest.raises(PipelineError, match="use 'bf16-mixed', or relocation='overlapped'"):
         moving(trainer, "buffered")
 

@@ -217,7 +217,7 @@ def test_nothing_to_report():
 
     empty: list[Any] = [[], []]
     with pytest.raises(PlanError, match="no batch was trained"):
-        PipelineReport.of(empty)
+        PipelineReport.from_windows(empty)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_whether_a_choice_came_true(measured, said):
     events = [Event(0, F(0, Span(0, 1)), 0, 10**9), Event(0, B(0, Span(0, 1)), 10**9, 4 * 10**9)]
     window = Window(plan, GPipe().program(plan), events)
     about = About(choice="cut at [3]", predicted=1.0, measured=measured)
-    assert str(PipelineReport.of([[window]], about).record.choice).endswith(said)
+    assert str(PipelineReport.from_windows([[window]], about).record.choice).endswith(said)
 
 
 def test_predicted_and_measured_are_of_one_batch_operation_by_operation():
@@ -242,7 +242,7 @@ def test_predicted_and_measured_are_of_one_batch_operation_by_operation():
         ran = simulate(program, plan, replace(CostModel.uniform(2, 1e-3, 2e-3), each=late))
         for rank in range(2):
             windows[rank].append(Window(plan, program, [e for e in ran.events if e.rank == rank]))
-    report = PipelineReport.of(windows)
+    report = PipelineReport.from_windows(windows)
     assert report.predicted.makespan == report.measured.makespan > 100_000_000
     assert report.bubble_predicted == report.bubble_measured
     assert simulate(program, plan, report.record.costs).makespan < 40_000_000
@@ -257,7 +257,9 @@ def test_what_ranks_do_between_two_tasks_is_predicted_where_it_is_rare_too():
     spans = plan.spans(Kind.F, 0)
     ran = simulate(program, plan, replace(CostModel.uniform(2, 1e-3, 2e-3), each={F(0, spans[1]): 21e-3}))
     events = [e._replace(start=e.end - 1_000_000) if e.instruction == F(0, spans[1]) else e for e in ran.events]
-    report = PipelineReport.of([[Window(plan, program, [e for e in events if e.rank == r])] for r in range(2)])
+    report = PipelineReport.from_windows(
+        [[Window(plan, program, [e for e in events if e.rank == r])] for r in range(2)]
+    )
     assert report.record.costs.overhead == 0
     without = 1 - 24 / 27  # of nine forwards and nine backwards in a row, eight each are a rank's own
     assert without + 0.2 < report.bubble_predicted <= report.bubble_measured
@@ -267,5 +269,7 @@ def test_it_says_in_which_world_it_predicts():
     plan = Plan.even(2, 2)
     program = GPipe().program(plan)
     ran = simulate(program, plan, CostModel.uniform(2, 1e-3, 2e-3, message_bytes=10, link=Link(1e4)))
-    report = PipelineReport.of([[Window(plan, program, [e for e in ran.events if e.rank == r])] for r in range(2)])
+    report = PipelineReport.from_windows(
+        [[Window(plan, program, [e for e in ran.events if e.rank == r])] for r in range(2)]
+    )
     assert "predicted with asynchronous links" in str(report)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.module.unchanged import unchanged
+from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.private_transformers import install_output_hooks
 from lightning_pipes.trainer.units.borders import Borders, match_starts, merge_units
 from lightning_pipes.trainer.units.lazy_step import LazyStep
@@ -32,7 +32,7 @@ def cloned(batch: Any) -> Any:
 
 
 def run_in(case: Case, work: Callable[[], Any]) -> Any:
-    with unchanged(case.model), torch.random.fork_rng():
+    with keep_unchanged(case.model), torch.random.fork_rng():
         return work()
 
 

@@ -236,18 +236,18 @@ class Evaluated(Net):
 
 @contextmanager
 def forgets_modes(rank: int) -> Iterator[None]:
-    hold = proxy.StageProxy.hold
+    hold = proxy.StageProxy.hold_layers
 
     def broken(self: Any, local: Any) -> None:
         hold(self, local)
         for layer in self._modules.values():
             layer.train()
 
-    proxy.StageProxy.hold = broken  # type: ignore[method-assign]
+    proxy.StageProxy.hold_layers = broken  # type: ignore[method-assign]
     try:
         yield
     finally:
-        proxy.StageProxy.hold = hold  # type: ignore[method-assign]
+        proxy.StageProxy.hold_layers = hold  # type: ignore[method-assign]
 
 
 @fault("layers in evaluation mode with dropout", "the mode of", base=Evaluated, broken=forgets_modes)
