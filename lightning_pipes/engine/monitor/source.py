@@ -1,4 +1,4 @@
-"""Sources of numbers about a device or a machine, and those of the machine, from Linux: its cores and memory."""
+"""Sources of numbers about a device or a machine. Those of the machine, its cores and memory, are read from Linux."""
 
 from __future__ import annotations
 

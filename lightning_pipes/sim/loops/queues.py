@@ -1,4 +1,4 @@
-"""Operations whose order is open: their dependencies, and the queues from which ranks pick."""
+"""Operations of open order: their dependencies, and the queues from which ranks pick."""
 
 from __future__ import annotations
 

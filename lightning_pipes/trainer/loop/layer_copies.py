@@ -1,4 +1,4 @@
-"""Cuts of single batches, whose stages run other layers than the plan's: copies of layers go from rank to rank."""
+"""Cuts of single batches. Copies of layers go from rank to rank where stages run other layers than the plan's."""
 
 from __future__ import annotations
 

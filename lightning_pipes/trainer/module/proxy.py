@@ -43,7 +43,7 @@ class StageProxy(nn.Module):
         loop = LayerLoop(name, list(full), lambda: interceptor.running, interceptor.call_layers)
         hidden = {"_full": full, "_call": interceptor, "_loop": loop, "_name": name, "_scope": scope}
         self.__dict__.update(hidden)  # past nn.Module, which would register the whole module
-        self.hold(local)
+        self.hold_layers(local)
         self.training = full.training  # layers keep their own modes, as Lightning has it
 
     def hold_layers(self, local: Iterable[int]) -> None:

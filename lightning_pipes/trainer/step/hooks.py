@@ -1,4 +1,4 @@
-"""The table of hooks, which says what a pipeline does around each hook of the user's, and the wrappers that do it.
+"""The table of the user's hooks, and the wrappers around them.
 
 A hook without a row runs on every rank, on this rank's part of the module, and nothing else happens around it.
 Hooks that code of the user's has registered on parameters run once for a batch, not for each micro-batch.

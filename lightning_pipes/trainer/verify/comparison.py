@@ -1,4 +1,4 @@
-"""Comparison of values of a pipeline with those of one process, up to rounding: the first difference, its place and
+"""Comparison of a pipeline's values with one process, up to rounding: the first difference, its place and
 likely reason in words, and results in a file for the command `lightning-pipes verify`."""
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ class Wrong(Schedule):
 def test_what_was_verified_is_not_verified_again():
     plans = Plans(Problem(KFKB(1), 2, 1, 4, layers=(Span(0, 1), Span(1, 2))))
     plan, _ = plans.for_rows(8)
-    found = plans.other(Wrong(), 4, verified=8)
+    found = plans.for_schedule(Wrong(), 4, verified=8)
     assert found.for_rows(8) == (plan, Wrong().program(plan))
     with pytest.raises(ProgramError):
         found.for_rows(6)  # a batch of another size has another order
     with pytest.raises(ProgramError):
-        plans.other(Wrong(), 4)
+        plans.for_schedule(Wrong(), 4)

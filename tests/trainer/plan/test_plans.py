@@ -66,7 +66,7 @@ def test_a_revised_plan_remembers_the_looks_at_those_before() -> None:
 
 
 def test_another_schedule_is_replanned_by_the_same() -> None:
-    other = plans().other(make_schedule("gpipe"))
+    other = plans().for_schedule(make_schedule("gpipe"))
     assert other.is_due(5)
     assert other.revised(8, ()).for_rows(8)[0].layers == (Span(0, 3), Span(3, 6))
     assert questions[0].schedule == make_schedule("gpipe")
@@ -76,7 +76,7 @@ def test_a_short_batch_is_cut_into_fewer_where_one_sample_is_too_few() -> None:
     found = Plans(Problem(make_schedule("1f1b"), 2, 1, 4, layers=LAYERS, least=2))
     sizes = {rows: [span.rows for span in found.for_rows(rows)[0].spans(Kind.F, 0)] for rows in (1, 3, 5, 7, 8, 9)}
     assert sizes == {1: [1], 3: [3], 5: [2, 3], 7: [2, 2, 3], 8: [2] * 4, 9: [2, 2, 2, 3]}
-    wider = found.other(make_schedule("kfkb", k=2), microbatches=2)
+    wider = found.for_schedule(make_schedule("kfkb", k=2), microbatches=2)
     assert [span.rows for span in wider.for_rows(3)[0].spans(Kind.F, 0)] == [3]
 
 

@@ -44,7 +44,7 @@ def test_a_contradicted_profile_is_removed(tmp_path: Path) -> None:
     ProfileCache(tmp_path).keep_profile("a", PROFILE)
     later = ProfileCache(tmp_path)
     later.forget_profile()  # it has used none
-    assert later.find("a") == PROFILE
+    assert later.find_profile("a") == PROFILE
     later.forget_profile()
     assert ProfileCache(tmp_path).find_profile("a") is None
 
@@ -64,14 +64,14 @@ def test_damaged_files_and_those_of_others_are_left_alone(tmp_path: Path) -> Non
 def test_where_profiles_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = pl.Trainer(default_root_dir=tmp_path, logger=False, accelerator="cpu")
     monkeypatch.setenv(VARIABLE, "")
-    find_cache(trainer).keep("a", PROFILE)
+    find_cache(trainer).keep_profile("a", PROFILE)
     assert [*tmp_path.iterdir()] == []
     monkeypatch.delenv(VARIABLE)
-    find_cache(trainer).keep("a", PROFILE)
+    find_cache(trainer).keep_profile("a", PROFILE)
     assert clear_profiles(tmp_path) == 1
     assert [*tmp_path.iterdir()] == []
     monkeypatch.setenv(VARIABLE, str(tmp_path / "named"))
-    find_cache(trainer).keep("a", PROFILE)
+    find_cache(trainer).keep_profile("a", PROFILE)
     assert clear_profiles(tmp_path / "another") == 1
 
 
