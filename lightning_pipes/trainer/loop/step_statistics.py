@@ -113,7 +113,7 @@ class StepStatistics:
     def merge_free_bytes(self, free: Sequence[int | None], plan: Plan) -> FreeBytes:
         """Return the least free bytes of all replicas, by rank of `plan`; `free` has those of all global ranks."""
         pipelines = self._ranks.grid.pipelines
-        order = positions(plan.ranks, len(pipelines[0]))
+        order = positions_of_ranks(plan.ranks, len(pipelines[0]))
         return tuple(
             min((each for pipeline in pipelines if (each := free[pipeline[at]]) is not None), default=None)
             for at in order

@@ -70,7 +70,7 @@ class GradientAgreement:
         return total_norm(mine, self._holdings.numbers, 2.0, dtype, self._control)
 
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
-        with self._scope.suspended():  # a hook may ask for clipping
+        with self._scope.suspend_hooks():  # a hook may ask for clipping
             norm = self.total_norm(optimizer).to(self._device)
             parameters = list(map(_local, self._precision.main_params(optimizer)))
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
