@@ -63,6 +63,8 @@ def copy_whole(whole: torch.Tensor, into: torch.Tensor) -> None:
 def unshard_over(parameter: torch.Tensor, dimension: str) -> nn.Parameter:
     """Return a parameter that is whole over a dimension of the mesh. Collective over it, unless it is on `meta`."""
 
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
     assert isinstance(parameter, DTensor)
     found: Any = parameter.detach()
     mesh = parameter.device_mesh
