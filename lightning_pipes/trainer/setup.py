@@ -24,7 +24,6 @@ from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.run import PipelineRun, Training
 from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.loop.synchronous import SynchronousTraining
-from lightning_pipes.trainer.module.averages import check_averages, spread_averages
 from lightning_pipes.trainer.module.capture import CacheSwitch, Interceptor
 from lightning_pipes.trainer.module.checks import check_run, equal_weights, warn_about, warn_about_pieces
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_optimizers, check_same_cut
@@ -47,6 +46,7 @@ from lightning_pipes.trainer.module.pipelined import (
 from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.module.sharding import check_shards, leave_spread, unshard_outside
 from lightning_pipes.trainer.module.step_probe import check_steps_apart
+from lightning_pipes.trainer.module.weight_callbacks import check_callbacks, spread_callbacks
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.plan.container import find_container, find_misuse, warn_about_outside
 from lightning_pipes.trainer.plan.deciding import Deciding
@@ -186,7 +186,7 @@ def prepare(
     )
     training = choose_training(trainer, session, decision.schedule, settings, memory, holdings, order)
 
-    check_averages(
+    check_callbacks(
         private.callbacks(trainer),
         module,
         overlaps=decision.schedule.name if fitting and order.is_endless else None,
@@ -216,7 +216,7 @@ def prepare(
         layout.keep_local(cut.is_foreign)
     strategy.model_to_device()
     gather_average = partial(checkpointing.gather_average, cut)
-    spread_averages(private.callbacks(trainer), module, cut.scope, gather_average, patches)
+    spread_callbacks(private.callbacks(trainer), module, cut.scope, gather_average, ranks.pipeline, patches)
     checkpointing.shards = None
     if fitting and settings.shard_optimizer:
         checkpointing.shards = OptimizerShards(strategy.optimizers, session.replicas, cut.scope, patches)
@@ -474,14 +474,12 @@ def wrap_hooks(
         agree: has ranks agree on stopping, after the hooks at which they do.
         start_epoch: called when an epoch has begun.
     """
-    module, callbacks, scope = run.cut.module, private.callbacks(trainer), run.cut.scope
-    HookClipping(
-        lambda: run.part.parameters, scope, run.part.holdings, None if run.is_asynchronous else holders, patches
-    )
+    module, callbacks, scope, part = run.cut.module, private.callbacks(trainer), run.cut.scope, run.part
+    HookClipping(lambda: part.parameters, scope, part.holdings, None if run.is_asynchronous else holders, patches)
     track_hooks(module, callbacks, scope, patches)
-    OptimizersView(run.part.layouts, scope, patches, run.training.why_no_state)
+    OptimizersView(part.layouts, scope, patches, run.training.why_no_state, run.list_parameters, part.adopt_groups)
     step_whole = not run.is_asynchronous or isinstance(run.plans.schedule, Schedule)
-    track_optimizer_steps(run.part.optimizers, scope, patches, step_whole)
+    track_optimizer_steps(part.optimizers, scope, patches, step_whole)
     synchronise = partial(run.state.synchronise_ranks, pipeline, run.last_rank, run.last)
     followed = partial(run.state.follow_hook, synchronise=synchronise)
     wrap_module_hooks(module, patches, followed, run.last, run.is_asynchronous, agree, start_epoch)

@@ -39,13 +39,13 @@ from lightning_pipes.trainer.loop.adopting import adopt_plan
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.stopping import as_terminated
-from lightning_pipes.trainer.module.averages import restore_averages
 from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.checks import broadcast_random_state
 from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.pretrained import reads_later
 from lightning_pipes.trainer.module.remote_tensors import HookScope
+from lightning_pipes.trainer.module.weight_callbacks import restore_averages
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.request import RunRequest

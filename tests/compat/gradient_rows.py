@@ -77,7 +77,7 @@ hooks("layers appended in a hook", module=g.Appends, refused="adds layers to sel
 hooks("a layer replaced in a hook", module=g.Replaces, refused="replaces layer 1 of self.model")
 hooks("a part of a layer replaced in a hook", module=g.ReplacesInside)
 hooks("the pipelined module replaced in a hook", module=g.Slices, refused="self.model has been replaced")
-hooks("add_param_group in a hook", module=g.AddsGroup, refused="add_param_group")
+hooks("add_param_group in a hook", module=g.AddsGroup)
 hooks("autograd.grad through the layers", module=g.Penalises, refused="autograd.grad")
 hooks(
     "hooks of parameters where batches overlap",

@@ -452,6 +452,25 @@ class Thaw(BaseFinetuning):
             self.unfreeze_and_add_param_group(module.model[0], optimizer, lr=0.1)
 
 
+class LitBackbone(Lit):
+    """A backbone, which is cut, with weights that equal each other, and a head outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = self.model
+        del self.model
+        self.backbone.insert(2, nn.LayerNorm(WIDTH))
+        self.backbone.append(nn.LayerNorm(3))
+        self.head = nn.Sequential(nn.LayerNorm(3).requires_grad_(False), nn.Linear(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.backbone(x))
+        return found
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.head.parameters(), lr=0.1)
+
+
 class Bar(TQDMProgressBar):
     """Keeps what it shows."""
 

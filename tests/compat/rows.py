@@ -272,6 +272,17 @@ def saved(trainer: pl.Trainer, folder: Path) -> Any:
     return found, best
 
 
+def unfreezing(folder: Path) -> dict[str, Any]:
+    unfreeze = cb.BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.05)
+    return {"callbacks": [unfreeze, cb.ModelCheckpoint(folder / "kept", save_top_k=-1)], "enable_checkpointing": True}
+
+
+def finetuned(trainer: pl.Trainer, module: Any, folder: Path) -> Any:
+    """What the callback keeps of the optimizers, and which weights train."""
+    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+    return trained, callback(trainer, cb.BaseFinetuning).state_dict()
+
+
 callbacks = partial(row, "Callbacks")
 for name, settings in {
     "ModelCheckpoint, monitor and save_top_k": {
@@ -326,8 +337,15 @@ callbacks(
     "BaseFinetuning",
     using(m.Thaw),
     module=partial(m.LitWith, lambda module: SGD(m.trainable(module), lr=0.3)),
-    refused="can't be used in a pipeline: it looks for the layers of all stages",
-    reason="it looks for the layers of all stages in the optimizer of one",
+    then=finetuned,
+)
+callbacks(
+    "BackboneFinetuning, its checkpoints, and a resumed run",
+    unfreezing,
+    module=m.LitBackbone,
+    watch=saved,
+    then=finetuned,
+    resume=True,
 )
 callbacks(
     "BatchSizeFinder",

@@ -286,6 +286,11 @@ class PipelineRun:
         """Whether batches overlap, so that stages step at different times."""
         return self.training.streams
 
+    def list_parameters(self) -> dict[int, tuple[str, torch.Tensor]]:
+        """Return the parameters that a hook may give an optimizer, as `CutModule.list_parameters`; none where batches
+        overlap."""
+        return {} if self.is_asynchronous else self.cut.list_parameters()
+
     def turn_to(self, plan: Plan, order: Program | Policy) -> None:
         """The next window is that of another plan; the layers that it has elsewhere move. Collective where any do."""
         if plan is self.engine.plan:

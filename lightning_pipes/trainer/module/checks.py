@@ -26,8 +26,6 @@ from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.replicas import Replicas
 
 _UNSUITABLE: dict[type[pl.Callback], str] = {
-    cb.BaseFinetuning: "looks for the layers of all stages in the optimizer of one; set requires_grad in "
-    "configure_model, or give the layers learning rates by a scheduler",
     cb.ModelPruning: "prunes the layers of all stages, of which each process holds its own only; prune after training",
 }
 

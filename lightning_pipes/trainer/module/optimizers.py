@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,6 +19,8 @@ from lightning_pipes.trainer.patches import Patches
 
 Groups = tuple[tuple[str, ...], ...]
 """Parameter names by group, in the optimizer's order."""
+NamedParameter = tuple[str, torch.Tensor]
+"""A parameter with its name in the whole module."""
 
 
 class OptimizerLayout:
@@ -75,9 +78,10 @@ class OptimizerLayout:
         for group, parameters in zip(self.optimizer.param_groups, self._shown, strict=True):
             group["params"] = parameters
 
-    def show_local(self) -> bool:
-        """Show the parameters of this rank in the optimizer again; return whether the shown groups are unchanged."""
+    def show_local(self) -> list[list[torch.Tensor]] | None:
+        """Show the parameters of this rank in the optimizer again; return the shown groups where they have changed."""
         groups, shown = self.optimizer.param_groups, self._shown
+        now = [list(group["params"]) for group in groups]
         same = len(groups) == len(shown) and all(
             group["params"] is parameters and list(map(id, parameters)) == list(map(id, whole))
             for group, parameters, whole in zip(groups, shown, self._whole, strict=False)
@@ -89,7 +93,17 @@ class OptimizerLayout:
         else:  # code of the user's has put another one there
             for key in [key for key in self.optimizer.state if isinstance(key, RemoteTensor)]:
                 del self.optimizer.state[key]
-        return same
+        return None if same else now
+
+    def take_groups(self, groups: Sequence[Sequence[torch.Tensor]], known: Mapping[int, NamedParameter]) -> None:
+        """Take other groups, as `show_local` has given them; call `keep_local` then.
+
+        Args:
+            known: parameters of the whole module, by the id of what hooks see of each.
+        """
+        self.whole = tuple(tuple(known[id(p)][0] for p in group) for group in groups)
+        self._parameters = [[known[id(p)][1] for p in group] for group in groups]
+        self._given_names = [list(group.get("param_names", ())) for group in self.optimizer.param_groups]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -272,6 +286,8 @@ class OptimizersView:
         scope: says which hook runs; its `view` is this object until `patches` are closed.
         why_not: returns why code of the user's can't have the state of a parameter now, or those of all, which is None;
             empty where it can.
+        parameters: returns those that a hook may give an optimizer, by the id of what hooks see of each.
+        adopt: called when a hook has given optimizers other groups.
     """
 
     def __init__(
@@ -279,11 +295,15 @@ class OptimizersView:
         layouts: Sequence[OptimizerLayout],
         scope: HookScope,
         patches: Patches,
-        why_not: Callable[[torch.Tensor | None], str] = lambda _: "",
+        why_not: Callable[[torch.Tensor | None], str],
+        parameters: Callable[[], Mapping[int, NamedParameter]],
+        adopt: Callable[[], None],
     ) -> None:
         self._layouts = layouts
         self._scope = scope
         self._why_not = why_not
+        self._parameters = parameters
+        self._adopt = adopt
         self._whole = False
         scope.view = self
         patches.callback(setattr, scope, "view", no_view)
@@ -312,12 +332,22 @@ class OptimizersView:
         if whole:
             for layout in self._layouts:
                 layout.show_whole(self._check)
-        elif False in [layout.show_local() for layout in self._layouts]:  # of all, before anything is raised
+            return
+        shown = [(layout, layout.show_local()) for layout in self._layouts]  # of all, before anything is raised
+        changed = [(layout, groups) for layout, groups in shown if groups is not None]
+        if not changed:
+            return
+        known = self._parameters() if self._scope.everywhere else {}
+        if not all(id(p) in known for _, groups in changed for p in chain(*groups)):
             raise PipelineError(
-                f"{self._scope.hook} changes which parameters an optimizer has, as add_param_group does: every rank "
-                "steps the layers of its stages. Give configure_optimizers all parameters that are trained at any "
-                "time; a group can begin with lr=0, and requires_grad_(False) leaves parameters out"
+                f"{self._scope.hook} changes which parameters an optimizer has, as add_param_group does. It can give "
+                "it parameters of the module, in a hook that all ranks run, with a schedule that flushes between "
+                "batches. Or give configure_optimizers all parameters that are trained at any time: a group can begin "
+                "with lr=0, and requires_grad_(False) leaves parameters out"
             )
+        for layout, groups in changed:
+            layout.take_groups(groups, known)
+        self._adopt()
 
     def _check(self, parameter: torch.Tensor | None) -> None:
         why = self._why_not(parameter)

@@ -344,6 +344,14 @@ class CutModule:
             gaps[slot.key].append(slot)
         return gaps
 
+    def list_parameters(self) -> dict[int, tuple[str, torch.Tensor]]:
+        """Return the parameters that are seen of the module now, with their names, by id.
+
+        Those of other ranks' layers, of which hooks see stand-ins, are what the whole module has.
+        """
+        absent = {id(slot.table[slot.name]): slot.tensor for slot in self._absent.slots}
+        return {id(p): (name, absent.get(id(p), p)) for name, p in self.module.named_parameters()}
+
     def take_unsaved(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Gives layers of other ranks the buffers that `unsaved` gave there."""
         for name, buffer in buffers.items():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from hashlib import blake2b
 from threading import get_ident
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -68,6 +69,8 @@ class HookScope:
         """Has optimizers show the parameters of all ranks in its block, or of this rank."""
         self.module_view: Callable[[bool], AbstractContextManager[None]] = no_view
         """The same of a module that has no proxy, which would see whether a hook runs."""
+        self.digests: Mapping[str, bytes] = {}
+        """Those of the weights of all ranks by name, where a hook may ask whether two are equal."""
         self.on_layers: Callable[[], None] = lambda: None
         """Called when the hook reaches layers, or a tensor of them that is on another rank."""
         self._thread = 0
@@ -76,6 +79,10 @@ class HookScope:
     def here(self) -> bool:
         """Whether it is a hook that asks: siblings of an array have a thread each."""
         return bool(self.hook) and self._thread == get_ident()
+
+    def find_digest(self, tensor: torch.Tensor) -> bytes:
+        """Return the digest of a weight, wherever it is."""
+        return self.digests[tensor._name] if isinstance(tensor, RemoteTensor) else digest_of_tensor(tensor)
 
     @contextmanager
     def running(self, hook: str, everywhere: bool, whole: bool = True) -> Iterator[None]:
@@ -170,10 +177,10 @@ class RemoteTensor(torch.Tensor):
     @staticmethod
     def put_back(tensor: torch.Tensor) -> None:
         """Have a tensor that `replace` was called with be itself, without values; else nothing."""
-        kept = tensor.__dict__.pop("_kept_class", None)
+        kept, _ = tensor.__dict__.pop("_kept_class", None), tensor.__dict__.pop("_stand_in", None)
         if kept is None:
             return
-        for name in ("_stand_in", "_name", "_scope", "is_whole", "_is_param"):
+        for name in ("_name", "_scope", "is_whole", "_is_param"):
             tensor.__dict__.pop(name, None)
         tensor.__class__ = kept
         tensor.data = tensor.data.new_empty(0)
@@ -197,6 +204,8 @@ class RemoteTensor(torch.Tensor):
         if func == torch.Tensor.grad.__get__:  # type: ignore[union-attr]
             return first.gradient
         if name in _READING:
+            if func == torch.equal and first._scope.digests:
+                return len({first._scope.find_digest(t) for t in (*args, *kwargs.values())}) == 1
             first.refuse_use("takes the value of")
         if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
             first.refuse_use("takes a gradient of, or by,")
@@ -295,7 +304,9 @@ class Absent:
             slot.table[slot.name] = stand_ins[id(slot.tensor)]
         for key, tensor in {id(s.tensor): s.tensor for s in slots}.items():
             tensor.grad = None
-            if not tensor.is_meta:
+            if tensor.is_meta:
+                tensor.__dict__["_stand_in"] = stand_ins[key]
+            else:
                 RemoteTensor.replace(tensor, stand_ins[key])
         self.slots += slots
         self._ids.update(id(s.tensor) for s in slots)
@@ -304,15 +315,25 @@ class Absent:
         """Have all tensors be themselves again, without values; they stay out of their slots."""
         for slot in self.slots:
             RemoteTensor.put_back(slot.tensor)
+            slot.tensor.requires_grad_(slot.table[slot.name].requires_grad)
 
     def take_back(self, layer: int, values: Mapping[int, torch.Tensor]) -> None:
         """The tensors of a layer have come here, with these values, by id of their stand-ins."""
         for slot in (s for s in self.slots if s.layer == layer):
             stand_in = slot.table[slot.name]
             give_values(slot.tensor, values[id(stand_in)], stand_in)
+            slot.tensor.requires_grad_(stand_in.requires_grad)
             slot.table[slot.name] = slot.tensor
             self._ids.discard(id(slot.tensor))
         self.slots = [s for s in self.slots if s.layer != layer]
+
+
+def digest_of_tensor(tensor: torch.Tensor) -> bytes:
+    """Return a digest that tensors of equal shape, type and values have."""
+    values = (tensor.detach() + 0).cpu().contiguous()  # -0.0 equals 0.0
+    found = blake2b(f"{tuple(values.shape)} {values.dtype}".encode(), digest_size=16)
+    found.update(values.reshape(-1).view(torch.uint8).numpy().data)
+    return found.digest()
 
 
 def give_values(tensor: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> None:

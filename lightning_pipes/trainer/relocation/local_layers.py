@@ -172,12 +172,21 @@ class LocalLayers:
         self.reducer = self._replicas.reducer({s: self.layers_of(s).values() for s in own}, self.holdings)
         self.gathered = GatheredStages({s: self.layers_of(s).values() for s in own})
         self.parameters = list(self.cut.module.parameters())
-        stepped = {name for layout in self.layouts for names in layout.whole for name in names}
-        named = self.cut.module.named_parameters()
-        self.unstepped = [p for name, p in named if name not in stepped and not self.cut.is_foreign(p)]
+        self._find_unstepped()
         several = bool(self.holdings.grid.degrees)  # ranks of a stage
         rest = [p for p in self.parameters if several or not self.holdings.in_one_stage(p)]
         self.shared = SharedParameters(rest, self.holdings, self._control)
+
+    def adopt_groups(self) -> None:
+        """Take the groups of parameters that a hook has given optimizers."""
+        for layout in self.layouts:
+            layout.keep_local(self.cut.is_foreign)
+        self._find_unstepped()
+
+    def _find_unstepped(self) -> None:
+        stepped = {name for layout in self.layouts for names in layout.whole for name in names}
+        named = self.cut.module.named_parameters()
+        self.unstepped = [p for name, p in named if name not in stepped and not self.cut.is_foreign(p)]
 
     def _disconnect_gradients(self) -> None:
         if self.reducer is not None:

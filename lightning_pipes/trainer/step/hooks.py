@@ -176,7 +176,7 @@ def _call_after(hook: Hook, after: Callable[[], None]) -> Hook:
 
 _OURS = ("lightning", "pytorch_lightning", "lightning_pipes")
 """Packages whose callbacks know what a strategy is."""
-_OF_WHOLE_MODULES = (cb.LambdaCallback, cb.WeightAveraging, cb.StochasticWeightAveraging)
+_OF_WHOLE_MODULES = (cb.LambdaCallback, cb.WeightAveraging, cb.StochasticWeightAveraging, cb.BaseFinetuning)
 """Callbacks among them that need the parameters of all layers, as the user's do."""
 
 _OF_STEPS = select_hooks(lambda hook: hook.acts_on_weights)

@@ -16,7 +16,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.module.averages import check_averages
+from lightning_pipes.trainer.module.weight_callbacks import check_callbacks
 from tests.trainer.lit import LitOutside, data, plain_values, quiet
 from tests.trainers import make_trainer
 
@@ -102,9 +102,9 @@ def test_two_stages_average_and_resume_as_one_process(tmp_path):
 )
 def test_averages_that_no_rank_can_keep_are_refused(setting, way_out):
     allowed: dict[str, Any] = {"overlaps": None, "saves_parts": False, "is_sharded": False}
-    check_averages([cb.WeightAveraging()], pl.LightningModule(), **allowed)
+    check_callbacks([cb.WeightAveraging()], pl.LightningModule(), **allowed)
     with pytest.raises(PipelineError, match=f"WeightAveraging can't .*{way_out}"):
-        check_averages([cb.WeightAveraging()], pl.LightningModule(), **{**allowed, **setting})
+        check_callbacks([cb.WeightAveraging()], pl.LightningModule(), **{**allowed, **setting})
     normed: Any = nn.BatchNorm1d(1)
     with pytest.raises(PipelineError, match="use WeightAveraging"):
-        check_averages([cb.StochasticWeightAveraging(0.1)], normed, **allowed)
+        check_callbacks([cb.StochasticWeightAveraging(0.1)], normed, **allowed)

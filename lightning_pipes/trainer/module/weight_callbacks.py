@@ -1,4 +1,5 @@
-"""Running averages of weights by Lightning's callbacks, where each rank has its own layers."""
+"""Lightning's callbacks that work on the weights of all layers, where each rank has its own: running averages, and
+layers that train later than others."""
 
 from __future__ import annotations
 
@@ -16,18 +17,19 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.module.remote_tensors import HookScope, RemoteTensor
+from lightning_pipes.trainer.module.remote_tensors import HookScope, RemoteTensor, digest_of_tensor
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.private_lightning import Averaging
+from lightning_pipes.trainer.ranks.control import Control
 
 GatherState: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
 """Return the state dict of the whole module where a checkpoint is written, from that of this rank. Collective."""
 
 
-def check_averages(
+def check_callbacks(
     found: Iterable[pl.Callback], module: pl.LightningModule, overlaps: str | None, saves_parts: bool, is_sharded: bool
 ) -> None:
-    """Refuse callbacks that average weights under settings in which no rank has a whole average.
+    """Refuse callbacks that work on the weights of all layers under settings in which they can't.
 
     Args:
         overlaps: name of a schedule whose batches overlap; None for one that flushes.
@@ -37,19 +39,21 @@ def check_averages(
     Raises:
         PipelineError: names the callback, the setting and a way out.
     """
+    parts = "with checkpoint='sharded', whose parts have one state of each layer: use checkpoint='full'"
     settings = {
         f"with schedule {overlaps!r}, whose stages are at other batches: use one that flushes between batches, such as "
         "'1f1b'": overlaps is not None,
-        "with checkpoint='sharded', whose parts have one state of each layer: use checkpoint='full'": saves_parts,
+        parts: saves_parts,
         "of layers that configure_model has sharded: leave the shards out": is_sharded,
     }
     for callback in found:
-        if not isinstance(callback, Averaging):
-            continue
         name = type(callback).__name__
+        averages = isinstance(callback, Averaging)
+        what = "average weights" if averages else "change the parameter groups of optimizers"
+        otherwise = "average checkpoints after training" if averages else "set requires_grad in configure_model"
         for setting, is_asked in settings.items():
-            if is_asked:
-                raise PipelineError(f"{name} can't average weights {setting}, or average checkpoints after training")
+            if is_asked and (averages or (isinstance(callback, cb.BaseFinetuning) and setting is not parts)):
+                raise PipelineError(f"{name} can't {what} {setting}, or {otherwise}")
         if isinstance(callback, cb.StochasticWeightAveraging) and callback.pl_module_contains_batch_norm(module):
             raise PipelineError(
                 f"{name} measures batch normalisation anew in an epoch without backwards, which a pipeline has not; "
@@ -57,18 +61,22 @@ def check_averages(
             )
 
 
-def spread_averages(
+def spread_callbacks(
     found: Iterable[pl.Callback],
     module: pl.LightningModule,
     scope: HookScope,
     gather: GatherState,
+    pipeline: Control,
     patches: Patches,
 ) -> None:
-    """Have each callback that averages weights keep the average of this rank's layers, as `module` has been cut.
+    """Have callbacks that work on the weights of all layers work on this rank's layers, as `module` has been cut.
 
-    Each rank updates the average of its own layers. A checkpoint gets the whole average, as in one process.
+    Each rank updates the average of its own layers. A checkpoint gets the whole average, as in one process. A callback
+    that unfreezes layers may compare weights of several ranks, as Lightning's does.
     """
     for callback in found:
+        if isinstance(callback, cb.BaseFinetuning):
+            _compare_everywhere(callback, module, scope, pipeline, patches)
         if isinstance(callback, Averaging) and private.find_average(callback) is not None:
             _spread_average(callback, module, scope)
             _save_whole(callback, gather, patches)
@@ -91,6 +99,24 @@ def _spread_average(callback: Averaging, module: pl.LightningModule, scope: Hook
                 made[id(tensor)] = table[name] = copy.deepcopy(tensor.to(kind))
             elif begins or table[name].is_meta:
                 made[id(tensor)] = table[name] = _with_values(table[name], tensor)
+
+
+def _compare_everywhere(
+    callback: cb.BaseFinetuning, module: pl.LightningModule, scope: HookScope, pipeline: Control, patches: Patches
+) -> None:
+    """Let the callback compare weights of other ranks, too, when it looks for those that its optimizer has."""
+    unfreeze = callback.unfreeze_and_add_param_group
+
+    def unfreeze_everywhere(*args: Any, **kwargs: Any) -> None:
+        with scope.suspended():
+            own = {f"self.{name}": digest_of_tensor(p) for name, p in module.named_parameters()}
+        scope.digests = {name: digest for part in pipeline.all_gather(own) for name, digest in part.items()}
+        try:
+            unfreeze(*args, **kwargs)
+        finally:
+            scope.digests = {}
+
+    patches.replace_method(callback, "unfreeze_and_add_param_group", unfreeze_everywhere)
 
 
 def restore_averages(found: Iterable[pl.Callback], module: pl.LightningModule) -> None:
