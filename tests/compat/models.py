@@ -312,6 +312,73 @@ class LitWeighs(LitGPT2):
         return (batch[0] % 3).sum()
 
 
+class LitCheckpointed(LitGPT2):
+    """Layers run again before backward, as the library has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.gradient_checkpointing_enable()
+
+
+class LitRouted(Language):
+    """Experts, whose router adds a loss of its own to that of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        config = MixtralConfig(
+            vocab_size=TOKENS,
+            hidden_size=8,
+            intermediate_size=16,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            experts_implementation="eager",
+            output_router_logits=True,
+            router_aux_loss_coef=0.5,
+        )
+        self.net = MixtralForCausalLM(config)
+
+    def error(self, batch: Any) -> torch.Tensor:
+        return self.net(input_ids=batch[0], labels=batch[0]).loss
+
+
+class Experts(nn.Module):
+    """Two experts; the layer keeps a loss of its router, a mean over samples."""
+
+    router_loss: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares = self.router(x).softmax(-1)
+        self.router_loss = (shares * shares).sum(-1).mean()
+        return x + sum(shares[:, n : n + 1] * torch.tanh(e(x)) for n, e in enumerate(self.experts))
+
+
+class LitExperts(Lit):
+    """A step that adds what its layers keep to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(Experts() for _ in range(5)), nn.Linear(WIDTH, CLASSES))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        for layer in self.model[:-1]:
+            loss = loss + 0.5 * layer.router_loss
+        self.log("train_loss", loss)
+        return loss
+
+
 class LitCaching(LitGPT2):
     """The step wants a cache."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 from typing import Any, NamedTuple
@@ -453,15 +454,14 @@ class Thaw(BaseFinetuning):
 
 
 class LitBackbone(Lit):
-    """A backbone, which is cut, with weights that equal each other, and a head outside of it."""
+    """A backbone, which is cut, and a head outside of it, which has weights that equal some of the first stage's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.backbone = self.model
         del self.model
         self.backbone.insert(2, nn.LayerNorm(WIDTH))
-        self.backbone.append(nn.LayerNorm(3))
-        self.head = nn.Sequential(nn.LayerNorm(3).requires_grad_(False), nn.Linear(3, 3))
+        self.head = nn.Sequential(nn.Linear(3, WIDTH), nn.LayerNorm(WIDTH).requires_grad_(False), nn.Linear(WIDTH, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.head(self.backbone(x))
@@ -537,6 +537,45 @@ def tensorboard_rows(trainer: pl.Trainer, folder: Path) -> Any:
     events = EventAccumulator(str(runs[0])).Reload()
     scalars = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     return len(runs), len(list(folder.rglob("events.*"))), scalars
+
+
+def lacks(package: str) -> str:
+    return "" if find_spec(package) else f"{package} is not installed"
+
+
+def mlflow(folder: Path) -> dict[str, Any]:
+    from lightning.pytorch.loggers import MLFlowLogger
+
+    return {"logger": MLFlowLogger("runs", tracking_uri=f"sqlite:///{folder}/runs.db")}
+
+
+def mlflow_rows(trainer: pl.Trainer, folder: Path) -> Any:
+    """All values by name, and how many runs there are."""
+    if not trainer.is_global_zero:
+        return None
+    logger: Any = trainer.logger
+    client = logger.experiment
+    runs = client.search_runs([logger.experiment_id])
+    names = sorted(runs[0].data.metrics)
+    return len(runs), {
+        name: [(v.step, v.value) for v in client.get_metric_history(logger.run_id, name)] for name in names
+    }
+
+
+def wandb(folder: Path) -> dict[str, Any]:
+    from lightning.pytorch.loggers import WandbLogger
+
+    return {"logger": WandbLogger("runs", save_dir=folder, offline=True, settings={"console": "off"})}
+
+
+def wandb_rows(trainer: pl.Trainer, folder: Path) -> Any:
+    """The last value of each name, and how many runs there are."""
+    if not trainer.is_global_zero:
+        return None
+    logger: Any = trainer.logger
+    last = {k: v for k, v in dict(logger.experiment.summary).items() if not k.startswith("_")}
+    logger.experiment.finish()
+    return len(list(folder.rglob("run-*.wandb"))), plain_values(last)
 
 
 # ---- what users override

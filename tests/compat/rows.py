@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from fsspec import filesystem
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
@@ -82,6 +84,19 @@ def profiling(kind: str, folder: Path) -> dict[str, Any]:
     return {"profiler": kinds[kind](dirpath=folder, filename="profile")}
 
 
+def traced_ranks(ranks: list[Found], plain: Found) -> None:
+    assert [found["watched"] for found in ranks] == list(range(len(ranks)))
+
+
+def rank_in_trace(trainer: pl.Trainer, folder: Path) -> Any:
+    """The rank that this rank's trace for Perfetto names."""
+    if trainer.world_size == 1:
+        return None
+    trace = json.loads(next(folder.glob(f"fit-profile-{trainer.global_rank}-*.json")).read_text())
+    assert any("training_step" in event.get("name", "") for event in trace["traceEvents"])
+    return trace["distributedInfo"]["rank"]
+
+
 def profile_written(trainer: pl.Trainer, folder: Path) -> bool:
     """Whether each rank has written a profile with the work of its steps."""
     rank = f"-{trainer.global_rank}" if trainer.world_size > 1 else ""
@@ -131,6 +146,35 @@ def loaded_again(trainer: pl.Trainer, module: Any, folder: Path) -> Any:
     return dict(Lit.load_from_checkpoint(folder / "saved.ckpt").state_dict())
 
 
+def from_url(trainer: pl.Trainer, module: Any, folder: Path) -> Any:
+    url = f"file://{folder}/kept.ckpt"
+    trainer.save_checkpoint(url)
+    kept = torch.load(folder / "kept.ckpt", weights_only=False)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.zero_()
+    again = trainer.validate(module, loaders()["val_dataloaders"], ckpt_path=url, weights_only=False)
+    return kept["state_dict"], kept["optimizer_states"], again
+
+
+def in_memory(folder: Path) -> dict[str, Any]:
+    return {**checkpointing(folder), "callbacks": [cb.ModelCheckpoint("memory://kept", save_top_k=-1)]}
+
+
+def saved_in_memory(trainer: pl.Trainer, folder: Path) -> Any:
+    """What a file system in the memory of rank 0 has."""
+    if not trainer.is_global_zero:
+        return None
+    store = filesystem("memory")
+    found = {}
+    for path in store.find("/kept"):
+        with store.open(path) as file:
+            whole = torch.load(file, weights_only=False)
+        found[path] = plain_values({key: whole[key] for key in ("state_dict", "optimizer_states", "global_step")})
+    store.rm("/kept", recursive=True)
+    return found
+
+
 def ran(trainer: pl.Trainer, folder: Path) -> list[str] | None:
     return trainer.lightning_module.ran if trainer.is_global_zero else None
 
@@ -163,6 +207,14 @@ trainer("benchmark", {"benchmark": True})
 trainer('profiler="simple"', lambda folder: {"profiler": SimpleProfiler(dirpath=folder)}, watch=profiled)
 for name in ("advanced", "pytorch"):
     trainer(f'profiler="{name}"', partial(profiling, name), watch=profile_written)
+trainer(
+    "PyTorchProfiler, ranks named in its traces",
+    lambda folder: {"profiler": PyTorchProfiler(dirpath=folder, filename="profile", export_to_chrome=True)},
+    watch=rank_in_trace,
+    check=traced_ranks,
+    differs=frozenset({"watched"}),
+    slow=True,
+)
 trainer("inference_mode=True", {"inference_mode": True}, module=m.LitInference)
 trainer("inference_mode=False", {"inference_mode": False}, module=m.LitInference)
 trainer(
@@ -195,6 +247,8 @@ trainer('test(ckpt_path="best"), validate(ckpt_path=...)', partial(checkpointing
 trainer("predict(return_predictions=False)", using(m.Writer), then=predicted_to_a_writer)
 trainer("save_checkpoint, then load_from_checkpoint", then=loaded_again)
 trainer("ckpt_path, resumed", lambda folder: {}, resume=True)
+trainer("checkpoints to file:// URLs", then=from_url)
+trainer("checkpoints to memory:// URLs", in_memory, watch=saved_in_memory)
 trainer(
     "plugins=AsyncCheckpointIO()",
     lambda folder: {**checkpointing(folder, save_last=True), "plugins": [AsyncCheckpointIO()]},
@@ -434,6 +488,8 @@ loggers(
     watch=m.tensorboard_graph,
 )
 loggers("logger=False", {"logger": False})
+loggers("MLFlowLogger, without a server", m.mlflow, watch=m.mlflow_rows, lacks=partial(m.lacks, "mlflow"), slow=True)
+loggers("WandbLogger, offline", m.wandb, watch=m.wandb_rows, lacks=partial(m.lacks, "wandb"), slow=True)
 loggers(
     "several loggers",
     lambda folder: {"logger": [CSVLogger(str(folder), "a"), CSVLogger(str(folder), "b")]},
@@ -626,6 +682,23 @@ model(
     loaders=token_loaders,
     reason="cut by units",
 )
+model("Hugging Face, gradient_checkpointing_enable()", module=models.LitCheckpointed, loaders=token_loaders)
+model(
+    "Hugging Face Mixtral, losses of routers (output_router_logits)",
+    module=models.LitRouted,
+    loaders=token_loaders,
+    strategy=ONE,
+    reason="cut by units",
+)
+model(
+    "Hugging Face Mixtral, losses of routers, in micro-batches",
+    module=models.LitRouted,
+    loaders=token_loaders,
+    warned="Set PipelineStrategy(microbatches=1)",
+    reason="they are no mean over samples",
+    slow=True,
+)
+model("losses that layers keep, as of routers, added by the step", module=models.LitExperts)
 for name, kind, reason in (
     ("padded labels (-100)", models.LitPaddedLabels, "weighed by labels, shifted by one as the loss has them"),
     ("sums", models.LitSummedLabels, "summed, as the loss is"),

@@ -1,7 +1,8 @@
-"""Averages of weights by Lightning's callbacks: of this rank's layers, and whole in checkpoints."""
+"""Lightning's callbacks that work on all weights: averages of this rank's layers are whole in checkpoints."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,8 @@ def test_averages_that_no_rank_can_keep_are_refused(setting, way_out):
     check_callbacks([cb.WeightAveraging()], pl.LightningModule(), **allowed)
     with pytest.raises(PipelineError, match=f"WeightAveraging can't .*{way_out}"):
         check_callbacks([cb.WeightAveraging()], pl.LightningModule(), **{**allowed, **setting})
+    with nullcontext() if "saves_parts" in setting else pytest.raises(PipelineError, match="set requires_grad in"):
+        check_callbacks([cb.BackboneFinetuning()], pl.LightningModule(), **{**allowed, **setting})
     normed: Any = nn.BatchNorm1d(1)
     with pytest.raises(PipelineError, match="use WeightAveraging"):
         check_callbacks([cb.StochasticWeightAveraging(0.1)], normed, **allowed)
