@@ -108,7 +108,7 @@ def _compare_everywhere(
     unfreeze = callback.unfreeze_and_add_param_group
 
     def unfreeze_everywhere(*args: Any, **kwargs: Any) -> None:
-        with scope.suspended():
+        with scope.suspend_hooks():
             own = {f"self.{name}": digest_of_tensor(p) for name, p in module.named_parameters()}
         scope.digests = {name: digest for part in pipeline.all_gather(own) for name, digest in part.items()}
         try:
