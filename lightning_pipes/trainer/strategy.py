@@ -46,6 +46,7 @@ from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.pretrained import reads_later
 from lightning_pipes.trainer.module.remote_tensors import HookScope
 from lightning_pipes.trainer.module.weight_callbacks import restore_averages
+from lightning_pipes.trainer.module.shared_data import Data, share_loader
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.request import RunRequest
@@ -97,6 +98,8 @@ class PipelineStrategy(PipelineHost):
         gather: the ranks that have the whole module when `fit` has ended: "all", "rank0" or "none", which leaves the
             layers where they are. "auto" is "all" where the hosts have room for that, else "rank0", else "none"; layers
             made on `meta` stay where they are.
+        data: the ranks that load batches. With "each" all ranks of a pipeline do, and must load the same. With "one"
+            its last stage does, and the others get them. "auto" is "one" for loaders whose first batches differ.
         check_loss: find out in the first batch by what the losses of micro-batches are weighed, samples, labels that
             are not -100, or the module's `microbatch_weight(batch)`, and warn where nothing makes the batch's loss. The
             step runs once more for it, without the layers, and leaves no trace.
@@ -141,6 +144,7 @@ class PipelineStrategy(PipelineHost):
         checkpoint: str = "full",
         async_checkpoint: bool = False,
         gather: Gather = "auto",
+        data: Data = "auto",
         check_loss: bool = True,
         verify: int | str = 0,
         replan: bool | dict[str, Any] = False,
@@ -176,6 +180,7 @@ class PipelineStrategy(PipelineHost):
             transport=transport,
             checkpoint=checkpoint,
             gather=gather,
+            data=data,
             check_loss=check_loss,
             timeout=timeout,
             heartbeat_timeout=heartbeat_timeout,
@@ -385,6 +390,9 @@ class PipelineStrategy(PipelineHost):
         if isinstance(dataloader, DataLoader) and private.seeded_workers(dataloader):
             rank = self.grid.replica  # the same on all stages
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
+        if not self._trainer.predicting and self.grid.shards == 1:  # Lightning asks samplers what is predicted
+            settings, pipeline = self._settings, self.session.ranks.pipeline
+            dataloader = share_loader(dataloader, settings.data, pipeline, pipeline.ranks[0], settings.replicas)
         return self.session.checkpointing.data.prepare_loader(dataloader) if self._trainer.training else dataloader
 
     def on_train_start(self) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_pipes.engine.compute.rng import forked_rng, random_state, set_random_state
+from lightning_pipes.trainer.module.shared_data import SharedLoader
 from lightning_pipes.trainer.private_lightning import LoaderOfSamples
 
 State = dict[str, Any]
@@ -96,7 +97,8 @@ class ResumableLoader(LoaderOfSamples):
     @property
     def skips_samples(self) -> bool:
         """Whether leaving out an entry of the sampler leaves out a batch."""
-        own = cast(Any, super().__iter__).__func__ is DataLoader.__iter__
+        kinds = (kind for kind in type(self).__mro__ if not issubclass(kind, ResumableLoader | SharedLoader))
+        own = next(kind for kind in kinds if "__iter__" in vars(kind)) is DataLoader
         return own and not isinstance(self.dataset, IterableDataset)
 
     def wrapped(self, sampler: Iterable[Any]) -> Samples:

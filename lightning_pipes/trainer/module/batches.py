@@ -332,5 +332,5 @@ def check_same(fingerprints: Sequence[object], ranks: Sequence[int], where: str)
         raise PipelineError(
             f"{where}: the ranks of one pipeline loaded different batches (checksums {listed}); the first stage would "
             "see other samples than the loss. Call lightning.seed_everything(...) before data are made, or give "
-            "samplers, random_split and augmentation their own generator"
+            "samplers, random_split and augmentation their own generator; or have one rank load by data='one'"
         )

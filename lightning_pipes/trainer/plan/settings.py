@@ -27,6 +27,7 @@ from lightning_pipes.ir import (
 )
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import BLOCKING, Planner, Relocation, planner_of
+from lightning_pipes.trainer.module.shared_data import Data
 
 AUTO = "auto"
 """The name of the schedule, and of the partition, that are chosen when training starts."""
@@ -236,6 +237,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "transport": _check_transport,
     "checkpoint": _of_type(Literal["full", "sharded"]),
     "gather": _of_type(Gather),
+    "data": _of_type(Data),
     "check_loss": _of_type(bool),
     "timeout": _check_timeout,
     "heartbeat_timeout": _check_heartbeat_timeout,
@@ -261,6 +263,7 @@ class Settings:
     transport: str
     checkpoint: str
     gather: Gather
+    data: Data
     check_loss: bool
     timeout: timedelta
     heartbeat_timeout: float
@@ -287,6 +290,11 @@ class Settings:
             )
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
+        if self.data == "one" and self.tensor_parallel > 1:
+            raise InputError(
+                f"data='one' has one rank of a pipeline load for its stages, and tensor_parallel="
+                f"{self.tensor_parallel} makes as many pipelines of one batch; seed the data, and leave data out"
+            )
         if self.shard_optimizer and self.degrees:
             raise InputError(
                 f"shard_optimizer=True shards optimizer states over replicas of whole pipelines, and "

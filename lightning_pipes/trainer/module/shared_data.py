@@ -1,0 +1,147 @@
+"""Training data that one rank of a pipeline loads for all its ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_pipes.engine.compute.rng import random_state, same_random_state, set_random_state
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.module.batches import fingerprint
+from lightning_pipes.trainer.ranks.control import Control
+
+Data = Literal["auto", "each", "one"]
+"""The ranks of a pipeline that load batches: each, one for all, or one where they would load different ones."""
+
+_CPU = torch.device("cpu")
+_END = "the pass has ended"
+
+
+class SharedLoader(DataLoader[Any]):
+    """A DataLoader that gives the batches of one rank of a pipeline, made by `share_loader`."""
+
+    _sharing: BatchSharing
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return SharedPass(super().__iter__(), self._sharing)
+
+
+class BatchSharing:
+    """The rank that loads for the others, and whether it does.
+
+    Args:
+        control: of the ranks of the pipeline.
+        source: the global rank that loads.
+        decided: whether it loads for all; otherwise the first batch decides.
+    """
+
+    def __init__(self, control: Control, source: int, decided: bool) -> None:
+        self.control, self._source = control, source
+        self.is_shared: bool | None = True if decided else None
+        self.loads = control.ranks[control.position] == source
+
+    def load(self, batches: Iterator[Any], is_first: bool) -> Any:
+        """Return the next batch of a pass.
+
+        Random numbers of the CPU are those of the loading rank afterwards.
+
+        Raises:
+            StopIteration: the pass has ended.
+            PipelineError: another rank loads, and failed.
+        """
+        if self.is_shared is None:
+            return self._compare(batches)
+        return self._exchange(batches, is_first) if self.is_shared else next(batches)
+
+    def _exchange(self, batches: Iterator[Any], is_first: bool) -> Any:
+        said: Any = None
+        if self.loads:
+            before = random_state(_CPU)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                said = (_END, None, None)
+            except Exception as error:
+                self.control.broadcast((f"{type(error).__name__}: {error}", None, None), self._source)
+                raise
+            else:
+                state = random_state(_CPU)
+                said = ("", batch, state if is_first or not same_random_state(before, state) else None)
+        failed, batch, state = self.control.broadcast(said, self._source)
+        if failed == _END:
+            raise StopIteration
+        if failed:
+            raise PipelineError(f"rank {self._source} loads the data of all ranks, and failed: {failed}")
+        if state is not None and not self.loads:
+            set_random_state(state, _CPU)
+        return batch
+
+    def _compare(self, batches: Iterator[Any]) -> Any:
+        """Return the first batch of all, and decide by it."""
+        batch = next(batches, _END)
+        found = self.control.all_gather(_END if batch is _END else fingerprint(batch))
+        self.is_shared = len(set(found)) > 1 and _END not in found
+        if self.is_shared:
+            warnings.warn(
+                f"the ranks of one pipeline load different batches, so rank {self._source} loads for all of them from "
+                "now on, as with PipelineStrategy(data='one'). If each rank was to load a part of the data, take that "
+                "split out: a pipeline needs all data on one rank. Call lightning.seed_everything(...) before data are "
+                "made, and each rank loads the same batches itself",
+                stacklevel=2,
+            )
+            batch, state = self.control.broadcast((batch, random_state(_CPU)), self._source)
+            set_random_state(state, _CPU)
+        if batch is _END:
+            raise StopIteration
+        return batch
+
+
+class SharedPass(Iterator[Any]):
+    """One pass over the data."""
+
+    def __init__(self, batches: Iterator[Any], sharing: BatchSharing) -> None:
+        self._batches, self._sharing = batches, sharing
+        self._is_first = True
+
+    def __next__(self) -> Any:
+        first, self._is_first = self._is_first, False
+        return self._sharing.load(self._batches, first)
+
+
+def share_loader(loader: object, data: Data, control: Control, source: int, replicas: int) -> object:
+    """Return a loader that gives all ranks of a pipeline the same batches. Collective.
+
+    What is no DataLoader stays as it is.
+
+    Args:
+        data: "one", or "auto", with which the first batch decides. It leaves loaders alone that are of different
+            lengths, or whose sampler is distributed: their ranks were to load parts of the data.
+        source: the global rank that loads.
+        replicas: pipelines with data of their own.
+    """
+    if data == "each" or control.size == 1 or not isinstance(loader, DataLoader):
+        return loader
+    sizes = control.all_gather(_length(loader))
+    is_split = len(set(sizes)) > 1 or getattr(loader.sampler, "num_replicas", 1) > replicas
+    if data == "auto" and is_split:
+        return loader
+    sharing = BatchSharing(control, source, data == "one")
+    kind: type[Any] = type(loader)
+    if not issubclass(kind, SharedLoader):
+        kind = type(f"Shared{kind.__name__}", (SharedLoader, kind), {})
+    made: SharedLoader = object.__new__(kind)
+    made.__dict__.update(vars(loader), _sharing=sharing)
+    if data == "one" and not sharing.loads:  # its passes are begun, for their random numbers, and give nothing
+        made.__dict__.update(num_workers=0, prefetch_factor=None, persistent_workers=False, _iterator=None)
+    return made
+
+
+def _length(loader: DataLoader[Any]) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:  # of an iterable dataset
+        return None
