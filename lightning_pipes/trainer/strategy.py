@@ -387,6 +387,8 @@ class PipelineStrategy(PipelineHost):
             self._module.to(self.root_device)
 
     def process_dataloader(self, dataloader: object) -> object:
+        if self._session is None or not self._session.is_connected:
+            return dataloader  # a loop is asked for its data, and nothing runs
         if isinstance(dataloader, DataLoader) and private.seeded_workers(dataloader):
             rank = self.grid.replica  # the same on all stages
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=rank)

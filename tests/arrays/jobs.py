@@ -96,6 +96,7 @@ class Job:
                 self.schedule,
                 microbatches=self.microbatches,
                 seed=self.number,
+                data="each" if self.harm else "auto",
                 recompute=self.recompute,
                 partition=list(self.partition) or "auto",
                 **(SHARED if self.gpu else {}),

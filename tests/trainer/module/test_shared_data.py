@@ -110,3 +110,12 @@ def test_what_is_refused(settings, said):
 def test_tensor_parallel_ranks_are_several_pipelines():
     with pytest.raises(InputError, match="data='one' has one rank of a pipeline load"):
         PipelineStrategy(data="one", tensor_parallel=2)
+
+
+def test_loops_have_their_data_before_anything_runs():
+    trainer, module = make_trainer(strategy=PipelineStrategy(), devices=1, limit_train_batches=3), Lit()
+    module.trainer = trainer
+    trainer.strategy.connect(module)
+    trainer._data_connector.attach_data(module, train_dataloaders=DataLoader(Unseeded(0), batch_size=4))
+    trainer.fit_loop.setup_data()
+    assert trainer.num_training_batches == 3
