@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipes.engine.compute.rng import random_state, same_random_state, set_random_state
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.module.batches import fingerprint
+from lightning_pipes.trainer.module.batches import checksum_batch
 from lightning_pipes.trainer.ranks.control import Control
 
 Data = Literal["auto", "each", "one"]
@@ -83,7 +83,7 @@ class BatchSharing:
     def _compare(self, batches: Iterator[Any]) -> Any:
         """Return the first batch of all, and decide by it."""
         batch = next(batches, _END)
-        found = self.control.all_gather(_END if batch is _END else fingerprint(batch))
+        found = self.control.all_gather(_END if batch is _END else checksum_batch(batch))
         self.is_shared = len(set(found)) > 1 and _END not in found
         if self.is_shared:
             warnings.warn(
