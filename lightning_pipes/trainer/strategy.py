@@ -45,8 +45,8 @@ from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.pretrained import reads_later
 from lightning_pipes.trainer.module.remote_tensors import HookScope
-from lightning_pipes.trainer.module.weight_callbacks import restore_averages
 from lightning_pipes.trainer.module.shared_data import Data, share_loader
+from lightning_pipes.trainer.module.weight_callbacks import restore_averages
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.request import RunRequest
