@@ -31,7 +31,8 @@ class ArrayProblem:
     All times are integer nanoseconds in arrays of shape (jobs, stages); what is left out is 0.
 
     - A stage runs one block at a time: F takes it for forward + switch, B for recompute + backward + update + switch.
-      The paper charges the switch after every block; where states are prefetched it is 0.
+      The switch is that to the next job: there is none after an F that its own B follows on the stage. The paper
+      charges it after every block; where states are prefetched it is 0.
     - The next block of a job may start forward + transfer after an F started, and recompute + backward + transfer_back
       after a B: update and switch do not hold up the job. The last stage's B follows its F on the same device.
     - With `early_recompute` a B may begin with its recomputation before the gradient arrives, at the earliest when the
@@ -97,7 +98,7 @@ class ArrayProblem:
         there, back = self.forward + self.transfer, self.recompute + self.backward + self.transfer_back
         if self.early_recompute:
             back[:, 1:] = np.maximum(back[:, 1:] - self.recompute[:, :-1], 0)
-        there[:, -1] = self.occupied_times[0][:, -1]
+        there[:, -1] = self.forward[:, -1]
         back[:, 0] = self.occupied_times[1][:, 0]
         return there, back
 
@@ -105,6 +106,11 @@ class ArrayProblem:
     def busy_times(self) -> Array:
         """`occupied_times` by block number."""
         return self.by_block(*self.occupied_times)
+
+    @cached_property
+    def saved_times(self) -> Array:
+        """Nanoseconds of `busy_times` that are saved where the job's own B follows on the stage, by block number."""
+        return self.by_block(self.switch, np.zeros_like(self.switch))
 
     @cached_property
     def block_lags(self) -> Array:
@@ -129,7 +135,7 @@ class ArrayProblem:
     def equal_jobs(self) -> Array:
         """First job with equal times, by job: such jobs may be exchanged."""
         _, first, which = np.unique(
-            np.concatenate([*self.occupied_times, *self.stage_lags], axis=1),
+            np.concatenate([*self.occupied_times, *self.stage_lags, self.switch], axis=1),
             axis=0,
             return_index=True,
             return_inverse=True,
@@ -138,7 +144,8 @@ class ArrayProblem:
 
     def read(self, kernel: Kernel) -> Blocks:
         """Return the blocks as the kernel takes them; it does not write to them."""
-        return Blocks(self.jobs, self.blocks, *map(kernel.copy, (self.busy_times, self.block_lags, self.least_rests)))
+        tables = self.busy_times, self.block_lags, self.least_rests, self.saved_times
+        return Blocks(self.jobs, self.blocks, *map(kernel.copy, tables))
 
     def by_block(self, forward: Array, backward: Array) -> Array:
         """Return two arrays of shape (jobs, stages) in one, by block number."""
@@ -190,8 +197,10 @@ class ArrayProblem:
             raise InputError(f"(job, step) {early.tolist()} start before the step before has arrived")
         ends = (starts + self.busy_times).reshape(self.stages, -1)
         table = starts.reshape(self.stages, -1)
+        saved = self.saved_times.reshape(self.stages, -1)
         for stage, row in enumerate(np.argsort(table, axis=1, kind="stable")):
-            if (table[stage, row][1:] < ends[stage, row][:-1]).any():
+            own = row[1:] == row[:-1] + self.jobs
+            if (table[stage, row][1:] < ends[stage, row][:-1] - own * saved[stage, row][:-1]).any():
                 raise InputError(f"stage {stage} runs two blocks at once")
 
 
@@ -202,7 +211,7 @@ def problem_from_plan(plan: Plan, costs: Costs, switch: float = 0.0) -> ArrayPro
     wait for each other.
 
     Args:
-        switch: seconds that the change to another job takes a stage after every block.
+        switch: seconds that the change to another job takes a stage.
     """
     jobs, stages = range(len(plan.jobs)), range(plan.n_stages)
     whole = [Span(0, cut.rows) for cut in plan.jobs]

@@ -25,7 +25,7 @@ def preemptive_bound(problem: ArrayProblem) -> int:
     """
     tables = (
         a.reshape(problem.stages, -1).tolist()
-        for a in (problem.earliest_starts, problem.busy_times, problem.least_rests)
+        for a in (problem.earliest_starts, problem.busy_times - problem.saved_times, problem.least_rests)
     )
     worst = 0.0
     for heads, busy, tails in zip(*tables, strict=True):
@@ -52,7 +52,7 @@ def two_stage_bound(problem: ArrayProblem) -> int:
     """
     heads, busy, tails = (
         a.reshape(problem.stages, 2, problem.jobs)
-        for a in (problem.earliest_starts, problem.busy_times, problem.least_rests)
+        for a in (problem.earliest_starts, problem.busy_times - problem.saved_times, problem.least_rests)
     )
     shares = np.arange(PARTS + 1)[:, None] / PARTS
     worst = 0.0

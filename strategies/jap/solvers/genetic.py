@@ -85,11 +85,17 @@ def decode_genes(problem: ArrayProblem, people: Array) -> tuple[Array, Array]:
     busy, lag = problem.busy_times[blocks].T, problem.block_lags[blocks].T
     ready, free = np.zeros(count * problem.jobs, np.int64), np.zeros(count * problem.stages, np.int64)
     starts = np.empty((n, count), np.int64)
+    last = np.full(count * problem.stages, -1)
+    saves = problem.saved_times.any()
     row = np.arange(count)
     own, place = (row * problem.jobs + people.T), (row * problem.stages + s.T)
     for i in range(n):
         at, on = own[i], place[i]
         start = np.maximum(ready[at], free[on])
+        if saves:
+            follows = last[on] + problem.jobs == blocks[:, i]
+            start = np.maximum(ready[at], free[on] - np.where(follows, problem.saved_times[last[on]], 0))
+            last[on] = blocks[:, i]
         starts[i] = start
         ready[at] = start + lag[i]
         free[on] = start + busy[i]

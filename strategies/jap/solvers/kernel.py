@@ -38,9 +38,16 @@ def next_block(o, s, jobs, n):
     return -1
 
 
+def free_time(o, s, jobs, free, last, saved):
+    """Return when stage s is free for its block o: no switch to another job precedes a job's own backward."""
+    if last[s] >= 0 and o == last[s] + jobs:
+        return free[s] - saved[last[s]]
+    return free[s]
+
+
 def fill_needs(blocks, notes, k):
     """Fill `notes.need` for the jobs `notes.active[:k]`."""
-    jobs, n, busy, _, tail = blocks
+    jobs, n, busy, _, tail, saved = blocks
     active = notes.active
     need = notes.need
     for s in range(n // (2 * jobs)):
@@ -48,7 +55,7 @@ def fill_needs(blocks, notes, k):
         after = NEVER
         for i in range(k):
             o = 2 * jobs * s + active[i]
-            work += busy[o] + busy[o + jobs]
+            work += busy[o] - saved[o] + busy[o + jobs]
             after = min(after, tail[o] - busy[o], tail[o + jobs] - busy[o + jobs])
         need[s] = work + after
 
@@ -65,15 +72,16 @@ def list_schedule(blocks, urgency, notes, k, patience, limit, starts):
     Whenever a stage is free, it takes the most urgent of its blocks that are ready within `patience`, and may wait for
     a better one.
     """
-    jobs, n, busy, lag, tail = blocks
+    jobs, n, busy, lag, tail, saved = blocks
     first, second = urgency
-    active, need, ready, free, soon, left, known, count = notes
+    active, need, ready, free, soon, left, known, count, latest = notes
     stages = n // (2 * jobs)
     for s in range(stages):
         free[s] = 0
         soon[s] = NEVER
         left[s] = need[s]
         count[s] = 0
+        latest[s] = -1
     for i in range(k):
         ready[active[i]] = 0
         known[i] = active[i]
@@ -101,13 +109,13 @@ def list_schedule(blocks, urgency, notes, k, patience, limit, starts):
         o = known[at]
         count[s] -= 1
         known[at] = known[base + count[s]]
-        if ready[o] > t:
-            t = ready[o]
+        t = max(t, ready[o], free_time(o, s, jobs, free, latest, saved))
         if t + tail[o] > limit or t + left[s] > limit:
             return NEVER
-        left[s] -= busy[o]
+        left[s] -= busy[o] - saved[o]
         starts[o] = t
         free[s] = t + busy[o]
+        latest[s] = o
         f = next_block(o, s, jobs, n)
         if f < 0:
             last = max(last, free[s])
@@ -117,7 +125,7 @@ def list_schedule(blocks, urgency, notes, k, patience, limit, starts):
             known[2 * jobs * x + count[x]] = f
             count[x] += 1
             if x != s:
-                t = ready[f] if ready[f] > free[x] else free[x]
+                t = max(ready[f], free_time(f, x, jobs, free, latest, saved))
                 if t < soon[x]:
                     soon[x] = t
         t = NEVER
@@ -125,6 +133,8 @@ def list_schedule(blocks, urgency, notes, k, patience, limit, starts):
             if ready[known[c]] < t:
                 t = ready[known[c]]
         soon[s] = t if t > free[s] else free[s]
+        if f == o + jobs:
+            soon[s] = min(soon[s], max(ready[f], free[s] - saved[o]))
     return last
 
 
@@ -137,7 +147,7 @@ def list_schedule(blocks, urgency, notes, k, patience, limit, starts):
 def time_sequence(blocks, order, path, sweep):
     """Return when stages end that run their part of the sequence `order`, -1 if they wait for each other; fills
     `path`."""
-    jobs, n, busy, lag, _ = blocks
+    jobs, n, busy, lag, _, saved = blocks
     sequence, place = order
     starts, cause = path
     queue, unmet = sweep
@@ -174,6 +184,8 @@ def time_sequence(blocks, order, path, sweep):
         if p < (s + 1) * width:
             f = sequence[p]
             t = starts[o] + busy[o]
+            if f == o + jobs:
+                t -= saved[o]
             if t > starts[f]:
                 starts[f] = t
                 cause[f] = o
@@ -303,7 +315,7 @@ def shift_block(sequence, place, source, to):
 def exchange_blocks(blocks, chance, begin, end, order, value, best_sequence, path, path_new, sweep):
     """Evaluations `begin` to `end` of `chance.total`: moves blocks of `order` that follow each other on the longest
     path and on a stage; keeps the best. `value` is [now, best], `path` that of `order`; `path_new` has room for one."""
-    jobs, n, busy, _, _ = blocks
+    jobs, n, busy, _, _, _ = blocks
     target, luck, heat, total, rng = chance
     sequence, place = order
     starts, cause = path
@@ -398,8 +410,8 @@ def bound_rest(blocks, limit, begun, rest):
 
     NEVER where it would be after `limit`, as when stages are held for each other's blocks.
     """
-    jobs, n, busy, lag, tail = blocks
-    step, ready, free, held = begun
+    jobs, n, busy, lag, tail, saved = blocks
+    step, ready, free, held, last = begun
     head, some_head, some_busy, some_tail = rest
     stages = n // (2 * jobs)
     for j in range(jobs):
@@ -414,9 +426,9 @@ def bound_rest(blocks, limit, begun, rest):
             for k in range(step[j], 2 * stages):
                 o = block_of(j, k, jobs, n)
                 s = o // (2 * jobs)
-                t = max(t, free[s])
+                t = max(t, free_time(o, s, jobs, free, last, saved))
                 if held[s] >= 0 and held[s] != o:
-                    t = max(t, head[held[s]] + busy[held[s]])
+                    t = max(t, head[held[s]] + busy[held[s]] - (saved[held[s]] if o == held[s] + jobs else 0))
                 if t > head[o]:
                     head[o] = t
                     if held[s] == o:
@@ -432,8 +444,8 @@ def bound_rest(blocks, limit, begun, rest):
             k = s if i < jobs else 2 * stages - 1 - s
             if k >= step[o % jobs]:
                 some_head[count] = head[o]
-                some_busy[count] = busy[o]
-                some_tail[count] = tail[o] - busy[o]  # below 0 where its stage is busy when the job has ended
+                some_busy[count] = busy[o] - saved[o]
+                some_tail[count] = tail[o] - some_busy[count]  # below 0 where its stage is busy when the job has ended
                 count += 1
         if count > 0:
             least = max(least, one_machine(count, some_head, some_busy, some_tail))
@@ -449,10 +461,10 @@ def bound_rest(blocks, limit, begun, rest):
 def construct_order(blocks, begun, rest, starts):
     """Return when Algorithm 1 as printed ends: it fills `starts` block by block with the one that promises most, the
     last of equals."""
-    jobs, n, busy, lag, tail = blocks
-    step, ready, free, _ = begun
+    jobs, n, busy, lag, tail, saved = blocks
+    step, ready, free, _, last = begun
     stages = n // (2 * jobs)
-    last = 0
+    low = 0
     for _ in range(n):
         t = NEVER
         s = -1
@@ -460,8 +472,9 @@ def construct_order(blocks, begun, rest, starts):
             if step[j] < 2 * stages:
                 o = block_of(j, step[j], jobs, n)
                 x = o // (2 * jobs)
-                if max(ready[j], free[x]) + busy[o] < t:
-                    t = max(ready[j], free[x]) + busy[o]
+                end = max(ready[j], free_time(o, x, jobs, free, last, saved)) + busy[o]
+                if end < t:
+                    t = end
                     s = x
         best = NEVER
         chosen = -1
@@ -469,29 +482,33 @@ def construct_order(blocks, begun, rest, starts):
             if step[j] == 2 * stages:
                 continue
             o = block_of(j, step[j], jobs, n)
-            start = max(ready[j], free[s])
+            start = max(ready[j], free_time(o, s, jobs, free, last, saved))
             if o // (2 * jobs) != s or start >= t:
                 continue
             old = ready[j]
             before = free[s]
+            latest = last[s]
             ready[j] = start + lag[o]
             free[s] = start + busy[o]
+            last[s] = o
             step[j] += 1
             least = bound_rest(blocks, NEVER, begun, rest)
             step[j] -= 1
             ready[j] = old
             free[s] = before
-            if max(last, least) <= best:
-                best = max(last, least)
+            last[s] = latest
+            if max(low, least) <= best:
+                best = max(low, least)
                 chosen = j
         o = block_of(chosen, step[chosen], jobs, n)
-        start = max(ready[chosen], free[s])
+        start = max(ready[chosen], free_time(o, s, jobs, free, last, saved))
         starts[o] = start
         step[chosen] += 1
         ready[chosen] = start + lag[o]
         free[s] = start + busy[o]
-        last = max(last, start + tail[o])
-    return last
+        last[s] = o
+        low = max(low, start + tail[o])
+    return low
 
 
 # The best order there is of these jobs.
@@ -510,8 +527,8 @@ def expand_nodes(blocks, same, depth, nodes, best, best_starts, starts, tree, re
     for it. Of equal jobs the one with the smaller number goes first everywhere: `same` (j) is the one before it, -1 for
     none.
     """
-    jobs, n, busy, lag, tail = blocks
-    steps, readies, frees, holds, lows, counts, children, promises = tree
+    jobs, n, busy, lag, tail, saved = blocks
+    steps, readies, frees, holds, lasts, lows, counts, children, promises = tree
     head = rest.head
     stages = n // (2 * jobs)
     while depth >= 0 and nodes > 0:
@@ -529,21 +546,24 @@ def expand_nodes(blocks, same, depth, nodes, best, best_starts, starts, tree, re
         ready = readies[d * jobs : (d + 1) * jobs]
         free = frees[d * stages : (d + 1) * stages]
         held = holds[d * stages : (d + 1) * stages]
+        last = lasts[d * stages : (d + 1) * stages]
         for j in range(jobs):
             step[j] = steps[depth * jobs + j]
             ready[j] = readies[depth * jobs + j]
         for s in range(stages):
             free[s] = frees[depth * stages + s]
             held[s] = holds[depth * stages + s]
+            last[s] = lasts[depth * stages + s]
         low = lows[depth]
         s = o // (2 * jobs)
         j = o % jobs
         if block_of(j, step[j], jobs, n) == o:
-            start = max(ready[j], free[s])
+            start = max(ready[j], free_time(o, s, jobs, free, last, saved))
             starts[o] = start
             step[j] += 1
             ready[j] = start + lag[o]
             free[s] = start + busy[o]
+            last[s] = o
             held[s] = -1
             low = max(low, start + tail[o])
         else:
@@ -554,7 +574,8 @@ def expand_nodes(blocks, same, depth, nodes, best, best_starts, starts, tree, re
         for i in range(stages):
             frees[d * stages + i] = free[i]
             holds[d * stages + i] = held[i]
-        begun = Begun(step, ready, free, held)
+            lasts[d * stages + i] = last[i]
+        begun = Begun(step, ready, free, held, last)
         lows[d] = low
         left = 0
         for i in range(jobs):
@@ -578,9 +599,11 @@ def expand_nodes(blocks, same, depth, nodes, best, best_starts, starts, tree, re
             x = o // (2 * jobs)
             if held[x] == o:
                 forced = o
-            elif held[x] < 0 and max(ready[j], free[x]) + busy[o] < t:
-                t = max(ready[j], free[x]) + busy[o]
-                s = x
+            elif held[x] < 0:
+                end = max(ready[j], free_time(o, x, jobs, free, last, saved)) + busy[o]
+                if end < t:
+                    t = end
+                    s = x
         count = 0
         if forced >= 0:
             children[d * 2 * jobs] = forced
@@ -597,10 +620,12 @@ def expand_nodes(blocks, same, depth, nodes, best, best_starts, starts, tree, re
                     continue
                 old = ready[j]
                 before = free[s]
+                latest = last[s]
                 if step[j] == k:
-                    start = max(ready[j], free[s])
+                    start = max(ready[j], free_time(o, s, jobs, free, last, saved))
                     ready[j] = start + lag[o]
                     free[s] = start + busy[o]
+                    last[s] = o
                     step[j] += 1
                 else:
                     held[s] = o
@@ -613,8 +638,9 @@ def expand_nodes(blocks, same, depth, nodes, best, best_starts, starts, tree, re
                     step[j] = k
                 ready[j] = old
                 free[s] = before
+                last[s] = latest
                 if step[j] == k:
-                    least = max(least, max(ready[j], free[s]) + tail[o])
+                    least = max(least, max(ready[j], free_time(o, s, jobs, free, last, saved)) + tail[o])
                 least = max(low, least)
                 if least >= best[0]:
                     continue
@@ -634,6 +660,7 @@ def expand_nodes(blocks, same, depth, nodes, best, best_starts, starts, tree, re
 SOLVERS = JitKernel(
     draw,
     next_block,
+    free_time,
     fill_needs,
     list_schedule,
     time_sequence,

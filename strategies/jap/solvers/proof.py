@@ -33,7 +33,7 @@ def prove_order(
 ) -> ArraySolution:
     """Return the best that CP-SAT finds in `seconds` from `incumbent` on, and its bound: equal if it is proven best.
 
-    Equal jobs go in the order of their numbers, which costs nothing.
+    Equal jobs go in the order of their numbers, which costs nothing where no switch is saved.
 
     Args:
         deterministic: count work and not time, about as much as fits into `seconds`; with one worker the result is the
@@ -45,25 +45,36 @@ def prove_order(
     require_ortools()
     from ortools.sat.python import cp_model
 
-    unit = int(np.gcd.reduce([*problem.busy_times, *problem.block_lags]))
+    unit = int(np.gcd.reduce([*problem.busy_times, *problem.block_lags, *problem.saved_times]))
     model = cp_model.CpModel()
     most = incumbent.makespan // unit
-    hint = _equals_in_order(problem, incumbent.starts) // unit
+    saves = bool(problem.saved_times.any())
+    hint = (incumbent.starts if saves else _equals_in_order(problem, incumbent.starts)) // unit
     start = [model.new_int_var(0, most, f"start {o}") for o in range(problem.blocks)]
     for o, variable in enumerate(start):
         model.add_hint(variable, int(hint[o]))
     numbers = np.arange(problem.blocks).reshape(problem.stages, 2, problem.jobs)
+    busy, saved = (times // unit for times in (problem.busy_times, problem.saved_times))
+    stays = {int(o): model.new_bool_var(f"no switch after {o}") for o in np.flatnonzero(saved)}
+
+    def make_interval(o: int) -> Any:
+        if o not in stays:
+            return model.new_fixed_size_interval_var(start[o], int(busy[o]), f"block {o}")
+        end = model.new_int_var(0, most + int(busy[o]), f"end {o}")
+        return model.new_interval_var(start[o], int(busy[o]) - int(saved[o]) * stays[o], end, f"block {o}")
+
+    interval = [make_interval(o) for o in range(problem.blocks)]
     for stage in numbers.reshape(problem.stages, -1).tolist():
-        model.add_no_overlap(
-            [
-                model.new_fixed_size_interval_var(start[o], int(problem.busy_times[o] // unit), f"block {o}")
-                for o in stage
-            ]
-        )
+        model.add_no_overlap([interval[o] for o in stage])
+        for o in stage:
+            if o in stays:  # nothing runs between a forward and its backward
+                mine = start[o], model.new_int_var(0, most, ""), start[o + problem.jobs]
+                both = model.new_optional_interval_var(*mine, stays[o], f"both of {o}")
+                model.add_no_overlap([both, *(interval[x] for x in stage if x not in (o, o + problem.jobs))])
     for job in range(problem.jobs):
         for o, follower in pairwise([*numbers[:, 0, job].tolist(), *numbers[::-1, 1, job].tolist()]):
             model.add(start[follower] >= start[o] + int(problem.block_lags[o] // unit))
-    for a, b in _equals(problem):
+    for a, b in () if saves else _equals(problem):
         for o, later in zip(numbers[:, :, a].reshape(-1).tolist(), numbers[:, :, b].reshape(-1).tolist(), strict=True):
             model.add(start[o] <= start[later])
     end = model.new_int_var(-(-lower_bound(problem) // unit), most, "end")

@@ -71,7 +71,7 @@ def make_notes(problem: ArrayProblem, by: Kernel) -> Notes:
     """Return room for the kernel's notes on all jobs, and no `need` of theirs."""
     n, s = problem.blocks, problem.stages
     jobs = by.copy(np.arange(problem.jobs))
-    return Notes(jobs, by.fill(s), by.fill(n), by.fill(s), by.fill(s), by.fill(s), by.fill(n), by.fill(s))
+    return Notes(jobs, by.fill(s), by.fill(n), by.fill(s), by.fill(s), by.fill(s), by.fill(n), by.fill(s), by.fill(s))
 
 
 def places_from_order(order: Array) -> Array:

@@ -104,9 +104,9 @@ def branch_and_bound(problem: ArrayProblem, effort: Effort, incumbent: ArraySolu
     by = SOLVERS.fastest if effort.orders > CHUNK else SOLVERS.python
     bound = lower_bound(problem)
     levels = n + stages * jobs + 2  # a stage may be held before each block
-    tree = Tree(*(by.fill(levels * size) for size in (jobs, jobs, stages, stages, 1, 1, 2 * jobs, 2 * jobs)))
+    tree = Tree(*(by.fill(levels * size) for size in (jobs, jobs, stages, stages, stages, 1, 1, 2 * jobs, 2 * jobs)))
     for at in range(stages):
-        tree.holds[at] = -1
+        tree.holds[at] = tree.lasts[at] = -1
     starts = by.fill(n)
     best, best_starts = by.copy([incumbent.makespan]), by.copy(incumbent.starts)
     depth, spent = 0, 0
@@ -128,7 +128,10 @@ def branch_and_bound(problem: ArrayProblem, effort: Effort, incumbent: ArraySolu
 
 
 def _before(problem: ArrayProblem) -> np.ndarray:
-    """Return the previous job with equal times by job; -1 for none."""
+    """Return the previous job with equal times by job; -1 for none, and where a job's own backward saves a switch:
+    exchanges of blocks of equal jobs would end that."""
+    if problem.saved_times.any():
+        return np.full(problem.jobs, -1, np.int64)
     last: dict[int, int] = {}
     out = np.full(problem.jobs, -1, np.int64)
     for job, kind in enumerate(problem.equal_jobs.tolist()):
@@ -147,7 +150,7 @@ def solve_as_printed(problem: ArrayProblem) -> ArraySolution:
     by = kernel_for(problem.blocks * problem.jobs * problem.blocks // 2)
     n, j, s = problem.blocks, problem.jobs, problem.stages
     starts = by.fill(n)
-    begun = Begun(by.fill(j), by.fill(j), by.fill(s), by.fill(s, -1))
+    begun = Begun(by.fill(j), by.fill(j), by.fill(s), by.fill(s, -1), by.fill(s, -1))
     by.run.construct_order(problem.read(by), begun, Rest(by.fill(n), *(by.fill(2 * j) for _ in range(3))), starts)
     found = np.array(starts, np.int64)
     return ArraySolution(problem, found, problem.makespan(found), lower_bound(problem), "algorithm 1")

@@ -20,6 +20,7 @@ class Blocks(NamedTuple):
         busy: (o) how long it takes its stage.
         lag: (o) how long after its start the job's next block may start.
         tail: (o) how long it takes at least from its start to the end of its job.
+        saved: (o) what of `busy` is saved where the next block on the stage is one of the same job, its backward.
     """
 
     jobs: int
@@ -27,6 +28,7 @@ class Blocks(NamedTuple):
     busy: Numbers
     lag: Numbers
     tail: Numbers
+    saved: Numbers
 
 
 class Urgency(NamedTuple):
@@ -51,6 +53,7 @@ class Notes(NamedTuple):
         left: (s) what remains of `need`.
         known: the first `count[s]` of `known[2 jobs s :]` are the blocks of stage s whose `ready` is known.
         count: (s) see `known`.
+        last: (s) the block that it has run last, -1 for none.
     """
 
     active: Numbers
@@ -61,6 +64,7 @@ class Notes(NamedTuple):
     left: Numbers
     known: Numbers
     count: Numbers
+    last: Numbers
 
 
 class Style(NamedTuple):
@@ -137,12 +141,14 @@ class Begun(NamedTuple):
     Attributes:
         step, ready: (j) how many of its blocks have begun, and when its next one can start.
         free, held: (s) when it is free, and the block that it is held for, -1 for none.
+        last: (s) the block that it has run last, -1 for none.
     """
 
     step: Numbers
     ready: Numbers
     free: Numbers
     held: Numbers
+    last: Numbers
 
 
 class Rest(NamedTuple):
@@ -163,7 +169,7 @@ class Tree(NamedTuple):
     """The search tree from its root to where the search is, rows by depth.
 
     Attributes:
-        steps, readies, frees, holds: the fields of a `Begun`.
+        steps, readies, frees, holds, lasts: the fields of a `Begun`.
         lows: when what has begun ends at the earliest.
         counts: how many children are left.
         children, promises: their blocks and the least times that these promise, the best last.
@@ -173,6 +179,7 @@ class Tree(NamedTuple):
     readies: Numbers
     frees: Numbers
     holds: Numbers
+    lasts: Numbers
     lows: Numbers
     counts: Numbers
     children: Numbers

@@ -18,12 +18,14 @@ class ArrayCosts(FreeCosts):
 
     Attributes:
         problem: the times; jobs are cut into one span each.
+        stays: (job, stage) where the job's backward follows its forward, so that no other one is switched to.
 
     Raises:
         InputError: backwards begin before their gradients are there.
     """
 
     problem: ArrayProblem
+    stays: frozenset[tuple[int, int]] = frozenset()
     overhead_ns: int = 0
 
     def __post_init__(self) -> None:
@@ -34,7 +36,7 @@ class ArrayCosts(FreeCosts):
         """Nanoseconds of a computation."""
         p, at = self.problem, (i.job, i.stage)
         if i.kind is Kind.F:
-            return int(p.forward[at] + p.switch[at])
+            return int(p.forward[at] + p.switch[at] * (at not in self.stays))
         if i.kind is Kind.B:
             return int(p.recompute[at] + p.backward[at])
         return int(p.update[at] + p.switch[at])
@@ -42,7 +44,8 @@ class ArrayCosts(FreeCosts):
     def transfer_ns(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         """Nothing, and nanoseconds until a message is there; counted from the end of the switch after a forward."""
         p, at = self.problem, (i.job, i.stage)
-        return 0, int(p.transfer[at] - p.switch[at]) if i.kind is Kind.SF else int(p.transfer_back[at])
+        sent = p.switch[at] * (at not in self.stays)
+        return 0, int(p.transfer[at] - sent) if i.kind is Kind.SF else int(p.transfer_back[at])
 
 
 def plan_of(problem: ArrayProblem) -> Plan:

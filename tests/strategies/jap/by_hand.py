@@ -42,7 +42,7 @@ def timed(problem, rows):
         if d == "F":
             return start[j, "F", s - 1] + p.forward[j, s - 1] + p.transfer[j, s - 1] if s else 0
         if s == stages - 1:
-            return start[j, "F", s] + p.forward[j, s] + p.switch[j, s]
+            return start[j, "F", s] + p.forward[j, s]
         before = start[j, "B", s + 1]
         gradient = before + p.recompute[j, s + 1] + p.backward[j, s + 1] + p.transfer_back[j, s + 1]
         return max(before, gradient - p.recompute[j, s]) if p.early_recompute else gradient
@@ -50,12 +50,13 @@ def timed(problem, rows):
     for _ in range(4 * jobs * stages + 2):
         changed = False
         for s, row in enumerate(rows):
-            free = 0
+            free, before = 0, None
             for j, d in row:
-                t = max(free, arrival(j, d, s))
+                stays = before == j  # no switch to another job, which `taken` has
+                t = max(free - stays * problem.switch[j, s], arrival(j, d, s))
                 changed |= t != start[j, d, s]
                 start[j, d, s] = t
-                free = t + taken(j, d, s)
+                free, before = t + taken(j, d, s), j
         if not changed:
             return start, max(start[j, "B", 0] + taken(j, "B", 0) for j in range(jobs))
     return None

@@ -1,5 +1,7 @@
 """The problem's times, beside the simulator, which knows programs and nothing of blocks."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -30,7 +32,9 @@ def test_the_simulator_gives_the_same_times(seed):
     plan = plan_of(problem)
     program = program_from_order(order, plan)
     verify(program, plan)
-    timeline = simulate(program, plan, ArrayCosts(problem))
+    pairs = [(i, after) for row in program.head for i, after in pairwise(row) if i.kind is Kind.F]
+    stays = frozenset((i.job, i.stage) for i, after in pairs if i.job == after.job)
+    timeline = simulate(program, plan, ArrayCosts(problem, stays))
     starts = problem.block_starts(order)
     problem.check(starts)
     for event in timeline.events:

@@ -20,11 +20,16 @@ def times(problem, j, step):
     }
     if d == "F":
         busy = table["forward"] + table["switch"]
-        last = s == problem.stages - 1
-        return s, busy, busy if last else table["forward"] + int(problem.transfer[j, s])
+        sent = 0 if s == problem.stages - 1 else int(problem.transfer[j, s])
+        return s, busy, table["forward"] + sent
     busy = table["recompute"] + table["backward"] + table["update"] + table["switch"]
     gone = table["recompute"] + table["backward"] + int(problem.transfer_back[j, s])
     return s, busy, busy if s == 0 else gone
+
+
+def free_for(problem, j, s, free, last):
+    """When stage s is free for job j, to which it need not switch if it has run it last."""
+    return free[s] - (int(problem.switch[j, s]) if last[s] == j else 0)
 
 
 def second_by_second(blocks):
@@ -42,7 +47,7 @@ def second_by_second(blocks):
     return end
 
 
-def promise(problem, done, ready, free):
+def promise(problem, done, ready, free, last):
     """The bound of a partial selection: critical path, and each stage on its own."""
     steps, stages = 2 * problem.stages, problem.stages
     machines = [[] for _ in range(stages)]
@@ -51,10 +56,11 @@ def promise(problem, done, ready, free):
         head = ready[j]
         for k in range(done[j], steps):
             s, busy, lag = times(problem, j, k)
-            head = max(head, free[s])
+            head = max(head, free_for(problem, j, s, free, last))
             tail = sum(times(problem, j, i)[2] for i in range(k, steps))
             worst = max(worst, head + tail)
-            machines[s].append((head, busy, tail - busy))
+            least = busy - int(problem.switch[j, s]) * (k < problem.stages)  # its backward may follow
+            machines[s].append((head, least, tail - least))
             head += lag
     return max([worst, *map(second_by_second, machines)])
 
@@ -62,25 +68,26 @@ def promise(problem, done, ready, free):
 def by_sentences(problem):
     """Orders of stages, as (job, direction)."""
     jobs, steps = range(problem.jobs), 2 * problem.stages
-    done, ready, free = [0] * problem.jobs, [0] * problem.jobs, [0] * problem.stages
+    done, ready, free, last = [0] * problem.jobs, [0] * problem.jobs, [0] * problem.stages, [-1] * problem.stages
     rows = [[] for _ in free]
     over = 0
     while any(k < steps for k in done):
         open_ = [(j, *times(problem, j, done[j])) for j in jobs if done[j] < steps]  # omega
-        earliest = min(max(ready[j], free[s]) + busy for j, s, busy, _ in open_)
-        machine = next(s for j, s, busy, _ in open_ if max(ready[j], free[s]) + busy == earliest)
+        begins = {j: max(ready[j], free_for(problem, j, s, free, last)) for j, s, *_ in open_}
+        earliest = min(begins[j] + busy for j, s, busy, _ in open_)
+        machine = next(s for j, s, busy, _ in open_ if begins[j] + busy == earliest)
         found = []
         for j, s, busy, lag in open_:  # omega'
-            start = max(ready[j], free[s])
+            start = begins[j]
             if s == machine and start < earliest:
-                after = [done.copy(), ready.copy(), free.copy()]
-                after[0][j], after[1][j], after[2][s] = done[j] + 1, start + lag, start + busy
+                after = [done.copy(), ready.copy(), free.copy(), last.copy()]
+                after[0][j], after[1][j], after[2][s], after[3][s] = done[j] + 1, start + lag, start + busy, j
                 ends = max(over, start + lag) if after[0][j] == steps else over
                 found.append((max(ends, promise(problem, *after)), j, after, ends))
         least = min(bound for bound, *_ in found)
         _, j, after, over = [each for each in found if each[0] == least][-1]  # the print's <=
         rows[machine].append((j, chain(problem.stages)[done[j]][0]))
-        done, ready, free = after
+        done, ready, free, last = after
     return rows
 
 

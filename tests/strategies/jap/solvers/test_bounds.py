@@ -22,7 +22,8 @@ def test_a_stage_knows_the_longest_job_and_its_own_work():
     for seed in range(20):
         problem = random_problem(seed, 1 + seed % 4, 1 + seed % 3)
         busy, heads, tails = (
-            a.reshape(problem.stages, -1) for a in (problem.busy_times, problem.earliest_starts, problem.least_rests)
+            a.reshape(problem.stages, -1)
+            for a in (problem.busy_times - problem.saved_times, problem.earliest_starts, problem.least_rests)
         )
         work = heads.min(1) + busy.sum(1) + (tails - busy).min(1)
         assert preemptive_bound(problem) >= max(work.max(), problem.least_rests.max())

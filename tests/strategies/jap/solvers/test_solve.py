@@ -48,7 +48,7 @@ def test_auto_is_at_least_as_good_as_every_other_method():
         assert found.makespan <= min(other.makespan for other in others)
         assert found.bound >= lower_bound(problem)
         proven += [found.method] * (found.gap == 0)
-    assert len(proven) > 6
+    assert len(proven) >= 6
     assert "branch and bound" in proven
 
 
