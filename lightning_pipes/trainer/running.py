@@ -24,11 +24,11 @@ from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.relocation.gathering import gather_layers
-from lightning_pipes.trainer.reports.report import About, Window, describe_memory
+from lightning_pipes.trainer.reports.report import RunInfo, Window, describe_memory
 
 
 @dataclass(frozen=True)
-class Running:
+class ActiveRun:
     """A run from `setup` of a strategy to its `teardown`.
 
     Attributes:
@@ -65,7 +65,7 @@ class Running:
 
     def close(
         self, host: PipelineHost, links: Connections, ranks: Ranks | None, gather: str
-    ) -> tuple[Sequence[Sequence[Window]], About] | None:
+    ) -> tuple[Sequence[Sequence[Window]], RunInfo] | None:
         """End the run, and return its windows with facts, as `gather_run` gives them.
 
         The layers are brought together before, as `gather` says. None is returned where the other ranks can't be asked,
@@ -85,7 +85,7 @@ class Running:
         return reported
 
 
-def describe_run(strategy: PipelineHost, siblings: int) -> About:
+def describe_run(strategy: PipelineHost, siblings: int) -> RunInfo:
     """Facts that this rank knows by itself of a training with so many siblings at a time, itself included."""
     device, plugin = strategy.root_device, strategy.precision_plugin
     threads = torch.get_num_threads()
@@ -100,7 +100,7 @@ def describe_run(strategy: PipelineHost, siblings: int) -> About:
         "finished": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
     }
     schedule, decision = strategy.schedule, strategy.decision
-    return About(
+    return RunInfo(
         schedule.name,
         schedule_settings(schedule),
         profile=decision.profile,
@@ -117,8 +117,8 @@ def gather_run(
     optimizers: Sequence[Optimizer],
     device: torch.device,
     gather: str,
-    about: About,
-) -> tuple[list[tuple[Window, ...]], About] | None:
+    about: RunInfo,
+) -> tuple[list[tuple[Window, ...]], RunInfo] | None:
     """Bring the layers together, and return the windows of every rank of the pipeline with the facts of the run.
 
     Collective over the pipeline's ranks. The result is None if nothing was trained.

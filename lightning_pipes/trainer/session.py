@@ -50,7 +50,7 @@ from lightning_pipes.trainer.ranks.ranks import Grid, Ranks, RankStatus
 from lightning_pipes.trainer.ranks.replicas import Replicas
 from lightning_pipes.trainer.ranks.threads import Threads
 from lightning_pipes.trainer.reports.timing import Share, Timing
-from lightning_pipes.trainer.running import Running
+from lightning_pipes.trainer.running import ActiveRun
 from lightning_pipes.trainer.verify.verifier import Verifier
 
 _log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Session:
         self.is_connected = False
         self.cut: CutModule | None = None
         self.layouts: list[OptimizerLayout] = []
-        self.running: Running | None = None
+        self.running: ActiveRun | None = None
         self.verifier: Verifier | None = None
         self._needs_process_group = not private.distributed_is_initialized()
         if self._needs_process_group:
@@ -110,7 +110,7 @@ class Session:
         control = self.links.connect(self._make_control)
         threads.share_cores(control)
         self.ranks = Ranks(grid, self._device, control, control.split(grid.pipelines))
-        self.links.get_ready(self.ranks.pipeline)
+        self.links.connect_eagerly(self.ranks.pipeline)
         module = self._trainer.lightning_module
         self.replicas = Replicas(grid, control, self._device, has_mesh=is_overridden("configure_model", module))
         private.set_device_mesh(module, self.replicas.mesh)

@@ -16,7 +16,7 @@ from lightning_pipes.engine.compute.rng import replica_seed
 from lightning_pipes.engine.residency.layer_memory import StateMemory
 from lightning_pipes.ir import PipelineError, PlanError, Policy, Program, Schedule
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.callbacks.schedule_tuner import with_tuner
+from lightning_pipes.trainer.callbacks.schedule_tuner import add_tuner
 from lightning_pipes.trainer.checkpoint.files import Writing
 from lightning_pipes.trainer.loop.asynchronous import AsynchronousTraining, check_streaming
 from lightning_pipes.trainer.loop.evaluation import Evaluation
@@ -25,7 +25,7 @@ from lightning_pipes.trainer.loop.run import PipelineRun, Training
 from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.loop.synchronous import SynchronousTraining
 from lightning_pipes.trainer.module.capture import CacheSwitch, Interceptor
-from lightning_pipes.trainer.module.checks import check_run, equal_weights, warn_about, warn_about_pieces
+from lightning_pipes.trainer.module.checks import check_run, equal_weights, warn_about_module, warn_about_pieces
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_optimizers, check_same_cut
 from lightning_pipes.trainer.module.hidden_state import HiddenState, NoHiddenState
 from lightning_pipes.trainer.module.optimizer_shards import OptimizerShards, check_shardable
@@ -59,7 +59,7 @@ from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.replicas import has_shards
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
-from lightning_pipes.trainer.running import Running
+from lightning_pipes.trainer.running import ActiveRun
 from lightning_pipes.trainer.session import Session
 from lightning_pipes.trainer.state.left_values import LeftValues, layers_by_number
 from lightning_pipes.trainer.state.module_state import ModuleState
@@ -142,7 +142,7 @@ def prepare(
         units = UnitSetup(trainer, module, session, settings, request)
     full = module.get_submodule(path) if units is None else units.weights
     assert isinstance(full, Layers)
-    warn_about(module, full)
+    warn_about_module(module, full)
     deferred = DeferredWeights(module, path)
     profiles = find_cache(trainer)
     _log.debug("decide: layers of %s over %d ranks", path, ranks.grid.n_planned)
@@ -154,7 +154,7 @@ def prepare(
     _log.debug("decided: %s, layers %s on ranks %s", decision.schedule, decision.layers, decision.ranks)
     strategy.take_decision(decision)
     if fitting:
-        with_tuner(trainer, decision.schedule)
+        add_tuner(trainer, decision.schedule)
 
     # 3. Which rank holds what, and who may move layers later.
     if request.replanner is not None and links.turns is not None:
@@ -170,7 +170,7 @@ def prepare(
     cuts = PARAMETERS if names_modules(request.partition) else request.partition
     holdings = Holdings(ranks.grid, decision.ranks, decision.layers)
     if units is None:
-        holdings.look_at(module, path)
+        holdings.index_parameters(module, path)
     else:
         units.note_weights(holdings)
     checkpointing.placement = lambda: Placement(holdings.layers, decision.ranks, cuts)
@@ -263,7 +263,7 @@ def prepare(
         Prediction(decision, ranks, links.n_trainings == 1, stays, profiles.forget_profile) if fitting else None
     )
     run.watchers = default_watchers(run, settings.check_loss, units is not None, uncompared, prediction)
-    session.running = Running(run, stops, Evaluation(run))
+    session.running = ActiveRun(run, stops, Evaluation(run))
     strategy.setup_precision_plugin()
     if memory is None or not isinstance(decision.schedule, Policy):  # else layers take turns on the device
         private.optimizers_to_device(strategy.optimizers, ranks.device)

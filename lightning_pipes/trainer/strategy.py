@@ -55,9 +55,9 @@ from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.ranks import Grid
 from lightning_pipes.trainer.ranks.replicas import has_shards
 from lightning_pipes.trainer.ranks.threads import Threads
-from lightning_pipes.trainer.reports.report import About, PipelineReport, Window
+from lightning_pipes.trainer.reports.report import PipelineReport, RunInfo, Window
 from lightning_pipes.trainer.reports.timing import Share, Timing
-from lightning_pipes.trainer.running import Running
+from lightning_pipes.trainer.running import ActiveRun
 from lightning_pipes.trainer.session import Launcher, Session, warn_if_untested
 from lightning_pipes.trainer.setup import prepare
 from lightning_pipes.trainer.step.steps import Context
@@ -199,7 +199,7 @@ class PipelineStrategy(PipelineHost):
         self._accumulating = False
         self._patches = Patches()
         self._decision: Decision | None = None
-        self._reported: tuple[Sequence[Sequence[Window]], About] = ((), About())
+        self._reported: tuple[Sequence[Sequence[Window]], RunInfo] = ((), RunInfo())
 
     def __repr__(self) -> str:
         # Fabric shows this in its refusal, the only word of ours that is seen there.
@@ -352,7 +352,7 @@ class PipelineStrategy(PipelineHost):
             session.verifier = None
             if session.is_connected:
                 session.checkpointing.finish(self._down)
-            session.links.go_home()
+            session.links.release_state()
         ended = False
         if current is not None:
             current.run.settle_layers()
@@ -564,11 +564,11 @@ class PipelineStrategy(PipelineHost):
         return None if self._session is None else self._session.cut
 
     @property
-    def _current(self) -> Running | None:
+    def _current(self) -> ActiveRun | None:
         return None if self._session is None else self._session.running
 
     @property
-    def _running(self) -> Running:
+    def _running(self) -> ActiveRun:
         assert self._current is not None, "setup has not run"
         return self._current
 

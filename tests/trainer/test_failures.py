@@ -28,7 +28,7 @@ from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.testing.ranks import run_ranks, scale_timeout, watch_ranks
 from lightning_pipes.trainer.module import checks
-from lightning_pipes.trainer.module.checks import warn_about, warn_about_pieces, warn_about_small_batch
+from lightning_pipes.trainer.module.checks import warn_about_module, warn_about_pieces, warn_about_small_batch
 from tests.trainer.lit import ROWS, Lit, LitOutside, data, quiet
 from tests.trainer.refused import BareExcept, OwnForward, Penalty, Twice
 from tests.trainers import make_trainer
@@ -383,10 +383,10 @@ def test_a_copy_of_the_layers_warns():
     module = LitOutside()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_about(module, module.model)
+        warn_about_module(module, module.model)
     module.teacher = copy.deepcopy(module.model)
     with pytest.warns(UserWarning, match="teacher: a module like the pipelined one"):
-        warn_about(module, module.model)
+        warn_about_module(module, module.model)
 
 
 def test_spectral_norm_warns():

@@ -55,8 +55,8 @@ class SiblingConnections(Connections):
         return control
 
     @override
-    def get_ready(self, pipeline: Control) -> None:
-        pipeline.get_ready()
+    def connect_eagerly(self, pipeline: Control) -> None:
+        pipeline.connect_broadcasts()
 
     @override
     def waits_at(self, barrier: str | None) -> bool:
@@ -115,7 +115,7 @@ class SiblingConnections(Connections):
         return SiblingAgreement(trainer, stops, control, self.sibling).agree
 
     @override
-    def go_home(self) -> None:
+    def release_state(self) -> None:
         self.sibling.array.release_sibling(self.sibling.index)
 
     @override

@@ -298,7 +298,7 @@ def _metrics(tuned: Tuned) -> dict[str, float]:
     }
 
 
-def with_tuner(trainer: pl.Trainer, schedule: Schedule | Policy) -> None:
+def add_tuner(trainer: pl.Trainer, schedule: Schedule | Policy) -> None:
     """Gives the trainer a ScheduleTuner if the schedule wants one and there is none."""
     callbacks = private.callbacks(trainer)
     if schedule.tunes_online and not any(isinstance(c, ScheduleTuner) for c in callbacks):

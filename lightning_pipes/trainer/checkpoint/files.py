@@ -81,7 +81,10 @@ def save(thing: Any, path: Path) -> Sum:
         OSError: it could not be written.
     """
     fault_point("checkpoint.write")
-    with saying_why(), open(path, "xb") as file:  # given a name, torch.save lets no other thread run while it writes
+    with (
+        raise_os_error(),
+        open(path, "xb") as file,
+    ):  # given a name, torch.save lets no other thread run while it writes
         sealed = SealedZip(file)
         torch.save(thing, sealed)
         sealed.seal()
@@ -112,7 +115,7 @@ def load(path: Path, **options: Any) -> Any:
 
 
 @contextmanager
-def saying_why() -> Iterator[None]:
+def raise_os_error() -> Iterator[None]:
     """Raise the system's error in place of torch.save's error about a position in the file."""
     try:
         yield

@@ -41,10 +41,10 @@ from lightning_pipes.trainer.checkpoint.files import (
     find_existing,
     load,
     put,
+    raise_os_error,
     remove,
     replace_path,
     save,
-    saying_why,
     sync_folder,
     temporary_for,
 )
@@ -134,7 +134,7 @@ def write_part(part: Part, control: Control, store: Any) -> None:
     try:
         if own == 0:
             files.sums[REST] = save(part.rest, part.temporary / REST)
-        with saying_why():
+        with raise_os_error():
             written = writer.write_data(part.plan, part.planner)
             written.wait()
         fault_point("checkpoint.part")

@@ -88,13 +88,13 @@ class AsynchronousTraining(Training):
             run.engine.take_turns(self._memory)
         schedule = run.plans.schedule
         depth = schedule.depth if isinstance(schedule, Policy) else 0
-        self._apart = run.relocation.apart = max(len(run.global_ranks), depth)
+        self._max_lag = run.relocation.apart = max(len(run.global_ranks), depth)
         notices = Notices(run.control)
-        self._results = Results(notices, run.control.ranks[0], self._apart, run.last_stage_ranks)
+        self._results = Results(notices, run.control.ranks[0], self._max_lag, run.last_stage_ranks)
         here = run.global_ranks[run.part.holdings.rank]
-        self.statistics = StreamStatistics(run.statistics, notices, control.ranks, here, self._apart)
+        self.statistics = StreamStatistics(run.statistics, notices, control.ranks, here, self._max_lag)
         self._under_way: deque[StreamedStep] = deque()
-        self._unsaid: deque[StreamedStep] = deque()  # those that the last stage has not told of
+        self._unpublished: deque[StreamedStep] = deque()  # those that the last stage has not told of
         self._window = WindowRecorder()
         warn_without_uses(run.cut.module, schedule, len(run.global_ranks))
         self.between = BetweenSteps(
@@ -168,7 +168,7 @@ class AsynchronousTraining(Training):
         if not engine.open:
             self._ordering = plans
             with self.own_gradients():  # those that are accumulated move with their layers
-                run.turn_to(*plans.for_rows(step.rows))
+                run.switch_plan(*plans.for_rows(step.rows))
             self.between.forget_layers()
             self._steps = None
             run.state.remember_state()
@@ -190,7 +190,7 @@ class AsynchronousTraining(Training):
         run, plan, use = self._run, self._run.engine.plan, step.use
         self._under_way.append(step)
         if run.last:
-            self._unsaid.append(step)
+            self._unpublished.append(step)
         if self._mirroring is not None and use is not None:
             use = self._mirroring.layer_use(step.batch, use, plan)
         self.unstepped[step.number] = item = run.inject(step, use)
@@ -219,7 +219,7 @@ class AsynchronousTraining(Training):
 
     def make_agreement(self, stops: StopAgreement) -> Callable[[], None]:
         run = self._run
-        late = LateAgreement(run.trainer, stops, self._all, self._apart, lambda: not run.engine.open, run.drain)
+        late = LateAgreement(run.trainer, stops, self._all, self._max_lag, lambda: not run.engine.open, run.drain)
         return late.agree_on_stop
 
     def batch_complete(self, stage: Stage, item: Item) -> None:
@@ -248,7 +248,7 @@ class AsynchronousTraining(Training):
         if data.complete:
             for listener in run.listeners:
                 listener.after_optimizer_step(stage, item)
-        self._say()
+        self._publish_losses()
 
     @contextmanager
     def _own_gradients_of(self, stage: Stage, item: Item) -> Iterator[list[nn.Parameter]]:
@@ -406,12 +406,14 @@ class AsynchronousTraining(Training):
         }
         return list(found.values())
 
-    def _say(self) -> None:
+    def _publish_losses(self) -> None:
         """The last stage tells the others of the batches that it knows, as soon as it does: they wait for it where they
         have stepped, while it may wait for what they compute."""
         several = len(self._run.last_stage_ranks) > 1
-        while self._unsaid and (self._unsaid[0].stepped if several else self._all_losses(self._unsaid[0])):
-            data = self._unsaid.popleft()
+        while self._unpublished and (
+            self._unpublished[0].stepped if several else self._all_losses(self._unpublished[0])
+        ):
+            data = self._unpublished.popleft()
             for part in self._results.receive_parts() if several else ():
                 data.results.update(move_data_to_device(part, self._run.device))
             out, logged = data.result()
@@ -421,7 +423,7 @@ class AsynchronousTraining(Training):
     def _publish(self) -> None:
         """Log finished batches."""
         run = self._run
-        self._say()
+        self._publish_losses()
         while self._under_way and self._is_known(self._under_way[0]):
             step = self._under_way.popleft()
             message = step.message
@@ -453,7 +455,7 @@ class Results:
     """
 
     def __init__(self, notices: Notices, pipeline: int, apart: int, last_stage: Sequence[int]) -> None:
-        self._notices, self._pipeline, self._apart = notices, pipeline, apart
+        self._notices, self._pipeline, self._max_lag = notices, pipeline, apart
         self._others = last_stage[1:]
         self._told = self._heard = self._parts = 0
 
@@ -474,7 +476,7 @@ class Results:
     def send_result(self, message: Any) -> None:
         """Send the result of the next batch from the last stage."""
         self._notices.put(self._name(self._told), message)
-        old = self._told - self._apart - 1
+        old = self._told - self._max_lag - 1
         self._told += 1
         if old >= 0:
             self._notices.remove(self._name(old))  # all have read it: what they sent since needed its gradient

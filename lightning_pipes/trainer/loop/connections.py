@@ -43,7 +43,7 @@ class Connections:
         """Return the control by which all ranks exchange objects from now on."""
         return make(self.watch, None)
 
-    def get_ready(self, pipeline: Control) -> None:
+    def connect_eagerly(self, pipeline: Control) -> None:
         """Connect at once what `pipeline` connects on first use, if others would have to wait then."""
 
     def waits_at(self, barrier: str | None) -> bool:
@@ -105,7 +105,7 @@ class Connections:
         """Return a function by which the ranks of `control` agree on stopping; they are at the same batch."""
         return stops.agree_on_stop
 
-    def go_home(self) -> None:
+    def release_state(self) -> None:
         """Take the training's weights and optimizers out of memory that trainings share."""
 
     def release_control(self, control: Control | None, down: bool) -> None:

@@ -267,7 +267,7 @@ class PipelineRun:
         moving.stop_sending()
         with self.training.own_gradients():  # those that are accumulated move with their layers
             plans = moving.finish_move()
-            self.turn_to(*plans.for_rows(self.engine.plan.jobs[0].rows))
+            self.switch_plan(*plans.for_rows(self.engine.plan.jobs[0].rows))
         moving.end(self.trainer.fit_loop.total_batch_idx + 1 if number is None else number)
 
     def make_agreement(self, stops: StopAgreement) -> Callable[[], None]:
@@ -291,7 +291,7 @@ class PipelineRun:
         overlap."""
         return {} if self.is_asynchronous else self.cut.list_parameters()
 
-    def turn_to(self, plan: Plan, order: Program | Policy) -> None:
+    def switch_plan(self, plan: Plan, order: Program | Policy) -> None:
         """The next window is that of another plan; the layers that it has elsewhere move. Collective where any do."""
         if plan is self.engine.plan:
             return

@@ -122,7 +122,7 @@ class SynchronousTraining(Training):
         """Turn to the plan of a batch of so many samples; layers that it has on other ranks move."""
         run = self._run
         plan, step.order = (step.plans or run.plans).for_rows(step.rows)
-        run.turn_to(plan, step.order)
+        run.switch_plan(plan, step.order)
         run.relocation.gradients = True
         step.samples = run.lists.find_lists(step.batch, step.rows)
         run.steps.begin_batch()

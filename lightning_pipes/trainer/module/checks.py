@@ -106,7 +106,7 @@ def warn_about_pieces(full: nn.Module) -> None:
         )
 
 
-def warn_about(module: pl.LightningModule, full: Layers) -> None:
+def warn_about_module(module: pl.LightningModule, full: Layers) -> None:
     """Warns of layers and hooks that see the layers of one stage, or nothing."""
     copies = _copies(module, full)
     if copies:

@@ -18,7 +18,7 @@ from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.proxy import Layers, StageProxy
-from lightning_pipes.trainer.module.remote_tensors import Absent, HookScope, Slot
+from lightning_pipes.trainer.module.remote_tensors import HookScope, ParameterSlot, RemoteParameters
 from lightning_pipes.trainer.private_lightning import is_compiled
 
 INCOMPLETE = "_lightning_pipes_incomplete"
@@ -241,7 +241,7 @@ class CutModule:
         self.proxy = StageProxy(full, self.local, interceptor, f"self.{path}", self.scope)
         self._set(self.proxy)
         self.stays_spread = any(t.is_meta for t in (*full.parameters(), *full.buffers()))
-        self._absent = Absent(self.scope)
+        self._absent = RemoteParameters(self.scope)
         self._let_go(set(range(len(full))) - {*self.local})
         release_free_memory()
 
@@ -337,9 +337,9 @@ class CutModule:
                 seen.add(id(slot.tensor))
                 yield slot.key, slot.tensor
 
-    def find_gaps(self) -> dict[str, list[Slot]]:
+    def find_gaps(self) -> dict[str, list[ParameterSlot]]:
         """Return the slots of each tensor by its key, which are none where the tensor is here."""
-        gaps: dict[str, list[Slot]] = {slot.key: [] for slot in self._slots_of(range(len(self.full)))}
+        gaps: dict[str, list[ParameterSlot]] = {slot.key: [] for slot in self._slots_of(range(len(self.full)))}
         for slot in self._absent.slots:
             gaps[slot.key].append(slot)
         return gaps
@@ -383,16 +383,16 @@ class CutModule:
         parent, _, name = self.path.rpartition(".")
         setattr(self.module.get_submodule(parent), name, part)
 
-    def _slots_of(self, layers: Collection[int]) -> Iterator[Slot]:
+    def _slots_of(self, layers: Collection[int]) -> Iterator[ParameterSlot]:
         """Where these layers keep parameters and saved buffers. Buffers that are not saved stay: `take_unsaved`
         brings back their values."""
         for number, key, part in self._modules_of(layers):
             for name, parameter in part._parameters.items():
                 if parameter is not None:
-                    yield Slot(number, part._parameters, name, parameter, f"{key}.{name}")
+                    yield ParameterSlot(number, part._parameters, name, parameter, f"{key}.{name}")
             for name, buffer in part._buffers.items():
                 if buffer is not None and name not in unsaved_buffers(part):
-                    yield Slot(number, part._buffers, name, buffer, f"{key}.{name}")
+                    yield ParameterSlot(number, part._buffers, name, buffer, f"{key}.{name}")
 
     def _modules_of(self, layers: Collection[int]) -> Iterator[tuple[int, str, nn.Module]]:
         """All modules of these layers: the layer's number, and the name in the whole module."""

@@ -32,7 +32,7 @@ _MOVING = ("to", "cpu", "cuda")
 _OF_SHAPE = ("size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "requires_grad_")
 
 
-class Slot(NamedTuple):
+class ParameterSlot(NamedTuple):
     """Where a layer keeps a tensor: the layer's number, the table of the module in it, the name there, the tensor that
     belongs there, and its key in the state dict."""
 
@@ -267,12 +267,12 @@ class RemoteTensor(torch.Tensor):
         )
 
 
-class Absent:
+class RemoteParameters:
     """The tensors of layers of other ranks, without memory: stand-ins are in their slots until they come back. The
     objects stay the same, so that optimizers and the user's code find them again."""
 
     def __init__(self, scope: HookScope) -> None:
-        self.slots: list[Slot] = []
+        self.slots: list[ParameterSlot] = []
         self._ids: set[int] = set()
         self._scope = scope
 
@@ -294,7 +294,7 @@ class Absent:
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._ids
 
-    def add(self, slots: Iterable[Slot]) -> None:
+    def add(self, slots: Iterable[ParameterSlot]) -> None:
         """Replace the tensors in these slots, now on other ranks, by stand-ins."""
         slots = list(slots)
         stand_ins = {

@@ -149,10 +149,10 @@ class Trials:
         parameters = [p for stage in stages for layer in stage.layers.values() for p in layer.parameters()]
         engine = Engine(plan, order, stages, transport, rank=rank, device=self._device, watch=watch)
         found: list[list[Share]] = []
-        turns: list[Turn] = []
+        turns: list[StepTiming] = []
         wanted, shortest = 1, sys.maxsize
         try:
-            while goes_on(turns, wanted):
+            while needs_more_steps(turns, wanted):
                 self._control.barrier()
                 before = waited_so_far()
                 engine.inject(Item(len(found), plan.jobs[0].rows))
@@ -161,7 +161,7 @@ class Trials:
                 shares, waited = zip(*said, strict=True)
                 longest = max(share.took for share in shares)
                 if found:  # the first one takes longer
-                    turns.append(Turn(longest, max(waited)))
+                    turns.append(StepTiming(longest, max(waited)))
                 shortest = min(shortest, longest)
                 wanted = min(STEPS, max(1, int(1e9 * seconds / max(shortest, 1))))
                 found.append([*shares])
@@ -215,7 +215,7 @@ _ENOUGH = 0.25
 """The share of turns that has to be undisturbed: where fewer are, neighbours are always there."""
 
 
-class Turn(NamedTuple):
+class StepTiming(NamedTuple):
     """One step of all ranks.
 
     Attributes:
@@ -227,13 +227,13 @@ class Turn(NamedTuple):
     waited: float
 
 
-def goes_on(turns: Sequence[Turn], wanted: int) -> bool:
+def needs_more_steps(turns: Sequence[StepTiming], wanted: int) -> bool:
     """Whether there is to be another turn after these: until there are as many as wanted, and a quarter of them was not
     disturbed, but twice as many at most."""
     return len(turns) < wanted or (not _enough(turns) and len(turns) < _LONGER * wanted)
 
 
-def counting(turns: Sequence[Turn]) -> list[int]:
+def counting(turns: Sequence[StepTiming]) -> list[int]:
     """The numbers of the turns that count: those that nobody has disturbed; where neighbours are always there, the half
     that they have disturbed least."""
     if _enough(turns):
@@ -242,11 +242,11 @@ def counting(turns: Sequence[Turn]) -> list[int]:
     return sorted(by_waiting[: -(-len(turns) // 2)])
 
 
-def _enough(turns: Sequence[Turn]) -> bool:
+def _enough(turns: Sequence[StepTiming]) -> bool:
     return sum(map(_steady, turns)) >= _ENOUGH * len(turns)
 
 
-def _steady(turn: Turn) -> bool:
+def _steady(turn: StepTiming) -> bool:
     return turn.waited <= _WAITED * turn.took
 
 

@@ -18,7 +18,7 @@ from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.trust import TRUSTED, Seal
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.ranks.mesh import MOST, Letter, Mesh, Packed, unpack_object
+from lightning_pipes.trainer.ranks.mesh import MOST, Mesh, MessageId, Packed, unpack_object
 
 _SLICE = timedelta(milliseconds=200)
 _PROMPT = timedelta(milliseconds=2)
@@ -122,7 +122,7 @@ class Control:
                 self._mesh = self._made_mesh(group)
         return self._made[purpose]
 
-    def get_ready(self) -> Any:
+    def connect_broadcasts(self) -> Any:
         """Makes the connections of `prepare_broadcast`, if there are none, and returns their group; like `connect`."""
         self.connect()
         return self.connect(_PREPARED)
@@ -274,7 +274,7 @@ class Control:
         Who gets ready early need not wait: the bytes arrive while it does something else. The source waits for nobody
         but those who lag several broadcasts behind. Other collectives may come in between, in one order among them.
         """
-        return (lambda thing: thing) if self.size == 1 else self._broadcast(source, self.get_ready(), _LATER)
+        return (lambda thing: thing) if self.size == 1 else self._broadcast(source, self.connect_broadcasts(), _LATER)
 
     def _broadcast(self, source: int, group: Any, kind: int) -> Callable[[Any], Any]:
         """Return a function that sends the object of `source`, or receives it."""
@@ -294,7 +294,7 @@ class Control:
 
         return receive
 
-    def _send(self, source: int, group: Any, letter: Letter, thing: Any) -> Any:
+    def _send(self, source: int, group: Any, letter: MessageId, thing: Any) -> Any:
         mesh = self._mesh
         if mesh is not None:
             packed = Packed(thing, TRUSTED)
@@ -369,10 +369,10 @@ class Control:
     def _group(self) -> Any:
         return self.connect()
 
-    def _letter(self, kind: int) -> Letter:
+    def _letter(self, kind: int) -> MessageId:
         """The next message of that kind."""
         self._letters[kind] += 1
-        return Letter(kind, self._letters[kind])
+        return MessageId(kind, self._letters[kind])
 
     @property
     def _seal(self) -> Seal | None:
@@ -434,7 +434,7 @@ class Control:
                 self._idle(partial(mesh.exchange_until, done))
         self._waiting, self.watch.doing = False, None
 
-    def _receive_all(self, mesh: Mesh, sources: Sequence[int], letter: Letter) -> list[bytearray]:
+    def _receive_all(self, mesh: Mesh, sources: Sequence[int], letter: MessageId) -> list[bytearray]:
         """Return the messages of these global ranks."""
         self._wait(mesh, partial(mesh.has_messages, sources, letter))
         try:

@@ -60,7 +60,7 @@ class Holdings:
         self._names: dict[int, str] = {}
         self._numbers: dict[int, int] = {}
 
-    def look_at(self, module: pl.LightningModule, path: str) -> None:
+    def index_parameters(self, module: pl.LightningModule, path: str) -> None:
         """Learn which parameters are in which layers from a whole module with its layers at `path`."""
         layer_of = {name: number for number, name in enumerate(module.get_submodule(path)._modules)}
 
@@ -184,7 +184,7 @@ class Holdings:
         ]
         return groups[self.stages[0]] if self.grid.degrees else None
 
-    def counts_here(self, parameter: torch.Tensor) -> bool:
+    def is_owner(self, parameter: torch.Tensor) -> bool:
         """Return whether this rank counts the parameter in a sum over the pipeline; one holder does."""
         parts, where = self._parts_of.get(id(parameter), ()), self.position_of_layer
         return (

@@ -25,7 +25,7 @@ _HEAD = struct.Struct("<i q q")  # kind, number, bytes
 _READ = 65536
 
 
-class Letter(NamedTuple):
+class MessageId(NamedTuple):
     """Identifies a message; the sender and all receivers use the same one.
 
     Attributes:
@@ -57,7 +57,7 @@ class Mesh:
     def __init__(self, rank: int, names: dict[int, str], listener: PeerListener, watch: FailureWatch) -> None:
         self.rank = rank
         self._peers: dict[int, _Peer] = {}
-        self._here: dict[tuple[int, Letter], bytearray] = {}
+        self._here: dict[tuple[int, MessageId], bytearray] = {}
         self._poll = select.poll()
         for other, name in names.items():
             if other < rank:
@@ -67,7 +67,7 @@ class Mesh:
         self.others = tuple(self._peers)
         self._by_descriptor = {peer.socket.fileno(): peer for peer in self._peers.values()}
 
-    def send(self, letter: Letter, data: bytes) -> None:
+    def send(self, letter: MessageId, data: bytes) -> None:
         """Send to all other ranks; calls of `exchange_until` send the rest, until `is_sent`.
 
         A peer that has closed its connection gets nothing.
@@ -81,14 +81,14 @@ class Mesh:
         """Whether all sent bytes have left."""
         return not any(peer.leaving for peer in self._peers.values())
 
-    def has_messages(self, sources: Sequence[int], letter: Letter) -> bool:
+    def has_messages(self, sources: Sequence[int], letter: MessageId) -> bool:
         """Return whether all sent bytes have left and no message of these ranks is missing.
 
         Messages arrive in `exchange_until`. A closed connection misses none.
         """
         return self.is_sent and all((rank, letter) in self._here or self._peers[rank].ended for rank in sources)
 
-    def pop(self, source: int, letter: Letter) -> bytearray:
+    def pop(self, source: int, letter: MessageId) -> bytearray:
         """Remove and return the message that has arrived.
 
         Raises:
@@ -155,7 +155,7 @@ class _Peer:
         except OSError:  # closed; what has come from there can still be read
             self.leaving = b""
 
-    def read_messages(self) -> Sequence[tuple[Letter, bytearray]]:
+    def read_messages(self) -> Sequence[tuple[MessageId, bytearray]]:
         """Return the messages that are complete by now."""
         try:
             data = self.socket.recv(_READ)
@@ -173,7 +173,7 @@ class _Peer:
             end = _HEAD.size + size
             if len(self._read) < end:
                 break
-            found.append((Letter(kind, number), self._read[_HEAD.size : end]))
+            found.append((MessageId(kind, number), self._read[_HEAD.size : end]))
             del self._read[:end]
         return found
 

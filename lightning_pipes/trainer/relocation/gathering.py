@@ -20,7 +20,7 @@ from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.remote_tensors import give_values
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
-from lightning_pipes.trainer.relocation.transfer import go_home
+from lightning_pipes.trainer.relocation.transfer import move_layers_back
 
 Description = tuple[str, tuple[int, ...], str]
 """The key, shape and type of a tensor."""
@@ -66,7 +66,7 @@ def gather_layers(part: LocalLayers, pipeline: Control, gather: str) -> None:
     sides = gather_sides(cut, pipeline)
     receivers = choose_receivers(gather, sides)
     if len(receivers) < len(sides):
-        go_home(part)
+        move_layers_back(part)
         sides = gather_sides(cut, pipeline)
     cut.stays_spread = pipeline.position not in receivers
     if not receivers:

@@ -270,6 +270,6 @@ def move_layers(part: LocalLayers, layers: Sequence[Span], gradients: bool = Tru
         LayerTransfer(part, layers).end(DeferredSteps(), gradients)
 
 
-def go_home(part: LocalLayers) -> None:
+def move_layers_back(part: LocalLayers) -> None:
     """The layers go back to where they were when the run began, and the next one looks for them."""
     move_layers(part, part.began)

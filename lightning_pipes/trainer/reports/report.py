@@ -49,7 +49,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class About:
+class RunInfo:
     """Facts of a run besides its windows.
 
     Attributes:
@@ -97,14 +97,14 @@ class PipelineReport:
     record: RunRecord
 
     @classmethod
-    def from_windows(cls, windows: Sequence[Sequence[Window]], about: About | None = None) -> PipelineReport:
+    def from_windows(cls, windows: Sequence[Sequence[Window]], about: RunInfo | None = None) -> PipelineReport:
         """The report on the windows of every pipeline rank; only batches of the most frequent plan count, among those
         with the layers where they were at last.
 
         Raises:
             PlanError: nothing was trained.
         """
-        about = about or About()
+        about = about or RunInfo()
         rounds = list(zip(*windows, strict=True))
         if not rounds:
             raise PlanError("there is nothing to report: no batch was trained with this strategy")
@@ -199,7 +199,7 @@ class PipelineReport:
         return "\n\n".join(filter(None, texts))
 
 
-def _choice(about: About, measured: Timeline) -> str:
+def _choice(about: RunInfo, measured: Timeline) -> str:
     """The choice and its reason, and whether it came true."""
     if about.predicted is None or about.siblings > 1:
         return about.choice
@@ -220,7 +220,7 @@ def _mean(shares: Sequence[float]) -> float:
     return sum(shares) / len(shares)
 
 
-def describe_memory(windows: Sequence[Sequence[Window]], about: About) -> str:
+def describe_memory(windows: Sequence[Sequence[Window]], about: RunInfo) -> str:
     """Return sentences on the peak of each rank in the largest of the last batches; empty where nothing is known.
 
     Nothing is simulated: where batches overlap, or a policy orders them, what was measured is told alone.

@@ -115,7 +115,7 @@ def total_norm(
 def _is_counted(parameter: torch.Tensor, holdings: Holdings, control: Control | None) -> bool:
     """Return whether this rank counts its part of a parameter in a norm over the ranks of `control`."""
     over_shards = control is not None and control.size > holdings.grid.length
-    return holdings.counts_here(parameter) and (not over_shards or holds_own_part(parameter, holdings.grid))
+    return holdings.is_owner(parameter) and (not over_shards or holds_own_part(parameter, holdings.grid))
 
 
 def _local(parameter: Any) -> Any:

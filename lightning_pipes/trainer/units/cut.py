@@ -14,7 +14,7 @@ from lightning_pipes.engine.allocator import release_free_memory
 from lightning_pipes.engine.private_torch import unsaved_buffers
 from lightning_pipes.ir import PlanError
 from lightning_pipes.trainer.module.pipelined import INCOMPLETE, CutModule, on_meta
-from lightning_pipes.trainer.module.remote_tensors import Absent, HookScope, Slot
+from lightning_pipes.trainer.module.remote_tensors import HookScope, ParameterSlot, RemoteParameters
 from lightning_pipes.trainer.units.recording import UnitLayout
 
 WHOLE = ""
@@ -72,11 +72,11 @@ class UnitCut(CutModule):
         self.scope = HookScope(device)
         self.stays_spread = False
         self._stages_of = layout.stages_of
-        self._absent = Absent(self.scope)
+        self._absent = RemoteParameters(self.scope)
         named = (*module.named_parameters(), *module.named_buffers())
         self._by_id = {id(t): layout.stages_of[name] for name, t in named if name in layout.stages_of}
         self._slots = [
-            Slot(stages[0], table, name, tensor, key)
+            ParameterSlot(stages[0], table, name, tensor, key)
             for key, table, name, tensor in _places(module)
             if (stages := self._stages(tensor))
         ]
@@ -129,9 +129,9 @@ class UnitCut(CutModule):
             if (key in of_stages and key not in self._foreign_keys) or (outside and key not in of_stages)
         }
 
-    def find_gaps(self) -> dict[str, list[Slot]]:
+    def find_gaps(self) -> dict[str, list[ParameterSlot]]:
         """Return the slots of each tensor by its key, with the stand-ins in them; none where the tensor is here."""
-        gaps: dict[str, list[Slot]] = {slot.key: [] for slot in self._slots}
+        gaps: dict[str, list[ParameterSlot]] = {slot.key: [] for slot in self._slots}
         whole = {id(table): dict(entries) for table, entries in self._hidden}
         for slot in self._absent.slots:
             gaps[slot.key].append(slot._replace(table=whole[id(slot.table)]))
@@ -183,7 +183,7 @@ class UnitCut(CutModule):
             table.update(own)
         self._is_hidden, self._hidden = False, []
 
-    def _slots_of(self, layers: Collection[int]) -> Iterator[Slot]:
+    def _slots_of(self, layers: Collection[int]) -> Iterator[ParameterSlot]:
         for slot in self._slots:
             if {*self._stages(slot.tensor)} & {*layers}:
                 yield slot

@@ -31,7 +31,7 @@ def joined(rank: int, ranks: int, how: str, idle: Callable[[Callable[[], bool]],
         controls.MOST = 1
     if how == HOSTS:
         controls.host_id = lambda: "here" if rank else "there"  # type: ignore[attr-defined]
-    control.get_ready()
+    control.connect_broadcasts()
     assert (control._mesh is not None) == (how == MESH)
     return control
 
@@ -202,6 +202,6 @@ def test_connections_end_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     made = [Control((0, 1), FailureWatch(None, 0), timedelta(seconds=1)) for _ in range(3)]
     for control in made:
         control.connect()
-        control.get_ready()
+        control.connect_broadcasts()
     close_all(made)
     assert sorted(closed) == list(range(6))

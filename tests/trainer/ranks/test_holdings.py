@@ -22,7 +22,7 @@ def made(place: int, *sizes: int) -> tuple[pl.LightningModule, Holdings]:
     ends = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
     spans = [Span(a, b) for a, b in pairwise(ends)]
     holdings = Holdings(Grid(1, len(sizes), place), range(len(sizes)), spans)
-    holdings.look_at(module, "model")
+    holdings.index_parameters(module, "model")
     return module, holdings
 
 
@@ -42,7 +42,7 @@ def test_a_parameter_is_held_where_its_layers_are():
     assert who["outside"] == (0, 1, 2)
     assert who["model.1.weight"] == (1, 2)
     assert [who[f"model.{n}.weight"] for n in (0, 2, 4)] == [(2,), (1,), (0,)]
-    assert [name for name, p in named.items() if holdings.counts_here(p)] == [
+    assert [name for name, p in named.items() if holdings.is_owner(p)] == [
         *("model.1.weight", "model.2.weight", "model.2.bias")
     ]
     assert [name for name, p in named.items() if not holdings.in_one_stage(p)] == ["outside", "model.1.weight"]
@@ -53,7 +53,7 @@ def test_layers_that_share_a_parameter_are_named() -> None:
     module, holdings = made(1, 2, 2, 1)
     assert holdings.tied == ((1, 3),)
     module.outside = module.model[4].weight
-    holdings.look_at(module, "model")
+    holdings.index_parameters(module, "model")
     assert holdings.tied == ((1, 3),)
 
 

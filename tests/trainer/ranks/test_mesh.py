@@ -14,7 +14,7 @@ from lightning_pipes.engine.messages import local
 from lightning_pipes.engine.messages.local import PeerListener
 from lightning_pipes.engine.watch.trust import ForgedError
 from lightning_pipes.testing.ranks import scale_timeout
-from lightning_pipes.trainer.ranks.mesh import Letter, Mesh
+from lightning_pipes.trainer.ranks.mesh import Mesh, MessageId
 
 RANKS = (3, 5, 8)
 
@@ -55,7 +55,7 @@ def until(mesh: Mesh, done: Callable[[], bool]) -> bool:
 
 def test_each_message_has_its_name(meshes: dict[int, Mesh]) -> None:
     """They may be taken in any order."""
-    first, second, other = Letter(0, 1), Letter(0, 2), Letter(1, 1)
+    first, second, other = MessageId(0, 1), MessageId(0, 2), MessageId(1, 1)
     for rank, mesh in meshes.items():
         for letter in (first, other, second):
             mesh.send(letter, f"{rank} {letter.kind} {letter.number}".encode())
@@ -72,32 +72,32 @@ def test_who_does_not_read_holds_nobody_up(meshes: dict[int, Mesh]) -> None:
     sender, reader, idle = (meshes[rank] for rank in RANKS)
     bodies = [bytes([number]) * 16_000 for number in range(100)]
     for number, body in enumerate(bodies):
-        sender.send(Letter(0, number), body)
+        sender.send(MessageId(0, number), body)
     assert not sender.is_sent
     for mesh in (reader, idle):
         for number, body in enumerate(bodies):
-            while not mesh.has_messages([RANKS[0]], Letter(0, number)):
+            while not mesh.has_messages([RANKS[0]], MessageId(0, number)):
                 sender.exchange_until(lambda: False)
                 mesh.exchange_until(lambda: False, 0.01)
-            assert mesh.pop(RANKS[0], Letter(0, number)) == body
+            assert mesh.pop(RANKS[0], MessageId(0, number)) == body
     assert sender.is_sent
 
 
 def test_what_was_sent_before_the_end_still_comes(meshes: dict[int, Mesh]) -> None:
     gone, reader, _ = (meshes[rank] for rank in RANKS)
-    reader.send(Letter(0, 7), b"unread")
-    gone.send(Letter(0, 1), b"the last word")
+    reader.send(MessageId(0, 7), b"unread")
+    gone.send(MessageId(0, 1), b"the last word")
     gone.close()
-    reader.send(Letter(0, 8), b"to nobody")
-    assert until(reader, lambda: reader.has_messages([RANKS[0]], Letter(0, 1)))
-    assert reader.pop(RANKS[0], Letter(0, 1)) == b"the last word"
-    assert until(reader, lambda: reader.has_messages([RANKS[0]], Letter(0, 2)))
+    reader.send(MessageId(0, 8), b"to nobody")
+    assert until(reader, lambda: reader.has_messages([RANKS[0]], MessageId(0, 1)))
+    assert reader.pop(RANKS[0], MessageId(0, 1)) == b"the last word"
+    assert until(reader, lambda: reader.has_messages([RANKS[0]], MessageId(0, 2)))
     with pytest.raises(ConnectionError, match="closed by rank 3"):
-        reader.pop(RANKS[0], Letter(0, 2))
-    reader.send(Letter(0, 3), b"x" * 1_000_000)  # to the others only
+        reader.pop(RANKS[0], MessageId(0, 2))
+    reader.send(MessageId(0, 3), b"x" * 1_000_000)  # to the others only
     third = meshes[RANKS[2]]
     assert not reader.is_sent
-    assert until(third, lambda: third.has_messages([RANKS[1]], Letter(0, 3)) or reader.exchange_until(lambda: False))
+    assert until(third, lambda: third.has_messages([RANKS[1]], MessageId(0, 3)) or reader.exchange_until(lambda: False))
     assert reader.is_sent
 
 

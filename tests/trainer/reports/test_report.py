@@ -28,7 +28,7 @@ from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.sim.timeline import Event
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.reports.report import AMONG_SIBLINGS, About, PipelineReport, Window
+from lightning_pipes.trainer.reports.report import AMONG_SIBLINGS, PipelineReport, RunInfo, Window
 from tests.trainer.lit import Lit
 from tests.trainer.reports.runs import fit
 
@@ -229,7 +229,7 @@ def test_whether_a_choice_came_true(measured, said):
     plan = Plan.even(1, 1)
     events = [Event(0, F(0, Span(0, 1)), 0, 10**9), Event(0, B(0, Span(0, 1)), 10**9, 4 * 10**9)]
     window = Window(plan, GPipe().program(plan), events)
-    about = About(choice="cut at [3]", predicted=1.0, measured=measured)
+    about = RunInfo(choice="cut at [3]", predicted=1.0, measured=measured)
     assert str(PipelineReport.from_windows([[window]], about).record.choice).endswith(said)
 
 
