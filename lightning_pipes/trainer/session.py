@@ -38,6 +38,7 @@ from lightning_pipes.engine.watch.shared_store import (
 )
 from lightning_pipes.engine.watch.trust import secret_for_children
 from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.active_run import ActiveRun
 from lightning_pipes.trainer.checkpoint.files import Writing
 from lightning_pipes.trainer.checkpointing import Checkpointing
 from lightning_pipes.trainer.loop.connections import Idle, make_connections
@@ -50,7 +51,6 @@ from lightning_pipes.trainer.ranks.ranks import Grid, Ranks, RankStatus
 from lightning_pipes.trainer.ranks.replicas import Replicas
 from lightning_pipes.trainer.ranks.threads import Threads
 from lightning_pipes.trainer.reports.timing import Share, Timing
-from lightning_pipes.trainer.running import ActiveRun
 from lightning_pipes.trainer.verify.verifier import Verifier
 
 _log = logging.getLogger(__name__)

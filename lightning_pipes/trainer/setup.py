@@ -16,6 +16,7 @@ from lightning_pipes.engine.compute.rng import replica_seed
 from lightning_pipes.engine.residency.layer_memory import StateMemory
 from lightning_pipes.ir import PipelineError, PlanError, Policy, Program, Schedule
 from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.active_run import ActiveRun
 from lightning_pipes.trainer.callbacks.schedule_tuner import add_tuner
 from lightning_pipes.trainer.checkpoint.files import Writing
 from lightning_pipes.trainer.loop.asynchronous import AsynchronousTraining, check_streaming
@@ -59,7 +60,6 @@ from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.replicas import has_shards
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
-from lightning_pipes.trainer.running import ActiveRun
 from lightning_pipes.trainer.session import Session
 from lightning_pipes.trainer.state.left_values import LeftValues, layers_by_number
 from lightning_pipes.trainer.state.module_state import ModuleState

@@ -33,6 +33,7 @@ from lightning_pipes.engine.watch.process_exit import skip_final_gc
 from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, check_type
 from lightning_pipes.planning.planner import BLOCKING
 from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.active_run import ActiveRun
 from lightning_pipes.trainer.checkpoint.files import Writing
 from lightning_pipes.trainer.checkpointing import load_model
 from lightning_pipes.trainer.loop.adopting import adopt_plan
@@ -57,7 +58,6 @@ from lightning_pipes.trainer.ranks.replicas import has_shards
 from lightning_pipes.trainer.ranks.threads import Threads
 from lightning_pipes.trainer.reports.report import PipelineReport, RunInfo, Window
 from lightning_pipes.trainer.reports.timing import Share, Timing
-from lightning_pipes.trainer.running import ActiveRun
 from lightning_pipes.trainer.session import Launcher, Session, warn_if_untested
 from lightning_pipes.trainer.setup import prepare
 from lightning_pipes.trainer.step.steps import Context

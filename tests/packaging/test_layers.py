@@ -51,7 +51,7 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
         "verify",
         "callbacks",
         "checkpointing",
-        "running",
+        "active_run",
         "session",
         "unit_setup",
         "setup",
