@@ -3,6 +3,7 @@ on, and where training is in its data and random numbers."""
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 KEY = "lightning_pipes"
 """Where a checkpoint has what other strategies do not know of."""
+_log = logging.getLogger(__name__)
 
 
 class TrainingData:
@@ -239,6 +241,7 @@ class Checkpointing:
                 f"checkpoint='sharded' writes a folder without a CheckpointIO, and can't hand storage_options to it: "
                 f"got {short_repr(storage_options)}. Leave them out, or use checkpoint='full'"
             )
+        _log.debug("checkpoint: save %s", path)
         self._add_place(checkpoint, trainer)
         self._ranks.pipeline.connect()
         if not self._ranks.grid.is_in_first_pipeline:
@@ -302,6 +305,7 @@ class Checkpointing:
             running: while training, tuners go back to where they started.
             read: reads a file as Lightning does.
         """
+        _log.debug("checkpoint: load %s", path)
         self._parts = None
         checkpoint: dict[str, Any] | None = None
         local = local_path(path)

@@ -145,13 +145,13 @@ def prepare(
     warn_about_module(module, full)
     deferred = DeferredWeights(module, path)
     profiles = find_cache(trainer)
-    _log.debug("decide: layers of %s over %d ranks", path, ranks.grid.n_planned)
+    _log.debug("setup: layers of %s over %d ranks", path, ranks.grid.n_planned)
     if units is None:
         shards = ranks.grid.replicas if settings.shard_optimizer else 1
         decision = decide(trainer, module, path, session, settings.transport, request, profiles, shards)
     else:
         decision = units.decide(request)
-    _log.debug("decided: %s, layers %s on ranks %s", decision.schedule, decision.layers, decision.ranks)
+    _log.debug("setup: schedule %s, layers %s on ranks %s", decision.schedule, decision.layers, decision.ranks)
     strategy.take_decision(decision)
     if fitting:
         add_tuner(trainer, decision.schedule)
@@ -195,7 +195,7 @@ def prepare(
     )
 
     # 4. The module is cut: this rank keeps its layers. It is shown before, while it is whole.
-    _log.debug("cut: layers %s stay on rank %d", list(holdings.local), ranks.grid.rank)
+    _log.debug("setup: layers %s stay on rank %d", list(holdings.local), ranks.grid.rank)
     show_module(trainer, module, patches)
     cut: CutModule
     if units is None:
@@ -222,7 +222,7 @@ def prepare(
         checkpointing.shards = OptimizerShards(strategy.optimizers, session.replicas, cut.scope, patches)
 
     # 5. Stages, engine and everything around them.
-    _log.debug("start: schedule %s", decision.schedule.name)
+    _log.debug("setup: stages and engine")
     stops = StopAgreement(trainer, ranks.control, writing.at_once, lambda: links.is_ended_by_peer, patches)
     seed = replica_seed(settings.seed, ranks.grid.replica)
     if units is None:
@@ -370,7 +370,7 @@ def choose_cut(
     try:
         units = UnitSetup(trainer, module, session, settings, request)
     except PipelineError as error:  # then the first batch ends with what is wrong with the container
-        _log.debug("%s can't be cut by units: %s", type(module).__name__, error)
+        _log.debug("setup: %s can't be cut by units: %s", type(module).__name__, error)
         return path, None
     why = misuse.partition("; ")[0].partition(". ")[0]
     rank_zero_info(f"{type(module).__name__} is cut by units, not in the layers of self.{path}: {why}")
@@ -406,7 +406,7 @@ def decide(
     plain = request.unmeasured(layer_sizes(full), length, least, ranks.grid.degrees)
 
     def measure() -> Decision:
-        _log.debug("measure: layers of %s", path)
+        _log.debug("setup: layers of %s are measured", path)
         measured = Deciding(trainer, path, ranks, transport, profiles, shards).decide(request, plain)
         if length > 1:
             warn_about_outside(module, path, measured.profile)

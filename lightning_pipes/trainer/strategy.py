@@ -343,7 +343,7 @@ class PipelineStrategy(PipelineHost):
     def teardown(self) -> None:
         fault_point("teardown")
         module, cut, current, session = self.lightning_module, self._cut, self._current, self._session
-        _log.debug("restore: the module, and what the run has patched")
+        _log.debug("teardown: restores the module, and what the run has patched")
         self._patches.close()
         if self._reference is not None:
             self._reference.close()

@@ -161,7 +161,7 @@ class AsynchronousTraining(Training):
         )
 
     def _plan(self, step: StreamedStep, optimizers: Sequence[Optimizer]) -> None:
-        """Turn to the plan of the batch, which ends the window where it is another one."""
+        """Switch to the plan of the batch; another plan ends the window."""
         run, engine, plans = self._run, self._run.engine, step.plans or self._run.plans
         if engine.open and (step.rows > engine.plan.jobs[0].rows or plans is not self._ordering or self.throttled):
             self.drain()

@@ -1,4 +1,4 @@
-"""Connections of a training with other ranks: its own, or those of the company that it is in."""
+"""Connections of a training with other ranks: its own, or those of the trainings with which it shares ranks."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -38,6 +39,8 @@ from lightning_pipes.trainer.reports.stage_bytes import SavedBytes, StageBytes
 from lightning_pipes.trainer.step.logs import LogReplay, MetricState
 from lightning_pipes.trainer.step.loss_weights import LossWeights, Sums
 from lightning_pipes.trainer.step.steps import StepResult, Steps
+
+_log = logging.getLogger(__name__)
 
 
 class Training(ABC):
@@ -134,9 +137,9 @@ class PipelineRun:
     Attributes:
         windows: the last batches.
         took: nanoseconds of the first batches on this rank.
-        listeners: told of what happens in a stream.
-        looks: what planners get to see of the last batches.
-        moving: the moves of layers.
+        listeners: called at each stage's steps; see `StageListener`.
+        statistics: what planners get to see of the last batches.
+        relocation: the moves of layers.
         training: trains the batches.
         decision: the one that first steps have called for; None while they agree with that of the run.
         watchers: checks, statistics and safety nets beside the step; whoever makes the run gives them.
@@ -292,9 +295,10 @@ class PipelineRun:
         return {} if self.is_asynchronous else self.cut.list_parameters()
 
     def switch_plan(self, plan: Plan, order: Program | Policy) -> None:
-        """The next window is that of another plan; the layers that it has elsewhere move. Collective where any do."""
+        """Use another plan from the next window on; layers that it has elsewhere move. Collective where any do."""
         if plan is self.engine.plan:
             return
+        _log.debug("plan: batches of %d samples, layers %s on ranks %s", plan.jobs[0].rows, plan.layers, plan.ranks)
         if plan.layers != self.part.holdings.layers:
             self.relocation.move_now(plan.layers)
         if plan.layers == self.engine.plan.layers:

@@ -119,7 +119,7 @@ class SynchronousTraining(Training):
         return step
 
     def _plan(self, step: TrainingStep) -> None:
-        """Turn to the plan of a batch of so many samples; layers that it has on other ranks move."""
+        """Switch to the plan of a batch of so many samples; layers that it has on other ranks move."""
         run = self._run
         plan, step.order = (step.plans or run.plans).for_rows(step.rows)
         run.switch_plan(plan, step.order)

@@ -19,6 +19,7 @@ checkpoints, the end of an epoch and of training wait for the transfer to end if
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -41,6 +42,7 @@ from lightning_pipes.trainer.relocation.transfer import DeferredSteps, LayerTran
 MOST_BATCHES = 32
 """Batches during which layers travel: so many gradients of theirs are kept at most, or of all layers where steps
 wait."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class LayerRelocation:
     """The moves of one run on this rank. Collective: all ranks make one, and the same calls of it.
 
     Before each batch: `is_over`, or a new answer of the planner; then `plans_for`, which may have layers leave. A run
-    ends a move by `arrive`, between two windows, and turns to the plans that this returns.
+    ends a move by `finish_move`, between two windows, and switches to the plans that this returns.
 
     Args:
         control: of all ranks.
@@ -108,7 +110,7 @@ class LayerRelocation:
         self._plans = self._wanted = plans  # of the last batch; where layers travel to
         self._transfer: LayerTransfer | None = None
         self._late = DeferredSteps()
-        self._told: set[int] = set()
+        self._sent_for: set[int] = set()
         self._began, self._since, self._waits_since = 0, 0.0, 0.0
         self._asked: deque[Callable[[], list[bool]]] = deque()
         self._hooks: list[Any] = []
@@ -171,12 +173,12 @@ class LayerRelocation:
         gradients that their parameters had."""
         if self._transfer is None or not self._transfer.has_left:
             return False
-        self._told.add(number)
+        self._sent_for.add(number)
         self._transfer.send_step(number, which, optimizer, layers, self._late)
         return self._way == BUFFERED
 
     def stop_sending(self) -> None:
-        """Prepare for `arrive`: no further batch runs before it, and the window is drained."""
+        """Prepare for `finish_move`: no further batch runs before it, and the window is drained."""
         self.arriving = True
         for answer in self._asked:
             answer()
@@ -197,7 +199,7 @@ class LayerRelocation:
         transfer, self._transfer, self.arriving, self.under_way = self._transfer, None, False, False
         assert transfer is not None
         now, layers = time.monotonic(), tuple(m.layer for m in transfer.moves)
-        since, late = now - self._since, len(self._told)
+        since, late = now - self._since, len(self._sent_for)
         stages, waited = _sizes(self._part.holdings.layers), now - self._waits_since
         self._over(MoveRecord(layers, self._began, number, late, transfer.again, since, waited, stages))
 
@@ -208,8 +210,9 @@ class LayerRelocation:
     def _begin(self, wanted: Plans, number: int) -> None:
         self._transfer = LayerTransfer(self._part, wanted.layers, self._way == BUFFERED, len(self.moved))
         self._since, self._began, self._wanted, self.under_way = time.monotonic(), number, wanted, True
+        _log.debug("move: layers %s leave at batch %d", [m.layer for m in self._transfer.moves], number)
         self._asked.clear()
-        self._told.clear()
+        self._sent_for.clear()
         if self.streams:  # which tells of every step
             return
         optimizers = self._part.optimizers
