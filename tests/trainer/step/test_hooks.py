@@ -276,7 +276,7 @@ def test_gradients_of_other_ranks_are_not_left_out(use: Callable[[Lit], Any]):
 class All:
     """This rank answers for all that it has."""
 
-    def counts_here(self, parameter: torch.Tensor) -> bool:
+    def is_owner(self, parameter: torch.Tensor) -> bool:
         return True
 
 
