@@ -49,9 +49,11 @@ from lightning_pipes.trainer.module.remote_tensors import HookScope
 from lightning_pipes.trainer.module.shared_data import Data, share_loader
 from lightning_pipes.trainer.module.weight_callbacks import restore_averages
 from lightning_pipes.trainer.patches import Patches
+from lightning_pipes.trainer.plan.deciding import device_memory
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.settings import AUTO, Gather, Settings, check_parts, parse_verify
+from lightning_pipes.trainer.plan.stages import check_stages, choose_stages
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.ranks import Grid
 from lightning_pipes.trainer.ranks.replicas import has_shards
@@ -122,6 +124,10 @@ class PipelineStrategy(PipelineHost):
             that treat every element alone, such as AdamW and SGD, and schedules that flush.
         tensor_parallel: processes that hold the shards of each stage's layers, which `configure_model` makes by
             `parallelize_module` on `self.device_mesh["tensor_parallel"]`. They get the same batches.
+        stages: choose the number of stages, and the layers and processes of each, for the least time until a target:
+            for "dynpipe", where more stages have staler gradients, and by layers that an earlier run has measured.
+            A dict has the batches that runs took by number of stages, such as {1: 196, 4: 222}; "auto" takes them to be
+            the same, so that the fastest batches win. By default each process is a stage.
 
     Raises:
         PlanError: an argument makes no sense, or the schedule does not take these settings; when the run starts, a
@@ -154,6 +160,7 @@ class PipelineStrategy(PipelineHost):
         process_group_backend: str | None = None,
         shard_optimizer: bool = False,
         tensor_parallel: int = 1,
+        stages: str | dict[int, float] | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -190,6 +197,7 @@ class PipelineStrategy(PipelineHost):
         )
         share_heap()
         exit_with_launcher(self._settings.heartbeat_timeout)
+        self._stages = check_stages(stages, self._request, self._settings)
         self._writing = Writing(check_type("async_checkpoint", async_checkpoint, bool))
         self.checkpoint_io = checkpoint_io
         self._session: Session | None = None
@@ -304,6 +312,12 @@ class PipelineStrategy(PipelineHost):
         if before is not None and before.is_connected:
             before.links.renew_control(before.control)
         device, local_size = self.root_device, self.num_processes
+        if self._stages is not None and self.world_size > 1:
+            hosts = [str(rank // local_size) for rank in range(self.world_size)]
+            chosen = choose_stages(
+                self._stages, self._request, self._settings, self._trainer, hosts, device_memory(device)
+            )
+            (self._request, self._settings), self._stages = chosen, None
         self._session = Session(self._trainer, self.grid, device, self._environment, local_size, self._settings)
         self._session.connect(self._threads, self._writing)
 

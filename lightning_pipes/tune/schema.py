@@ -101,9 +101,10 @@ class PipelineSettings:
     """Settings of PipelineStrategy besides the schedule."""
 
     microbatches: int | None = None
-    data_parallel: int = 1
+    data_parallel: Any = 1  # or a list, with the ranks of each stage
     tensor_parallel: int = 1
     shard_optimizer: bool = False  # over the replicas
+    stages: Any = None  # or auto, or the batches until a target by number of stages
     module: str | None = None
     partition: Any = "auto"  # or parameters, or a list: where the stages 1, 2, ... begin
     recompute: bool = False

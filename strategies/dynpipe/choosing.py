@@ -44,9 +44,15 @@ class Assignment:
 
     @property
     def is_executable(self) -> bool:
-        """Whether it is one that can run: as many replicas of each stage, so that `data_parallel` has them, and no
-        shards. Others are planned only."""
-        return {mesh.tensor for mesh in self.meshes} == {1} and len({mesh.data for mesh in self.meshes}) == 1
+        """Whether it can run: without shards. Others are planned only."""
+        return {mesh.tensor for mesh in self.meshes} == {1}
+
+    @property
+    def data_parallel(self) -> int | list[int]:
+        """Replicas of the pipeline, or where stages have different numbers of ranks these, as `data_parallel=` takes
+        them."""
+        ranks = [mesh.data for mesh in self.meshes]
+        return ranks[0] if len({*ranks}) == 1 else ranks
 
     @property
     def cuts(self) -> list[int]:
@@ -106,9 +112,7 @@ class StageChoice:
             best = option.best
             each = " ".join(f"{span.rows}@{mesh}" for span, mesh in zip(best.layers, best.meshes, strict=True))
             times = [seconds_text(1e9 * t) for t in (best.iteration, option.seconds)]
-            notes = ["the best"] * (option is least) + ["planned only: unequal replicas, or shards"] * (
-                not best.is_executable
-            )
+            notes = ["the best"] * (option is least) + ["planned only: shards"] * (not best.is_executable)
             note = f"  ({'; '.join(notes)})" if notes else ""
             lines.append(f"{start} {times[0]:>10} {times[1]:>10}  {each}{note}")
         return "\n".join([*lines, "n@DxT: n layers on D replicas of T shards each"])
@@ -134,7 +138,7 @@ def choose_stages(
         mode: "simulated" takes the best by a lower bound and has the simulator decide, "paper" goes by E4 and E5, which
             are right for two stages.
         scan_all: try all numbers.
-        executable: only what can run: all stages with the same number of replicas, and no shards.
+        executable: only what can run: no shards.
 
     Raises:
         InputError: a mode that there is not, or no number of stages.
@@ -163,16 +167,13 @@ def _option(pricing: Pricing, n: int, iterations: float, mode: str, executable: 
     if n > min(devices, layers):
         return StageOption(n, iterations, None, f"{layers} layers on {devices} devices can't make so many stages")
     every: list[Assignment] = []
-    for only in _groups(devices, n) if executable else [None]:
-        search = _Search(pricing, n, only)
+    even = [[DeviceMesh(devices // n, 1)]] if devices % n == 0 else []
+    for shapes in ([], *even):  # where devices are shared out evenly there are fewer ways, so that none is left out
+        search = _Search(pricing, n, executable, shapes)
         every += search.by_paper() if mode == "paper" else search.by_simulator()
     if not every:
         return StageOption(n, iterations, None, "no way to share out layers and devices fits into memory and machines")
     return StageOption(n, iterations, min(every, key=lambda each: each.iteration))
-
-
-def _groups(devices: int, n: int) -> list[DeviceMesh | None]:
-    return [DeviceMesh(devices // n, 1)] if devices % n == 0 else []
 
 
 class _Way(NamedTuple):
@@ -189,12 +190,12 @@ class _Way(NamedTuple):
 
 
 class _Search:
-    def __init__(self, pricing: Pricing, n: int, only: DeviceMesh | None) -> None:
+    def __init__(self, pricing: Pricing, n: int, executable: bool, shapes: Sequence[DeviceMesh] = ()) -> None:
         self._pricing, self._n = pricing, n
         self._devices, self._layers = len(pricing.cluster.devices), len(pricing.profile.layers)
         machine = pricing.machine_of_device
         largest = max(machine.count(m) for m in {*machine})
-        shapes = [only] if only else [m for size in range(1, largest + 1) for m in list_meshes(size)]
+        shapes = shapes or [m for size in range(1, largest + 1) for m in list_meshes(size, executable)]
         shapes = [m for m in shapes if m.data <= max(1, pricing.rows // pricing.microbatches)]
         self._seconds = {mesh: pricing.stage_seconds(mesh) for mesh in shapes}
         self._fits = {

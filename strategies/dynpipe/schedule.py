@@ -101,7 +101,7 @@ class DynPipe(PipeDream):
             rows: of a batch.
             batches: by number of stages the batches that runs took until the target; T(S) is fitted to them.
             theory: instead, `loss`, `lipschitz`, `noise`, `lr` and `target` of Theorem 1. Without either T(S) is 1.
-            executable: only equal replicas, without shards.
+            executable: only what can run, without shards.
 
         Raises:
             InputError: both `batches` and `theory`; nothing fits.

@@ -179,6 +179,7 @@ DOORS = [
             "tensor_parallel": count,
             "shard_optimizer": lambda v: v is False,  # data_parallel is 1
             "process_group_backend": lambda v: v is None,
+            "stages": lambda v: v is None,  # the schedule flushes
             "accelerator": lambda v: v is None,
             "parallel_devices": lambda v: v is None or (isinstance(v, list | tuple) and not v),
             "cluster_environment": lambda v: v is None,

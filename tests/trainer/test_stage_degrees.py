@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -10,14 +11,23 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
+from lightning_pipes.cost import LayerProfile, Link, ModelProfile
 from lightning_pipes.ir import InputError, PlanError
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
+from lightning_pipes.trainer.plan.profile_cache import (
+    FOLDER,
+    MeasuredRun,
+    ProfileCache,
+    clear_profiles,
+    describe_module,
+)
 from lightning_pipes.trainer.plan.request import RunRequest
 from tests.trainer.lit import Keeper, Lit, data, differences, plain_values, quiet
 from tests.trainer.loop.streamed import ROWS, Streamed, stale
@@ -93,6 +103,71 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
             fit(f"{folder}/{name}", **{"schedule": "1f1b", "degrees": degrees, "ranks": 3, **more})
         found[name] = str(told.value)
     return found
+
+
+def lopsided() -> ModelProfile:
+    """Nine layers; the first one takes long, and the gradients of the others take long to sum."""
+    slow = LayerProfile(
+        "slow", ((0, 0.0), (1, 4.0)), ((0, 0.0), (1, 8.0)), weight_bytes=8, gradient_bytes=8, output=((1, 8.0),)
+    )
+    large = replace(
+        slow, forward=((0, 0.0), (1, 0.1)), backward=((0, 0.0), (1, 0.2)), weight_bytes=10**9, gradient_bytes=10**9
+    )
+    return ModelProfile((slow,) + (large,) * 8)
+
+
+def train_chosen(rank: int, folder: str) -> list[dict[str, Any]]:
+    """Fit with stages that are chosen, and with the same ones given."""
+    module = LitNumbers().double()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIGHTNING_PIPES_PROFILES", folder)
+        if rank == 0:
+            run = MeasuredRun(lopsided(), 4, Link(bandwidth=1e9, latency=1e-6))
+            ProfileCache(Path(folder)).keep_run(describe_module(module), run)
+        dist.init_process_group("gloo")
+        dist.barrier()
+        dist.destroy_process_group()
+        every: list[Any] = ["auto", {1: 1.0, 2: 1.0, 3: 90.0}]
+        found = [fit(mkdtemp(), "dynpipe", 1, 3, strategy={"partition": "auto", "stages": n}) for n in every]
+        given = fit(mkdtemp(), "dynpipe", [2, 1], 3, strategy={"partition": [1]})
+        patch.setenv("LIGHTNING_PIPES_PROFILES", f"{folder}/none")
+        with pytest.raises(InputError) as told:
+            fit(mkdtemp(), "dynpipe", 1, 3, strategy={"partition": "auto", "stages": "auto"})
+    return [*found, given, {"said": str(told.value)}]
+
+
+def test_stages_are_chosen_by_what_an_earlier_run_has_measured() -> None:
+    """Two ranks for the layer that takes long, one for those whose gradients do."""
+    for chosen, by_batches, given, refused in run_ranks(train_chosen, 3, mkdtemp(), timeout=200):
+        assert differences(chosen["weights"], given["weights"], tolerance=0) == []
+        assert differences(by_batches["weights"], given["weights"], tolerance=0) == []
+        assert "no earlier run of LitNumbers has left any below" in refused["said"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"stages": "few"}, "stages must be 'auto', or the batches"),
+        ({"stages": {2: 10.0}}, "of two numbers or more"),
+        ({"stages": "auto", "schedule": "1f1b"}, "schedule 1f1b has no stale gradients"),
+        ({"stages": "auto", "schedule": "auto"}, "schedule auto has no stale gradients"),
+        ({"stages": "auto", "partition": [4]}, r"partition=\[4\] fixes them"),
+        ({"stages": "auto", "data_parallel": 2}, "data_parallel=2 fixes them"),
+    ],
+)
+def test_stages_that_make_no_sense(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        PipelineStrategy(**{"schedule": "dynpipe", **settings})
+
+
+def test_a_run_keeps_what_it_has_measured_for_the_choice(tmp_path: Path) -> None:
+    run = MeasuredRun(lopsided(), 32, Link(latency=1e-5))
+    cache, module = ProfileCache(tmp_path / FOLDER), Lit()
+    cache.keep_run(describe_module(module), run)
+    assert cache.find_run(describe_module(Lit())) == run
+    assert cache.find_run(describe_module(Lit(layers=7))) is None
+    assert cache.find_run(describe_module(LitNumbers())) is None
+    assert clear_profiles(tmp_path) == 1
 
 
 def train_module(rank: int, kind: type[Lit], folder: str) -> None:

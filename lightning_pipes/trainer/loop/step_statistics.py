@@ -323,7 +323,7 @@ class StreamStatistics:
         return self._looks.merge_observations(sights, plan)
 
     def collect_free_bytes(self, batch: int, plan: Plan) -> FreeBytes | None:
-        """Send the free bytes of this rank before batch number `batch`, and return those of the devices of `plan`.
+        """Exchange free bytes before batch number `batch`, and return those of the devices of `plan`.
 
         They are those of about `late` batches before; None until all ranks are sure to have told."""
         self._told.append(batch)

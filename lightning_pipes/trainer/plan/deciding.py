@@ -30,7 +30,7 @@ from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.module.tape import describe_layer
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.measuring import Measuring, NotMeasuredError, Together
-from lightning_pipes.trainer.plan.profile_cache import ProfileCache
+from lightning_pipes.trainer.plan.profile_cache import MeasuredRun, ProfileCache, describe_module
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch, expected_batches
 from lightning_pipes.trainer.plan.trial import Trial, Trials
@@ -164,7 +164,9 @@ class Deciding:
             known = self._measured_before(key)
         if known is not None:
             profile, speeds = known
-            return self._planned(request, plain, profile, rows, self._deployment(plain, speeds))
+            deployment = self._deployment(plain, speeds)
+            self._keep_run(profile, speeds, rows, deployment)
+            return self._planned(request, plain, profile, rows, deployment)
         begun = time.monotonic()
         try:
             with Measuring(self._trainer, self._path, batch, sizes, self._device, self._together) as measuring:
@@ -184,7 +186,14 @@ class Deciding:
         _profiles[key] = made.profile, speeds
         if self._control.position == 0 and set(speeds) == {1.0}:
             self._cache.keep_profile((*key, self._control.size), made.profile)
+        self._keep_run(made.profile, speeds, rows, deployment)
         return made
+
+    def _keep_run(self, profile: ModelProfile, speeds: list[float], rows: int, deployment: Deployment) -> None:
+        """Keep what the choice of stages of a later run goes by, where devices are alike."""
+        if self._control.position == 0 and set(speeds) == {1.0}:
+            run = MeasuredRun(profile, rows, deployment.pipeline.inside)
+            self._cache.keep_run(describe_module(self._trainer.lightning_module), run)
 
     def _measured_before(self, key: tuple[Any, ...]) -> tuple[ModelProfile, list[float]] | None:
         """Return the profile that an earlier run has kept on devices alike, and their speeds; None if there is none."""

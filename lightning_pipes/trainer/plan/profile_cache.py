@@ -8,21 +8,40 @@ is removed.
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import os
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from torch import nn
 
-from lightning_pipes.cost import ModelProfile
+from lightning_pipes.cost import Link, ModelProfile
+from lightning_pipes.cost.json_files import read_object
 from lightning_pipes.ir import InputError
 
 FOLDER = "lightning_pipes_profiles"
 VARIABLE = "LIGHTNING_PIPES_PROFILES"
 """The environment variable with another folder; where it is empty, no profiles are kept."""
+
+
+class MeasuredRun(NamedTuple):
+    """The layers that a run has measured, before its devices are connected the next time.
+
+    Attributes:
+        rows: samples of a batch.
+        link: the slowest one between its ranks.
+    """
+
+    profile: ModelProfile
+    rows: int
+    link: Link
 
 
 class ProfileCache:
@@ -47,15 +66,36 @@ class ProfileCache:
 
     def keep_profile(self, key: object, profile: ModelProfile) -> None:
         """Write a profile, if the folder can be written to."""
+        if self._write(key, profile.to_dict()):
+            self._used = self._path(key)
+
+    def find_run(self, key: object) -> MeasuredRun | None:
+        """Return the last run that was kept under `key`; None if there is none of this version, or of another user."""
+        path = self._path(key)
+        with suppress(OSError, InputError, KeyError, TypeError):
+            if path is not None and path.stat().st_uid == os.getuid():
+                found = read_object(path)
+                link = Link(found["bandwidth"] or math.inf, found["latency"])
+                return MeasuredRun(ModelProfile.from_dict(found["profile"]), found["rows"], link)
+        return None
+
+    def keep_run(self, key: object, run: MeasuredRun) -> None:
+        """Write the measurements of a run, if the folder can be written to."""
+        speed = run.link.bandwidth if math.isfinite(run.link.bandwidth) else None
+        found = {"rows": run.rows, "bandwidth": speed, "latency": run.link.latency}
+        self._write(key, {"profile": run.profile.to_dict(), **found})
+
+    def _write(self, key: object, content: Mapping[str, Any]) -> bool:
         path = self._path(key)
         if path is None:
-            return
+            return False
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                profile.save(Path(folder) / path.name)
+                (Path(folder) / path.name).write_text(json.dumps(content, indent=1))
                 os.replace(Path(folder) / path.name, path)
-            self._used = path
+            return True
+        return False
 
     def forget_profile(self) -> None:
         """Remove the profile that this run has used, because steps contradict it."""
@@ -67,6 +107,11 @@ class ProfileCache:
             return None
         text = repr((key, torch.__version__, version("lightning_pipes")))
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def describe_module(module: nn.Module) -> object:
+    """Return the key of a module before ranks connect: its type, and its parameters."""
+    return "stages", type(module).__qualname__, [(name, tuple(p.shape)) for name, p in module.named_parameters()]
 
 
 def find_cache(trainer: pl.Trainer) -> ProfileCache:

@@ -40,7 +40,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     )
     best = choice.best
     arguments: dict[str, Any] = {"schedule": "dynpipe", "partition": best.best.cuts}
-    arguments |= {"data_parallel": best.best.meshes[0].data} if best.best.meshes[0].data > 1 else {}
+    arguments |= {"data_parallel": best.best.data_parallel} if best.best.data_parallel != 1 else {}
     arguments |= {"microbatches": microbatches[0]} if cfg.microbatches is not None else {}
     line = strategy_line(arguments) if best.best.is_executable else ""
     if options.json:
@@ -106,7 +106,7 @@ COMMAND = Command(
     flags={
         "--batches": ("S:N,...", "batches until the target that runs took, for two numbers of stages or more"),
         "--theory": ("NAME=X,...", "loss, lipschitz, noise, lr and target of Theorem 1"),
-        "--all-shapes": ("", "also unequal replicas and shards of layers, which are planned only"),
+        "--all-shapes": ("", "also shards of layers, which are planned only"),
     },
     translate=translate_model_override,
     defaults=frozenset({"schedule=auto", "schedule=null", "cluster=null"}),

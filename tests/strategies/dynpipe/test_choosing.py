@@ -13,6 +13,8 @@ from lightning_pipes.cost import Cluster, Link
 from lightning_pipes.ir import InputError
 from lightning_pipes.strategies.dynpipe.choosing import (
     Pipeline,
+    StageChoice,
+    StageOption,
     choose_stages,
     least_seconds,
     paper_seconds,
@@ -148,12 +150,16 @@ def test_what_can_run_is_said() -> None:
     of = pricing(1, 4)
     found = choose_stages(of, stages=[2], executable=True).options[0]
     assert found.best is not None
-    assert (found.best.is_executable, found.best.meshes) == (True, (DeviceMesh(2, 1), DeviceMesh(2, 1)))
-    assert choose_stages(of, stages=[3], executable=True).options[0].best is None
-    three = choose_stages(of, stages=[3])
+    assert (found.best.is_executable, found.best.data_parallel) == (True, [3, 1]), "the last two layers take 2/3"
+    even = replace(found.best, meshes=(DeviceMesh(2, 1), DeviceMesh(2, 1)))
+    assert (even.is_executable, even.data_parallel) == (True, 2)
+    three = choose_stages(of, stages=[3], executable=True)
     assert three.best.best is not None
-    assert not three.best.best.is_executable
-    assert "planned only" in str(three)
+    assert three.best.best.is_executable
+    assert sorted(three.best.best.data_parallel) == [1, 1, 2]  # type: ignore[arg-type]
+    shards = replace(three.best.best, meshes=(DeviceMesh(1, 2), DeviceMesh(1, 1), DeviceMesh(1, 1)))
+    assert not shards.is_executable
+    assert "planned only: shards" in str(StageChoice((StageOption(3, 1.0, shards),)))
     with pytest.raises(InputError, match="'simulated' or 'paper'"):
         choose_stages(of, mode="guess")  # type: ignore[arg-type]
 
