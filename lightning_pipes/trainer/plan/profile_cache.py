@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from lightning_pipes.cost import Link, ModelProfile
-from lightning_pipes.cost.json_files import read_object
 from lightning_pipes.ir import InputError
+from lightning_pipes.ir.checks import read_object
 
 FOLDER = "lightning_pipes_profiles"
 VARIABLE = "LIGHTNING_PIPES_PROFILES"
