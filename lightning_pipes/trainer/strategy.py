@@ -356,7 +356,7 @@ class PipelineStrategy(PipelineHost):
 
     def teardown(self) -> None:
         fault_point("teardown")
-        module, cut, current, session = self.lightning_module, self._cut, self._current, self._session
+        module, cut, current, session = self.lightning_module, self._cut, self._active_run, self._session
         _log.debug("teardown: restores the module, and what the run has patched")
         self._patches.close()
         if self._reference is not None:
@@ -428,12 +428,12 @@ class PipelineStrategy(PipelineHost):
         with self.session.status.report_errors():
             self.session.checkpointing.check()
             batch, arguments = _batch_and_arguments(args, kwargs)
-            running = self._running
+            active = self._prepared_run
             with self._scope.suspend_hooks():  # it may be called by code of the user's
-                out = running.run.training.train(batch, arguments, self.optimizers, not self._accumulating)
+                out = active.run.training.train(batch, arguments, self.optimizers, not self._accumulating)
             if self.session.verifier is not None:
                 self.session.verifier.training_step_ended(out)
-            self._decision = running.run.decision or self._decision
+            self._decision = active.run.decision or self._decision
             return out
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -449,10 +449,10 @@ class PipelineStrategy(PipelineHost):
         self.session.status.check()
         with self.session.status.report_errors():
             step = named_step(self.lightning_module, name)
-            running = self._running
-            output = running.evaluation.evaluate(step, context, *_batch_and_arguments(args, kwargs))
-            if not running.run.fitting:
-                running.stops.agree_to_leave(self.session.ranks.pipeline)
+            active = self._prepared_run
+            output = active.evaluation.evaluate(step, context, *_batch_and_arguments(args, kwargs))
+            if not active.run.fitting:
+                active.stops.agree_to_leave(self.session.ranks.pipeline)
             return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -471,7 +471,7 @@ class PipelineStrategy(PipelineHost):
         step = super().optimizer_step
         shards = self.session.checkpointing.shards
         with self.session.status.report_errors(), nullcontext() if shards is None else shards.restore_after():
-            return self._running.step(self, optimizer, closure, lambda c: step(optimizer, c, *args, **kwargs))
+            return self._prepared_run.step(self, optimizer, closure, lambda c: step(optimizer, c, *args, **kwargs))
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -489,7 +489,7 @@ class PipelineStrategy(PipelineHost):
             self._accumulating = False
 
     def on_validation_end(self) -> None:
-        current = self._current
+        current = self._active_run
         if current is not None and current.run.fitting:
             current.stops.agree_on_stop()
 
@@ -537,7 +537,7 @@ class PipelineStrategy(PipelineHost):
                 nothing is trained. All stays as it is.
             PipelineError: the ranks do not agree.
         """
-        run = None if self._current is None else self._current.run
+        run = None if self._active_run is None else self._active_run.run
         if run is None or not run.fitting:
             raise PlanError("a schedule can be adopted while trainer.fit runs only")
         adopt_plan(run, self.control, schedule, microbatches, plan)
@@ -565,7 +565,7 @@ class PipelineStrategy(PipelineHost):
     @property
     def running(self) -> PipelineRun:
         """The run under way, for callbacks of ours."""
-        return self._running.run
+        return self._prepared_run.run
 
     @property
     def _scope(self) -> HookScope:
@@ -578,13 +578,13 @@ class PipelineStrategy(PipelineHost):
         return None if self._session is None else self._session.cut
 
     @property
-    def _current(self) -> ActiveRun | None:
+    def _active_run(self) -> ActiveRun | None:
         return None if self._session is None else self._session.running
 
     @property
-    def _running(self) -> ActiveRun:
-        assert self._current is not None, "setup has not run"
-        return self._current
+    def _prepared_run(self) -> ActiveRun:
+        assert self._active_run is not None, "setup has not run"
+        return self._active_run
 
     # ---- state
 
@@ -603,8 +603,8 @@ class PipelineStrategy(PipelineHost):
             return module.state_dict()
         if self._down:
             return cut.local_state(outside=True)
-        if self._current is not None:
-            self._current.run.drain()
+        if self._active_run is not None:
+            self._active_run.run.drain()
         return self.session.checkpointing.model_state(cut)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -612,14 +612,14 @@ class PipelineStrategy(PipelineHost):
         self.session.status.check()
         checkpointing = self.session.checkpointing
         checkpointing.finish(self._down)
-        path, running = self.broadcast(checkpoint_path), self._current is not None
+        path, running = self.broadcast(checkpoint_path), self._active_run is not None
         checkpoint = checkpointing.load(path, weights_only, self._module, running, super().load_checkpoint)
         self.barrier()  # whoever removes it afterwards must not be too early
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._current is not None:
-            load_model(self._current.run.cut, checkpoint["state_dict"], strict)
+        if self._active_run is not None:
+            load_model(self._active_run.run.cut, checkpoint["state_dict"], strict)
         elif has_meta(self._module) or has_shards(self._module):
             self.session.checkpointing.load_later(checkpoint["state_dict"], strict)
         else:
@@ -646,7 +646,7 @@ class PipelineStrategy(PipelineHost):
         if self._session is None or not self._session.is_connected:  # nothing has run yet, and the module is whole
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        checkpointing, current = self._session.checkpointing, self._current
+        checkpointing, current = self._session.checkpointing, self._active_run
         if self._down and current is not None and self.world_size > 1:
             checkpointing.save_alone(checkpoint, filepath, self._trainer, storage_options)
             return
@@ -702,7 +702,7 @@ class PipelineStrategy(PipelineHost):
     @property
     def _leaving_together(self) -> bool:
         """Whether all ranks end at the same batch because one got SIGTERM, so that they can save a whole checkpoint."""
-        return self._current is not None and self._current.stops.terminated
+        return self._active_run is not None and self._active_run.stops.terminated
 
 
 def _batch_and_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
