@@ -59,6 +59,14 @@ class Link:
         """Return the seconds that a message of `size` bytes occupies the link at its bandwidth, without latency."""
         return size / self.bandwidth
 
+    def least_send_seconds(self, size: float) -> float:
+        """Return the seconds that a message of `size` bytes occupies the link at least, where its bucket is full."""
+        return max(size / self.peak, (size - self.burst) / self.bandwidth, 0.0)
+
+    def message_seconds(self, size: float) -> float:
+        """Return the seconds from the start of a message of `size` bytes to its arrival, at the link's bandwidth."""
+        return self.send_seconds(size) + self.latency
+
     @property
     def burst_seconds(self) -> float:
         """Seconds at `bandwidth` that a full bucket of `burst` bytes is worth."""

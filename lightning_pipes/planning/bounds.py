@@ -8,7 +8,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipes.cost import Costs, Deployment, Link, ModelProfile
+from lightning_pipes.cost import Costs, Deployment, ModelProfile
 from lightning_pipes.ir import SENDS, Kind, Plan, cost_classes
 from lightning_pipes.planning.fit import both_seconds, stage_seconds
 from lightning_pipes.planning.partition import Indices, Seconds, StageLoad, min_max_load, range_sums
@@ -102,7 +102,7 @@ class _Bound:
             once = self.one_share  # of the messages of one micro-batch, which are on that way too
 
         def busy(pair: tuple[int, int]) -> float:
-            return _least(cluster.link_between(*pair), size * (both[pair] * self.m * self.work_share - once))
+            return cluster.link_between(*pair).least_send_seconds(size * (both[pair] * self.m * self.work_share - once))
 
         return max(map(busy, both), default=0.0) + way
 
@@ -172,7 +172,7 @@ class _Bound:
             if plan.is_remote_edge(s):
                 pair = (plan.ranks[s + 1], plan.ranks[s]) if back else (plan.ranks[s], plan.ranks[s + 1])
                 link = self.deployment.pipeline.link_between(*pair)
-                seconds += _least(link, self.edge * self.rows * self.one_share) + link.latency
+                seconds += link.least_send_seconds(self.edge * self.rows * self.one_share) + link.latency
             found.append(found[-1] + seconds)
         return np.array(found)
 
@@ -191,11 +191,6 @@ class _Bound:
             return np.asarray(step(begin, stop) / speed + left)
 
         return seconds
-
-
-def _least(link: Link, size: float) -> float:
-    """Seconds that a link is occupied by `size` bytes at least, with all that it has saved."""
-    return max(size / link.peak, (size - link.burst) / link.bandwidth, 0.0)
 
 
 def min_fullest_bin(items: Array, bins: int) -> float:

@@ -269,6 +269,6 @@ def move_seconds(
         return 0.0
     cluster = deployment.pipeline
     return max(
-        (cluster.link_between(*p).send_seconds(n) + cluster.link_between(*p).latency for p, n in taken.items()),
+        (cluster.link_between(*p).message_seconds(n) for p, n in taken.items()),
         default=0.0,
     )

@@ -275,7 +275,7 @@ def _probed(
         if kind in SENDS:
             edge, target = (stage, stage + 1) if kind is Kind.SF else (stage - 1, stage - 1)
             link = links[plan.ranks[stage], plan.ranks[target]]
-            means[kind, stage, rows] = 1e9 * (link.latency + link.send_seconds(stages[edge].output * rows))
+            means[kind, stage, rows] = 1e9 * link.message_seconds(stages[edge].output * rows)
     return sample._replace(means=means)
 
 
