@@ -213,7 +213,7 @@ class BulkTransfer:
             return handle
         if to not in self._out:
             self._out[to] = _Sender(self, to)
-        self._out[to].add(_OutgoingTree(handle, key, description, tensors))
+        self._out[to].add(_OutgoingTree(handle, description, tensors))
         return handle
 
     def receive(self, source: int, key: Key, on_arrival: Callable[[], None] | None = None) -> TransferHandle:
@@ -378,7 +378,7 @@ class BulkTransfer:
 class _OutgoingTree:
     """A tree that is sent, as bytes."""
 
-    def __init__(self, handle: TransferHandle, key: Key, description: bytes, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, handle: TransferHandle, description: bytes, tensors: Sequence[torch.Tensor]) -> None:
         self.handle, self.description, self._tensors = handle, description, tensors
         self._layout = ByteLayout([len(description), *(t.nbytes for t in tensors)])
         self.size = len(description) + sum(t.nbytes for t in tensors)

@@ -96,7 +96,7 @@ class StepStatistics:
         if len(own) < 2:
             return self.recall_plan(plan)
         self._windows.clear()
-        return self.merge_observations(self._ranks.control.all_gather(self.own_statistics(plan, own)), plan)
+        return self.merge_observations(self._ranks.control.all_gather(self.own_statistics(own)), plan)
 
     def recall_plan(self, plan: Plan) -> tuple[Observation, ...]:
         """Return the observations of `plan` so far, the oldest first. Not collective."""
@@ -119,7 +119,7 @@ class StepStatistics:
             for at in order
         )
 
-    def own_statistics(self, plan: Plan, own: Sequence[Window]) -> RankStatistics:
+    def own_statistics(self, own: Sequence[Window]) -> RankStatistics:
         """Return this rank's part of an observation by its windows of `plan`. Not collective."""
         device, free = ({}, None) if self.monitor is None else self.monitor.since_last()
         return RankStatistics(
@@ -298,7 +298,7 @@ class StreamStatistics:
         self.add_window(window)
         self._from = max((e.end for each in (*self._ended, window) for e in each.events), default=self._from)
         first = replace(window, events=[])  # a sample is that of a window after another one
-        sight = self._looks.own_statistics(plan, [first, *(each for each in self._ended if each.plan is plan)])
+        sight = self._looks.own_statistics([first, *(each for each in self._ended if each.plan is plan)])
         self._ended.clear()
         # The one after it has begun everywhere, so all have read it.
         while len(self._left) > 1 and self._left[1] <= batch - self._late:
