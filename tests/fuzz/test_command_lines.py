@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from lightning_pipes.sim.shown.record import FILE
-from lightning_pipes.testing.records import record_of
+from lightning_pipes.testing.generators import record_of
 from lightning_pipes.tune.cli import main
 from tests.fuzz.values import deadline
 

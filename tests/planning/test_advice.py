@@ -15,7 +15,7 @@ from lightning_pipes.planning.what_if import WhatIf
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.strategies.umpipe.planner import spans_of
-from lightning_pipes.testing.records import make_layer, record_of
+from lightning_pipes.testing.generators import make_layer, record_of
 
 SLOW_THIRD = [2] * 6 + [4] * 3 + [2] * 3
 LATE = Link(bandwidth=1.2e8, latency=5e-3)

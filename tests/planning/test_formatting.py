@@ -25,7 +25,7 @@ from lightning_pipes.planning.formatting import (
     strategy_line,
 )
 from lightning_pipes.planning.planner import even_plan
-from lightning_pipes.testing.records import record_of
+from lightning_pipes.testing.generators import record_of
 
 
 def test_the_line_makes_the_strategy():

@@ -16,7 +16,7 @@ from lightning_pipes.planning.advice import Advice, advise_run
 from lightning_pipes.sim import compare_timelines, simulate
 from lightning_pipes.sim.page import page
 from lightning_pipes.sim.shown.compare import BottleneckRank
-from lightning_pipes.testing.records import record_of
+from lightning_pipes.testing.generators import record_of
 
 RECORD = record_of([2] * 6 + [4] * 3 + [2] * 3, 4, 8)
 NOTHING = Advice("Nothing is slow.")

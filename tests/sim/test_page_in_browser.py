@@ -8,7 +8,7 @@ import pytest
 
 from lightning_pipes.planning.advice import Advice, advise_run
 from lightning_pipes.sim.page import page
-from lightning_pipes.testing.records import record_of
+from lightning_pipes.testing.generators import record_of
 from tests.sim.browser import Browser, chromium, needs_chromium
 
 pytestmark = needs_chromium

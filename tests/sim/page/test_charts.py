@@ -14,7 +14,7 @@ from lightning_pipes.sim.page import page
 from lightning_pipes.sim.page.charts import charts
 from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.sim.shown.training_record import Curves
-from lightning_pipes.testing.records import record_of
+from lightning_pipes.testing.generators import record_of
 
 WAIT, NEVER, ZERO = "host.compute_wait_share", "gpu.power_watts", "host.throttled_cores"
 SEEN = Curves((0.0, 1.0, 2.0, 4.0), {WAIT: (0.0, 0.5, None, 0.25), NEVER: (None,) * 4, ZERO: (0.0,) * 4})

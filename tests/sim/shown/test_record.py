@@ -24,8 +24,7 @@ from lightning_pipes.sim.shown.record import (
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
-from lightning_pipes.testing.generators import random_costs, random_plan, tiny_plan, uniform
-from lightning_pipes.testing.records import record_of
+from lightning_pipes.testing.generators import random_costs, random_plan, record_of, tiny_plan, uniform
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_pipes.testing.records import record_of
+from lightning_pipes.testing.generators import record_of
 from lightning_pipes.tune.cli import main
 from tests.tune.cli.calls import Say
 
