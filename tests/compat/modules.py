@@ -546,7 +546,7 @@ def lacks(package: str) -> str:
 def mlflow(folder: Path) -> dict[str, Any]:
     from lightning.pytorch.loggers import MLFlowLogger
 
-    return {"logger": MLFlowLogger("runs", tracking_uri=f"sqlite:///{folder}/runs.db")}
+    return {"logger": MLFlowLogger("runs", save_dir=str(folder / "mlruns"))}
 
 
 def mlflow_rows(trainer: pl.Trainer, folder: Path) -> Any:

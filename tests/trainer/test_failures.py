@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins import TransformerEnginePrecision
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -401,3 +402,22 @@ def test_batches_too_small_for_the_stages_warn(recwarn):
     assert not recwarn
     with pytest.warns(UserWarning, match="a batch of 3 samples can't keep 4 stages busy"):
         warn_about_small_batch(3, stages=4)
+
+
+class Pair(torch.Tensor):
+    """As of a quantised weight, which has values and scales."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values", "scales"], None
+
+
+def test_weights_of_several_tensors_are_refused():
+    lit: Any = Lit()
+    lit.model[0][0].weight = nn.Parameter(torch.zeros(2).as_subclass(Pair), requires_grad=False)
+    with pytest.raises(PipelineError, match=r"Lit.model.0.0.weight is a Pair, .* quantise the layers after training"):
+        checks.check_module(lit, fitting=True)
+
+
+def test_float8_that_all_processes_scale_together_is_refused():
+    with pytest.raises(PipelineError, match=r"TransformerEnginePrecision can't .* use precision='bf16-mixed'"):
+        checks.check_precision(object.__new__(TransformerEnginePrecision))

@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.utilities import grad_norm
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,6 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
+from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import PipelineStrategy, consolidate, load_pretrained
@@ -177,6 +179,11 @@ class LitGPT(pl.LightningModule):
         logits = self.model(batch[0][:, :-1])
         self.log("val_loss", F.cross_entropy(logits.flatten(0, 1), batch[0][:, 1:].flatten()), sync_dist=True)
 
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.how == "grad_norm":
+            grad_norm(self, 2)
+        self.log("norm", get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
+
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
@@ -188,7 +195,7 @@ class Seen(pl.Callback):
         self.logged: list[float] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.logged.append(float(trainer.logged_metrics["loss_step"]))
+        self.logged += [float(v) for k, v in sorted(trainer.logged_metrics.items()) if k != "loss_epoch"]
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if "val_loss" in trainer.callback_metrics:
@@ -329,6 +336,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"data_parallel": 2}, {"how": "own mesh"}, r"model.head.weight is sharded over y of other processes than this"),
     ({"data_parallel": 2}, {"how": "tied"}, r"layers.0.up.weight and self.model.layers.3.up.weight were one parameter"),
     ({"data_parallel": 2, "schedule": "pipedream"}, {}, r"and schedule 'pipedream' steps stages apart; use a schedule"),
+    ({"data_parallel": 2}, {"how": "grad_norm"}, r"DTensor, as .*grad_norm does .* torch.nn.utils.get_total_norm, and"),
     ({"data_parallel": 2, "shard_optimizer": True}, {}, r"and shard_optimizer=True shards states that are sharded"),
 ]
 
@@ -338,7 +346,8 @@ def refusals(rank: int) -> list[str]:
     found = []
     for settings, module, _ in REFUSED:
         trainer = make_trainer(strategy=PipelineStrategy(**settings), max_epochs=1, precision="64-true")
-        with pytest.raises(PlanError if settings.get("tensor_parallel") == 4 else PipelineError) as error:
+        kind = PlanError if settings.get("tensor_parallel") == 4 else (PipelineError, PeerFailure)
+        with pytest.raises(kind) as error:
             trainer.fit(LitGPT(**module), DataLoader(data(), 4))
         found.append(str(error.value))
     return found

@@ -9,6 +9,7 @@ from functools import cache
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import callbacks as cb
+from lightning.pytorch.plugins import Precision, TransformerEnginePrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -37,11 +38,22 @@ def check_run(module: pl.LightningModule, trainer: pl.Trainer, background: bool)
         background: checkpoints are written while training goes on.
     """
     fitting = trainer.state.fn == TrainerFn.FITTING
+    check_precision(trainer.strategy.precision_plugin)
     check_module(module, fitting)
     if fitting:
         check_callbacks(callbacks(trainer))
         if background:
             check_async(callbacks(trainer))
+
+
+def check_precision(plugin: Precision) -> None:
+    """Raises PipelineError for a plugin whose processes have to run the same layers."""
+    if isinstance(plugin, TransformerEnginePrecision):
+        raise PipelineError(
+            f"{type(plugin).__name__} can't be used in a pipeline: Transformer Engine reduces the largest values of "
+            "float8 tensors over all processes whenever layers have run, and stages run other layers at other times; "
+            "use precision='bf16-mixed' or 'bf16-true'"
+        )
 
 
 def check_callbacks(found: Iterable[pl.Callback]) -> None:
@@ -85,6 +97,12 @@ def check_module(module: pl.LightningModule, fitting: bool) -> None:
             raise PipelineError(
                 f"{owner}.{name} is gone: the last run with this object failed, and the layers of other ranks could "
                 "not be fetched back. Make a new one, and go on from a checkpoint with trainer.fit(..., ckpt_path=...)"
+            )
+        if hasattr(parameter, "__tensor_flatten__") and not is_distributed(parameter):
+            raise PipelineError(
+                f"{owner}.{name} is a {type(parameter).__name__}, which consists of several tensors, as quantised "
+                "weights do; ranks compare, send and save plain ones. Keep frozen weights in bfloat16, and quantise "
+                "the layers after training"
             )
         if isinstance(parameter, UninitializedParameter):
             raise PipelineError(f"{owner}.{name} has no shape yet; initialise lazy layers with a first forward")

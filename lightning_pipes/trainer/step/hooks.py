@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_pipes.engine.compute.reducer import Reducer
 from lightning_pipes.engine.compute.rng import RngUse
 from lightning_pipes.engine.private_torch import accumulate_hooks, gradient_hooks, step_hooks, with_hooks
+from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.remote_tensors import HookScope
 from lightning_pipes.trainer.patches import Patches
 
@@ -183,6 +184,8 @@ _OF_STEPS = select_hooks(lambda hook: hook.acts_on_weights)
 _IN_CLOSURE = select_hooks(lambda hook: hook.is_in_closure)
 _ON_RANK_ZERO = select_hooks(lambda hook: hook.runs_on_rank_zero)
 
+_NO_DATA = "its data is not allocated yet"
+"""In torch's error for numbers that are taken of a DTensor."""
 _SET_DATA = "variable.set_data(tensor)"
 """In torch's error for `here.data = elsewhere`, which asks no subclass."""
 
@@ -222,6 +225,12 @@ def _track(
                         "another rank, as `target.data = 0.9 * target.data + 0.1 * p.data` does with a copy of "
                         "the whole module; every process has the layers of its stages only"
                     )
+                if _NO_DATA in str(error):
+                    raise PipelineError(
+                        f"{type(owner).__name__}.{name} takes the value of a DTensor, as "
+                        "lightning.pytorch.utilities.grad_norm does of sharded gradients. The norm of all of them "
+                        "comes from torch.nn.utils.get_total_norm, and whole values from full_tensor()"
+                    ) from error
                 raise
 
     patches.replace_method(owner, name, run)
