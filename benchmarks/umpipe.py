@@ -1,10 +1,11 @@
 """UMPIPE whole: its searches, its overlapped form, and both executed.
 
-    python benchmarks/umpipe.py [--quick] [--json] [--part search|overlapped|executed ...]
+    python benchmarks/umpipe.py [--quick] [--json] [--part search|overlapped|executed|real ...]
 
 The parts have more to show by themselves: search.py and overlapped.py in papers/umpipe, experiment by experiment, with
 pictures. Seconds of searches are CPU time of one core; executed steps are those of emulated stages, see
-papers/umpipe/executed.py. Left out: GPUs, of which there was none, and real layers on as many devices.
+papers/umpipe/executed.py, and of real layers on two processes, see papers/umpipe/real.py. Left out: GPUs, of which
+there was none.
 """
 
 from __future__ import annotations
@@ -15,17 +16,23 @@ import platform
 from benchmarks.harness.report import Report, describe_machine, make_parser, run_parts
 from benchmarks.papers.umpipe.executed import emulated, keys_of, lines_of
 from benchmarks.papers.umpipe.overlapped import EXPERIMENTS
+from benchmarks.papers.umpipe.real import compare_schedules
 from benchmarks.papers.umpipe.search import t6
 from lightning_pipes.strategies.umpipe.search import load_loops
 
 
 def executed(quick: bool) -> Report:
-    """Steps that ran, of emulated stages and of real layers."""
+    """Steps that ran, of emulated stages."""
     found = emulated(quick)
     return Report(lines_of(found), keys_of(found))
 
 
-PARTS = {"search": t6, "overlapped": EXPERIMENTS["gain"], "executed": executed}
+def real(quick: bool) -> Report:
+    """Steps of real layers on two processes."""
+    return Report(*compare_schedules(quick))
+
+
+PARTS = {"search": t6, "overlapped": EXPERIMENTS["gain"], "executed": executed, "real": real}
 
 
 def main() -> None:

@@ -1,0 +1,65 @@
+"""Measured layers as networks: a stage of known times, and tables by hand."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.papers.umpipe.measured import (
+    BANDWIDTH,
+    LATENCY,
+    Curve,
+    cnn_layers,
+    gpt_layers,
+    measure_layers,
+    network_from_curves,
+    vgg_layers,
+)
+
+
+class Spinning(nn.Module):
+    """Takes 4 ms of processor time a sample, and sleeps, which is none."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        end = time.thread_time() + 4e-3 * len(x)
+        while time.thread_time() < end:
+            pass
+        return 2 * x[:, :2]
+
+
+def test_processor_time_of_a_stage_is_measured():
+    spinning = Spinning()
+    first, again = measure_layers([spinning, spinning], [torch.ones(n, 3) for n in (1, 2)])
+    assert first is again
+    assert first.forward == pytest.approx((4e-3, 8e-3), rel=0.5)
+    assert 0 < max(first.backward) < 2e-3
+    assert first.output == 8
+
+
+def test_networks_have_stages_and_links_in_the_order_of_their_direction():
+    curves = [Curve((1e-3, 2e-3), (4e-3, 5e-3), BANDWIDTH * 1e-4), Curve((3e-3, 6e-3), (7e-3, 9e-3), 4)]
+    network = network_from_curves(curves, (1, 2))
+    link = [round(1e6 * LATENCY) + 200, round(1e6 * LATENCY) + 100]
+    assert network.sizes == (2, 1)
+    assert network.forward.tolist() == [[2000, 1000], link, [6000, 3000]]
+    assert network.backward.tolist() == [[9000, 7000], link, [5000, 4000]]
+
+
+@pytest.mark.parametrize(
+    ("layers", "x", "stages", "out"),
+    [
+        (gpt_layers(8, words=20), torch.ones(2, 3, dtype=torch.long), 14, (2, 3, 20)),
+        (vgg_layers(2), torch.ones(2, 3, 32, 32), 16, (2, 10)),
+        (cnn_layers(20), torch.ones(2, 3, 32, 32), 20, (2, 128, 1, 1)),
+    ],
+    ids=["gpt", "vgg", "cnn"],
+)
+def test_layers_are_those_of_the_papers_networks(layers, x, stages, out):
+    assert len(layers) == stages
+    for layer in layers:
+        x = layer(x)
+    assert tuple(x.shape) == out
