@@ -236,7 +236,7 @@ class UnitSetup:
                 with forked_rng(self._ranks.device):
                     batch = self._example(data, request, stages)
                     compares = self._settings.check_loss and request.microbatches != 1
-                    larger = load_batch(data, COMPARED) if compares else None
+                    larger = load_batch(data, COMPARED, streams=True) if compares else None
             except NoSampleError as why:
                 raise NotMeasuredError(str(why)) from None
             return self._record_with(batch), None if larger is None else self._rule_out_weights(larger)
@@ -250,8 +250,8 @@ class UnitSetup:
         except NotMeasuredError as why:
             raise PipelineError(
                 f"{type(self._module).__name__} has no one container of layers that is called in order, and its "
-                f"training_step can't be recorded to cut it by units: {why}. Give `fit` a DataLoader with a batch_size "
-                "and a dataset of known length, or put the layers into one nn.Sequential"
+                f"training_step can't be recorded to cut it by units: {why}. Give `fit` a DataLoader with a "
+                "batch_size, or put the layers into one nn.Sequential"
             ) from why
 
     @staticmethod
@@ -262,8 +262,8 @@ class UnitSetup:
             NoSampleError: the data don't say what a batch is.
         """
         if is_of_batches(data):
-            return first_item(data)
-        rows = batch_rows(data)
+            return first_item(data, streams=True)
+        rows = batch_rows(data, streams=True)
         return example_batch(data, max(-(-rows // min(rows, request.microbatches or 2 * stages)), 1))
 
     def _record_with(self, batch: Any) -> StepRecord:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -17,26 +18,34 @@ _PATIENCE = 60.0
 """Seconds in which a few samples have to come."""
 
 
+_TRIED = 8
+"""Batches that are loaded where the first ones are None, which Lightning skips."""
+
+
 class NoSampleError(Exception):
     """Why there is no example of a batch."""
 
 
-def batch_rows(loader: Any) -> int:
-    """How many samples a batch of the loader has.
+def batch_rows(loader: Any, streams: bool = False) -> int:
+    """Return the number of samples that a batch of the loader has.
+
+    Args:
+        streams: take an `IterableDataset`, too. What a copy of it takes from a queue or a pipe is gone.
 
     Raises:
-        NoSampleError: nobody knows, or samples can't be taken from it one by one.
+        NoSampleError: the loader does not say, or samples can't be taken from it one by one.
     """
     if not isinstance(loader, DataLoader):
         raise NoSampleError(f"the training data come from a {type(loader).__name__}, no single DataLoader")
-    if isinstance(loader.dataset, IterableDataset):
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    if is_stream and not streams:
         raise NoSampleError(
             f"{type(loader.dataset).__name__} is an IterableDataset: what is taken from it does not come again"
         )
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if not isinstance(size, int):
         raise NoSampleError("the DataLoader has no batch_size")
-    rows = min(size, len(loader.dataset))  # type: ignore[arg-type]
+    rows = size if is_stream else min(size, len(loader.dataset))  # type: ignore[arg-type]
     if rows < 1:
         raise NoSampleError("the dataset is empty")
     return rows
@@ -56,31 +65,42 @@ def expected_batches(trainer: pl.Trainer, loader: Any) -> float:
 
 
 def example_batch(loader: DataLoader[Any], rows: int) -> Any:
-    """The first `rows` samples as a batch; no sampler is asked. They are loaded and collated in a process of their own,
-    so that nothing changes here that loading them changes: counters, caches, random generators."""
-    count = min(rows, len(loader.dataset))  # type: ignore[arg-type]
-    return _load(loader, count, count)
+    """Return the first `rows` samples as a batch; no sampler is asked.
+
+    They are loaded and collated in a process of their own, so that nothing changes here that loading them changes:
+    counters, caches, random generators.
+    """
+    return _load(loader, rows)
 
 
-def first_item(loader: Any) -> Any:
+def first_item(loader: Any, streams: bool = False) -> Any:
     """Return the first item of a dataset of batches (`batch_size=None`), loaded as by `example_batch`.
+
+    Args:
+        streams: as for `batch_rows`.
 
     Raises:
         NoSampleError: the loader is none for such a dataset.
     """
-    if not is_of_batches(loader) or isinstance(loader.dataset, IterableDataset) or not len(loader.dataset):
+    is_stream = is_of_batches(loader) and isinstance(loader.dataset, IterableDataset)
+    if not is_of_batches(loader) or (not streams if is_stream else not len(loader.dataset)):
         batch_rows(loader)  # says why
         raise NoSampleError("the items of the dataset are no batches")
-    return _load(loader, 1, None)
+    return _load(loader, None)
 
 
-def load_batch(loader: Any, most: int) -> Any:
+def load_batch(loader: Any, most: int, streams: bool = False) -> Any:
     """Return a batch of at most `most` samples; the first item where the items of the dataset are batches.
+
+    Args:
+        streams: as for `batch_rows`.
 
     Raises:
         NoSampleError: there is none to be had.
     """
-    return first_item(loader) if is_of_batches(loader) else example_batch(loader, min(most, batch_rows(loader)))
+    if is_of_batches(loader):
+        return first_item(loader, streams)
+    return example_batch(loader, min(most, batch_rows(loader, streams)))
 
 
 def is_of_batches(loader: Any) -> bool:
@@ -88,22 +108,29 @@ def is_of_batches(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and loader.batch_size is None and loader.batch_sampler is None
 
 
-def _load(loader: DataLoader[Any], count: int, size: int | None) -> Any:
+def _load(loader: DataLoader[Any], rows: int | None) -> Any:
+    """Return the first batch of `rows` samples that is not None; the first item where `rows` is None."""
     forks = "fork" in multiprocessing.get_all_start_methods()
-    once = DataLoader(
-        Subset(loader.dataset, range(count)),
-        batch_size=size,
-        collate_fn=loader.collate_fn,
-        num_workers=1,
-        timeout=_PATIENCE,
-        worker_init_fn=loader.worker_init_fn if loader.num_workers else None,
-        multiprocessing_context=loader.multiprocessing_context or ("fork" if forks else None),
-    )
-    with _same_offsets():
-        passing = iter(once)
-        batch = next(passing)
-        del passing  # ends the process
-    return batch
+    for tried in (1, _TRIED):
+        data: Any = loader.dataset
+        if not isinstance(data, IterableDataset):
+            data = Subset(data, range(min(tried * (rows or 1), len(data))))
+        once = DataLoader(
+            data,
+            batch_size=rows,
+            collate_fn=loader.collate_fn,
+            num_workers=1,
+            timeout=_PATIENCE,
+            worker_init_fn=loader.worker_init_fn if loader.num_workers else None,
+            multiprocessing_context=loader.multiprocessing_context or ("fork" if forks else None),
+        )
+        with _same_offsets():
+            passing = iter(once)
+            batch = next((batch for batch in islice(passing, tried) if batch is not None), None)
+            del passing  # ends the process
+        if batch is not None:
+            return batch
+    raise NoSampleError("the data begin with None, or are empty")
 
 
 @contextmanager

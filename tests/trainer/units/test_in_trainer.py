@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PlanError
@@ -105,6 +106,36 @@ class Between(Lit):
         for layer in [self.model[n] for n in range(len(self.model))]:
             x = layer(x).tanh()
         return x
+
+
+class Stream(IterableDataset[Any]):
+    """The samples without a length, which begin with a batch of None."""
+
+    def __init__(self) -> None:
+        self._collated = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(data())
+
+    def collate(self, samples: list[Any]) -> Any:
+        self._collated += 1
+        return default_collate(samples) if self._collated > 1 else None
+
+
+def train_stream(rank: int, devices: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module, stream = Between().double(), Stream()
+    strategy: Any = PipelineStrategy(module="", microbatches=2) if devices > 1 else "auto"
+    trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=2)
+    trainer.fit(module, DataLoader(stream, batch_size=8, collate_fn=stream.collate))
+    return {"steps": trainer.global_step, "weights": plain_values(module.state_dict())}
+
+
+def test_a_stream_is_cut_by_units() -> None:
+    alone = train_stream(0, 1)
+    assert alone["steps"] == 5
+    for found in run_ranks(train_stream, 2, 2):
+        assert differences(alone, found) == []
 
 
 def train_misused(rank: int, devices: int) -> list[tuple[dict[str, Any], list[str]]]:
