@@ -136,9 +136,7 @@ def run_rank(item: pytest.Item, rank: int, stages: int, port: int, pipe: Connect
             os.environ.update(rank_environment(rank, size, "127.0.0.1", port) | LEFT_SET)
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
         hide_threads()
-        give_strategy(
-            lambda: PipelineStrategy(cluster_environment=RankEnvironment(rank, size, port), heartbeat_timeout=5), size
-        )
+        give_strategy(lambda: PipelineStrategy(cluster_environment=RankEnvironment(rank, size, port)), size)
     outcome, said = "passed", ""
     try:
         for report in runtestprotocol(item, log=False, nextitem=None):
