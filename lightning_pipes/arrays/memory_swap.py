@@ -16,9 +16,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_pipes.cost.units import bytes_text
 from lightning_pipes.engine.residency.binding import Binding, still_bound
 from lightning_pipes.engine.residency.copier import SlabCopier, Stopwatch, copier_for
 from lightning_pipes.engine.residency.swap import Swap
+from lightning_pipes.engine.residency.upcoming import PREDICTORS
 from lightning_pipes.ir import PlanError, check_count, check_number, check_type
 from lightning_pipes.sim.residency import Statistics
 from lightning_pipes.trainer.loop.host import PipelineCallback, PipelineHost
@@ -140,6 +142,9 @@ class MemorySwap(SiblingMemory, PipelineCallback):
         bandwidth: bytes per second each way of an emulated link; on CPU only.
         prefetch: whether states are brought before they are needed. Without, every switch waits for its copy, which
             shows what that is worth.
+        predictor: which layers of a supernet are brought. "in_turn" goes by what a rank itself has begun and has ready;
+            "algorithm_3" is NASPipe's, with records of coming backwards that stages tell each other; "simulated" goes
+            by the order that the schedule has in simulation, with the costs that `balanced=True` cuts by.
 
     Attributes:
         statistics: of this rank, over the array's run or the fit: hits, late ones and misses among leases, stalls,
@@ -159,6 +164,7 @@ class MemorySwap(SiblingMemory, PipelineCallback):
         slots: int | None = None,
         bandwidth: float | None = None,
         prefetch: bool = True,
+        predictor: str = PREDICTORS[0],
     ) -> None:
         self.device_bytes = check_count("device_bytes", device_bytes)
         self.host_bytes = None if host_bytes is None else check_count("host_bytes", host_bytes)
@@ -169,6 +175,9 @@ class MemorySwap(SiblingMemory, PipelineCallback):
             check_number("bandwidth", bandwidth, "bytes per second above 0", lambda x: x > 0)
         self.bandwidth = bandwidth
         self.prefetch = check_type("prefetch", prefetch, bool)
+        if predictor not in PREDICTORS:
+            raise PlanError(f"predictor is one of {', '.join(PREDICTORS)}, got {predictor!r}")
+        self.predictor = predictor
         self.statistics = Statistics()
         self.switching: Switching | None = None
         self._poison = False
@@ -245,6 +254,18 @@ class MemorySwap(SiblingMemory, PipelineCallback):
             self.statistics = self._swap.statistics
             self._blocks = Stopwatch(device)
         return self._swap
+
+    @property
+    def usage_text(self) -> str:
+        found = self._all or self.statistics
+        if not found.leases:
+            return ""
+        by = f" (predictor {self.predictor!r})" if self.prefetch else " (no prefetch)"
+        return (
+            f"{found.hit_rate:.1%} of layers found there where a stage turned to others{by}, {found.late} late, "
+            f"{found.misses} missed, {found.stall_ns / 1e9:.3g} s of waiting, {bytes_text(found.bytes_in)} in, "
+            f"{bytes_text(found.bytes_out)} out"
+        )
 
     def close(self) -> None:
         if self._swap is None or self._copier is None:

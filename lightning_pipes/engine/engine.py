@@ -23,6 +23,7 @@ from lightning_pipes.engine.messages.links import measure_links, measure_offsets
 from lightning_pipes.engine.messages.mailbox import Transport
 from lightning_pipes.engine.residency.layer_memory import LayerMemory, VersionMemory
 from lightning_pipes.engine.residency.mirrors import Mirrors
+from lightning_pipes.engine.residency.upcoming import UpcomingTasks
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import (
     RECEIVES,
@@ -428,6 +429,9 @@ class Engine:
             turns = {stage.number: stage.offload for stage in self._stages if stage.offload is not None}
             order = ReadyOrder(policy, plan, self._rank, lambda stage, use: turns[stage].has_room(use), AHEAD)
             self._memory.upcoming = order.upcoming_layers
+            if self._memory.choice is not None:
+                notify = self._transport.mailbox.notify
+                order.predict_by(UpcomingTasks(self._memory.choice, policy, plan, self._rank, self._windows, notify))
         if self._mirrors is not None and policy.is_endless:
             order.enable_deliveries(self._mirrors[0], self._transport.mailbox, self._windows)
         return order

@@ -96,6 +96,7 @@ def describe_run(strategy: PipelineHost, siblings: int) -> RunInfo:
         else f"CPU, {threads} thread{'s' if threads > 1 else ''} a rank",
         "precision": str(plugin.precision),
         "replicas": str(strategy.grid.replicas) if strategy.grid.replicas > 1 else "",
+        "on the device": "" if strategy.memory is None or siblings > 1 else strategy.memory.usage_text,
         "array": f"{siblings} siblings at a time" if siblings > 1 else "",
         "finished": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
     }

@@ -16,7 +16,9 @@ from lightning_pipes.planning.advice import Advice, advise_run
 from lightning_pipes.sim import compare_timelines, simulate
 from lightning_pipes.sim.page import page
 from lightning_pipes.sim.shown.compare import BottleneckRank
-from lightning_pipes.testing.generators import record_of
+from lightning_pipes.strategies.kfkb import KFKB
+from lightning_pipes.strategies.one_f_one_b import OneFOneB
+from lightning_pipes.testing.generators import record_of, uniform
 
 RECORD = record_of([2] * 6 + [4] * 3 + [2] * 3, 4, 8)
 NOTHING = Advice("Nothing is slow.")
@@ -54,6 +56,36 @@ def test_a_window_of_overlapping_batches_is_not_a_step():
     assert f"{record.measured.batches} batches that overlap: " in str(
         compare_timelines(record.predicted, record.measured)
     )
+
+
+def test_inputs_that_waited_are_in_the_report_the_page_and_the_advice():
+    """By hand: 1F1B with f = 10, b = 20, and messages of 30 ns, one at a time.
+
+    Stage 1 starts F0 at 40 (waits 40), F1 at 70 (one is there), F2 at 160 (waits 60), F3 at 190 (one is there). Stage 0
+    starts B0 at 100 (waits 80), B1 at 130 (one is there), B2 at 220 (waits 60), B3 at 250 (waits 10). From its first
+    backward to its last forward a stage is full: F1 to F3 on stage 1, B0 and B1 on stage 0.
+    """
+    plan, costs = uniform(2, 4, f=10, b=20, link=30)
+    ran = simulate(OneFOneB().program(plan), plan, costs)
+    record = replace(record_of([1, 1], 2, 4), predicted=ran, measured=ran)
+    assert sorted(record.queues_text.splitlines()) == [
+        "stage 0, gradients: 0.2 waited on average, slack 0; 3 of 4 launches stalled, 150 ns in all",
+        "stage 1, activations: 0.5 waited on average, slack 0; 2 of 4 launches stalled, 100 ns in all",
+    ]
+    rows = re.findall(r"<tr[^>]*>(.*?)</tr>", page(record, NOTHING), re.DOTALL)
+    cells = [re.sub(r"<[^>]*>", "", row.replace("<td", "|<td")).split("|")[1:] for row in rows]
+    assert ["0", "gradients", "0.2", "0", "3 of 4", "150 ns"] in cells
+    assert ["1", "activations", "0.5", "0", "2 of 4", "100 ns"] in cells
+    assert any(
+        note.startswith(
+            "While the pipeline was full, stage 0 found no gradient at 1 of 2 launches and waited 80 ns: the stage or"
+        )
+        for note in advise_run(record).notes
+    )
+    plan, costs = uniform(2, 8, f=10, b=20, link=1)
+    ran = simulate(KFKB(4).program(plan), plan, costs)
+    notes = advise_run(replace(record_of([1, 1], 2, 8), predicted=ran, measured=ran)).notes
+    assert any("an input waited at every launch: no rank stalled" in note for note in notes)
 
 
 def test_it_needs_nothing_else():

@@ -48,6 +48,8 @@ PARTS = (Span(0, 4), Span(4, 8))
 DELAY = 5
 WARNED: list[str] = []
 """By the last fit of this process."""
+FACTS: dict[str, str] = {}
+"""In the report of the last fit of this process."""
 
 
 class Mean(nn.Module):
@@ -218,6 +220,9 @@ def fit(
         held_out = loader(3) if validates else None
         trainer.fit(module, stream.pair_with(loader(batches)), held_out, ckpt_path=resume, weights_only=False)
     WARNED[:] = [text for text in map(str, (each.message for each in caught)) if "every batch steps" in text]
+    FACTS.clear()
+    if memory is not None and trainer.is_global_zero:
+        FACTS.update(trainer.strategy.report.record.facts)
     return {"weights": hashes(module), "losses": losses.found, "told": stream.n_reported}
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from lightning_pipes import MemorySwap
+from lightning_pipes.ir import PlanError
+from lightning_pipes.sim.residency import Statistics
 from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.testing.ranks import run_ranks
-from tests.supernets.nets import alone, fit, steppers
+from tests.supernets.nets import FACTS, alone, fit, steppers
 
 BATCHES = 20
 
@@ -23,28 +25,31 @@ def plain(shared: str) -> dict[str, Any]:
     return alone(shared, BATCHES)
 
 
-def swapped(rank: int, ranks: int, shared: str, device_bytes: int, bandwidth: float | None, balanced: bool) -> Any:
-    memory, folder = MemorySwap(device_bytes, bandwidth=bandwidth), mkdtemp()
+def swapped(rank: int, ranks: int, shared: str, device_bytes: int, predictor: str, balanced: bool) -> Any:
+    memory, folder = MemorySwap(device_bytes, bandwidth=2e7 if ranks == 3 else None, predictor=predictor), mkdtemp()
     memory._poison = True
     schedule = CSP(depth=8, balanced=balanced)
     found = fit(rank, ranks, shared, BATCHES, folder, schedule=schedule, recompute=ranks > 1, memory=memory)
-    return found, memory.statistics, steppers(folder)
+    return found, memory.statistics, steppers(folder), FACTS.get("on the device", "")
 
 
 @pytest.mark.parametrize(
-    ("ranks", "shared", "device_bytes", "bandwidth", "balanced", "bytes_in"),
+    ("ranks", "shared", "device_bytes", "predictor", "balanced", "bytes_in"),
     [
-        (1, "sequential", 130_000, None, True, 500_000),
-        (2, "delayed", 60_000, None, False, 100_000),
-        (2, "sequential", 60_000, None, True, 100_000),
-        (3, "frozen", 60_000, 2e7, True, 80_000),
+        (1, "sequential", 130_000, "simulated", True, 500_000),
+        (2, "delayed", 60_000, "algorithm_3", False, 100_000),
+        (2, "sequential", 60_000, "in_turn", True, 100_000),
+        (3, "frozen", 60_000, "simulated", True, 80_000),
     ],
 )
-def test_bit_for_bit(
-    ranks: int, shared: str, device_bytes: int, bandwidth: float | None, balanced: bool, bytes_in: int
-) -> None:
+def test_bit_for_bit(ranks: int, shared: str, device_bytes: int, predictor: str, balanced: bool, bytes_in: int) -> None:
     wanted, on = plain(shared), defaultdict[str, set[str]](set)
-    for found, statistics, here in run_ranks(swapped, ranks, ranks, shared, device_bytes, bandwidth, balanced):
+    ran = run_ranks(swapped, ranks, ranks, shared, device_bytes, predictor, balanced)
+    total = Statistics.sum_devices([statistics for _, statistics, *_ in ran])
+    assert ran[0][3].startswith(f"{total.hit_rate:.1%} of layers found there")
+    assert f"(predictor {predictor!r}), {total.late} late, {total.misses} missed" in ran[0][3]
+    assert total.hit_rate > 0.5
+    for found, statistics, here, _ in ran:
         assert found["weights"] == wanted["weights"]
         assert found["losses"] == wanted["losses"]
         assert statistics.bytes_in > bytes_in, statistics
@@ -88,3 +93,8 @@ def refused(rank: int, schedule: str | CSP, ranks: int, recompute: bool, device_
 )
 def test_says_what_is_missing(schedule: str | CSP, ranks: int, recompute: bool, device_bytes: int, says: str) -> None:
     assert re.search(says, run_ranks(refused, ranks, schedule, ranks, recompute, device_bytes, timeout=60)[0])
+
+
+def test_an_unknown_predictor_is_refused() -> None:
+    with pytest.raises(PlanError, match="predictor is one of in_turn, algorithm_3, simulated, got 'none'"):
+        MemorySwap(10**6, predictor="none")

@@ -22,6 +22,7 @@ from torch import nn
 from benchmarks.harness.report import make_parser
 from benchmarks.harness.silence import QUIET, hush
 from lightning_pipes import MemorySwap, PipelineStrategy
+from lightning_pipes.engine.residency.upcoming import PREDICTORS
 from lightning_pipes.sim.residency import Statistics
 from lightning_pipes.supernets import ChoiceBlock, SubnetStream, Supernet, Uniform
 from lightning_pipes.testing.emulated import EmulatedLayer, sleeping_layer
@@ -32,6 +33,7 @@ FORWARD, BACKWARD, MICROBATCHES = 0.004, 0.008, 2
 """Seconds of a micro-batch."""
 STATE = 52736
 """Bytes of a candidate with Adam's moments, as they lie on the device."""
+ON_DEMAND = "on_demand"
 LINK, SLOW = 16e6, 5e6
 """Bytes per second: a layer moves in 3.3 ms, 14 % of its forward and backward of 24 ms (Table 5: 8 to 17 %, separable
 convolutions 6 to 20 %), and in 10.5 ms."""
@@ -83,17 +85,16 @@ class Clock(Callback):
         self.seconds += time.perf_counter()
 
 
-def fit(rank: int, subnets: int, ways: list[tuple[int, float, bool]]) -> list[Any]:
+def fit(rank: int, subnets: int, ways: list[tuple[int, float, str]]) -> list[Any]:
     """For each way the seconds and what tasks met; 0 contexts: all stay on the device."""
     hush()
     torch.set_num_threads(1)
     found = []
-    for contexts, bandwidth, prefetch in ways:
-        memory = (
-            MemorySwap(contexts * STATE * BLOCKS // STAGES, bandwidth=bandwidth, prefetch=prefetch)
-            if contexts
-            else None
-        )
+    for contexts, bandwidth, predictor in ways:
+        room, prefetch = contexts * STATE * BLOCKS // STAGES, predictor != ON_DEMAND
+        memory = MemorySwap(room, bandwidth=bandwidth, prefetch=prefetch) if contexts else None
+        if memory is not None and prefetch:
+            memory.predictor = predictor
         module, clock = Search(), Clock()
         stream = SubnetStream(Uniform(module.net.space, seed=1))
         data = torch.utils.data.TensorDataset(torch.ones(4 * subnets, WIDTH))
@@ -117,22 +118,25 @@ def fit(rank: int, subnets: int, ways: list[tuple[int, float, bool]]) -> list[An
 
 def main() -> None:
     arguments = make_parser(__doc__, "fewer subnets, within 90 s").parse_args()
-    ways = [(0, LINK, True), (3, LINK, True), (3, LINK, False), (4, LINK, True), (3, SLOW, True)]
+    ways = [(0, LINK, "in_turn"), *((3, LINK, each) for each in (ON_DEMAND, *PREDICTORS))]
+    ways += [(4, LINK, "in_turn"), *((3, SLOW, each) for each in PREDICTORS)]
     subnets = 50 if arguments.quick else 200
     ranks = run_ranks(fit, STAGES, subnets, ways, timeout=1200)
     print(f"{platform.machine()}, torch {torch.__version__}, lightning {L.__version__}; {subnets} subnets, emulated")
-    print("room for  MB/s  prefetch     s  over all | by stage: found there at switches, waiting as a share of time")
+    print(
+        "room for  MB/s  predictor        s  over all | by stage: found there at switches, waiting as a share of time"
+    )
     keys: dict[str, float] = {}
     base = ranks[0][0][0]
-    for n, (contexts, bandwidth, prefetch) in enumerate(ways):
+    for n, (contexts, bandwidth, predictor) in enumerate(ways):
         seconds = ranks[0][n][0]
         each = [found[n][1] for found in reversed(ranks) if found[n][1] is not None]  # the last stage is on rank 0
         told = "  ".join(f"{s.hit_rate:6.1%} {s.stall_ns / 1e9 / seconds:6.2%}" for s in each)
         room = f"{contexts} subnets" if contexts else "all      "
-        print(f"{room} {bandwidth / 1e6:5.0f}  {prefetch!s:8} {seconds:6.2f} {seconds / base - 1:+8.1%} | {told}")
+        print(f"{room} {bandwidth / 1e6:5.0f}  {predictor:11} {seconds:6.2f} {seconds / base - 1:+8.1%} | {told}")
         if each:
             total = Statistics.sum_devices(each)
-            name = f"{contexts}_at_{bandwidth / 1e6:.0f}" + ("" if prefetch else "_on_demand")
+            name = f"{contexts}_at_{bandwidth / 1e6:.0f}" + ("" if predictor == PREDICTORS[0] else f"_{predictor}")
             keys[f"hit_rate_{name}"] = round(total.hit_rate, 4)
             keys[f"hit_rate_all_tasks_{name}"] = round(total.hits / total.leases, 4)
             keys[f"stall_share_{name}"] = round(sum(s.stall_ns for s in each) / 1e9 / seconds / STAGES, 4)

@@ -13,6 +13,7 @@ from typing import Protocol
 from lightning_pipes.engine.messages.mailbox import Mailbox
 from lightning_pipes.engine.residency.deliveries import LayerDeliveries
 from lightning_pipes.engine.residency.mirrors import Mirrors
+from lightning_pipes.engine.residency.upcoming import UpcomingTasks
 from lightning_pipes.ir import (
     RECEIVES,
     SENDS,
@@ -35,6 +36,7 @@ from lightning_pipes.ir import (
     send_of,
 )
 from lightning_pipes.ir.program import shift_batches
+from lightning_pipes.sim.predictor import Waiting
 
 Item = tuple[int, int]
 """A job and the number of its batch in the window."""
@@ -204,11 +206,18 @@ class ReadyOrder:
         self._in_flight: dict[int, int] = dict.fromkeys(plan.stages[rank], 0)
         self._last: Instruction | None = None
         self._deliveries: LayerDeliveries | None = None
+        self._upcoming: UpcomingTasks | None = None
+        self._entrances: dict[tuple[int, int], tuple[Instruction | Transfer, ...]] = {}
+        """The needs, besides data, of batches whose forward has not begun, by stage and batch."""
 
     def enable_deliveries(self, mirrors: Mirrors, mailbox: Mailbox, number: int) -> None:
         """Move layers to the ranks where batches use them, in the window `number`. Call it before the first batch;
         deliveries wake waiters of `mailbox`."""
         self._deliveries = LayerDeliveries(self._ledger, self._rank, number, mirrors, mailbox.notify)
+
+    def predict_by(self, upcoming: UpcomingTasks) -> None:
+        """Let `upcoming` predict the next tasks. Call it before the first batch."""
+        self._upcoming = upcoming
 
     def add(self, item: Item, rows: int, use: LayerUse) -> None:
         self._rows[item] = rows
@@ -235,7 +244,23 @@ class ReadyOrder:
                 for span in plan.spans(Kind.F, stage) if missing else ():
                     i = F(stage, span, batch=batch)
                     waits[i] = (*waits.get(i, ()), *missing)
+        if self._upcoming is not None:
+            self._upcoming.enter(batch, use)
+            for stage in plan.stages[self._rank]:
+                first = F(stage, plan.spans(Kind.F, stage)[0], batch=batch)
+                self._entrances[stage, batch] = waits.get(first, ())
         return waits
+
+    def _waiting_batches(self, stage: int) -> list[Waiting]:
+        """Return the batches whose input has come to a stage, and whose forward has not begun there."""
+        found, span = [], self._plan.spans(Kind.F, stage)[0]
+        for (at, batch), needs in self._entrances.items():
+            if at == stage and not self._tracker.unmet_needs(F(stage, span, batch=batch)):
+                missing = () if self._deliveries is None else self._deliveries.missing_transfers(batch, stage)
+                unmet = {n.batch for n in needs if isinstance(n, Instruction) and self._ledger.is_pending(n)}
+                unmet |= {-1 if t.after is None else t.after.batch for t in missing}
+                found.append(Waiting(batch, frozenset(unmet)))
+        return found
 
     def _take_deliveries(self) -> None:
         """Process arrived layers; once all batches have ended, return layers to their owners."""
@@ -273,11 +298,22 @@ class ReadyOrder:
         self._last = i
         if i.kind is Kind.F and self._deliveries is not None:
             self._deliveries.before_forward(i.batch, i.stage)
+        if self._upcoming is not None and i.kind is not Kind.STEP:
+            self._entrances.pop((i.stage, i.batch), None)
+            self._upcoming.begin_task(i, self._waiting_batches)
 
     def upcoming_layers(self) -> Iterator[str]:
-        """Yield the layers of the probable next tasks, the first one first. Ready tasks other than forwards come first,
-        and batches with some but not all forwards or backwards of a stage. Then ready forwards and returning batches
-        alternate, because their order is unknown."""
+        """Yield the layers of the probable next tasks, the first one first.
+
+        Where nothing else predicts them, ready tasks other than forwards come first, and batches with some but not all
+        forwards or backwards of a stage. Then ready forwards and returning batches alternate, because their order is
+        unknown.
+        """
+        uses = self._ledger.uses
+        if self._upcoming is not None:
+            for stage, batch in self._upcoming.contexts(self._waiting_batches):
+                yield from sorted(uses[batch].stepped_layers(stage)) if batch in uses else ()
+            return
         last = self._last
         over = [last.batch] if last is not None and last.kind is not Kind.F and last.batch in self._begun else []
         waiting = self._ledger.expected_order(dict.fromkeys([*over, *self._begun]))
@@ -287,7 +323,7 @@ class ReadyOrder:
         back = [(stage, batch) for batch in waiting for stage in self._in_flight if (stage, batch) not in ready]
         turns = (each for both in zip_longest(forwards, back) for each in both if each is not None)
         for stage, batch in dict.fromkeys(chain(first, turns)):
-            yield from sorted(self._ledger.uses[batch].stepped_layers(stage))
+            yield from sorted(uses[batch].stepped_layers(stage))
 
     def _fits(self, i: Instruction) -> bool:
         if i.kind is not Kind.F:
@@ -302,6 +338,8 @@ class ReadyOrder:
     def mark_done(self, i: Instruction) -> None:
         item = i.job, i.batch
         self._receives -= i.kind in RECEIVES
+        if self._upcoming is not None:
+            self._upcoming.end_task()
         rows = i.span.clip_to(self._rows[item]).rows
         if i.kind is Kind.F:
             self._in_flight[i.stage] += rows

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.residency.binding import Binding, OptimizerLike, still_bound
 from lightning_pipes.engine.residency.swap import MovableTensors, Swap
+from lightning_pipes.engine.residency.upcoming import PredictorChoice
 from lightning_pipes.ir import PlanError
 
 Parts = Mapping[str, nn.Module]
@@ -46,13 +47,19 @@ class StateMemory(Protocol):
 
     Attributes:
         device_bytes: of each device.
+        predictor: the name of what predicts the next layers.
     """
 
     device_bytes: int
     prefetch: bool
+    predictor: str
 
     def states(self, device: torch.device) -> Swap[Hashable]:
         """Return the states on `device`."""
+
+    @property
+    def usage_text(self) -> str:
+        """What tasks have found on the device, in words; empty where nothing took turns."""
 
 
 class LayerMemory:
@@ -65,16 +72,21 @@ class LayerMemory:
         memory: the memory that the layers share.
         device: the device of this rank.
         optimizers: returns the optimizers of the training, once they are known.
+        choice: what predicts the next tasks; None for what the rank knows by itself.
 
     Attributes:
         upcoming: returns the layers of the probable next tasks, by name, the first one first.
     """
 
     def __init__(
-        self, memory: StateMemory, device: torch.device, optimizers: Callable[[], Sequence[Optimizer]]
+        self,
+        memory: StateMemory,
+        device: torch.device,
+        optimizers: Callable[[], Sequence[Optimizer]],
+        choice: PredictorChoice | None = None,
     ) -> None:
         self._swap, self._prefetch = memory.states(device), memory.prefetch
-        self._device, self._optimizers = device, optimizers
+        self._device, self._optimizers, self.choice = device, optimizers, choice
         self._parts: dict[str, tuple[nn.Module, Sequence[OptimizerLike]]] = {}
         self._leases: Counter[str] = Counter()
         self._pinned: set[str] = set()

@@ -26,9 +26,11 @@ from torch.optim import Optimizer
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.residency.layer_memory import LayerMemory, StateMemory, VersionMemory
+from lightning_pipes.engine.residency.mirrors import BulkTreeTransport
+from lightning_pipes.engine.residency.upcoming import PREDICTORS, PredictorChoice
 from lightning_pipes.ir import LayerUse, PipelineError, Plan, Policy, Schedule
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.loop.layer_copies import Cuts, LayerCopies
+from lightning_pipes.trainer.loop.layer_copies import Cuts, LayerCopies, LayerCosts
 from lightning_pipes.trainer.loop.run import PipelineRun, Training
 from lightning_pipes.trainer.loop.step_statistics import StreamStatistics, WindowRecorder
 from lightning_pipes.trainer.loop.stopping import LateAgreement, StopAgreement
@@ -84,7 +86,8 @@ class AsynchronousTraining(Training):
                 layers = run.part.layers_of(number)
                 check_room(number, layers, plain, memory.device_bytes, run.device.type == "cpu")
             run.relocation.check_layers_stay("MemorySwap has them take turns on the device")
-            self._memory = LayerMemory(memory, run.device, lambda: run.trainer.optimizers)
+            choice = choose_predictor(run, memory.predictor)
+            self._memory = LayerMemory(memory, run.device, lambda: run.trainer.optimizers, choice)
             run.engine.take_turns(self._memory)
         schedule = run.plans.schedule
         depth = schedule.depth if isinstance(schedule, Policy) else 0
@@ -535,6 +538,18 @@ def check_streaming(trainer: pl.Trainer, schedule: Schedule | Policy, grid: Grid
             f"module or tied. With schedule {name!r} stages step at other times, and copies would become different; "
             f"put them into a layer of the nn.Sequential, {flush}"
         )
+
+
+def choose_predictor(run: PipelineRun, name: str) -> PredictorChoice | None:
+    """Return what predicts the next layers of a rank, with the costs that cut batches; None for the default."""
+    module, policy = run.cut.module, run.plans.schedule
+    if name == PREDICTORS[0]:
+        return None
+    assert isinstance(policy, Policy), "only policies order batches that overlap"
+    costs = Cuts(module, run.cut.full, policy, module.costs_of_layers() if isinstance(module, LayerCosts) else None)
+    tells = name == "algorithm_3" and len(run.global_ranks) > 1
+    transport = BulkTreeTransport(run.part.bulk_transfer, run.global_ranks) if tells else None
+    return PredictorChoice(name, costs.cost, transport)
 
 
 def check_turns(run: PipelineRun) -> None:

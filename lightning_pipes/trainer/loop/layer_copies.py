@@ -46,6 +46,9 @@ class Cuts:
         policy: cuts batches, unless the module does it.
         full: the pipelined layers, all of them.
         costs: what the module says of them; where it says nothing, a layer costs as many as it has parameters.
+
+    Attributes:
+        cost: returns the cost of a layer by its name.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Cuts:
     ) -> None:
         self._module, self._full, self._policy = module, full, policy
         self._costs = None if costs is None else number_layers(full, costs)
-        self._cost = cache(self._cost_of)
+        self.cost = cache(self._cost_of)
 
     @staticmethod
     def are_needed(module: pl.LightningModule, policy: object) -> bool:
@@ -77,7 +80,7 @@ class Cuts:
             PlanError: a cut for other stages or layers.
         """
         if not isinstance(self._module, CutsBatches):
-            cut = self._policy.cut(use, self._cost, plan)
+            cut = self._policy.cut(use, self.cost, plan)
         else:
             begins = self._module.cut_of_batch(batch)
             cut = None if begins is None else self._checked(list(begins), plan)

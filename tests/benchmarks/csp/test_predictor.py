@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks.papers.csp.emulation.predictor import (
-    Ahead,
-    InTurn,
-    Nothing,
-    OneStep,
+from benchmarks.papers.csp.emulation.predictor import InTurn, Nothing, looks_ahead
+from lightning_pipes.sim.predictor import (
     Pending,
     Prediction,
+    SimulatedPredictor,
+    StepAheadPredictor,
     Task,
     Waiting,
     admissible,
-    looks_ahead,
 )
 
 
@@ -57,21 +55,21 @@ class TestInTurn:
 class TestOneStep:
     def test_before_a_backward_pretends_that_it_has_stepped(self) -> None:
         waiting = queue(q0={7}, q8=set())
-        predictor = OneStep(last=False)
+        predictor = StepAheadPredictor(last=False)
         assert predictor.before(backward(7), waiting) == Prediction((0,))
         assert waiting == queue(q0={7}, q8=set())
         assert predictor.before(backward(6), waiting) == Prediction((8,))
 
     def test_before_a_forward_takes_the_next_one(self) -> None:
-        assert OneStep(False).before(forward(0), queue(q0=set(), q1={0}, q2=set())) == Prediction((2,))
-        assert OneStep(False).before(forward(0), queue(q0=set(), q1={0})) == Prediction()
+        assert StepAheadPredictor(False).before(forward(0), queue(q0=set(), q1={0}, q2=set())) == Prediction((2,))
+        assert StepAheadPredictor(False).before(forward(0), queue(q0=set(), q1={0})) == Prediction()
 
     def test_the_last_stage_tells_of_the_backward_of_its_next_forward(self) -> None:
-        assert OneStep(last=True).before(backward(1), queue(q2={1})) == Prediction((2,), (Pending(2, 2),))
-        assert OneStep(last=True).before(backward(1), queue(q2={0})) == Prediction()
+        assert StepAheadPredictor(last=True).before(backward(1), queue(q2={1})) == Prediction((2,), (Pending(2, 2),))
+        assert StepAheadPredictor(last=True).before(backward(1), queue(q2={0})) == Prediction()
 
     def test_a_pending_backward_is_fetched_before_the_forward_that_it_comes_after_and_told_on(self) -> None:
-        predictor = OneStep(last=False)
+        predictor = StepAheadPredictor(last=False)
         told = (Pending(0, 9),)
         assert predictor.before(backward(1), queue(q2={1}, q3=set()), told) == Prediction((2,), (Pending(0, 2),))
         assert predictor.before(forward(3), queue(q2={1}, q3=set())) == Prediction()  # not yet, and not forgotten
@@ -80,21 +78,21 @@ class TestOneStep:
         assert predictor.before(forward(2, 1), queue(q5=set())) == Prediction((5,))  # once
 
     def test_what_has_come_is_not_fetched_again(self) -> None:
-        predictor = OneStep(last=False)
+        predictor = StepAheadPredictor(last=False)
         predictor.before(backward(1), queue(q2={1}), (Pending(0, 9),))
         predictor.before(backward(0), queue(q2={1}))
         assert predictor.before(forward(2), queue(q2=set())) == Prediction()
 
     def test_a_pending_backward_without_a_forward_before_it_is_next(self) -> None:
-        assert OneStep(False).before(backward(1), [], (Pending(0, 9), Pending(3, 9))) == Prediction((0, 3))
+        assert StepAheadPredictor(False).before(backward(1), [], (Pending(0, 9), Pending(3, 9))) == Prediction((0, 3))
 
     def test_says_the_same_within_a_context(self) -> None:
-        predictor = OneStep(False)
+        predictor = StepAheadPredictor(False)
         said = predictor.before(backward(1), queue(q2={1}), (Pending(0, 9),))
         assert predictor.before(backward(1, 1), queue(q2={1})) == said
 
     def test_idle_wants_what_is_pending_and_the_next_forward(self) -> None:
-        predictor = OneStep(False)
+        predictor = StepAheadPredictor(False)
         assert predictor.idle(queue(q0=set())) == Prediction((0,))
         predictor.before(backward(1), queue(q2={1}), (Pending(0, 9),))
         assert predictor.idle(queue(q2=set())) == Prediction((0, 2))
@@ -104,14 +102,14 @@ class TestAhead:
     ORDER = [forward(0), forward(1), forward(1, 1), backward(0), forward(2), backward(1)]
 
     def test_wants_what_comes_next(self) -> None:
-        predictor = Ahead(self.ORDER, 2)
+        predictor = SimulatedPredictor(self.ORDER, 2)
         assert predictor.idle([]) == Prediction((0, 1))
         assert predictor.before(forward(0), []) == Prediction((1, 0))
         assert predictor.before(forward(1), []) == Prediction((1, 0))
         assert predictor.before(forward(1, 1), []) == Prediction((0, 2))
 
     def test_what_ran_out_of_order_is_over_once(self) -> None:
-        predictor = Ahead(self.ORDER, 3)
+        predictor = SimulatedPredictor(self.ORDER, 3)
         assert predictor.before(forward(2), []) == Prediction((0, 1))
         assert predictor.before(forward(0), []) == Prediction((1, 0))
         for task in (forward(1), forward(1, 1), backward(0)):

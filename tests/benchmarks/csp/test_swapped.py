@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from benchmarks.papers.csp.emulation.predictor import Pending, Prediction, Task, Waiting
 from benchmarks.papers.csp.emulation.spaces import NLP, Placed, Space, Subnets, balanced, fixed, space_of
 from benchmarks.papers.csp.emulation.stream import Ran, Rules, run
 from benchmarks.papers.csp.emulation.swapped import ahead, in_turn, nothing, one_step, order_of, swapped
 from benchmarks.papers.csp.emulation.swapping import Residents
 from benchmarks.papers.csp.emulation.systems import bsp, stale_reads
+from lightning_pipes.sim.predictor import Pending, Prediction, Task, Waiting
 
 STAGES = 4
 SPACE = Space("small", 16, 24, NLP)

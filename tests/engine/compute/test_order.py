@@ -8,7 +8,8 @@ import pytest
 
 from lightning_pipes.engine.compute.order import ReadyOrder, StaticOrder
 from lightning_pipes.engine.messages.mailbox import Mailbox
-from lightning_pipes.ir import Kind, LayerUse, Program, Span, adapt_plan, lower
+from lightning_pipes.engine.residency.upcoming import PredictorChoice, UpcomingTasks
+from lightning_pipes.ir import Instruction, Kind, LayerUse, Program, Span, adapt_plan, lower
 from lightning_pipes.ir.program import shift_batches
 from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
@@ -70,3 +71,73 @@ def test_layers_of_forwards_and_of_batches_that_come_back_take_turns() -> None:
         order.mark_begun(i)
         order.mark_done(i)
     assert list(order.upcoming_layers()) == ["3", "4", "0", "5", "1", "2"]
+
+
+class Post:
+    """A transport on which everything has arrived at once."""
+
+    is_done = staticmethod(lambda: True)
+
+    def __init__(self, told: dict[int, list[tuple[int, int]]]) -> None:
+        self.told, self.sent = told, dict[int, Any]()
+
+    def send(self, rank: int, key: Any, content: Any) -> None:
+        self.sent[key[1]] = content
+
+    def receive(self, rank: int, key: Any, on_arrival: Any) -> Any:
+        letter = Post({})
+        letter.content = self.told.get(key[1], [])  # type: ignore[attr-defined]
+        return letter
+
+
+STREAM = [["0.0", "1.0"], ["0.1", "1.1"], ["0.0", "1.2"], ["0.2", "1.0"]]
+"""Batch 2 shares a layer of stage 0 with batch 0, batch 3 one of stage 1."""
+
+
+def predicted(name: str, rank: int, told: dict[int, list[tuple[int, int]]]) -> tuple[list[tuple[str, list[str]]], Post]:
+    """Run the stream on one rank, to which gradients come where nothing else is left to do: each task, and the layers
+    predicted as it begins."""
+    policy, post = CSP(depth=8), Post(told)
+    plan = adapt_plan(tiny_plan(2, 1), policy)
+    order = ReadyOrder(policy, plan, rank)
+    order.predict_by(UpcomingTasks(PredictorChoice(name, lambda layer: 1.0, post), policy, plan, rank, 0, lambda: None))
+    for batch, names in enumerate(STREAM):
+        order.add((0, batch), plan.jobs[0].rows, LayerUse.from_names(names, (Span(0, 1), Span(1, 2))))
+    (span,) = plan.spans(Kind.F, 0)
+    coming = [Instruction(Kind.RB if rank == 0 else Kind.RF, rank, 0, batch, span) for batch in range(len(STREAM))]
+    arrived = [] if rank == 0 else coming[:]
+    mailbox: Any = Mailbox()
+    mailbox.take_new = lambda number: [arrived.pop(0) for _ in range(len(arrived))]
+    found = [("", list(order.upcoming_layers()))]
+    while (i := order.next_instruction(mailbox, 0)) is not None or (coming and rank == 0):
+        if i is None:
+            arrived.append(coming.pop(0))
+            continue
+        order.mark_begun(i)
+        if i.kind in (Kind.F, Kind.B):
+            found.append((f"{i.kind.value}{i.batch}", list(order.upcoming_layers())))
+        order.mark_done(i)
+    return found, post
+
+
+def test_the_last_stage_tells_which_backward_follows_its_next_forward() -> None:
+    """Before B0 it pretends that batch 0 has stepped, so that batch 1 may run, and tells that B1 follows F1."""
+    found, post = predicted("algorithm_3", 1, {})
+    tasks = [("F0", "1.1"), ("B0", "1.1"), ("F1", "1.2"), ("B1", "1.2"), ("F2", "1.0"), ("B2", "1.0")]
+    assert found == [("", []), *[(task, [layer]) for task, layer in tasks], ("F3", []), ("B3", [])]
+    assert post.sent == {0: [(1, 1)], 1: [(2, 2)], 2: [(3, 3)], 3: []}
+
+
+def test_a_stage_brings_what_the_one_behind_has_told_when_the_forward_before_it_runs() -> None:
+    """B0 lets F2 run, which uses 0.0; B1 is said to come after it, which uses 0.1."""
+    found, post = predicted("algorithm_3", 0, {0: [(1, 1)], 1: [(2, 2)], 2: [(3, 3)]})
+    assert found[:6] == [("", ["0.0"]), ("F0", ["0.1"]), ("F1", ["0.2"]), ("F3", []), ("B0", ["0.0"]), ("F2", ["0.1"])]
+    assert post.sent == {}
+
+
+def test_a_simulated_order_is_followed() -> None:
+    """On stage 0: F0, F1 and F3, which waits for nobody there, then B0 and F2, which needs what B0 leaves."""
+    found, _ = predicted("simulated", 0, {})
+    assert [task for task, _ in found] == ["", "F0", "F1", "F3", "B0", "F2", "B1", "B2", "B3"]
+    assert found[1] == ("F0", ["0.1", "0.2", "0.0", "0.0"])
+    assert found[4][1][0] == "0.0"

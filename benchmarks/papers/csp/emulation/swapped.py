@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.papers.csp.emulation.predictor import Ahead, InTurn, Nothing, OneStep, Task, looks_ahead
+from benchmarks.papers.csp.emulation.predictor import InTurn, Nothing, looks_ahead
 from benchmarks.papers.csp.emulation.spaces import Array, Placed
 from benchmarks.papers.csp.emulation.stream import Ran, Rules, run
 from benchmarks.papers.csp.emulation.swapping import Make, Swapping
 from lightning_pipes.ir import InputError, check_count
+from lightning_pipes.sim.predictor import SimulatedPredictor, StepAheadPredictor, Task
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def nothing() -> Make:
 
 def one_step(placed: Placed) -> Make:
     """The paper's predictor."""
-    return lambda stage: OneStep(stage == placed.stages - 1)
+    return lambda stage: StepAheadPredictor(stage == placed.stages - 1)
 
 
 def in_turn(rules: Rules) -> Make:
@@ -75,7 +76,7 @@ def in_turn(rules: Rules) -> Make:
 def ahead(placed: Placed, rules: Rules, contexts: float, plain: Ran | None = None) -> Make:
     """By the order that the stream has without swaps, and by the times of the profile."""
     ran = plain or run(placed, rules)
-    return lambda stage: Ahead(order_of(ran, stage), looks_ahead(contexts, 1.0))
+    return lambda stage: SimulatedPredictor(order_of(ran, stage), looks_ahead(contexts, 1.0))
 
 
 def order_of(ran: Ran, stage: int) -> list[Task]:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.papers.csp.emulation.predictor import Pending, Predictor, Task, Waiting
 from benchmarks.papers.csp.emulation.spaces import Placed
 from benchmarks.papers.csp.emulation.stream import Rules
+from lightning_pipes.sim.predictor import Pending, Predictor, Task, Waiting
 
 # ---- Which layers a stage's device holds, what to load next and what to drop for it.
 

@@ -1,0 +1,192 @@
+"""The batches whose layers a rank's stages need next, by a predictor of `sim.predictor`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lightning_pipes.cost import Link
+from lightning_pipes.cost.links import FREE
+from lightning_pipes.ir import Instruction, Kind, LayerUse, Plan, Policy
+from lightning_pipes.sim.predictor import Pending, Predictor, SimulatedPredictor, StepAheadPredictor, Task, Waiting
+from lightning_pipes.sim.simulator import simulate
+
+if TYPE_CHECKING:  # mirrors use the memory that knows the predictor
+    from lightning_pipes.engine.residency.mirrors import PendingTree, TreeTransport
+
+PREDICTORS = ("in_turn", "algorithm_3", "simulated")
+"""By what the rank itself has begun and has ready; Algorithm 3 of NASPipe; the policy's order under estimated times."""
+CONTEXTS = 8
+"""How many batches ahead a simulated order is followed; what has no room is not brought."""
+Queue = Callable[[int], Sequence[Waiting]]
+"""Returns the batches that wait for their forward on a stage, the first one first."""
+
+
+@dataclass(frozen=True)
+class PredictorChoice:
+    """The predictor of the stages of a training.
+
+    Attributes:
+        name: of `PREDICTORS`, but the first one.
+        cost: returns the time of a layer, in any unit.
+        transport: brings the records of Algorithm 3 to other ranks, if there are any.
+    """
+
+    name: str
+    cost: Callable[[str], float]
+    transport: TreeTransport | None = None
+
+
+class UpcomingTasks:
+    """The predictions for one rank and one window.
+
+    Args:
+        window: its number.
+        notify: called when a record has arrived.
+    """
+
+    def __init__(
+        self,
+        choice: PredictorChoice,
+        policy: Policy,
+        plan: Plan,
+        rank: int,
+        window: int,
+        notify: Callable[[], None],
+    ) -> None:
+        self._policy, self._plan, self._stages, self._cost = policy, plan, plan.stages[rank], choice.cost
+        self._predictors: dict[int, Predictor] = {
+            stage: StepAheadPredictor(stage == plan.n_stages - 1) for stage in self._stages
+        }
+        self._notes = _Notes(choice.transport, plan, rank, window, notify) if choice.name == "algorithm_3" else None
+        self._uses: dict[int, LayerUse] = {}  # of the last batches, where their order is simulated
+        self._ran: list[Task] = []
+        self._is_old = False
+        self._running: tuple[int, tuple[int, ...]] | None = None  # the stage, and what it needs next
+
+    def enter(self, batch: int, use: LayerUse) -> None:
+        """Register one more batch."""
+        if self._notes is not None:
+            self._notes.enter(batch)
+            return
+        self._uses[batch] = use
+        self._uses.pop(batch - 2 * self._policy.depth, None)
+        self._ran = [task for task in self._ran if task.subnet in self._uses]
+        self._is_old = True
+
+    def begin_task(self, i: Instruction, queue: Queue) -> None:
+        """Predict what follows a forward or backward that begins now."""
+        self._simulate()
+        task = Task(i.batch, i.kind is not Kind.F, self._plan.spans(i.kind, i.stage).index(i.span))
+        told = self._notes.take_records(i) if self._notes is not None and task.backward else ()
+        said = self._predictors[i.stage].before(task, queue(i.stage), told)
+        self._running = i.stage, said.wanted
+        if self._notes is None:
+            self._ran.append(task)
+        elif task.backward and not task.microbatch:
+            self._notes.tell_records(i, said.pending)
+
+    def end_task(self) -> None:
+        """Forget the prediction of the task that has run."""
+        self._running = None
+
+    def contexts(self, queue: Queue) -> Iterator[tuple[int, int]]:
+        """Yield stages and batches of probable next tasks, the first one first."""
+        self._simulate()
+        for stage in sorted(self._stages, key=lambda stage: self._running is None or stage != self._running[0]):
+            if self._running is not None and stage == self._running[0]:
+                wanted = self._running[1]
+            else:
+                wanted = self._predictors[stage].idle(queue(stage)).wanted
+            yield from ((stage, batch) for batch in wanted)
+
+    def _simulate(self) -> None:
+        """Simulate the last batches again when another one has come: from the beginning of the window, or for as long
+        as what began before has ended."""
+        if not self._is_old:
+            return
+        self._is_old, first, uses = False, min(self._uses), list(self._uses.values())
+        timeline = simulate(self._policy, self._plan, _LayerCosts(uses, self._cost), batches=uses)
+        events = sorted((e.start, e.instruction) for e in timeline.events if e.instruction.kind in (Kind.F, Kind.B))
+        for stage in self._stages:
+            order = [
+                Task(first + i.batch, i.kind is not Kind.F, self._plan.spans(i.kind, stage).index(i.span))
+                for _, i in events
+                if i.stage == stage
+            ]
+            self._predictors[stage] = SimulatedPredictor(order, CONTEXTS, self._ran)
+
+
+class _LayerCosts:
+    """Costs of batches by their layers, in thousandths of any unit; links are free."""
+
+    overhead_ns = 0
+    per_instruction = True
+
+    def __init__(self, uses: Sequence[LayerUse], cost: Callable[[str], float]) -> None:
+        self._seconds = [[sum(map(cost, names)) for names in use.layers] for use in uses]
+
+    def duration_ns(self, i: Instruction, plan: Plan) -> int:
+        """Return the time of a task; a backward takes twice as long as a forward, and runs it again to recompute."""
+        again = bool(plan.recompute) and plan.recompute[i.stage]
+        times = {Kind.F: 1, Kind.B: 2 + again}.get(i.kind, 0)
+        return times * (1 + round(1000 * self._seconds[i.batch][i.stage]))
+
+    def transfer_ns(self, i: Instruction, plan: Plan) -> tuple[int, int]:
+        """Return no time."""
+        return 0, 0
+
+    def link_between(self, source: int, target: int) -> Link:
+        """Return a link that takes no time."""
+        return FREE
+
+    def memory_change(self, i: Instruction, plan: Plan) -> tuple[int, int]:
+        """Return no bytes."""
+        return 0, 0
+
+    def resident_bytes(self, rank: int, plan: Plan) -> int:
+        """Return no bytes."""
+        return 0
+
+
+class _Notes:
+    """Records of pending backwards, which a stage tells the one before when a backward begins (Algorithm 3).
+
+    They go beside the gradient. One that comes after it is of no use any more, and costs a wrong prediction at most.
+    """
+
+    def __init__(
+        self, transport: TreeTransport | None, plan: Plan, rank: int, window: int, notify: Callable[[], None]
+    ) -> None:
+        self._transport, self._plan, self._rank, self._window, self._notify = transport, plan, rank, window, notify
+        self._expected: dict[tuple[int, int], PendingTree] = {}
+        self._local: dict[tuple[int, int], Sequence[Sequence[int]]] = {}
+
+    def enter(self, batch: int) -> None:
+        """Expect the records of one more batch."""
+        ranks = self._plan.ranks
+        for stage in self._plan.stages[self._rank]:
+            last = stage + 1 == self._plan.n_stages
+            if self._transport is not None and not last and ranks[stage + 1] != self._rank:
+                key = self._key(stage, batch)
+                self._expected[stage, batch] = self._transport.receive(ranks[stage + 1], key, self._notify)
+
+    def take_records(self, i: Instruction) -> tuple[Pending, ...]:
+        """Return what the stage behind has told with the gradient of a batch, once."""
+        expected = self._expected.pop((i.stage, i.batch), None)
+        content = expected.content if expected is not None and expected.is_done() else ()
+        return tuple(Pending(*each) for each in (*self._local.pop((i.stage, i.batch), ()), *content))
+
+    def tell_records(self, i: Instruction, records: Sequence[Pending]) -> None:
+        """Tell the stage before."""
+        stage, content = i.stage - 1, [tuple(each) for each in records]
+        if stage < 0:
+            return
+        if self._plan.ranks[stage] == self._rank:
+            self._local[stage, i.batch] = content
+        elif self._transport is not None:
+            self._transport.send(self._plan.ranks[stage], self._key(stage, i.batch), content)
+
+    def _key(self, stage: int, batch: int) -> tuple[int, int, str]:
+        return self._window, batch, f"pending backwards of stage {stage + 1}"

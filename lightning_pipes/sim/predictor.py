@@ -1,0 +1,155 @@
+"""Which batches a stage computes next, asked before each task of a stage (Zhao et al. 2022, Algorithm 3).
+
+A stage's context is what it needs of a batch: its layers there, parameters and optimizer state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+
+class Task(NamedTuple):
+    """A computation of a stage."""
+
+    subnet: int
+    backward: bool
+    microbatch: int
+
+
+class Waiting(NamedTuple):
+    """A subnet whose input has come to a stage, and whose forward has not begun there.
+
+    Attributes:
+        waits: earlier subnets whose update of its layers there has not come.
+    """
+
+    subnet: int
+    waits: frozenset[int]
+
+
+class Pending(NamedTuple):
+    """A backward that will come once a forward has run."""
+
+    subnet: int
+    after: int
+
+
+class Prediction(NamedTuple):
+    """Contexts to fetch, and records to tell the stage before.
+
+    Attributes:
+        wanted: subnets whose context is needed next, the first one first.
+        pending: goes along with the gradient that the task sends.
+    """
+
+    wanted: tuple[int, ...] = ()
+    pending: tuple[Pending, ...] = ()
+
+
+class Predictor(Protocol):
+    """Predicts for one stage. A wrong prediction costs time only."""
+
+    def before(self, task: Task, queue: Sequence[Waiting], told: Sequence[Pending] = ()) -> Prediction:
+        """The contexts that come after `task`, which runs now.
+
+        Args:
+            queue: who waits on the stage, the lowest first; `task.subnet` may be among them.
+            told: what came with its gradient.
+        """
+
+    def idle(self, queue: Sequence[Waiting]) -> Prediction:
+        """The contexts that come next where nothing runs and nothing is ready, as at the start."""
+
+
+def admissible(queue: Iterable[Waiting], done: frozenset[int] = frozenset()) -> int | None:
+    """The first of the queue that may run once the subnets `done` have stepped here (Algorithm 2); None if none may."""
+    return next((subnet for subnet, waits in queue if waits <= done), None)
+
+
+class StepAheadPredictor:
+    """Algorithm 3 of the paper, two contexts ahead.
+
+    Before a backward it pretends that this has stepped and looks for the forward that follows. A backward of which the
+    stage behind has told comes after that forward: it is kept until the forward is about to run, fetched then, and told
+    on. The last stage tells of the backward of its next forward, which follows at once. Before a forward it looks for
+    the next one.
+
+    As printed, subnet 0 is never predicted, what is blocked is forgotten at each call, and the list of finished
+    subnets is changed by pretending; none of this is so here.
+
+    Args:
+        last: whether this is the last stage.
+    """
+
+    def __init__(self, last: bool) -> None:
+        self._last = last
+        self._blocked: dict[int, list[int]] = {}  # by the forward that comes before these backwards
+        self._now: tuple[int, bool] | None = None
+        self._said = Prediction()
+
+    def before(self, task: Task, queue: Sequence[Waiting], told: Sequence[Pending] = ()) -> Prediction:
+        if self._now == task[:2] and not told:
+            return self._said
+        self._now = task[:2]
+        others = [each for each in queue if each.subnet != task.subnet]
+        self._said = self._backward(task.subnet, others, told) if task.backward else self._forward(task.subnet, others)
+        return self._said
+
+    def idle(self, queue: Sequence[Waiting]) -> Prediction:
+        self._now = None
+        following = admissible(queue)
+        wanted = [subnet for blocked in self._blocked.values() for subnet in blocked]
+        return Prediction((*wanted, *([] if following is None else [following])))
+
+    def _backward(self, subnet: int, queue: Sequence[Waiting], told: Sequence[Pending]) -> Prediction:
+        for blocked in self._blocked.values():
+            if subnet in blocked:
+                blocked.remove(subnet)
+        forward = admissible(queue, frozenset([subnet]))
+        if forward is None:
+            return Prediction(tuple(each.subnet for each in told))
+        if told:
+            self._blocked.setdefault(forward, []).extend(each.subnet for each in told)
+        pending = [Pending(each.subnet, forward) for each in told]
+        if self._last:
+            pending.append(Pending(forward, forward))
+        return Prediction((forward,), tuple(pending))
+
+    def _forward(self, subnet: int, queue: Sequence[Waiting]) -> Prediction:
+        following = admissible(queue)
+        served = self._blocked.pop(subnet, [])
+        return Prediction((*served, *([] if following is None else [following])))
+
+
+class SimulatedPredictor:
+    """By an order of the stage's tasks that was simulated: the policy is deterministic, so only times can be wrong.
+
+    Args:
+        order: of all tasks from the first one on.
+        contexts: how many it looks ahead; further than what fits into memory is of no use.
+        ran: those of them that have run.
+    """
+
+    def __init__(self, order: Sequence[Task], contexts: int, ran: Iterable[Task] = ()) -> None:
+        self._order = order
+        self._contexts = contexts
+        self._ran = set(ran)
+        self._first = 0  # all before it have run
+
+    def before(self, task: Task, queue: Sequence[Waiting], told: Sequence[Pending] = ()) -> Prediction:
+        self._ran.add(task)
+        return self.idle(queue)
+
+    def idle(self, queue: Sequence[Waiting]) -> Prediction:
+        while self._first < len(self._order) and self._order[self._first] in self._ran:
+            self._ran.remove(self._order[self._first])
+            self._first += 1
+        wanted: dict[int, None] = {}
+        for at in range(self._first, len(self._order)):
+            coming = self._order[at]
+            if coming not in self._ran:
+                wanted[coming.subnet] = None
+                if len(wanted) == self._contexts:
+                    break
+        return Prediction(tuple(wanted))
