@@ -17,6 +17,7 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
     "sim": [
         "timeline",
         "residency",
+        "predictor",
         "loops",
         "simulator",
         "shown",
