@@ -124,7 +124,8 @@ class MemorySwap(SiblingMemory, PipelineCallback):
 
     As a callback it has the layers take turns that batches choose, with what optimizers remember of them (NASPipe, Zhao
     et al. 2022, S4.2): one is there while something is computed with it, those that come next are brought meanwhile.
-    Layers that all batches share stay. Batches have to say their layers, in validation too, and stages recompute:
+    Layers that all batches share stay. Where a layer, or a backward that recomputes, runs out of memory, all others
+    leave the device and it runs again. Batches have to say their layers, in validation too, and stages recompute:
 
         Trainer(callbacks=[MemorySwap(device_bytes=8 << 30)], strategy=PipelineStrategy("csp", recompute=True))
 
@@ -265,6 +266,7 @@ class MemorySwap(SiblingMemory, PipelineCallback):
             f"{found.hit_rate:.1%} of layers found there where a stage turned to others{by}, {found.late} late, "
             f"{found.misses} missed, {found.stall_ns / 1e9:.3g} s of waiting, {bytes_text(found.bytes_in)} in, "
             f"{bytes_text(found.bytes_out)} out"
+            + (f", cleared {found.cleared} times for tasks that ran out of memory" if found.cleared else "")
         )
 
     def close(self) -> None:

@@ -93,7 +93,8 @@ class Statistics:
     before.
 
     `refused` are prefetches for which there was no room, `wasted` those that went before anybody used them. `again` are
-    hits of the next micro-batch of a batch, which had the state right before.
+    hits of the next micro-batch of a batch, which had the state right before. `cleared` counts how often all states
+    without a lease left for a computation that ran out of memory.
     """
 
     hits: int = 0
@@ -106,6 +107,7 @@ class Statistics:
     refused: int = 0
     wasted: int = 0
     again: int = 0
+    cleared: int = 0
 
     @classmethod
     def sum_devices(cls, each: Iterable[Statistics]) -> Statistics:
@@ -288,6 +290,14 @@ class Residency(Generic[Key]):
             self.statistics.prefetched += 1
             begun += 1
         return begun
+
+    def evict_idle(self) -> bool:
+        """Evict all states without a lease; return whether there was one."""
+        idle = self._victims()
+        for key in idle:
+            self._evict(key)
+        self.statistics.cleared += bool(idle)
+        return bool(idle)
 
     def drop_state(self, key: Key) -> None:
         """Remove a state that is not needed any more; its bytes are free at once.

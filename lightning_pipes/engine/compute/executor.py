@@ -137,8 +137,15 @@ class Executor:
             self._split[i._replace(kind=Kind.W)] = left, [saved.version for saved, _ in records]
         else:
             with self._last_backward_context(stage, i, item, span):
-                autograd.backward(records, last)
-                stage.weights.collect_gradients(saved.version for saved, _ in records)
+                versions = [saved.version for saved, _ in records]
+                repeats = all(saved.recompute for saved, _ in records)
+                stage.run_backward(
+                    item,
+                    versions,
+                    lambda: autograd.backward(records, last),
+                    (lambda: self._run_again(stage, item, records)) if repeats else None,
+                )
+                stage.weights.collect_gradients(versions)
         if i.stage > 0:
             for saved, _ in records:
                 self._pass_on(Kind.SB, i, saved.span, autograd.input_gradients(saved))
@@ -210,17 +217,23 @@ class Executor:
             (mine if saved.span.overlaps(span) else others).append(saved)
         self._saved[i.stage, i.job, i.batch] = others
         stage = self._stages[i.stage, i.job]
-        for saved in mine:
-            if saved.recompute:
-                received, flags = saved.received
-                saved.received = None
-                entered = autograd.enter_stage(received, flags, saved)
-                output = stage.forward(item, saved.span, entered, saved.version, again=True)
-                autograd.leave_stage(output, saved, saved.sent_flags)
+        stage.begin_backward()
+        self._run_again(stage, item, [(saved, ()) for saved in mine if saved.recompute])
         if self._is_last(i.stage):
             return [(saved, ()) for saved in mine]
         gradients = self._buffer_of(Kind.RB, i)
         return [(saved, gradients.take_span(saved.span)) for saved in mine]
+
+    def _run_again(self, stage: Stage, item: Item, records: Records) -> None:
+        """Run forwards again, for their graphs."""
+        for saved, _ in records:
+            received, flags = saved.received
+            if stage.offload is None:  # else it may run once more
+                saved.received = None
+            saved.entered, saved.outputs = [], []
+            entered = autograd.enter_stage(received, flags, saved)
+            output = stage.forward(item, saved.span, entered, saved.version, again=True)
+            autograd.leave_stage(output, saved, saved.sent_flags)
 
     def _step(self, i: Instruction, item: Item) -> None:
         stage, late = self._stages[i.stage, i.job], self._late.get((i.stage, i.job))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +13,8 @@ from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.engine.residency.mirrors import Mirrors
 from lightning_pipes.ir import Kind, LayerUse, PipelineError, PlanError
+
+T = TypeVar("T")
 
 
 class LayerParameters:
@@ -73,6 +76,15 @@ class LayerParameters:
         mirrors = self._mirrors_of(name)
         return self._module(name).named_buffers() if mirrors is None else mirrors.copies[name].buffers.items()
 
+    def buffer_places(self, name: str) -> list[tuple[dict[str, torch.Tensor | None], str]]:
+        """Return the buffers under this name on this rank: dictionaries, and keys in them."""
+        mirrors = self._mirrors_of(name)
+        if mirrors is None:
+            tables = [module._buffers for module in self._module(name).modules()]
+        else:
+            tables = [mirrors.copies[name].buffers]  # type: ignore[list-item]  # none is missing
+        return [(table, key) for table in tables for key in table]
+
     def is_remote(self, name: str) -> bool:
         """Return whether another rank owns the layer."""
         return self._mirrors_of(name) is not None
@@ -122,6 +134,39 @@ class LayerOffload:
         own = self._own_layers(use)
         self._memory.enter(self._parts.modules(name for name in own if not self._parts.is_remote(name)))
         self._memory.pin_layers(self._parts.modules(use.layers[self._stage] - own))
+
+    def run_with_memory(self, compute: Callable[[], T], undo: Callable[[], bool]) -> T:
+        """Return the result of a computation. Where the device has no memory for it, layers that no computation uses
+        leave, and it runs again (NASPipe, S4.2).
+
+        Args:
+            undo: called after a failure; returns whether everything is as it was before.
+
+        Raises:
+            torch.OutOfMemoryError: none can leave, or something has changed.
+        """
+        while True:
+            try:
+                return compute()
+            except torch.OutOfMemoryError as error:
+                failure = error.with_traceback(None)  # which keeps the tensors of the attempt
+            if not undo() or not self._memory.evict_idle():
+                raise failure
+
+    def keep_buffers(self, use: LayerUse | None, number: int) -> Callable[[], None]:
+        """Return a function that restores the buffers of a layer as they are now."""
+        names = (
+            () if use is None else (name for name in use.layers[self._stage] if name.partition(".")[0] == str(number))
+        )
+        found = [(table, key, table[key]) for name in names for table, key in self._parts.buffer_places(name)]
+        kept = [(table, key, tensor, tensor.clone()) for table, key, tensor in found if tensor is not None]
+
+        def restore() -> None:
+            with torch.no_grad():
+                for table, key, tensor, values in kept:
+                    table[key] = tensor.copy_(values)
+
+        return restore
 
     def has_room(self, use: LayerUse) -> bool:
         """Return whether a forward may begin. Where no later event would make room it may begin, and fails with an

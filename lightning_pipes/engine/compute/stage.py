@@ -220,6 +220,10 @@ class Stage:
         finally:
             self._version, self._in_parts, self.recomputing = None, None, False
 
+    def begin_backward(self) -> None:
+        """Forget what earlier backwards have read of buffers."""
+        self._buffers.forget_taken()
+
     def use_mirrors(self, mirrors: Mirrors, layers: Mapping[int, nn.Module]) -> None:
         """Let batches with a cut of their own run any of `layers` here: all layers of the model, in the form that
         `Stage` takes."""
@@ -297,15 +301,30 @@ class Stage:
                 self._in_parts.check_layer(number, layer)
             if not self._changes_input:
                 try:
-                    x = self._run_layer(item, span, number, layer, x)
+                    x = self._run_layer_with_memory(seed, item, span, number, layer, x)
                     continue
                 except RuntimeError as error:
                     if IN_PLACE not in str(error):
                         raise
                 self._changes_input = True
                 seed_all(seed, self.device)
-            x = self._run_layer(item, span, number, layer, _each_once(clone_leaf, x))
+            x = self._run_layer_with_memory(seed, item, span, number, layer, _each_once(clone_leaf, x))
         return x
+
+    def _run_layer_with_memory(self, seed: int, item: Item, span: Span, number: int, layer: nn.Module, x: Any) -> Any:
+        """Run a layer, again where other layers had to leave the device for it."""
+        if self.offload is None:
+            return self._run_layer(item, span, number, layer, x)
+        tensors = [t for t in pytree.tree_leaves(x) if isinstance(t, torch.Tensor)]
+        before, restore = [t._version for t in tensors], self.offload.keep_buffers(item.use, number)
+
+        def undo() -> bool:
+            restore()
+            self._buffers.put_back((item.number, span, number))
+            seed_all(seed, self.device)
+            return before == [t._version for t in tensors]
+
+        return self.offload.run_with_memory(lambda: self._run_layer(item, span, number, layer, x), undo)
 
     def _run_layer(self, item: Item, span: Span, number: int, layer: nn.Module, x: Any) -> Any:
         key = item.number, span, number
@@ -324,6 +343,46 @@ class Stage:
             with parts.check_buffers(number, layer) if parts is not None else buffers.keep_before(key, number, layer):
                 return functional_call(layer, tensors, (x,)) if tensors else layer(x)
         return functional_call(layer, tensors, (x,)) if tensors else layer(x)
+
+    def run_backward(
+        self,
+        item: Item,
+        versions: Iterable[WeightVersion | None],
+        run: Callable[[], None],
+        run_forward: Callable[[], None] | None,
+    ) -> None:
+        """Run a backward; where other layers had to leave the device for it, again from its forward, without the
+        gradients of the first attempt.
+
+        Args:
+            run_forward: makes the graph again; None where that can't be done.
+        """
+        if self.offload is None:
+            run()
+            return
+        older = {id(v): v for v in versions if v is not None}.values()
+        parameters = [p for v in older for each in v.parameters.values() for p in each.values()]
+        parameters += self.stepped_parameters(item)
+        sums, graphs = [p.grad for p in parameters], [True]
+
+        def attempt() -> None:
+            if not graphs and run_forward is not None:
+                self._buffers.put_back()
+                run_forward()
+            graphs.clear()
+            run()
+
+        def clear() -> bool:
+            for p in parameters:
+                p.grad = None
+            return run_forward is not None
+
+        clear()
+        self.offload.run_with_memory(attempt, clear)
+        with torch.no_grad():
+            for p, total in zip(parameters, sums, strict=True):
+                if total is not None:
+                    p.grad = total if p.grad is None else total.add_(p.grad)
 
     def warn_not_splittable(self, why: str) -> None:
         """Warn once that a split backward gains nothing on this stage."""

@@ -294,6 +294,7 @@ class BuffersBefore:
     def __init__(self) -> None:
         self._changing: dict[int, set[str]] = {}
         self._kept: dict[Hashable, dict[str, torch.Tensor]] = {}
+        self._taken: dict[Hashable, dict[str, torch.Tensor]] = {}
 
     @contextmanager
     def keep_before(self, key: Hashable, number: int, layer: nn.Module) -> Iterator[None]:
@@ -329,4 +330,14 @@ class BuffersBefore:
 
     def take_kept(self, key: Hashable) -> dict[str, torch.Tensor]:
         """Remove and return the kept buffers."""
-        return self._kept.pop(key, {})
+        self._taken[key] = self._kept.pop(key, {})
+        return self._taken[key]
+
+    def forget_taken(self) -> None:
+        """Forget what was taken: it is not needed again."""
+        self._taken.clear()
+
+    def put_back(self, key: Hashable = None) -> None:
+        """Keep again what was taken with `key`, or with any, for runs that are repeated."""
+        keys = [key] if key is not None else list(self._taken)
+        self._kept.update({each: self._taken[each] for each in keys if each in self._taken})

@@ -182,6 +182,10 @@ class LayerMemory:
             if not still_bound(self._swap, _key(name), module, owns, self._device):
                 self._renew(name)
 
+    def evict_idle(self) -> bool:
+        """Move all layers that no computation uses to the host; return whether there was one."""
+        return self._swap.evict_idle()
+
     def pin_layers(self, parts: Parts) -> None:
         """Keep layers that several batches use at once on the device."""
         for name, part in parts.items():

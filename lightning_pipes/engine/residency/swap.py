@@ -339,6 +339,21 @@ class Swap(Generic[Key]):
         if too_many or self.host_bytes > self._budget:
             self._residency.start_write_back(key)
 
+    def evict_idle(self) -> bool:
+        """Move all states without a lease to the host, and free their memory on the device; return whether there was
+        one."""
+        return self._cache.evict_idle()
+
+    def evict_idle(self) -> bool:
+        """Evict all states without a lease, and free their memory on the device; return whether there was one."""
+        found = self._residency.evict_idle()
+        for slabs in self._free.values():
+            while slabs:
+                self._free_slab(slabs.popleft())
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return found
+
     def flush(self) -> None:
         """Wait until the host has all changes of leases."""
         self._residency.flush()
@@ -362,12 +377,14 @@ class Swap(Generic[Key]):
             return self._free[nbytes].popleft()
         for others in self._free.values():
             while others and self._slab_bytes + nbytes > self._budget:
-                old = others.popleft()
-                for ticket in old.pending_tickets:
-                    self._copier.wait(ticket)
-                self._slab_bytes -= old.slab.numel()
+                self._free_slab(others.popleft())
         self._slab_bytes += nbytes
         return DeviceSlab(torch.empty(nbytes, dtype=torch.uint8, device=self._device), self._copier.mark_computation())
+
+    def _free_slab(self, old: _DeviceSlab) -> None:
+        for ticket in old.pending_tickets:
+            self._copier.wait(ticket)
+        self._slab_bytes -= old.slab.numel()
 
 
 class _Mover:
