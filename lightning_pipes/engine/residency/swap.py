@@ -340,11 +340,6 @@ class Swap(Generic[Key]):
             self._residency.start_write_back(key)
 
     def evict_idle(self) -> bool:
-        """Move all states without a lease to the host, and free their memory on the device; return whether there was
-        one."""
-        return self._cache.evict_idle()
-
-    def evict_idle(self) -> bool:
         """Evict all states without a lease, and free their memory on the device; return whether there was one."""
         found = self._residency.evict_idle()
         for slabs in self._free.values():
@@ -381,7 +376,7 @@ class Swap(Generic[Key]):
         self._slab_bytes += nbytes
         return DeviceSlab(torch.empty(nbytes, dtype=torch.uint8, device=self._device), self._copier.mark_computation())
 
-    def _free_slab(self, old: _DeviceSlab) -> None:
+    def _free_slab(self, old: DeviceSlab) -> None:
         for ticket in old.pending_tickets:
             self._copier.wait(ticket)
         self._slab_bytes -= old.slab.numel()
