@@ -23,7 +23,7 @@ from lightning_pipes.engine.messages.links import measure_links, measure_offsets
 from lightning_pipes.engine.messages.mailbox import Transport
 from lightning_pipes.engine.residency.layer_memory import LayerMemory, VersionMemory
 from lightning_pipes.engine.residency.mirrors import Mirrors
-from lightning_pipes.engine.residency.upcoming import UpcomingTasks
+from lightning_pipes.engine.residency.upcoming import PredictorChoice, UpcomingTasks
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import (
     RECEIVES,
@@ -128,6 +128,7 @@ class Engine:
         self._seed = seed
         self._mirrors: tuple[Mirrors, Mapping[int, nn.Module]] | None = None
         self._memory: LayerMemory | None = None
+        self._predictor: PredictorChoice | None = None
         self._stash: VersionMemory | None = None
         self.plan = plan
         self._take(plan, stages)
@@ -250,15 +251,18 @@ class Engine:
         self._mirrors = mirrors, layers
         self._equip_stages()
 
-    def take_turns(self, memory: LayerMemory) -> None:
+    def take_turns(self, memory: LayerMemory, predictor: PredictorChoice | None = None) -> None:
         """Load the layers that batches use to the device on demand, from the next window on.
+
+        Args:
+            predictor: says what comes next; without, a rank goes by what it has begun and has ready.
 
         Raises:
             PlanError: a window is open.
         """
         if self._window is not None:
             raise PlanError("layers begin to take turns between two windows only; drain first")
-        self._memory = memory
+        self._memory, self._predictor = memory, predictor
         self._equip_stages()
 
     def stash(self, memory: VersionMemory) -> None:
@@ -429,9 +433,9 @@ class Engine:
             turns = {stage.number: stage.offload for stage in self._stages if stage.offload is not None}
             order = ReadyOrder(policy, plan, self._rank, lambda stage, use: turns[stage].has_room(use), AHEAD)
             self._memory.upcoming = order.upcoming_layers
-            if self._memory.choice is not None:
+            if self._predictor is not None:
                 notify = self._transport.mailbox.notify
-                order.predict_by(UpcomingTasks(self._memory.choice, policy, plan, self._rank, self._windows, notify))
+                order.predict_by(UpcomingTasks(self._predictor, policy, plan, self._rank, self._windows, notify))
         if self._mirrors is not None and policy.is_endless:
             order.enable_deliveries(self._mirrors[0], self._transport.mailbox, self._windows)
         return order

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.residency.binding import Binding, OptimizerLike, still_bound
 from lightning_pipes.engine.residency.swap import MovableTensors, Swap
-from lightning_pipes.engine.residency.upcoming import PredictorChoice
 from lightning_pipes.ir import PlanError
 
 Parts = Mapping[str, nn.Module]
@@ -72,21 +71,16 @@ class LayerMemory:
         memory: the memory that the layers share.
         device: the device of this rank.
         optimizers: returns the optimizers of the training, once they are known.
-        choice: what predicts the next tasks; None for what the rank knows by itself.
 
     Attributes:
         upcoming: returns the layers of the probable next tasks, by name, the first one first.
     """
 
     def __init__(
-        self,
-        memory: StateMemory,
-        device: torch.device,
-        optimizers: Callable[[], Sequence[Optimizer]],
-        choice: PredictorChoice | None = None,
+        self, memory: StateMemory, device: torch.device, optimizers: Callable[[], Sequence[Optimizer]]
     ) -> None:
         self._swap, self._prefetch = memory.states(device), memory.prefetch
-        self._device, self._optimizers, self.choice = device, optimizers, choice
+        self._device, self._optimizers = device, optimizers
         self._parts: dict[str, tuple[nn.Module, Sequence[OptimizerLike]]] = {}
         self._leases: Counter[str] = Counter()
         self._pinned: set[str] = set()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lightning_pipes.cost import Link
 from lightning_pipes.cost.links import FREE
+from lightning_pipes.engine.residency.mirrors import PendingTree, TreeTransport
 from lightning_pipes.ir import Instruction, Kind, LayerUse, Plan, Policy
 from lightning_pipes.sim.predictor import Pending, Predictor, SimulatedPredictor, StepAheadPredictor, Task, Waiting
 from lightning_pipes.sim.simulator import simulate
-
-if TYPE_CHECKING:  # mirrors use the memory that knows the predictor
-    from lightning_pipes.engine.residency.mirrors import PendingTree, TreeTransport
 
 PREDICTORS = ("in_turn", "algorithm_3", "simulated")
 """By what the rank itself has begun and has ready; Algorithm 3 of NASPipe; the policy's order under estimated times."""

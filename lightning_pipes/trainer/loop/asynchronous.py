@@ -86,9 +86,8 @@ class AsynchronousTraining(Training):
                 layers = run.part.layers_of(number)
                 check_room(number, layers, plain, memory.device_bytes, run.device.type == "cpu")
             run.relocation.check_layers_stay("MemorySwap has them take turns on the device")
-            choice = choose_predictor(run, memory.predictor)
-            self._memory = LayerMemory(memory, run.device, lambda: run.trainer.optimizers, choice)
-            run.engine.take_turns(self._memory)
+            self._memory = LayerMemory(memory, run.device, lambda: run.trainer.optimizers)
+            run.engine.take_turns(self._memory, choose_predictor(run, memory.predictor))
         schedule = run.plans.schedule
         depth = schedule.depth if isinstance(schedule, Policy) else 0
         self._max_lag = run.relocation.apart = max(len(run.global_ranks), depth)
