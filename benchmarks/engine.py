@@ -43,7 +43,7 @@ from lightning_pipes.ir import COMPUTE, Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.sim import Timeline, simulate
 from lightning_pipes.sim.timeline import Event
-from lightning_pipes.testing.emulated import EmulatedLayer, StepRecord, sleeping_layer
+from lightning_pipes.testing.emulated import EmulatedLayer, EmulatedStep, sleeping_layer
 from lightning_pipes.testing.ranks import run_ranks
 
 FORWARD, BACKWARD = 0.005, 0.010
@@ -261,7 +261,7 @@ def busiest(cell: Cell, by_rank: list[dict[str, Any]]) -> float:
 
 def learned(cell: Cell, by_rank: list[dict[str, Any]]) -> Overheads:
     """What the engine needs beside its stages."""
-    steps = [StepRecord((), tuple(map(tuple, r["windows"]))) for r in by_rank]
+    steps = [EmulatedStep((), tuple(map(tuple, r["windows"]))) for r in by_rank]
     return Overheads.of([(cell, steps)], {})
 
 

@@ -41,7 +41,7 @@ from lightning_pipes.planning.formatting import schedule_label
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.sim import Timeline, makespan
-from lightning_pipes.testing.emulated import Emulation, StepRecord, run_steps, sleeping_layer, step_seconds
+from lightning_pipes.testing.emulated import EmulatedStep, Emulation, run_steps, sleeping_layer, step_seconds
 from lightning_pipes.testing.generators import every_fit, random_problem
 from lightning_pipes.testing.netlab import NetLab, lab_unavailable_reason
 from lightning_pipes.testing.ranks import run_ranks
@@ -79,7 +79,7 @@ class Overheads:
     message: float
 
     @classmethod
-    def of(cls, trainings: Sequence[tuple[Known, Sequence[StepRecord]]], links: Links) -> Overheads:
+    def of(cls, trainings: Sequence[tuple[Known, Sequence[EmulatedStep]]], links: Links) -> Overheads:
         """Means of what trainings took beyond what their layers were told to take, and messages beyond what the links
         were set to."""
         between, messages, computation = [], [], {}
@@ -240,13 +240,13 @@ def medians(lab: NetLab, cells: Sequence[Cell], quick: bool) -> list[float]:
     return [statistics.median(step_seconds(found)) for found in train(lab, cells, steps(quick))]
 
 
-def train(lab: NetLab, cells: Sequence[Cell], steps: int) -> list[list[StepRecord]]:
+def train(lab: NetLab, cells: Sequence[Cell], steps: int) -> list[list[EmulatedStep]]:
     """By cell what each rank saw."""
     found = lab.run_ranks(rank_main, [cell.emulation for cell in cells], steps, timeout=900)
     return [[of_rank[n] for of_rank in found] for n in range(len(cells))]
 
 
-def rank_main(rank: int, emulations: list[Emulation], steps: int) -> list[StepRecord]:
+def rank_main(rank: int, emulations: list[Emulation], steps: int) -> list[EmulatedStep]:
     """What this rank sees of each of the trainings."""
     watch = join_ranks(rank)
     found = [run_steps(e.plan, e.order, e.stages(rank), rank, watch, steps, WARM_UP) for e in emulations]
@@ -264,8 +264,8 @@ class Real:
     profile: ModelProfile
     plan: Plan
     links: Links
-    empty: StepRecord
-    steps: StepRecord
+    empty: EmulatedStep
+    steps: EmulatedStep
 
 
 GPT_ROWS, GPT_MICROBATCHES = 16, 8

@@ -88,7 +88,7 @@ def cut_into(plan: Plan, size: int) -> Plan:
 def make_candidate(
     schedule: Schedule | Policy, plan: Plan, costs: Costs, memory_limit: Limit, held: Sequence[int]
 ) -> Candidate | None:
-    """Return the candidate of `schedule` on `plan`, whose stages hold at most `held` micro-batches; None if it does not
+    """Return the candidate of `schedule` on `plan` with at most `held` micro-batches in each stage; None if it does not
     fit."""
     plan = adapt_plan(plan, schedule)
     m = len(plan.spans(Kind.F, 0))

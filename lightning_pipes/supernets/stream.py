@@ -178,6 +178,6 @@ def loss_of_output(out: Any) -> float:
 
 
 def _overlapping_run(trainer: pl.Trainer) -> PipelineRun | None:
-    """Return the run of a pipeline whose batches overlap; None for any other training."""
+    """Return the run of an asynchronous pipeline, None for any other training."""
     run = trainer.strategy.running if isinstance(trainer.strategy, PipelineHost) else None
     return run if run is not None and run.is_asynchronous else None

@@ -143,7 +143,7 @@ class Emulation:
 
 
 @dataclass(frozen=True)
-class StepRecord:
+class EmulatedStep:
     """One rank's record of the steps of one training: start and end in nanoseconds, and the engine's events."""
 
     spans: tuple[tuple[int, int], ...]
@@ -158,7 +158,7 @@ def run_steps(
     watch: FailureWatch,
     steps: int,
     warm_up: Sequence[int],
-) -> StepRecord:
+) -> EmulatedStep:
     """Train for `steps` steps: a collective call of all ranks of the default group, which start every step together.
 
     Args:
@@ -175,10 +175,10 @@ def run_steps(
         spans.append((started, time.monotonic_ns()))
         events.append(tuple(engine.events))
     engine.close()
-    return StepRecord(tuple(spans[len(warm_up) :]), tuple(events[len(warm_up) :]))
+    return EmulatedStep(tuple(spans[len(warm_up) :]), tuple(events[len(warm_up) :]))
 
 
-def step_seconds(by_rank: Sequence[StepRecord]) -> list[float]:
+def step_seconds(by_rank: Sequence[EmulatedStep]) -> list[float]:
     """Return the seconds of each step, from the first rank's start to the last one's end."""
     each = zip(*(found.spans for found in by_rank), strict=True)
     return [(max(end for _, end in spans) - min(start for start, _ in spans)) / 1e9 for spans in each]

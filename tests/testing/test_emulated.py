@@ -14,7 +14,7 @@ from lightning_pipes.engine.compute.autograd import SavedForward, backward, ente
 from lightning_pipes.engine.compute.split import backward_inputs
 from lightning_pipes.ir import I, Kind, Span
 from lightning_pipes.sim import simulate
-from lightning_pipes.testing.emulated import EmulatedLayer, StepRecord, sleeping_layer, step_seconds
+from lightning_pipes.testing.emulated import EmulatedLayer, EmulatedStep, sleeping_layer, step_seconds
 from lightning_pipes.testing.ranks import scale_timeout
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ class TestEmulatedLayers:
 
 
 def test_steps_end_with_the_last_rank():
-    ranks = [StepRecord(((10, 40), (50, 60)), ()), StepRecord(((20, 70), (55, 57)), ())]
+    ranks = [EmulatedStep(((10, 40), (50, 60)), ()), EmulatedStep(((20, 70), (55, 57)), ())]
     assert step_seconds(ranks) == pytest.approx([60e-9, 10e-9])
 
 
@@ -95,7 +95,7 @@ class TestFidelity:
                 )
                 for r in range(4)
             ]
-            trainings.append((cell, [StepRecord(((0, run.makespan),), (mine,)) for mine in events]))
+            trainings.append((cell, [EmulatedStep(((0, run.makespan),), (mine,)) for mine in events]))
         found = fidelity.Overheads.of(trainings, links)
         assert found.computation == pytest.approx(kinds)
         assert found.between == pytest.approx(overheads.between)

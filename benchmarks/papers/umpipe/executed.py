@@ -26,7 +26,7 @@ from lightning_pipes.planning.fit import Fit, evaluate_plan, fit_layers, improve
 from lightning_pipes.planning.planner import Problem, even_plan, solve_plan
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.umpipe import UM1F1B, UMPipe
-from lightning_pipes.testing.emulated import Emulation, StepRecord, run_steps, step_seconds
+from lightning_pipes.testing.emulated import EmulatedStep, Emulation, run_steps, step_seconds
 from lightning_pipes.testing.ranks import run_ranks
 
 RANKS = 4
@@ -207,7 +207,7 @@ def learned(profiles: Sequence[ModelProfile], place: Deployment) -> list[ModelPr
     return result
 
 
-def _rank_main(rank: int, emulations: list[Emulation], rounds: int) -> list[list[StepRecord]]:
+def _rank_main(rank: int, emulations: list[Emulation], rounds: int) -> list[list[EmulatedStep]]:
     watch = join_ranks(rank)
     found = [
         [run_steps(e.plan, e.order, e.stages(rank), rank, watch, 3, [ROWS]) for e in emulations] for _ in range(rounds)

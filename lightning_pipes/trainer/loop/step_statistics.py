@@ -323,9 +323,9 @@ class StreamStatistics:
         return self._looks.merge_observations(sights, plan)
 
     def collect_free_bytes(self, batch: int, plan: Plan) -> FreeBytes | None:
-        """Exchange free bytes before batch number `batch`, and return those of the devices of `plan`.
+        """Exchange free bytes before batch number `batch`, and return one number for each device of `plan`.
 
-        They are those of about `late` batches before; None until all ranks are sure to have told."""
+        They were free about `late` batches before; None until all ranks are sure to have sent theirs."""
         self._told.append(batch)
         self._notices.put(f"free/{batch}/{self._rank}", self._looks.own_free_bytes())
         while self._told[0] < batch - 2 * self._late - 1:

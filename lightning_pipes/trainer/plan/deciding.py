@@ -190,7 +190,7 @@ class Deciding:
         return made
 
     def _keep_run(self, profile: ModelProfile, speeds: list[float], rows: int, deployment: Deployment) -> None:
-        """Keep what the choice of stages of a later run goes by, where devices are alike."""
+        """Keep the measured run for the choice of stages in later runs, where devices are alike."""
         if self._control.position == 0 and set(speeds) == {1.0}:
             run = MeasuredRun(profile, rows, deployment.pipeline.inside)
             self._cache.keep_run(describe_module(self._trainer.lightning_module), run)

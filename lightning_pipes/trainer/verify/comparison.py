@@ -329,14 +329,14 @@ FINDINGS_VARIABLE = "LIGHTNING_PIPES_VERIFY_FINDINGS"
 
 
 @dataclass(frozen=True)
-class Finding:
+class ComparisonResult:
     """The result of one comparison, as a sentence."""
 
     equal: bool
     text: str
 
 
-def save_finding(finding: Finding) -> None:
+def save_finding(finding: ComparisonResult) -> None:
     """Append a result to the file, if there is one."""
     path = os.environ.get(FINDINGS_VARIABLE)
     if path:
@@ -344,10 +344,10 @@ def save_finding(finding: Finding) -> None:
             file.write(json.dumps(asdict(finding)) + "\n")
 
 
-def load_findings(path: Path) -> list[Finding]:
+def load_findings(path: Path) -> list[ComparisonResult]:
     """Return the results in a file; none where there is no file."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [Finding(**json.loads(line)) for line in lines]
+    return [ComparisonResult(**json.loads(line)) for line in lines]
 
 
 def is_awaited() -> bool:

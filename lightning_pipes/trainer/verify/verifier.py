@@ -24,8 +24,8 @@ from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.verify.comparison import (
     GRADIENTS,
     Comparison,
+    ComparisonResult,
     Difference,
-    Finding,
     Rounding,
     describe_difference,
     format_value,
@@ -365,7 +365,7 @@ class Verifier(StageListener):
     def _report(self, text: str) -> None:
         message = f"{NAME.format(self._wanted)}: {text}"
         if self._run.last:
-            save_finding(Finding(False, message))
+            save_finding(ComparisonResult(False, message))
         if not self._wanted.warns:
             self.close()
             raise VerificationError(f"{message}. verify='warn' warns and goes on")
@@ -383,7 +383,7 @@ class Verifier(StageListener):
                 f"difference {max(largest):.1g}"
             )
             if self._run.last:
-                save_finding(Finding(True, message))
+                save_finding(ComparisonResult(True, message))
             rank_zero_info(message)
 
     def _finish(self) -> None:
