@@ -11,9 +11,9 @@
 | speed | a GPT in two stages: captured, as nn.Sequential, and by torch's own `pipeline()` |
 
 The zoo has plain modules, and models of transformers, torchvision and timm as far as these are installed. Training
-takes two epochs of two batches with AdamW in float64. Equal means that no loss, weight or optimizer state differs by
-more than 1e-10. Models that draw random numbers are compared with one process of the same strategy, which draws them
-from the same streams. `--quick` takes every fourth model, none of vision.
+takes two epochs of two batches in float64 with AdamW, for vision models with SGD. Equal means that no loss, weight or
+optimizer state differs by more than 1e-10. Models that draw random numbers are compared with one process of the same
+strategy, which draws them from the same streams. `--quick` takes every fourth model, none of vision.
 
 A family of transformers is equal if two things are. In one process two stages, each without the weights of the other,
 give the loss and the gradients of the whole model to 1e-10, with the library's defaults and with padded labels. On two
