@@ -211,6 +211,14 @@ def shown(case: jap_run.Case, quick: bool) -> dict[str, float]:
     return found
 
 
+def scheme_keys(quick: bool) -> dict[str, float]:
+    """The paper's schemes of arrays on emulated stages, executed."""
+    case = jap_run.Case(4, 8, 3 if quick else 6, jap_run.slow_layers(4, 0.12, times=1))
+    lines, found = jap_run.compare_schemes(case, 1 if quick else 3)
+    print("\n".join(lines), flush=True)
+    return found
+
+
 def equal_keys(quick: bool) -> dict[str, float]:
     """Whether siblings are what they are alone."""
     equal = jap_run.bit_equal(2 if quick else 4)
@@ -226,6 +234,7 @@ def main() -> None:
     alone = parser.add_mutually_exclusive_group()
     alone.add_argument("--simulated", action="store_true", help="leave out what runs on processes")
     alone.add_argument("--real", action="store_true", help="the real GPT alone")
+    alone.add_argument("--schemes", action="store_true", help="the paper's orders of arrays alone, executed")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     options = parser.parse_args()
     parts = [simulated_keys, emulated_keys, real_keys, equal_keys]
@@ -233,6 +242,8 @@ def main() -> None:
         parts = [simulated_keys]
     elif options.real:
         parts = [real_keys]
+    elif options.schemes:
+        parts = [scheme_keys]
     keys: dict[str, float] = {}
     for part in parts:
         keys |= part(options.quick)

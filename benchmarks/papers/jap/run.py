@@ -31,10 +31,12 @@ from lightning_pipes.cost import CostModel, LayerProfile, ModelProfile
 from lightning_pipes.cost.layer import Table
 from lightning_pipes.engine.allocator import describe_allocator
 from lightning_pipes.engine.compute.profiler import profile_layers
-from lightning_pipes.ir import B, Cut, F, Kind, Plan, Span
+from lightning_pipes.ir import B, Cut, F, Kind, Plan, Program, Schedule, Span
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.timeline import Timeline
-from lightning_pipes.strategies.jap import Job, stream_jobs
+from lightning_pipes.strategies.gpipe import GPipe
+from lightning_pipes.strategies.jap import Job, RoundOrder, round_order, stream_jobs
+from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.emulated import EmulatedLayer, request_realtime_priority
 from lightning_pipes.testing.ranks import run_ranks
 
@@ -263,15 +265,15 @@ class Jobs(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(case: Case, sibling: int, single: Single | None = None) -> None:
-    """An ordinary training, in an array or by itself."""
+def fit(case: Case, sibling: int, single: Single | None = None, measured: bool = False) -> None:
+    """An ordinary training, in an array or by itself; `measured` lets it measure its layers, and cut them by time."""
     rows = case.rows(sibling)
     layers = case.layers(case.ranks if single is None else single.stages)
     assert layers is not None
     strategy = PipelineStrategy(
         "jap" if single is None else single.schedule,
         microbatches=1 if single is None else single.microbatches,
-        partition=[span.start for span in layers[1:]],
+        partition="auto" if measured else [span.start for span in layers[1:]],
     )
     trainer = L.Trainer(
         accelerator="cpu",
@@ -303,11 +305,16 @@ class Took:
     steady: Steady
 
 
-def array(case: Case) -> Took:
-    """All siblings together."""
+def array(case: Case, rounds: Order | None = None, size: int | None = None) -> Took:
+    """All siblings together.
+
+    Args:
+        rounds: see `JobArray`.
+        size: of the array; by default all siblings at a time.
+    """
     started = time.monotonic()
-    jobs: JobArray[None] = JobArray(case.siblings, progress=False)
-    for outcome in jobs.run(partial(fit, case, n) for n in range(case.siblings)):
+    jobs: JobArray[None] = JobArray(size or case.siblings, progress=False, rounds=rounds)
+    for outcome in jobs.run(partial(fit, case, n, measured=rounds is not None) for n in range(case.siblings)):
         if outcome.error is not None:
             raise outcome.error
     assert jobs.timeline is not None
@@ -448,6 +455,69 @@ def equal_rank(rank: int, stages: int) -> bool:
 def bit_equal(stages: int) -> bool:
     """Whether eight siblings, four at a time, are what they are alone, on all ranks."""
     return all(run_ranks(equal_rank, stages, stages, timeout=300))
+
+
+Order = Callable[[Plan, CostModel], Program]
+
+
+def order_like(schedule: Schedule) -> Order:
+    """Return the order of rounds in which a schedule for one job takes whole batches of jobs for micro-batches."""
+
+    def order(plan: Plan, costs: CostModel) -> Program:
+        rows = schedule.program(Plan.even(plan.n_stages, len(plan.jobs))).head
+        kinds = {Kind.F: F, Kind.B: B}
+        return Program(
+            tuple(
+                tuple(
+                    kinds[i.kind](i.stage, plan.spans(i.kind, i.stage, i.span.start)[0], i.span.start)
+                    for i in row
+                    if i.kind in kinds
+                )
+                for row in rows
+            )
+        )
+
+    return order
+
+
+SCHEMES: dict[str, tuple[Order | None, int | None]] = {
+    "no rounds (ours)": (None, None),
+    "rounds, searched": (round_order, None),
+    "rounds, genetic": (RoundOrder("genetic"), None),
+    "ArGPipe": (order_like(GPipe()), None),
+    "Ar1F1B": (order_like(OneFOneB()), None),
+    "Vanilla, one job at a time": (None, 1),
+}
+"""By name the order of rounds, and the siblings at a time. BPipe orders as 1F1B does; that it lends memory needs an
+engine that moves activations to other ranks."""
+
+
+def rank_of_schemes(rank: int, case: Case, turns: int) -> dict[str, list[float]]:
+    """Return the seconds from first to last computation by scheme, in turns."""
+    hush()
+    request_realtime_priority()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    found: dict[str, list[float]] = {name: [] for name in SCHEMES}
+    for _ in range(turns):
+        for name, (rounds, size) in SCHEMES.items():
+            dist.barrier()
+            found[name].append(array(case, rounds, size).computing)
+    return found
+
+
+def compare_schemes(case: Case, turns: int) -> tuple[list[str], dict[str, float]]:
+    """Return the lines, and how many times as long as ours the others take."""
+    found = run_ranks(rank_of_schemes, case.ranks, case, turns, timeout=1200)[0]
+    medians = {name: statistics.median(seconds) for name, seconds in found.items()}
+    ours = medians["no rounds (ours)"]
+    lines = [
+        f"emulated, {case.ranks} ranks, {case.siblings} siblings with {case.batches} batches of {ROWS} each, {turns} "
+        "turns; seconds from first to last computation, and over ours",
+        *(f"  {name:28} {seconds:6.2f} {seconds / ours:6.2f}" for name, seconds in medians.items()),
+    ]
+    keys = {"searched": "rounds, searched", "argpipe": "ArGPipe", "vanilla": "Vanilla, one job at a time"}
+    return lines, {f"{key}_over_ours": medians[name] / ours for key, name in keys.items()}
 
 
 def rank_main(rank: int, case: Case, chosen: dict[int, list[Single]], pairs: int) -> dict[str, Any]:
