@@ -55,7 +55,7 @@ from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.prediction import Prediction
 from lightning_pipes.trainer.plan.profile_cache import ProfileCache, find_cache
 from lightning_pipes.trainer.plan.request import Placement, RunRequest, check_same_arguments, describe_arguments
-from lightning_pipes.trainer.plan.settings import PARAMETERS, Settings, names_modules
+from lightning_pipes.trainer.plan.settings import BATCH, PARAMETERS, Settings, names_modules
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.replicas import has_shards
@@ -300,7 +300,7 @@ def check_sharded_run(settings: Settings, request: RunRequest, shares_ranks: boo
         f"schedule {schedule.name!r} steps stages apart": not schedule.flushes,
         "shard_optimizer=True shards states that are sharded already": settings.shard_optimizer,
         "replan moves layers, whose shards stay with their ranks": request.replanner is not None,
-        f"partition={request.partition!r} cuts by units": names_modules(request.partition),
+        "partition and loss cut by units": names_modules(request.partition) or settings.loss == BATCH,
         "verify trains in one plain process, which has no shards": bool(settings.verify.batches),
         "siblings of a job array share the ranks": shares_ranks,
     }
@@ -351,7 +351,7 @@ def choose_cut(
     Raises:
         PlanError, PipelineError: it can't be cut so.
     """
-    if names_modules(request.partition):
+    if names_modules(request.partition) or (settings.loss == BATCH and settings.module is None):
         return WHOLE, None
     refused = settings.module is not None or settings.degrees or find_refused(module, session, settings, request)
     try:

@@ -128,6 +128,9 @@ class PipelineStrategy(PipelineHost):
             for "dynpipe", where more stages have staler gradients, and by layers that an earlier run has measured.
             A dict has the batches that runs took by number of stages, such as {1: 196, 4: 222}; "auto" takes them to be
             the same, so that the fastest batches win. By default each process is a stage.
+        loss: "batch" computes the loss once for all samples of a batch, for losses that compare samples: the module is
+            cut by units, the last of which run on the whole batch. "auto" does so where a module is cut by units and
+            the loss of a batch is no sum or mean of losses of micro-batches; "microbatch" never does.
 
     Raises:
         PlanError: an argument makes no sense, or the schedule does not take these settings; when the run starts, a
@@ -161,6 +164,7 @@ class PipelineStrategy(PipelineHost):
         shard_optimizer: bool = False,
         tensor_parallel: int = 1,
         stages: str | dict[int, float] | None = None,
+        loss: str = AUTO,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -189,6 +193,7 @@ class PipelineStrategy(PipelineHost):
             gather=gather,
             data=data,
             check_loss=check_loss,
+            loss=loss,
             timeout=timeout,
             heartbeat_timeout=heartbeat_timeout,
             relocation=relocation,

@@ -37,7 +37,7 @@ from lightning_pipes.trainer.plan.sample import (
     is_of_batches,
     load_batch,
 )
-from lightning_pipes.trainer.plan.settings import AUTO, PARAMETERS, Settings, names_modules
+from lightning_pipes.trainer.plan.settings import AUTO, BATCH, PARAMETERS, Settings, find_schedule, names_modules
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.session import Session
 from lightning_pipes.trainer.state.module_state import ModuleState
@@ -47,11 +47,14 @@ from lightning_pipes.trainer.step.loss_weights import (
     SUMS,
     candidates_differ,
     find_candidates,
+    losses_differ,
     parts_differ,
 )
 from lightning_pipes.trainer.step.steps import loss_of
+from lightning_pipes.trainer.units.batch_end import Axes, BatchEnd, SampleTrace, find_axes
 from lightning_pipes.trainer.units.borders import Borders, match_starts, merge_units
 from lightning_pipes.trainer.units.cut import UnitCut, weights_of_stages
+from lightning_pipes.trainer.units.lazy_step import Crossing, LazyStep
 from lightning_pipes.trainer.units.recording import StepRecord, UnitLayout, find_atomic, record_step
 from lightning_pipes.trainer.units.steps import UnitSteps, stage_modules
 from lightning_pipes.trainer.units.timing import measure_units
@@ -119,13 +122,23 @@ class UnitSetup:
         private_transformers.install_output_hooks(module)
         self.ruled_out_weights: frozenset[str] | None = None
         """Candidates for the weights of micro-batches that don't make the loss; None where nothing was compared."""
+        self.end: BatchEnd | None = None
+        """The end of the step that runs on whole batches; None where each micro-batch has a loss."""
+        self._larger: Any = None
+        self._unexplained = ""
         self._layout = self._lay_units(request, stages)
+        if self._unexplained and self.end is None:
+            rank_zero_warn(self._unexplained)
         self.weights = weights_of_stages(module, self._layout)
         """The weights of each stage, in the place of layers."""
 
     def decide(self, request: RunRequest) -> Decision:
         """Return the decision: one stage for each rank."""
         stages = self._ranks.grid.length
+        if self.end is not None:
+            request = replace(request, schedule=find_schedule("gpipe", {}))
+        elif self._settings.loss == BATCH:
+            request = replace(request, microbatches=1)
         least = LEAST_FOR_STATISTICS if batch_statistics(self._module) else 1
         partition = PARAMETERS if stages == 1 else list(range(1, stages))
         return replace(request, partition=partition).unmeasured([1] * stages, stages, least)
@@ -143,7 +156,7 @@ class UnitSetup:
         """Return what runs the user's steps on the stages of this rank."""
         device = self._ranks.device
         state = ModuleState(self._module, stage_modules(self._module, self._layout), frozenset(), device)
-        return UnitSteps(self._module, precision, plan, rank, seed, device, state, cut, self._layout)
+        return UnitSteps(self._module, precision, plan, rank, seed, device, state, cut, self._layout, self.end)
 
     def _lay_units(self, request: RunRequest, stages: int) -> UnitLayout:
         """Return the cut of the recorded step; where nothing is trained the last stage has all weights."""
@@ -169,8 +182,15 @@ class UnitSetup:
                     "which each stage after the first begins"
                 )
             starts = borders.at(request.partition)
+            end = self._find_end(record, borders, starts[-1], request)
         else:
-            starts = borders.choose(stages)
+            end = self._find_end(record, borders, stages - 1, request)
+            try:
+                starts = borders.choose(stages, end)
+            except PlanError:
+                if end is None or self._settings.loss == BATCH:
+                    raise
+                starts, end = borders.choose(stages), None
         shares = [borders.share(a, b) for a, b in zip(starts, (*starts[1:], len(record.units)), strict=True)]
         listed = ", ".join(f"{record.units[start].name!r}" for start in starts[1:])
         rank_zero_info(
@@ -178,7 +198,114 @@ class UnitSetup:
             f"Stages after the first begin at {listed}; of the {'time' if seconds else 'operations'} the stages have "
             f"{', '.join(f'{share:.0%}' for share in shares)}"
         )
-        return UnitLayout.from_record(*self._merge(record, starts))
+        if end is None:
+            return UnitLayout.from_record(*self._merge(record, starts))
+        merged, (*found, border) = self._merge(record, (*starts, end))
+        layout = UnitLayout.from_record(merged, tuple(found))
+        self._check_end(layout, border)
+        return layout
+
+    def _find_end(self, record: StepRecord, borders: Borders, after: int, request: RunRequest) -> int | None:
+        """Return the unit from which on a step runs on the whole batch; None where it has none. Collective.
+
+        Args:
+            after: a unit after which it has to be.
+
+        Raises:
+            PlanError: the user asks for one that can't be had.
+        """
+        asked, why = self._settings.loss == BATCH, ""
+        unexplained = self._ranks.control.any(bool(self._unexplained))[0] and self._settings.loss == AUTO
+        if request.microbatches == 1 or not (asked or unexplained):
+            return None
+        found: int | None = None
+        if self._ranks.grid.replicas > 1:
+            why = "data_parallel is more than 1"
+        else:
+            axes = self._trace_samples(record.atomic)
+            possible = range(after + 1, min(len(axes) + 1, len(record.units)))
+            found = max((n for n in possible if borders.is_possible(n)), default=None)
+        ends = self._ranks.control.all_gather(found)
+        if None not in ends:
+            return int(min(ends))
+        if asked:
+            raise PlanError(
+                f"loss='batch' can't be had for {type(self._module).__name__}: "
+                f"{why or 'its samples meet before the last stage, or no sample of the data can be had'}. Set "
+                "PipelineStrategy(microbatches=1), or have samples meet at the end of training_step"
+            )
+        return None
+
+    def _trace_samples(self, atomic: tuple[str, ...]) -> tuple[Axes, ...]:
+        """Return the axes that count samples, of units up to the first one that may mix samples."""
+        module, device = self._module, self._ranks.device
+        step, batch, arguments = named_step(module, "training_step"), self._larger, self._step_arguments()
+        try:
+            rows = rows_of(batch)
+            part = make_cutter(batch, rows)(Span(0, rows // 2))
+            traces = [
+                self._run_without_trace(
+                    True,
+                    partial(SampleTrace(module, _named(module, atomic), device).run, step, copy_batch(each), arguments),
+                )
+                for each in (part, batch)
+            ]
+        except Exception as error:  # of the user's code, with other numbers of samples
+            rank_zero_info(f"{type(module).__name__}.training_step was not traced with parts of a batch: {error}")
+            return ()
+        return find_axes(traces[0], rows // 2, traces[1], rows)
+
+    def _check_end(self, layout: UnitLayout, border: int) -> None:
+        """Have the step end with whole batches, if its loss is then that of the batch. Collective.
+
+        Raises:
+            PlanError: it is not, and the user asks for it.
+        """
+        module, device = self._module, self._ranks.device
+        axes = self._trace_samples(layout.atomic)[:border]
+        end, differs = BatchEnd(border, axes), ""
+        whole = replace(end.layout(layout), starts=(0, border))
+        step, batch, arguments = named_step(module, "training_step"), self._larger, self._step_arguments()
+        draws = RngUse(device)
+
+        def watch(work: Callable[[], Any]) -> Any:
+            def run() -> Any:
+                draws.start()
+                out = work()
+                draws.stop()
+                return out
+
+            return self._run_without_trace(False, run)
+
+        def run(number: int, part: Any, received: Crossing | None = None) -> Any:
+            lazy = LazyStep(module, whole, number, device)
+            return watch(partial(lazy.run, step, copy_batch(part), arguments, received))
+
+        try:
+            if len(axes) < border:
+                raise PipelineError("its samples meet before the loss")
+            rows = rows_of(batch)
+            parts = map(make_cutter(batch, rows), (Span(0, rows // 2), Span(rows // 2, rows)))
+            joined = loss_of(run(1, batch, end.join([run(0, part) for part in parts])))[0].item()
+            loss = loss_of(watch(lambda: step(copy_batch(batch), *arguments)))[0]
+            kinds = {t.dtype for t in (*module.parameters(), loss) if t.is_floating_point()}
+            same = draws.was_used or not losses_differ(loss.item(), joined, [joined], loss.dtype, kinds)
+            if not same:
+                differs = f"its loss is {loss.item():.6g} for {rows} samples, and {joined:.6g} so"
+        except PipelineError as error:
+            differs = str(error)
+        found = [each for each in self._ranks.control.all_gather(differs) if each]
+        if not found:
+            self.end = end
+            rank_zero_info(
+                f"The loss of {type(module).__name__}.training_step is computed once for all samples of a batch, from "
+                f"{layout.names[border]!r} on. All forwards come before the backwards, as with schedule 'gpipe'"
+            )
+        elif self._settings.loss == BATCH:
+            raise PlanError(
+                f"loss='batch' can't be had for {type(module).__name__}: {found[0]}. Set "
+                "PipelineStrategy(microbatches=1)"
+            )
 
     def _measure(self, record: StepRecord) -> list[float] | None:
         """Return the seconds of each unit; None where a step can't be measured. Collective."""
@@ -236,10 +363,15 @@ class UnitSetup:
                 with forked_rng(self._ranks.device):
                     batch = self._example(data, request, stages)
                     compares = self._settings.check_loss and request.microbatches != 1
-                    larger = load_batch(data, COMPARED, streams=True) if compares else None
+                    looks = compares or self._settings.loss == BATCH
+                    larger = load_batch(data, COMPARED, streams=True) if looks else None
             except NoSampleError as why:
                 raise NotMeasuredError(str(why)) from None
-            return self._record_with(batch), None if larger is None else self._rule_out_weights(larger)
+            if larger is not None and rows_of(larger) > COMPARED:  # the items of the dataset are batches
+                larger = make_cutter(larger, rows_of(larger))(Span(0, COMPARED))
+            self._larger = private.on_device(trainer, larger)
+            weighs = larger is not None and compares and self._settings.loss != BATCH
+            return self._record_with(batch), self._rule_out_weights(self._larger) if weighs else None
 
         try:
             records, ruled_out = zip(*Together(self._ranks.control)(run), strict=True)
@@ -303,7 +435,6 @@ class UnitSetup:
         None is returned, and logged, where the losses say nothing: the step draws random numbers, or can't run so.
         """
         module, device = self._module, self._ranks.device
-        batch = private.on_device(self._trainer, batch)
         step, draws = named_step(module, "training_step"), RngUse(device)
         arguments = self._step_arguments()
 
@@ -316,14 +447,13 @@ class UnitSetup:
 
         try:
             rows = rows_of(batch)
-            if rows > COMPARED:
-                batch, rows = make_cutter(batch, rows)(Span(0, COMPARED)), COMPARED
             if rows < 2:
                 return None
             cuts = [[Span(0, at), Span(at, rows)] for at in range(1, rows)]
             means = [each for each in find_candidates(module, batch, rows, cuts[0]) if each.name != SUMS]
-            spans = next((each for each in cuts if candidates_differ(means, each)), cuts[0])
+            first = next((each for each in cuts if candidates_differ(means, each)), cuts[0])
             cut = make_cutter(batch, rows)
+            spans = [*first, *cuts[len(cuts) // 2]]  # a loss may be 0 for one sample: two cuts are compared
             whole, *parts = (
                 self._run_without_trace(False, partial(compute_loss, part)) for part in (batch, *map(cut, spans))
             )
@@ -333,15 +463,17 @@ class UnitSetup:
         if draws.was_used:
             rank_zero_info(f"The loss of {type(module).__name__}.training_step was not compared: it is drawn at random")
             return None
-        losses = {span: loss.item() for span, loss in zip(spans, parts, strict=True)}
         kinds = {t.dtype for t in (*module.parameters(), whole) if t.is_floating_point()}
-        candidates = find_candidates(module, batch, rows, spans)
-        differ = partial(parts_differ, whole.item(), losses, kind=whole.dtype, types=kinds)
-        wrong = {each.name for each in candidates if differ(share=each.loss_share)}
-        if len(wrong) == len(candidates):
+        wrong, candidates = set(), find_candidates(module, batch, rows, spans[:2])
+        for at in (0, 2):
+            losses = {span: loss.item() for span, loss in zip(spans[at : at + 2], parts[at : at + 2], strict=True)}
+            differ = partial(parts_differ, whole.item(), losses, kind=whole.dtype, types=kinds)
+            every = find_candidates(module, batch, rows, list(losses))
+            wrong |= {each.name for each in every if differ(share=each.loss_share)}
+        if {each.name for each in candidates} <= wrong:
             wrong.discard(SAMPLES)
             of_parts = " and ".join(f"{loss:.6g}" for loss in losses.values())
-            rank_zero_warn(
+            self._unexplained = (
                 f"The loss of {type(module).__name__}.training_step is {whole.item():.6g} for {rows} samples, and no "
                 f"sum or mean of its losses for parts of them, {of_parts}. A batch is trained by the losses of its "
                 "micro-batches, so training differs from one process. Set "
@@ -349,6 +481,10 @@ class UnitSetup:
                 "weight of a micro-batch. PipelineStrategy(check_loss=False) leaves this comparison out"
             )
         return frozenset(wrong)
+
+
+def _named(module: nn.Module, paths: Collection[str]) -> dict[str, nn.Module]:
+    return {path: module.get_submodule(path) for path in paths}
 
 
 def _has_hooked_parts(part: nn.Module) -> bool:

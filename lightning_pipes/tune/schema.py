@@ -116,6 +116,7 @@ class PipelineSettings:
     relocation: str = "blocking"  # how layers change ranks: or overlapped, buffered
     gather: str = "auto"  # or all, rank0, none: the ranks that have the whole module after training
     check_loss: bool = True  # how losses of micro-batches make that of their batch
+    loss: str = "auto"  # or microbatch, batch: for which samples the loss is computed at once
     verify: Any = 0  # batches that one plain process trains, too; or warn
     replan: Any = False  # whether layers move while training goes on; or settings of dynpipe's planner
 

@@ -122,6 +122,5 @@ steps(
     "a module cut by units: a loss that compares samples with each other",
     module=s.Contrasts,
     strategy={"module": ""},
-    warned="no sum or mean of its losses for parts of them",
-    reason="join negatives of a batch before the step, or set microbatches=1",
+    reason="its loss is computed once for all samples, as with loss='batch'",
 )

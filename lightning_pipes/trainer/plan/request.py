@@ -212,6 +212,7 @@ _SAME_SETTINGS = (
     "checkpoint",
     "gather",
     "check_loss",
+    "loss",
     "verify",
     "relocation",
     "shard_optimizer",

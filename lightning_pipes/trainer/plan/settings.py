@@ -35,6 +35,8 @@ PARAMETERS = "parameters"
 """The partition that balances the stages by the number of their parameters."""
 Gather = Literal["auto", "all", "rank0", "none"]
 """The ranks that have the whole module when a run has ended."""
+BATCH = "batch"
+"""The `loss` of whole batches."""
 REPLANS = "dynpipe"
 """The schedule whose planner has layers move in a run of another one."""
 UNCHOSEN = "1f1b"
@@ -239,6 +241,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "gather": _of_type(Gather),
     "data": _of_type(Data),
     "check_loss": _of_type(bool),
+    "loss": _of_type(Literal["auto", "microbatch", "batch"]),
     "timeout": _check_timeout,
     "heartbeat_timeout": _check_heartbeat_timeout,
     "relocation": _of_type(Relocation),
@@ -265,6 +268,7 @@ class Settings:
     gather: Gather
     data: Data
     check_loss: bool
+    loss: str
     timeout: timedelta
     heartbeat_timeout: float
     relocation: str
@@ -294,6 +298,11 @@ class Settings:
             raise InputError(
                 f"data='one' has one rank of a pipeline load for its stages, and tensor_parallel="
                 f"{self.tensor_parallel} makes as many pipelines of one batch; seed the data, and leave data out"
+            )
+        if self.loss == BATCH and self.module:
+            raise InputError(
+                f"loss='batch' cuts the module by units, and module={self.module!r} names one container to cut; leave "
+                "one of them out"
             )
         if self.shard_optimizer and self.degrees:
             raise InputError(

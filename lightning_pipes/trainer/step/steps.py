@@ -253,6 +253,8 @@ class Steps:
 
     runs_whole_evaluation: ClassVar[bool] = False
     """Whether the stages run an evaluation step as a whole, each its part; else around the layers."""
+    ends_whole = False
+    """Whether the loss is computed once for all samples of a batch."""
 
     def __init__(
         self,

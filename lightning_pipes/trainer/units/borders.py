@@ -72,17 +72,20 @@ class Borders:
         """Return the share of a step's cost that units from `start` to `stop` have."""
         return (self._before[stop] - self._before[start]) / (self._before[-1] or 1)
 
-    def choose(self, stages: int) -> tuple[int, ...]:
+    def choose(self, stages: int, end: int | None = None) -> tuple[int, ...]:
         """Return the first unit of each stage, so that stages cost about as much.
 
         Near each ideal place the border is taken that divides the uses of the fewest weights, and that the fewest
         bytes cross.
 
+        Args:
+            end: a unit before which the last stage has to begin.
+
         Raises:
             PlanError: there are too few possible borders.
         """
         before, units = self._before, self._record.units
-        possible = [border for border in range(1, len(units)) if self.is_possible(border)]
+        possible = [border for border in range(1, end or len(units)) if self.is_possible(border)]
         if len(possible) < stages - 1:
             raise PlanError(
                 f"the step has {len(units)} units with {len(possible)} possible borders between them, too few for "

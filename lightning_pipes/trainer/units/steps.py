@@ -15,13 +15,15 @@ from lightning_pipes.engine.compute.rng import BEFORE_LAYERS
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.ir import Plan, Span
+from lightning_pipes.trainer.module.batches import copy_batch
 from lightning_pipes.trainer.module.capture import Interceptor, named_step
 from lightning_pipes.trainer.state.left_values import LeftValues
 from lightning_pipes.trainer.state.module_state import ModuleState
 from lightning_pipes.trainer.step.logs import recorded
 from lightning_pipes.trainer.step.steps import EvaluationBatch, Steps
+from lightning_pipes.trainer.units.batch_end import BatchEnd, DeferredLoss
 from lightning_pipes.trainer.units.cut import UnitCut
-from lightning_pipes.trainer.units.lazy_step import LazyStep
+from lightning_pipes.trainer.units.lazy_step import Crossing, LazyStep
 from lightning_pipes.trainer.units.recording import UnitLayout
 
 
@@ -29,6 +31,9 @@ class UnitSteps(Steps):
     """Runs the user's steps on every stage; each passes over the units of the others.
 
     Every unit that draws random numbers has a stream of its own, so these do not depend on the borders.
+
+    Args:
+        end: what runs once on the whole batch, on the last stage; None where each micro-batch has a loss.
     """
 
     runs_whole_evaluation = True
@@ -44,13 +49,16 @@ class UnitSteps(Steps):
         state: ModuleState,
         cut: UnitCut,
         layout: UnitLayout,
+        end: BatchEnd | None,
     ) -> None:
         interceptor = Interceptor("self")
         left = LeftValues(module, {}, lambda: (), state, cut.scope)
         super().__init__(module, precision, interceptor, plan, rank, seed, device, state, left)
         self._cut = cut
         self._layout = layout
-        self._lazy: dict[int, LazyStep] = {}
+        self._end, self.ends_whole = end, end is not None
+        self._lazy: dict[tuple[int, bool], LazyStep] = {}
+        self._waiting: dict[Item, dict[Span, tuple[Crossing, list[torch.Tensor | None]]]] = {}
 
     def stage_body(self, number: int) -> Body:
         return self._run_stage
@@ -66,8 +74,11 @@ class UnitSteps(Steps):
         with self.step_context():
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part, step = data.select_samples(span), named_step(self._module, "training_step")
+            part = copy_batch(part) if last and self._end is not None else part  # it will run again
             with recorded(self._module) as logged, self._cut.show_weights():
-                out = self._run_lazily(stage, item, span, step, part, received)
+                out = self._run_lazily(stage.number, stage, item, span, step, part, received)
+            if last and self._end is not None:
+                return self._defer_loss(self._end, stage, item, span, out)
         if not last:
             return out
         self.state.note_microbatch(span)
@@ -75,25 +86,51 @@ class UnitSteps(Steps):
         weights = [p for layer in stage.layers.values() for p in layer.parameters()]
         return self.scaled_loss(item, span, out, logged, [*entered, *weights])
 
+    def _defer_loss(self, end: BatchEnd, stage: Stage, item: Item, span: Span, crossing: Crossing) -> torch.Tensor:
+        """Return what stands for the loss of a micro-batch; after the last one the end of the step runs."""
+        waiting, gradients = self._waiting.setdefault(item, {}), list[torch.Tensor | None]()
+        waiting[span] = crossing, gradients
+        loss: torch.Tensor = DeferredLoss.apply(gradients, *crossing[0])  # type: ignore[no-untyped-call]
+        if sum(each.rows for each in waiting) < item.rows:
+            return loss
+        del self._waiting[item]
+        parts, whole = [waiting[each] for each in sorted(waiting)], Span(0, item.rows)
+        crossings = [each for each, _ in parts]
+        joined = end.join(crossings)
+        self.state.restore_state()
+        stage.seed_user_code(item, whole, BEFORE_LAYERS)
+        batch, step = item.data.select_samples(whole), named_step(self._module, "training_step")
+        with recorded(self._module) as logged, self._cut.show_weights():
+            out = self._run_lazily(stage.number + 1, stage, item, whole, step, batch, joined)
+        self.state.note_microbatch(whole)
+        scaled = self.scaled_loss(item, whole, out, logged, joined[0])
+        if scaled.requires_grad:
+            torch.autograd.backward(scaled)
+        for (_, of_part), found in zip(parts, end.split_gradients(joined, crossings), strict=True):
+            of_part.extend(found)
+        return loss
+
     def _evaluate_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
         data = item.data
         assert data.step is not None, "Evaluation has it"
         self.state.restore_state()
         with data.context(), recorded(self._module) as calls, self._cut.show_weights():
             stage.seed_user_code(item, span, BEFORE_LAYERS)
-            out = self._run_lazily(stage, item, span, data.step, data.batch, received)
+            out = self._run_lazily(stage.number, stage, item, span, data.step, data.batch, received)
         if stage.number < self._stages - 1:
             return out
         self.state.note_microbatch(span)
         return out, calls
 
     def _run_lazily(
-        self, stage: Stage, item: Item, span: Span, step: Callable[..., Any], batch: Any, received: Any
+        self, number: int, stage: Stage, item: Item, span: Span, step: Callable[..., Any], batch: Any, received: Any
     ) -> Any:
-        if stage.number not in self._lazy:
-            self._lazy[stage.number] = LazyStep(self._module, self._layout, stage.number, self._device)
+        ends = self._end is not None and item.training
+        if (number, ends) not in self._lazy:
+            layout = self._end.layout(self._layout) if self._end is not None and ends else self._layout
+            self._lazy[number, ends] = LazyStep(self._module, layout, number, self._device)
         seed = partial(stage.seed_user_code, item, span)
-        return self._lazy[stage.number].run(step, batch, item.data.arguments, received, seed)
+        return self._lazy[number, ends].run(step, batch, item.data.arguments, received, seed)
 
 
 def stage_modules(module: nn.Module, layout: UnitLayout) -> list[nn.Module]:

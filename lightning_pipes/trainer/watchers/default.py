@@ -175,7 +175,7 @@ def default_watchers(
     if run.connections.turns is not None:  # a training alone compares at once
         watchers.append(DeferredErrors(run))  # errors of ranks come before what only warns
     if check_loss and run.fitting:
-        if uncompared:
+        if uncompared and not run.steps.ends_whole:
             watchers.append(UncomparedLoss(run, uncompared))
         if not by_units:
             watchers.append(SampleCheck(run))

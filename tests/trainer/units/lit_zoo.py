@@ -120,7 +120,7 @@ class Keeps(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.losses.append(float(trainer.callback_metrics["loss"]))
-        self.here = [name for name, _ in trainer.lightning_module.named_parameters()]
+        self.here = [name for name, p in trainer.lightning_module.named_parameters() if not p.is_meta]
 
 
 def train_zoo(name: str, ranks: int, folder: str, **settings: Any) -> dict[str, Any]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.utilities import grad_norm
@@ -14,7 +16,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import PipelineStrategy
+from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer import unit_setup
 from tests.trainer.lit import WIDTH, data, differences, plain_values, quiet
 from tests.trainers import make_trainer
 
@@ -121,6 +125,34 @@ class Hooked(ByHand):
                     old.mul_(0.9).add_(new, alpha=0.1)
 
 
+class Compares(ByHand):
+    """Each sample is told from all others of its batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = F.normalize(self(batch[0]), dim=1)
+        alike = x @ x.T
+        loss = F.cross_entropy(alike / 0.5, torch.arange(len(x))) + 0.1 * x.sum(0).norm()
+        self.log("largest", alike.max(), reduce_fx="max")
+        return {"loss": loss, "twice": 2 * loss.detach()}
+
+
+class Masks(ByHand):
+    """A mean over those samples that the step selects."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = F.cross_entropy(self(x), torch.where(x[:, 0] > 0, y, -100))
+        return {"loss": loss, "twice": 2 * loss.detach()}
+
+
+class Centres(ByHand):
+    """Samples meet in the first stage."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.fc1(x)
+        return super().forward(x - x.mean(0))
+
+
 class Keeps(pl.Callback):
     """Keeps what a run has logged, and its learning rates."""
 
@@ -158,6 +190,13 @@ CASES: dict[str, dict[str, Any]] = {
         "strategy": {"schedule": "kfkb", "microbatches": 4},
     },
     "hooks": {"type": Hooked},
+    "loss of whole batches": {
+        "type": Compares,
+        "module": {"scheduler": "step"},
+        "trainer": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+        "strategy": {"loss": "batch", "microbatches": 4},
+    },
+    "mean over some samples": {"type": Masks, "strategy": {"schedule": "kfkb"}},
     "bf16-mixed": {"trainer": {"precision": "bf16-mixed"}, "strategy": {"microbatches": 1}},
     "goes on": {"module": {"scheduler": "step"}, "trainer": {"max_epochs": 2}},
     "goes on in parts": {
@@ -207,6 +246,23 @@ def train_case(name: str, stages: int, folder: str, resume: str | None = None, r
 def train_all(rank: int, stages: int, folder: str, resume: dict[str, str], replicas: int = 1) -> dict[str, Any]:
     """Train all cases, or go on with those that have a checkpoint in `resume`."""
     return {name: train_case(name, stages, folder, resume.get(name), replicas) for name in resume or CASES}
+
+
+def refuse(rank: int, folder: str) -> tuple[str, str]:
+    """Return why a loss of whole batches can't be had, and how it is warned of where nobody asks for it."""
+    CASES["refused"] = {"type": Centres, "strategy": {"loss": "batch"}}
+    with pytest.raises(PlanError) as error:
+        train_case("refused", 2, folder)
+    CASES["refused"] = {"type": type("Both", (Centres, Compares), {}), "trainer": {"max_epochs": 1}}
+    with mock.patch.object(unit_setup, "rank_zero_warn") as warn:
+        train_case("refused", 2, folder)
+    return str(error.value), " ".join(call.args[0] for call in warn.call_args_list)
+
+
+def test_a_loss_of_whole_batches_that_can_not_be_had(tmp_path: Path) -> None:
+    for refused, warned in run_ranks(refuse, 2, str(tmp_path), timeout=120):
+        assert "loss='batch' can't be had for Centres: its samples meet before the last stage" in refused
+        assert "no sum or mean of its losses for parts of them" in warned
 
 
 def compare(expected: dict[str, Any], found: dict[str, Any], where: str) -> None:

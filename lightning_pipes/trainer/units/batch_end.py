@@ -1,0 +1,211 @@
+"""The end of a step that runs once on a whole batch, after the micro-batches that came to it are joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.units.lazy_step import Crossing
+from lightning_pipes.trainer.units.mode import Function
+from lightning_pipes.trainer.units.recording import UnitLayout
+from lightning_pipes.trainer.units.trace import Done, Made, TemplateLeaf, Trace, map_leaves
+from lightning_pipes.trainer.units.traced_step import TracedStep
+
+Axes = tuple[int | None, ...]
+"""For each tensor that a unit makes, the axis that counts samples; None for one that is the same for all samples."""
+_PLAIN = (TemplateLeaf, str, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class BatchEnd:
+    """Where a step goes on with the whole batch.
+
+    Attributes:
+        border: the first unit that runs on the whole batch.
+        axes: of each unit in front of it.
+    """
+
+    border: int
+    axes: tuple[Axes, ...]
+
+    def layout(self, layout: UnitLayout) -> UnitLayout:
+        """Return the layout of micro-batches, in which the end of the step is one more stage."""
+        return replace(layout, starts=(*layout.starts, self.border))
+
+    def join(self, crossings: Sequence[Crossing]) -> Crossing:
+        """Return what crosses the border for a whole batch, from its micro-batches in order.
+
+        The values are leaves of a new graph.
+
+        Raises:
+            PipelineError: the micro-batches took different ways through the step, or another one than was recorded.
+        """
+        traces = [trace for _, trace in crossings]
+        first, axes = traces[0], dict[int, int | None]()
+        alike = all(t.keys == first.keys and len(t.units) == len(first.units) for t in traces)
+        if not alike or len(first.units) > len(self.axes):
+            raise _other_way("ends elsewhere")
+        columns = zip(*(t.units for t in traces), strict=True)
+        units = [_join_units(n, dones, self.axes[n], axes) for n, dones in enumerate(columns)]
+        if not axes.keys() >= {*first.keys}:
+            raise _other_way("changes a tensor in place that it made without weights")
+        values = tuple(_join_values([each[n] for each, _ in crossings], axes[key]) for n, key in enumerate(first.keys))
+        return values, Trace(units, first.keys, first.shared)
+
+    def split_gradients(self, joined: Crossing, crossings: Sequence[Crossing]) -> list[list[torch.Tensor | None]]:
+        """Return the gradients of the values of each micro-batch, from those of the joined ones."""
+        values, trace = joined
+        axes = {m.key: a for done, of in zip(trace.units, self.axes, strict=False) for m, a in _made(done, of)}
+        found: list[list[torch.Tensor | None]] = [[] for _ in crossings]
+        for n, (key, value) in enumerate(zip(trace.keys, values, strict=True)):
+            axis, parts = axes[key], list[torch.Tensor | None]([None] * len(crossings))
+            if value.grad is not None and axis is None:
+                parts[0] = value.grad
+            elif value.grad is not None:
+                assert axis is not None
+                parts = list(torch.split(value.grad, [each[n].size(axis) for each, _ in crossings], axis))
+            for each, part in zip(found, parts, strict=True):
+                each.append(part)
+        return found
+
+
+class DeferredLoss(torch.autograd.Function):
+    """The loss of a micro-batch, of which the gradients are known when the last one has come: zero, with these."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor | None], *values: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return torch.zeros((), device=values[0].device if values else None)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        return None, *ctx.gradients
+
+
+class SampleTrace(TracedStep):
+    """Runs a step, and keeps what its units have made."""
+
+    def __init__(self, module: nn.Module, atomic: Mapping[str, nn.Module], device: torch.device) -> None:
+        super().__init__(module, atomic, (), device)
+        self.made: list[list[torch.Tensor]] = []
+
+    def may_draw(self, name: str, path: str | None) -> bool:
+        return True
+
+    def run(self, step: Callable[..., Any], batch: Any, arguments: Sequence[Any]) -> SampleTrace:
+        """Return the trace of a step."""
+        self.begin(batch)
+        with torch.no_grad(), self:
+            step(batch, *arguments)
+        return self
+
+    def run_unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
+        given = [*_tensors(args), *_tensors(kwargs)]
+        ran = self.run_here(name, path, function, args, kwargs, given)
+        self.units.append(ran.done)
+        pairs = zip(_leaves(ran.done.out), _leaves(ran.out), strict=True) if not ran.done.pure else ()
+        self.made.append([tensor for made, tensor in pairs if isinstance(made, Made)])
+        return ran.out
+
+
+def find_axes(part: SampleTrace, part_rows: int, whole: SampleTrace, rows: int) -> tuple[Axes, ...]:
+    """Return the axes that count samples, of all units in front of the first one that mixes samples or may do so.
+
+    Args:
+        part: the trace of a step with the first `part_rows` of the samples of `whole`.
+    """
+    found: list[Axes] = []
+    for number, (a, b) in enumerate(zip(part.units, whole.units, strict=False)):
+        axes: list[int | None] = []
+        if (a.name, a.pure) != (b.name, b.pure) or a.written or b.written:
+            return tuple(found)
+        both = list(zip(_leaves(a.out), _leaves(b.out), strict=False)) if not a.pure else []
+        if any(type(one) is not type(other) or not isinstance(one, _PLAIN) for one, other in both):
+            return tuple(found)
+        made = [pair for pair in both if isinstance(pair[0], Made)]
+        for (one, other), *tensors in zip(made, part.made[number], whole.made[number], strict=False):
+            sizes = [
+                (at, *pair) for at, pair in enumerate(zip(one.shape, other.shape, strict=False)) if len({*pair}) > 1
+            ]
+            if len(one.shape) == len(other.shape) and not sizes and torch.equal(*tensors):
+                axes.append(None)
+            elif len(sizes) == 1 and sizes[0][1] * rows == sizes[0][2] * part_rows:
+                axes.append(sizes[0][0])
+            else:
+                return tuple(found)
+        found.append(tuple(axes))
+    return tuple(found)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in _leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _leaves(tree: Any) -> list[Any]:
+    found: list[Any] = []
+    map_leaves(tree, found.append)
+    return found
+
+
+def _made(done: Done, axes: Axes) -> list[tuple[Made, int | None]]:
+    return list(zip((leaf for leaf in _leaves(done.out) if isinstance(leaf, Made)), axes, strict=True))
+
+
+def _join_units(number: int, dones: Sequence[Done], axes: Axes, known: dict[int, int | None]) -> Done:
+    """Return a unit of the whole batch, and note the axes of its values in `known`."""
+    first = dones[0]
+    if any((d.name, d.pure, d.draws) != (first.name, first.pure, first.draws) or d.written for d in dones):
+        raise _other_way(f"comes to {first.name} as unit {number}")
+    if first.pure:
+        return first
+    columns = list(zip(*(_leaves(d.out) for d in dones), strict=True))
+    of_made = iter(axes)
+
+    def join(column: Sequence[Any]) -> Any:
+        one = column[0]
+        if not isinstance(one, Made):
+            if any(other != one for other in column):
+                raise _other_way(f"gets {one!r} from {first.name}")
+            return one
+        axis = next(of_made, None)
+        known[one.key] = axis
+        others = [tuple(n for at, n in enumerate(each.shape) if at != axis) for each in column]
+        if any(each != others[0] for each in others):
+            raise PipelineError(
+                f"unit {number} of the step, {first.name}, makes tensors of other sizes for each micro-batch, "
+                f"{' and '.join(str(each.shape) for each in column)}, which can't be joined. Pad them to one size, or "
+                "set PipelineStrategy(loss='microbatch')"
+            )
+        if axis is None:
+            return one
+        rows = sum(each.shape[axis] for each in column)
+        return _resize(one, (*one.shape[:axis], rows, *one.shape[axis + 1 :]))
+
+    joined = iter([join(column) for column in columns])
+    return first._replace(out=map_leaves(first.out, lambda _: next(joined)))
+
+
+def _resize(made: Made, shape: tuple[int, ...]) -> Made:
+    """Return the same value with another shape, whose axes are in the same order in memory."""
+    strides, step = [0] * len(shape), 1
+    for axis in sorted(range(len(shape)), key=lambda at: (made.stride[at], -at)):
+        strides[axis], step = step, step * max(shape[axis], 1)
+    return replace(made, shape=shape, stride=tuple(strides))
+
+
+def _join_values(parts: Sequence[torch.Tensor], axis: int | None) -> torch.Tensor:
+    joined = parts[0].detach() if axis is None else torch.cat([part.detach() for part in parts], axis)
+    return joined.requires_grad_(any(part.requires_grad for part in parts))
+
+
+def _other_way(what: str) -> PipelineError:
+    return PipelineError(
+        f"a micro-batch {what}, and the others, or the step that was recorded, do not, so they can't be joined to the "
+        "whole batch for its loss. Control flow must not depend on values of samples; or set "
+        "PipelineStrategy(loss='microbatch'), by which each micro-batch has a loss of its own"
+    )
