@@ -5,7 +5,8 @@
 f5   throughput of all systems, each with the batch that it has in Table 2, and with the same batch
 f6   what scheduler, predictor and mirroring are worth
 f7   4 to 16 stages
-t2   bubbles and cache hits (3 contexts), one task a subnet and with the best number of micro-batches
+t2   bubbles and cache hits (3 contexts), one task a subnet and with the best number of micro-batches; memory and
+     utilisation
 t4   the order in which subnets 2, 5 and 7 access a layer that they share
 t5   times of layers, and what a subnet takes
 theory  what shared layers force: formula, longest chain, simulation
@@ -408,6 +409,48 @@ def f7(subnets: int) -> list[str]:
     return lines
 
 
+PCIE = 15.76e6
+"""Bytes per millisecond, by which Table 5 has swap times."""
+PARAMETERS = {"NLP.c1": 14.8, "NLP.c2": 10.8, "NLP.c3": 5.8, "CV.c1": 7.4, "CV.c2": 3.8, "CV.c3": 1.7}
+"""Billions of parameters that GPipe holds in Table 2: the whole space."""
+
+
+def parameters(name: str) -> tuple[float, float]:
+    """Billions of parameters, in single precision, of a space and of three contexts on all stages, by swap times."""
+    space = SPACES[name]
+    layer = mean(space.kinds[n % len(space.kinds)].swap for n in range(space.choices)) * PCIE / 4e9
+    return space.blocks * space.choices * layer, CONTEXTS * space.blocks * layer
+
+
+def utilisation(name: str, busy: float, samples: int) -> float:
+    """The share of what devices could compute, if a batch of CSP fills them: `busy` of the time, with such a batch."""
+    return float(busy * (samples / TABLE_2[name].csp) ** (1 - SHRINKS))
+
+
+def memory_and_utilisation(name: str, subnets: int) -> list[str]:
+    """Lines of Table 2 for one space, one task a subnet, each system with its batch there."""
+    whole, contexts = parameters(name)
+    drawn, rules, batches = SPACES[name].draw(subnets, 1), Rules(1, STAGES), TABLE_2[name]
+    few, moments = drawn.first(60), 3 * 4  # bytes of a parameter with Adam's
+    placed = balanced(few, STAGES)
+    swapping = {
+        "CSP": (SYSTEMS["CSP"], swapped(placed, rules, CONTEXTS, one_step(placed))),
+        "VPipe": (BSP, swapped(BSP.cut(few, STAGES), BSP.rules(rules, STAGES), CONTEXTS, nothing())),
+    }
+    lines = []
+    for what, samples in (("CSP", batches.csp), ("VPipe", batches.csp), ("BSP", batches.bsp), ("ASP", batches.asp)):
+        system, swaps = swapping.get(what, (SYSTEMS.get(what), None))
+        assert system is not None, "one of both has it"
+        busy = 1 - system.run(drawn, STAGES, rules).bubble - (0 if swaps is None else swaps.stall)
+        here = whole if swaps is None else contexts
+        lines.append(
+            f"{name:8} {what:6} {samples:5} {here:14.2f} {PARAMETERS[name]:7.1f} {here * moments / STAGES:16.1f} "
+            f"{0 if swaps is None else whole * moments:8.0f} {utilisation(name, busy, samples):13.2f} "
+            + ("" if swaps is None else f"{swaps.switch_hit_rate:11.3f}")
+        )
+    return lines
+
+
 def t2(subnets: int) -> list[str]:
     lines = ["space    M  bubble  BSP: bubble  ASP: bubble  hits at switches: Algorithm 3  exact   BSP, no prediction"]
     for name in NAMES:
@@ -424,9 +467,16 @@ def t2(subnets: int) -> list[str]:
                 f"{name:7} {m:2} {bubbles[0]:7.3f} {bubbles[1]:12.3f} {bubbles[2]:12.3f} {hits[0]:30.3f} "
                 f"{hits[1]:6.3f} {lru:20.3f}"
             )
+    lines += [
+        "The paper: bubbles .39 .57 .68, .43 .58 .68; GPipe .57, PipeDream .1; hits .86 to .97, VPipe .01 to .08.",
+        "one task a subnet      billions of parameters    GB, with Adam's   utilisation   hits at",
+        "space    system batch     on devices  (paper)  moments, a device     host   of devices   switches",
+    ]
+    for name in NAMES:
+        lines += memory_and_utilisation(name, subnets)
     return [
         *lines,
-        "The paper: bubbles .39 .57 .68, .43 .58 .68; GPipe .57, PipeDream .1; hits .86 to .97, VPipe .01 to .08.",
+        "Utilisation: a device is full with a batch of CSP; a smaller one fills it by what it takes in Table 2.",
     ]
 
 

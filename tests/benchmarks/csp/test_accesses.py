@@ -8,7 +8,7 @@ import pytest
 from benchmarks.papers.csp.emulation.spaces import NLP, Kind, Space, Subnets
 from benchmarks.papers.csp.emulation.stream import Rules
 from benchmarks.papers.csp.emulation.systems import SYSTEMS, bsp
-from benchmarks.papers.csp.figures import accesses
+from benchmarks.papers.csp.figures import accesses, memory_and_utilisation, parameters
 
 
 def shared_by(*users: int) -> Subnets:
@@ -47,3 +47,21 @@ def test_a_subnet_reads_from_its_first_forward_on_and_writes_after_its_last_back
     subnets = Space("same", 2, 1, (Kind("equal", 1.0, 1.0, 0.0),)).draw(2, 0)
     ran = SYSTEMS["ASP"].run(subnets, 2, Rules(2, overhead=0))
     assert accesses(ran, 0, 0) == "0F-1F-0B-1B"
+
+
+def test_memory_and_utilisation_of_table_2() -> None:
+    """The paper's numbers of parameters are independent of the swap times by which they are worked out here."""
+    for name, billions in (("NLP.c1", 14.8), ("NLP.c2", 10.8), ("NLP.c3", 5.8)):
+        assert parameters(name)[0] == pytest.approx(billions, rel=0.15)
+    lines = [line.split() for line in memory_and_utilisation("NLP.c1", 60)]
+    assert [(system, int(batch)) for _, system, batch, *_ in lines] == [
+        ("CSP", 192),
+        ("VPipe", 192),
+        ("BSP", 32),
+        ("ASP", 16),
+    ]
+    csp, vpipe, bulks, _ = lines
+    assert float(csp[5]) == pytest.approx(float(bulks[5]) * 3 / 72, abs=0.05)  # 3 of 72 choices
+    assert float(csp[-1]) > 0.7 > 0.3 > float(vpipe[-1])  # found on the device
+    equal_stages = 8 / 15 * 1.13 / 0.54 * 32 / 192  # busy by the closed form; samples a second by the paper's times
+    assert float(bulks[7]) == pytest.approx(equal_stages, rel=0.2)

@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.ir import Kind
+from lightning_pipes.ir import Kind, PipelineError
 from lightning_pipes.strategies.csp.schedule import MICROBATCHES
 from lightning_pipes.supernets import ChoiceBlock, Supernet
 from lightning_pipes.testing.ranks import run_ranks
@@ -78,6 +79,11 @@ def fit(rank: int, ranks: int) -> tuple[dict[str, np.ndarray], int]:
         callbacks=[cut],
     )
     trainer.fit(module, DataLoader(Batches(), batch_size=None))
+    if ranks == 2:  # replicas would step in orders of their own
+        for given, says in ((2, "data_parallel can't be used with schedule 'csp'"), ([2], "needs a fixed order")):
+            trainer = make_trainer(devices=2, strategy=PipelineStrategy("csp", data_parallel=given), max_epochs=1)
+            with pytest.raises(PipelineError, match=says):
+                trainer.fit(new_module(), DataLoader(Batches(), batch_size=None))
     return plain_values(dict(module.state_dict())), cut.microbatches
 
 
