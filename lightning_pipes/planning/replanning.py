@@ -35,6 +35,7 @@ class Observation:
         devices: of each rank of the pipeline what a monitor saw of its device, by name, means over the window; NaN
             where one source was silent. Empty without a monitor.
         free: bytes of each device at its end.
+        layers: mean seconds of a sample's forward through each layer, by number; empty where they are not timed.
 
     Raises:
         InputError: operations that are no table, or of another kind; or devices and free of different lengths.
@@ -44,6 +45,7 @@ class Observation:
     operations: Mapping[tuple[Kind, int], Array] = field(default_factory=dict)
     devices: tuple[Mapping[str, float], ...] = ()
     free: FreeBytes = ()
+    layers: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for (kind, stage), table in self.operations.items():

@@ -4,6 +4,8 @@
 
 A profile that was made beside a neighbour has the slow-down of that day in the work of the layers on that device. When
 the neighbour has gone, the stage takes less than the profile says, which no device can do: its layers have less work.
+
+A slow device slows all its layers, so a layer that takes longer while others of its stage do not has more work.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
+from statistics import median_low
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +28,10 @@ BELOW = 0.9
 IMPOSSIBLE, SLOWED, CHANGED = 10.0, 1.0, 0.1
 """Costs of an explanation, each times a logarithm: a stage that is faster than its work, one that is slower, for each
 plan; and a layer that has less work than the profile says."""
+OWN = 1.5
+"""How many times as much longer than others of its stage a layer must take to have more work."""
+SEEN = 0.1
+"""The share of a stage's forward that this must be; less is chance."""
 STEPS = 64
 """Corrections at most."""
 ENOUGH = 1e-6
@@ -34,7 +41,8 @@ ENOUGH = 1e-6
 def estimate_work(profile: ModelProfile, looks: Sequence[tuple[Plan, Observation]], lasting: int) -> ModelProfile:
     """Return the profile with less work for those layers that explain best why stages were faster than it says.
 
-    No work becomes more: a stage that is slower has a slow device. Plans with other stages tell which layers it is.
+    Plans with other stages tell which layers it is. Work becomes more where a layer alone is slower (DynPipe, S III); a
+    stage that is slower as a whole has a slow device.
 
     Args:
         looks: the last ones of this plan and earlier ones, the oldest first.
@@ -42,6 +50,9 @@ def estimate_work(profile: ModelProfile, looks: Sequence[tuple[Plan, Observation
     """
     if not looks:
         return profile
+    own = np.min([find_slow_layers(profile, *look) for look in looks[-lasting:]], axis=0)
+    if len(looks) >= lasting and (own > 1).any():
+        profile = profile.scaled(own.tolist())
     alone = _work(profile, looks[-1][0])
     stages, seconds = _fastest(looks, lasting)
     if not len(stages):
@@ -50,6 +61,24 @@ def estimate_work(profile: ModelProfile, looks: Sequence[tuple[Plan, Observation
     if (factors == 1).all():
         return profile
     return profile.scaled(factors[1:-1].tolist(), float(factors[0]), float(factors[-1]))
+
+
+def find_slow_layers(profile: ModelProfile, plan: Plan, look: Observation) -> Array:
+    """Return by what factor each layer takes longer than other layers of its stage do, over the profile; 1 where that
+    is little, or the stage has too few layers to tell."""
+    rows = plan.spans(Kind.F, 0)[0].rows
+    alone = profile.layer_arrays.seconds_at(Kind.F, rows)[1:-1] / rows
+    factors = np.ones(len(alone))
+    for span in plan.layers:
+        known = [n for n in range(span.start, span.stop) if n in look.layers and alone[n] > 0]
+        took = np.array([look.layers[n] for n in known])
+        if len(known) < 3 or not took.sum():
+            continue
+        others = median_low((took / alone[known]).tolist())
+        more = took - others * alone[known]
+        slow = (took > OWN * others * alone[known]) & (more > SEEN * took.sum())
+        factors[np.array(known)[slow]] = (took / (others * alone[known]))[slow]
+    return factors
 
 
 class _Explanation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -167,6 +168,8 @@ class Stage:
         self.last_backward = last_backward
         self.seed = 0
         self.device = torch.device("cpu")
+        self.clock: Callable[[int, int, float], None] | None = None
+        """Gets the number of each layer, the samples, and the seconds of its forward in training."""
         self.recomputing = False
         """Whether the body runs for the second time on the same samples."""
         self.weights = WeightVersions(self.layers, max_versions=1)
@@ -301,14 +304,22 @@ class Stage:
                 self._in_parts.check_layer(number, layer)
             if not self._changes_input:
                 try:
-                    x = self._run_layer_with_memory(seed, item, span, number, layer, x)
+                    x = self._time_layer(seed, item, span, number, layer, x)
                     continue
                 except RuntimeError as error:
                     if IN_PLACE not in str(error):
                         raise
                 self._changes_input = True
                 seed_all(seed, self.device)
-            x = self._run_layer_with_memory(seed, item, span, number, layer, _each_once(clone_leaf, x))
+            x = self._time_layer(seed, item, span, number, layer, _each_once(clone_leaf, x))
+        return x
+
+    def _time_layer(self, seed: int, item: Item, span: Span, number: int, layer: nn.Module, x: Any) -> Any:
+        if self.clock is None or not item.training or self.recomputing:
+            return self._run_layer_with_memory(seed, item, span, number, layer, x)
+        begun = time.perf_counter()
+        x = self._run_layer_with_memory(seed, item, span, number, layer, x)
+        self.clock(number, span.rows, time.perf_counter() - begun)
         return x
 
     def _run_layer_with_memory(self, seed: int, item: Item, span: Span, number: int, layer: nn.Module, x: Any) -> Any:

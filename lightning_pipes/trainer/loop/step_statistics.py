@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import inf, isinf, isnan
 from statistics import fmean
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import lightning.pytorch as pl
@@ -58,12 +59,14 @@ class RankStatistics(NamedTuple):
     Attributes:
         samples: of its last windows, but for the first.
         operations: as in `Observation`, of its own stages.
+        layers: as in `Observation`, its own ones.
     """
 
     samples: list[StepSample]
     operations: dict[tuple[Kind, int], Array]
     device: Mapping[str, float]
     free: int | None
+    layers: Mapping[int, float] = MappingProxyType({})
 
 
 class StepStatistics:
@@ -80,6 +83,7 @@ class StepStatistics:
         self._windows: deque[Window] = deque(maxlen=LOOKED_AT)
         self._seen: deque[Observation] = deque(maxlen=MAX_OBSERVATIONS)
         self._plan: Plan | None = None
+        self._layers: dict[int, tuple[float, int]] = {}
         self.monitor: DeviceMonitor | None = None
 
     def add(self, window: Window) -> None:
@@ -122,9 +126,15 @@ class StepStatistics:
     def own_statistics(self, own: Sequence[Window]) -> RankStatistics:
         """Return this rank's part of an observation by its windows of `plan`. Not collective."""
         device, free = ({}, None) if self.monitor is None else self.monitor.since_last()
-        return RankStatistics(
-            [sample_of(*pair) for pair in pairwise(own[-AVERAGED:])], operations_of(own), device, free
-        )
+        layers = {number: seconds / rows for number, (seconds, rows) in self._layers.items()}
+        self._layers.clear()
+        samples = [sample_of(*pair) for pair in pairwise(own[-AVERAGED:])]
+        return RankStatistics(samples, operations_of(own), device, free, layers)
+
+    def add_layer(self, number: int, rows: int, seconds: float) -> None:
+        """Add a forward of `rows` samples through a layer of this rank."""
+        before, samples = self._layers.get(number, (0.0, 0))
+        self._layers[number] = before + seconds, samples + rows
 
     def merge_observations(self, sights: Sequence[RankStatistics], plan: Plan) -> tuple[Observation, ...]:
         """Return all observations of `plan`, with a new one made of the parts of all ranks."""
@@ -162,7 +172,11 @@ def seen_of(sights: Sequence[RankStatistics], pipelines: Sequence[Sequence[int]]
         for key in same[0].operations
     }
     free = tuple(min((s.free for s in same if s.free is not None), default=None) for same in alike)
-    return Observation(averages.costs(), operations, tuple(_mean([s.device for s in same]) for same in alike), free)
+    layers = {
+        number: max(sight.layers.get(number, 0.0) for sight in same) for same in alike for number in same[0].layers
+    }
+    devices = tuple(_mean([s.device for s in same]) for same in alike)
+    return Observation(averages.costs(), operations, devices, free, layers)
 
 
 def operations_of(windows: Sequence[Window]) -> dict[tuple[Kind, int], Array]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.ir import Plan, Span
 from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.planning.replanning import Observation
 from lightning_pipes.strategies.dynpipe.work import estimate_work
 from lightning_pipes.testing.neighbourhood import Neighbourhood, Slowdown, constant_slowdown, layered_model
@@ -73,6 +75,40 @@ def test_while_it_is_there_the_device_is_slow() -> None:
     assert estimate_work(profile, looks(NEIGHBOUR, EVEN), 2) is profile
     assert estimate_work(TRUE, looks(NEIGHBOUR, EVEN) + looks(NEIGHBOUR, OTHER), 2) is TRUE
     assert estimate_work(TRUE, [], 2) is TRUE
+
+
+def timed(true: ModelProfile, slowdown: Slowdown, **more: Any) -> list[tuple[Plan, Observation]]:
+    """Return looks that have seconds of each layer, too."""
+    found = looks(slowdown, EVEN, true=true, **more)
+    stages = [s for s, span in enumerate(EVEN) for _ in range(span.rows)]
+    layers = {n: t * float(slowdown(stages[n], 0, 1)[0, 0]) for n, t in enumerate(work(true))}
+    return [(plan, replace(look, layers=layers)) for plan, look in found]
+
+
+@pytest.mark.parametrize("device", [1.0, 3.0])
+def test_a_layer_that_became_slow_is_told_from_a_slow_device(device: float) -> None:
+    """Layer 4 takes six times as long as before, and maybe a neighbour slows its device down besides."""
+    true = TRUE.scaled([6.0 if n == 4 else 1.0 for n in range(12)])
+    slowdown = constant_slowdown((1.0, device, 1.0, 1.0))
+    assert work(estimate_work(TRUE, timed(true, slowdown), 2)) == pytest.approx(work(true))
+    assert estimate_work(TRUE, timed(true, slowdown, count=1), 2) is TRUE, "one look is no evidence"
+    assert estimate_work(TRUE, looks(slowdown, EVEN, true=true), 2) is TRUE, "nothing is known of layers"
+    assert estimate_work(TRUE, timed(TRUE, slowdown), 2) is TRUE
+
+
+def test_others_leave_the_stage_of_a_slow_layer() -> None:
+    """Without times of layers the slow one is sent to the stage before, which then takes longest."""
+    true = TRUE.scaled([6.0 if n == 3 else 1.0 for n in range(12)])
+    world, real = (Neighbourhood(each, make_schedule("dynpipe"), 4, 8, 4, QUIET) for each in (TRUE, true))
+    steps = []
+    for seen in (timed(true, QUIET, name="dynpipe"), looks(QUIET, EVEN, true=true, name="dynpipe")):
+        plan = seen[0][0]
+        problem = replace(world.make_problem(EVEN), seen=tuple(look for _, look in seen))
+        found = planner_of(world.schedule).replan(plan, problem)
+        assert found is not None
+        steps.append(real.steps(found, 0, 20).mean() / real.steps(plan, 0, 20).mean())
+    assert steps[0] == pytest.approx(0.75), "no less is possible: the slow layer has a stage for itself"
+    assert steps[1] > 1
 
 
 def test_one_look_is_no_evidence() -> None:

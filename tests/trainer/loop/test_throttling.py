@@ -48,6 +48,7 @@ class Watches(pl.Callback):
     def __init__(self, lacks: Sequence[int]) -> None:
         self.windows: list[int] = []
         self.layers: list[list[int]] = []
+        self.timed: Mapping[int, float] = {}
         self._lacks = lacks
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
@@ -55,6 +56,8 @@ class Watches(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         self.windows.append(len(trainer.strategy.running.windows))
+        statistics, plan = trainer.strategy.running.statistics, trainer.strategy.running.engine.plan
+        self.timed = next((look.layers for look in statistics.recall_plan(plan)), self.timed)
         self.layers.append([span.rows for span in trainer.strategy.running.part.holdings.layers])
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
@@ -72,7 +75,7 @@ def as_predicted(self: Any, made: Any, *_: Any) -> Trial:
     return Trial(1.0, 1.0, (1.0,) * len(made.layers))
 
 
-def train(rank: int, lacks: str) -> tuple[list[int], list[list[int]], list[str]]:
+def train(rank: int, lacks: str) -> tuple[list[int], list[list[int]], list[str], Mapping[int, float]]:
     quiet()
     pl.seed_everything(3, verbose=False)
     module, watches = Lit().double(), Watches(LACKS.get(lacks, LACKS["for long"]))
@@ -86,7 +89,7 @@ def train(rank: int, lacks: str) -> tuple[list[int], list[list[int]], list[str]]
     )
     with pytest.warns() as said:
         trainer.fit(module, DataLoader(data(ROWS * BATCHES), batch_size=ROWS))
-    return watches.windows, watches.layers, [str(w.message) for w in said]
+    return watches.windows, watches.layers, [str(w.message) for w in said], dict(watches.timed)
 
 
 def all_three(rank: int) -> list[Any]:
@@ -100,7 +103,9 @@ def test_batches_run_one_by_one_while_memory_is_short_and_then_layers_leave() ->
     """What was free before a batch is known three batches later, when both ranks are sure to have told it. Layers leave
     when it is known that memory stays short although batches run one by one."""
     ranks = run_ranks(all_three, 2, timeout=60)
-    for (brief, same, _), (_, moved, _), (free, unguarded, _) in ranks:
+    for (brief, same, _, _), (_, moved, _, _), (free, unguarded, _, timed) in ranks:
+        assert sorted(timed) == [*range(9)], "each rank knows the seconds of all layers"
+        assert min(timed.values()) > 0
         assert free[:-1] == [0] * (BATCHES - 1)
         short = [n for n in range(1, BATCHES - 1) if brief[n] > brief[n - 1]]
         assert short == [11, 12, 13, 14]  # the window is drained before each of these
