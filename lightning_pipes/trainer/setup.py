@@ -43,13 +43,14 @@ from lightning_pipes.trainer.module.pipelined import (
     batch_statistics,
     find_pipelined,
     layer_sizes,
+    log_choice,
 )
 from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.module.sharding import check_shards, leave_spread, unshard_outside
 from lightning_pipes.trainer.module.step_probe import check_steps_apart
 from lightning_pipes.trainer.module.weight_callbacks import check_callbacks, spread_callbacks
 from lightning_pipes.trainer.patches import Patches
-from lightning_pipes.trainer.plan.container import find_container, find_misuse, warn_about_outside
+from lightning_pipes.trainer.plan.container import find_container, find_reason_for_units, warn_about_outside
 from lightning_pipes.trainer.plan.deciding import Deciding
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.prediction import Prediction
@@ -345,8 +346,8 @@ def choose_cut(
 ) -> tuple[str, UnitSetup | None]:
     """Return the path of the container to cut, and how the module is cut by units where that is decided here.
 
-    A container that nobody names is left for units where it has a code or hooks of its own, and where the step does
-    not call its layers once and in order. Collective.
+    A container that nobody names is left for units where it has a code or hooks of its own, where the step does not
+    call its layers once and in order, and where most of the work is around it. Collective.
 
     Raises:
         PlanError, PipelineError: it can't be cut so.
@@ -361,20 +362,20 @@ def choose_cut(
             raise
         rank_zero_info(f"{str(error).partition('; ')[0]}: the module is cut by units")
         return WHOLE, None
-    fits = trainer.state.fn == TrainerFn.FITTING and trainer.limit_train_batches != 0
-    if refused or path == WHOLE or not fits:
-        return path, None
-    misuse = find_misuse(trainer, module, path, session.control, session.ranks.device)
-    if not misuse:
-        return path, None
-    try:
-        units = UnitSetup(trainer, module, session, settings, request)
-    except PipelineError as error:  # then the first batch ends with what is wrong with the container
-        _log.debug("setup: %s can't be cut by units: %s", type(module).__name__, error)
-        return path, None
-    why = misuse.partition("; ")[0].partition(". ")[0]
-    rank_zero_info(f"{type(module).__name__} is cut by units, not in the layers of self.{path}: {why}")
-    return WHOLE, units
+    reason = ""
+    if not refused and path != WHOLE and trainer.state.fn == TrainerFn.FITTING and trainer.limit_train_batches != 0:
+        reason = find_reason_for_units(trainer, module, path, session.control, session.ranks.device)
+    if reason:
+        try:
+            units = UnitSetup(trainer, module, session, settings, request)
+            why = reason.partition("; ")[0].partition(". ")[0]
+            rank_zero_info(f"{type(module).__name__} is cut by units, not in the layers of self.{path}: {why}")
+            return WHOLE, units
+        except PipelineError as error:  # then the first batch ends with what is wrong with the container
+            _log.debug("setup: %s can't be cut by units: %s", type(module).__name__, error)
+    if path not in (WHOLE, settings.module):
+        log_choice(module, path)
+    return path, None
 
 
 def decide(

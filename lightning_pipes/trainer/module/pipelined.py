@@ -126,21 +126,30 @@ def _largest(module: pl.LightningModule, seconds: Mapping[str, float] | None) ->
                 f"of layers that is clearly the largest. {_candidates(module)}"
             )
         by_size = max(single)[1]  # one layer is enough for one stage; what else is wrong with it is said
-    if "." in by_size or len(found) > 1:
-        why = ", which the model's pp_plan names" if by_size == planned else ""
-        rank_zero_info(f"The pipeline is cut from self.{by_size}{why}; PipelineStrategy(module=...) names another")
     return by_size
 
 
-def _planned(module: nn.Module, sizes: Mapping[str, int], inside: str | None = None) -> str | None:
-    """Return the largest container that a Hugging Face model's pipeline plan names; the last of equal ones. With
-    `inside` only plans count of models that this container is a part of."""
+def log_choice(module: pl.LightningModule, path: str) -> None:
+    """Log which container was chosen, where it is not the only one or is a part of another module."""
+    if "." in path or len(containers(module)) > 1:
+        why = ", which the model's pp_plan names" if path in _plan_keys(module) else ""
+        rank_zero_info(f"The pipeline is cut from self.{path}{why}; PipelineStrategy(module=...) names another")
+
+
+def _plan_keys(module: nn.Module, inside: str | None = None) -> set[str]:
+    """Return the paths that pipeline plans of Hugging Face models name. With `inside` only plans count of models that
+    this container is a part of."""
     plans = (
         (path, getattr(part, "pp_plan", None))
         for path, part in module.named_modules()
         if inside is None or f"{inside}.".startswith(f"{path}." if path else "")
     )
-    keys = {f"{path}.{key}".lstrip(".") for path, plan in plans if isinstance(plan, Mapping) for key in plan}
+    return {f"{path}.{key}".lstrip(".") for path, plan in plans if isinstance(plan, Mapping) for key in plan}
+
+
+def _planned(module: nn.Module, sizes: Mapping[str, int], inside: str | None = None) -> str | None:
+    """Return the largest container that a Hugging Face model's pipeline plan names; the last of equal ones."""
+    keys = _plan_keys(module, inside)
     places = {path: place for place, (path, _) in enumerate(module.named_modules())}
     named = [path for path in sizes if path in keys and isinstance(module.get_submodule(path), nn.ModuleList)]
     return max(named, key=lambda path: (sizes[path], places[path]), default=None)

@@ -40,6 +40,8 @@ ROWS, RUNS = 4, 4
 """Samples of the step that containers are timed in, and how often it runs; the fastest counts."""
 MOST = 0.5
 """The share of the work that layers should have at least."""
+MOST_OF_PARAMETERS = 0.8
+"""The share of the parameters with which layers have most of the work. With a smaller one operations are counted."""
 
 
 def find_container(trainer: pl.Trainer, module: pl.LightningModule, control: Control, device: torch.device) -> str:
@@ -57,12 +59,12 @@ def find_container(trainer: pl.Trainer, module: pl.LightningModule, control: Con
     return find_pipelined(module, None, seconds)
 
 
-def find_misuse(
+def find_reason_for_units(
     trainer: pl.Trainer, module: pl.LightningModule, path: str, control: Control, device: torch.device
 ) -> str:
-    """Return why a step can't have the layers of a container in a pipeline; empty where it can, or can't run here.
+    """Return why a module should not be cut in the layers of a container; empty where it should, or can't run here.
 
-    Collective.
+    Either its step can't have them in a pipeline, or most of its work is around them. Collective.
     """
     if control.any(has_meta(module))[0] or private.has_delayed_training_data(trainer):
         return ""
@@ -81,6 +83,11 @@ def find_misuse(
         together(load)
         with Measuring(trainer, path, *loaded[0], device, together) as measuring:
             measuring.check_step()
+            whole = work_size(module)
+            if whole and work_size(module.get_submodule(path)) / whole < MOST_OF_PARAMETERS:
+                inside, around, largest = measuring.count_operations()
+                if around - largest > inside:  # one large part, such as a head, is on one rank either way
+                    return f"only {inside / (inside + around):.0%} of the operations of a step are in these"
     except UnsuitableContainerError as why:
         return str(why)
     except NotMeasuredError:

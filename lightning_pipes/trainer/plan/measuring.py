@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -17,6 +18,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.cost.profile import LEAST_ROWS
@@ -102,6 +104,17 @@ class _Around:
 
     before: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     after: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+
+
+class Operations(NamedTuple):
+    """Floating-point operations of one forward of a step: in the layers, around them, and in the largest part of these.
+
+    A part is a module without children, or all that is in no module.
+    """
+
+    inside: int
+    around: int
+    largest: int
 
 
 class Measuring:
@@ -201,18 +214,57 @@ class Measuring:
             NotMeasuredError: the user's code failed on any rank.
             UnsuitableContainerError: it does not call the layers once and in order, or uses them otherwise.
         """
-        self._together(self._run_step)
+        self._together(lambda: self._run_step(self._run_layers))
 
-    def _run_step(self) -> None:
-        rows = max(self._rows)
-        x = _leaves(self._capture(rows), False)
+    def _run_layers(self, x: Any) -> Any:
         with torch.no_grad():
             for layer in self._taped:
                 with self._there(layer):
                     x = layer(x)
+        return x
+
+    def _run_step(self, run_layers: Callable[[Any], Any]) -> None:
+        rows = max(self._rows)
+        x = run_layers(_leaves(self._capture(rows), False))
         if not self._logs or self._together.is_alone:
             y, step = _leaves(x, True), named_step(self._module, "training_step")
             self._interceptor.run_with_answer(step, lambda _: y, self._part(rows), *self._arguments, apart=True)
+
+    def count_operations(self) -> Operations:
+        """Return the floating-point operations of one forward of the step, of products and convolutions alone.
+
+        Raises:
+            NotMeasuredError: the user's code failed on any rank.
+        """
+        counted = self._together(self._count_operations)
+        return max(counted, key=lambda each: each.around)  # where loggers write, the code behind the layers did not run
+
+    def _count_operations(self) -> Operations:
+        marks, begun, parts = list[int](), dict[nn.Module, int](), Counter[nn.Module]()
+
+        def begin(part: nn.Module, _: Any) -> None:
+            begun[part] = counter.get_total_flops()
+
+        def end(part: nn.Module, *_: Any) -> None:
+            parts[part] += counter.get_total_flops() - begun[part]
+
+        def run_layers(x: Any) -> Any:
+            marks.append(counter.get_total_flops())
+            x = self._run_layers(x)
+            marks.append(counter.get_total_flops())
+            parts.clear()  # the step runs from its start again
+            return x
+
+        with FlopCounterMode(display=False) as counter, ExitStack() as hooks:
+            for part in self._module.modules():
+                if not [*part.children()]:
+                    hooks.callback(part.register_forward_pre_hook(begin).remove)
+                    hooks.callback(part.register_forward_hook(end).remove)
+            self._run_step(run_layers)
+            marks.append(counter.get_total_flops())
+        inside, around = marks[-2] - marks[-3], marks[-1] - marks[-2]
+        functions = around - parts.total()  # which are called with weights of the module
+        return Operations(inside, around, max([functions, *parts.values()]))
 
     def entering(self, rows: int) -> Any:
         """The input of the layers for so many samples.
