@@ -131,7 +131,7 @@ def _largest(module: pl.LightningModule, seconds: Mapping[str, float] | None) ->
 
 def log_choice(module: pl.LightningModule, path: str) -> None:
     """Log which container was chosen, where it is not the only one or is a part of another module."""
-    if "." in path or len(containers(module)) > 1:
+    if "." in path or len(list_containers(module)) > 1:
         why = ", which the model's pp_plan names" if path in _plan_keys(module) else ""
         rank_zero_info(f"The pipeline is cut from self.{path}{why}; PipelineStrategy(module=...) names another")
 

@@ -240,13 +240,13 @@ class Measuring:
         return max(counted, key=lambda each: each.around)  # where loggers write, the code behind the layers did not run
 
     def _count_operations(self) -> Operations:
-        marks, begun, parts = list[int](), dict[nn.Module, int](), Counter[nn.Module]()
+        marks, begun, parts = list[int](), dict[int, int](), Counter[int]()  # by id: metrics hash their state
 
         def begin(part: nn.Module, _: Any) -> None:
-            begun[part] = counter.get_total_flops()
+            begun[id(part)] = counter.get_total_flops()
 
         def end(part: nn.Module, *_: Any) -> None:
-            parts[part] += counter.get_total_flops() - begun[part]
+            parts[id(part)] += counter.get_total_flops() - begun[id(part)]
 
         def run_layers(x: Any) -> Any:
             marks.append(counter.get_total_flops())

@@ -19,7 +19,7 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.module import pipelined
 from lightning_pipes.trainer.module.capture import CacheSwitch, Interceptor
-from lightning_pipes.trainer.module.pipelined import CutModule, find_pipelined
+from lightning_pipes.trainer.module.pipelined import CutModule, find_pipelined, log_choice
 from lightning_pipes.trainer.module.tape import TapedLayer
 from tests.compat.models import LitGPT2
 from tests.trainer.lit import Case, differences, train_cases
@@ -347,6 +347,7 @@ class TestFindPipelined:
         module.net.inner = nn.ModuleList(self.linears(1))
         module.net.pp_plan = {"encoder": ([], []), "inner": ([], []), "norm": ([], [])}
         assert find_pipelined(module, None) == "net.encoder"
+        log_choice(module, "net.encoder")
         assert said == [
             "The pipeline is cut from self.net.encoder, which the model's pp_plan names; PipelineStrategy(module=...) "
             "names another"
@@ -355,9 +356,9 @@ class TestFindPipelined:
         assert find_pipelined(module, None) == "net.decoder"
         module.net.third = nn.ModuleList(self.linears(20))  # clearly the largest, and may not run
         assert find_pipelined(module, None) == "net.decoder"
-        assert "pp_plan" in said[-1]
         ran = {"net.decoder": 0.0, "net.third": 0.0}
         assert find_pipelined(module, None, ran) == "net.third"
+        log_choice(module, "net.third")
         assert "pp_plan" not in said[-1]
         assert find_pipelined(module, None, {"net.third": 0.0}) == "net.third"
         module.own = nn.ModuleList(self.linears(40))  # in no model with a plan

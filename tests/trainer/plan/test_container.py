@@ -86,11 +86,15 @@ def data() -> DataLoader[torch.Tensor]:
     return DataLoader(torch.arange(48.0).reshape(8, WIDTH) / 48, batch_size=4)
 
 
+CONTAINER: dict[str, Any] = {"partition": "parameters", "microbatches": 1, "recompute": True}
+"""Units have no recomputation, so a container is cut although most operations are in others."""
+
+
 def chosen(rank: int, folder: str) -> dict[str, Any]:
     quiet()
     pl.seed_everything(3, verbose=False)
     module = LitHeads()
-    fit = trainer(2, strategy=PipelineStrategy(partition="parameters", microbatches=1))
+    fit = trainer(2, strategy=PipelineStrategy(**CONTAINER))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         fit.fit(module, data())
@@ -139,10 +143,10 @@ def resumed(rank: int, path: str) -> list[str]:
         def train_dataloader(self) -> Any:
             return data()
 
-    first = trainer(2, strategy=PipelineStrategy(partition="parameters", microbatches=1))
+    first = trainer(2, strategy=PipelineStrategy(**CONTAINER))
     first.fit(WithData())
     first.save_checkpoint(path)
-    second = trainer(2, strategy=PipelineStrategy(partition="parameters", microbatches=1), max_epochs=2)
+    second = trainer(2, strategy=PipelineStrategy(**CONTAINER), max_epochs=2)
     second.fit(WithData(), ckpt_path=path)
     second.save_checkpoint(f"{path}.second")
     return [torch.load(p, weights_only=False)["lightning_pipes"]["module"] for p in (path, f"{path}.second")]
