@@ -75,8 +75,7 @@ class UnitSetup:
 
     Raises:
         PlanError: the run asks for what works with one container of layers only.
-        PipelineError: weights are on `meta`, or parts of the module are compiled; or the step can't be recorded, or
-            differs between ranks.
+        PipelineError: weights are on `meta`; or the step can't be recorded, or differs between ranks.
     """
 
     def __init__(
@@ -97,12 +96,6 @@ class UnitSetup:
             raise PipelineError(
                 f"weights of {owner} are on meta, and its step has to run once before it is cut by units. Make them "
                 "with values, or put the layers into one nn.Sequential, which needs none"
-            )
-        compiled = next((path for path, part in module.named_modules() if private.is_compiled(part)), None)
-        if compiled is not None:
-            raise PipelineError(
-                f"{owner}.{compiled}".rstrip(".") + " is compiled, and modules that are cut by units can't be: leave "
-                "out compile, or put the layers into one nn.Sequential and compile each by itself"
             )
         hooked = next((path for path, part in module.named_modules() if _has_hooked_parts(part)), None)
         if hooked is not None:
@@ -508,6 +501,7 @@ def find_refused(module: pl.LightningModule, session: Session, settings: Setting
         refused.append("verify")
     if not (isinstance(request.partition, str) or names_modules(request.partition)):
         refused.append("partition by numbers of layers")
-    if any(private.is_compiled(part) for part in module.modules()):
-        refused.append("a compiled module")
+    compiled = next((path for path, part in module.named_modules() if private.is_compiled(part)), None)
+    if compiled is not None:
+        refused.append(f"compile of {f'self.{compiled}' if compiled else 'the whole module'}")
     return refused
