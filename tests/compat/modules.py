@@ -546,6 +546,7 @@ def lacks(package: str) -> str:
 def mlflow(folder: Path) -> dict[str, Any]:
     from lightning.pytorch.loggers import MLFlowLogger
 
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # all ranks would make the tables of one database
     return {"logger": MLFlowLogger("runs", save_dir=str(folder / "mlruns"))}
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -62,10 +64,12 @@ class DeferredWeights:
         self._units: dict[int, list[nn.Module]] = {}
         self._tied: list[_Tied] = []
         self._initializers: dict[int, Callable[[], object]] = {}
+        self._adapters: dict[int, list[Callable[[], object]]] = {}
         self._pretrained = take_attached(module)
         if SPREAD in vars(module) or not has_meta(module):  # an earlier run has made what belongs here
             return
         self._initializers = find_initializers(module)
+        self._adapters = _find_adapters(module)
         layers = module.get_submodule(path)
         inside = {id(m) for m in layers.modules()}
         outside = [m for m in module.modules() if id(m) not in inside]
@@ -103,6 +107,8 @@ class DeferredWeights:
                             self._initializers[id(module)]()
                 for weights in self._pretrained:
                     weights.fill([tensor for module in unit for tensor in own_tensors(module)])
+                for initialize in (each for module in unit for each in self._adapters.get(id(module), ())):
+                    initialize()
         for tied in self._tied:
             value = torch.empty_like(tied.tensor, device="cpu")
             if not tied.tensor.is_meta:
@@ -134,6 +140,19 @@ class DeferredWeights:
         for key, (tensor, last) in resetting.items():
             if len(having[key]) > 1 and last != BEFORE_LAYERS:  # what is outside starts equal on all ranks
                 yield _Tied(tensor, last)
+
+
+def _find_adapters(module: nn.Module) -> dict[int, list[Callable[[], object]]]:
+    """Return what sets the first values of LoRA's adapters, by the id of the last part of each; some of them are 0."""
+    configs = [vars(part).get("peft_config") for part in module.modules()]
+    kinds = {name: config for found in configs if isinstance(found, dict) for name, config in found.items()}
+    adapters: dict[int, list[Callable[[], object]]] = defaultdict(list)
+    parts: Iterable[Any] = module.modules()
+    for part in parts:
+        for name in part.lora_A if hasattr(part, "reset_lora_parameters") else ():
+            kind = getattr(kinds.get(name), "init_lora_weights", True)
+            adapters[id(part.lora_B[name])].append(partial(part.reset_lora_parameters, name, kind))
+    return adapters
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:

@@ -7,6 +7,7 @@ import hashlib
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -243,6 +244,29 @@ def test_whoever_does_not_say_what_it_starts_from_is_named():
     tied = on_meta(Silent, norm=lambda: nn.LayerNorm(2))
     tied.model[0].scale = tied.norm.weight
     DeferredWeights(tied, "model")
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter, as peft's LoRA has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(2, 2)
+        self.lora_A, self.lora_B = (nn.ModuleDict({"own": nn.Linear(2, 2, bias=False)}) for _ in range(2))
+
+    def reset_lora_parameters(self, name: str, kind: bool | str) -> None:
+        nn.init.constant_(self.lora_A[name].weight, 2.0 if kind == "gaussian" else 1.0)
+        nn.init.zeros_(self.lora_B[name].weight)
+
+
+def test_adapters_start_as_their_library_has_it():
+    module = on_meta(Adapted, Adapted)
+    module.peft_config = {"own": SimpleNamespace(init_lora_weights="gaussian")}
+    pipe: Any = SimpleNamespace(broadcast=lambda value, source: value, ranks=[0])
+    DeferredWeights(module, "model").make([1], [0, 0], 0, torch.device("cpu"), pipe)
+    assert module.model[0].lora_B["own"].weight.is_meta
+    assert module.model[1].lora_A["own"].weight.unique().tolist() == [2.0]
+    assert module.model[1].lora_B["own"].weight.unique().tolist() == [0.0]
 
 
 def test_an_optimizer_that_has_state_already():
