@@ -28,14 +28,14 @@ class Waiting(NamedTuple):
     waits: frozenset[int]
 
 
-class Pending(NamedTuple):
+class PendingBackward(NamedTuple):
     """A backward that will come once a forward has run."""
 
     subnet: int
     after: int
 
 
-class Prediction(NamedTuple):
+class TaskPrediction(NamedTuple):
     """Contexts to fetch, and records to tell the stage before.
 
     Attributes:
@@ -44,13 +44,13 @@ class Prediction(NamedTuple):
     """
 
     wanted: tuple[int, ...] = ()
-    pending: tuple[Pending, ...] = ()
+    pending: tuple[PendingBackward, ...] = ()
 
 
-class Predictor(Protocol):
+class TaskPredictor(Protocol):
     """Predicts for one stage. A wrong prediction costs time only."""
 
-    def before(self, task: Task, queue: Sequence[Waiting], told: Sequence[Pending] = ()) -> Prediction:
+    def before(self, task: Task, queue: Sequence[Waiting], told: Sequence[PendingBackward] = ()) -> TaskPrediction:
         """The contexts that come after `task`, which runs now.
 
         Args:
@@ -58,7 +58,7 @@ class Predictor(Protocol):
             told: what came with its gradient.
         """
 
-    def idle(self, queue: Sequence[Waiting]) -> Prediction:
+    def idle(self, queue: Sequence[Waiting]) -> TaskPrediction:
         """The contexts that come next where nothing runs and nothing is ready, as at the start."""
 
 
@@ -86,9 +86,9 @@ class StepAheadPredictor:
         self._last = last
         self._blocked: dict[int, list[int]] = {}  # by the forward that comes before these backwards
         self._now: tuple[int, bool] | None = None
-        self._said = Prediction()
+        self._said = TaskPrediction()
 
-    def before(self, task: Task, queue: Sequence[Waiting], told: Sequence[Pending] = ()) -> Prediction:
+    def before(self, task: Task, queue: Sequence[Waiting], told: Sequence[PendingBackward] = ()) -> TaskPrediction:
         if self._now == task[:2] and not told:
             return self._said
         self._now = task[:2]
@@ -96,30 +96,30 @@ class StepAheadPredictor:
         self._said = self._backward(task.subnet, others, told) if task.backward else self._forward(task.subnet, others)
         return self._said
 
-    def idle(self, queue: Sequence[Waiting]) -> Prediction:
+    def idle(self, queue: Sequence[Waiting]) -> TaskPrediction:
         self._now = None
         following = admissible(queue)
         wanted = [subnet for blocked in self._blocked.values() for subnet in blocked]
-        return Prediction((*wanted, *([] if following is None else [following])))
+        return TaskPrediction((*wanted, *([] if following is None else [following])))
 
-    def _backward(self, subnet: int, queue: Sequence[Waiting], told: Sequence[Pending]) -> Prediction:
+    def _backward(self, subnet: int, queue: Sequence[Waiting], told: Sequence[PendingBackward]) -> TaskPrediction:
         for blocked in self._blocked.values():
             if subnet in blocked:
                 blocked.remove(subnet)
         forward = admissible(queue, frozenset([subnet]))
         if forward is None:
-            return Prediction(tuple(each.subnet for each in told))
+            return TaskPrediction(tuple(each.subnet for each in told))
         if told:
             self._blocked.setdefault(forward, []).extend(each.subnet for each in told)
-        pending = [Pending(each.subnet, forward) for each in told]
+        pending = [PendingBackward(each.subnet, forward) for each in told]
         if self._last:
-            pending.append(Pending(forward, forward))
-        return Prediction((forward,), tuple(pending))
+            pending.append(PendingBackward(forward, forward))
+        return TaskPrediction((forward,), tuple(pending))
 
-    def _forward(self, subnet: int, queue: Sequence[Waiting]) -> Prediction:
+    def _forward(self, subnet: int, queue: Sequence[Waiting]) -> TaskPrediction:
         following = admissible(queue)
         served = self._blocked.pop(subnet, [])
-        return Prediction((*served, *([] if following is None else [following])))
+        return TaskPrediction((*served, *([] if following is None else [following])))
 
 
 class SimulatedPredictor:
@@ -137,11 +137,11 @@ class SimulatedPredictor:
         self._ran = set(ran)
         self._first = 0  # all before it have run
 
-    def before(self, task: Task, queue: Sequence[Waiting], told: Sequence[Pending] = ()) -> Prediction:
+    def before(self, task: Task, queue: Sequence[Waiting], told: Sequence[PendingBackward] = ()) -> TaskPrediction:
         self._ran.add(task)
         return self.idle(queue)
 
-    def idle(self, queue: Sequence[Waiting]) -> Prediction:
+    def idle(self, queue: Sequence[Waiting]) -> TaskPrediction:
         while self._first < len(self._order) and self._order[self._first] in self._ran:
             self._ran.remove(self._order[self._first])
             self._first += 1
@@ -152,4 +152,4 @@ class SimulatedPredictor:
                 wanted[coming.subnet] = None
                 if len(wanted) == self._contexts:
                     break
-        return Prediction(tuple(wanted))
+        return TaskPrediction(tuple(wanted))

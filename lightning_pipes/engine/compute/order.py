@@ -252,7 +252,7 @@ class ReadyOrder:
         return waits
 
     def _waiting_batches(self, stage: int) -> list[Waiting]:
-        """Return the batches whose input has come to a stage, and whose forward has not begun there."""
+        """Return the batches with an input on a stage, before their forward there."""
         found, span = [], self._plan.spans(Kind.F, stage)[0]
         for (at, batch), needs in self._entrances.items():
             if at == stage and not self._tracker.unmet_needs(F(stage, span, batch=batch)):

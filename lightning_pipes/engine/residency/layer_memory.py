@@ -58,7 +58,7 @@ class StateMemory(Protocol):
 
     @property
     def usage_text(self) -> str:
-        """What tasks have found on the device, in words; empty where nothing took turns."""
+        """A sentence on the hits of tasks; empty where no layers took turns."""
 
 
 class LayerMemory:

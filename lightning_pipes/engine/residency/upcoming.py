@@ -1,4 +1,4 @@
-"""The batches whose layers a rank's stages need next, by a predictor of `sim.predictor`."""
+"""Upcoming tasks of the stages of a rank, by a predictor of `sim.predictor`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from lightning_pipes.cost import Link
 from lightning_pipes.cost.links import FREE
 from lightning_pipes.engine.residency.mirrors import PendingTree, TreeTransport
 from lightning_pipes.ir import Instruction, Kind, LayerUse, Plan, Policy
-from lightning_pipes.sim.predictor import Pending, Predictor, SimulatedPredictor, StepAheadPredictor, Task, Waiting
+from lightning_pipes.sim.predictor import (
+    PendingBackward,
+    SimulatedPredictor,
+    StepAheadPredictor,
+    Task,
+    TaskPredictor,
+    Waiting,
+)
 from lightning_pipes.sim.simulator import simulate
 
 PREDICTORS = ("in_turn", "algorithm_3", "simulated")
@@ -53,7 +60,7 @@ class UpcomingTasks:
         notify: Callable[[], None],
     ) -> None:
         self._policy, self._plan, self._stages, self._cost = policy, plan, plan.stages[rank], choice.cost
-        self._predictors: dict[int, Predictor] = {
+        self._predictors: dict[int, TaskPredictor] = {
             stage: StepAheadPredictor(stage == plan.n_stages - 1) for stage in self._stages
         }
         self._notes = _Notes(choice.transport, plan, rank, window, notify) if choice.name == "algorithm_3" else None
@@ -82,7 +89,7 @@ class UpcomingTasks:
         if self._notes is None:
             self._ran.append(task)
         elif task.backward and not task.microbatch:
-            self._notes.tell_records(i, said.pending)
+            self._notes.send_records(i, said.pending)
 
     def end_task(self) -> None:
         """Forget the prediction of the task that has run."""
@@ -169,13 +176,13 @@ class _Notes:
                 key = self._key(stage, batch)
                 self._expected[stage, batch] = self._transport.receive(ranks[stage + 1], key, self._notify)
 
-    def take_records(self, i: Instruction) -> tuple[Pending, ...]:
-        """Return what the stage behind has told with the gradient of a batch, once."""
+    def take_records(self, i: Instruction) -> tuple[PendingBackward, ...]:
+        """Take the records of the stage behind for the backward of a batch."""
         expected = self._expected.pop((i.stage, i.batch), None)
         content = expected.content if expected is not None and expected.is_done() else ()
-        return tuple(Pending(*each) for each in (*self._local.pop((i.stage, i.batch), ()), *content))
+        return tuple(PendingBackward(*each) for each in (*self._local.pop((i.stage, i.batch), ()), *content))
 
-    def tell_records(self, i: Instruction, records: Sequence[Pending]) -> None:
+    def send_records(self, i: Instruction, records: Sequence[PendingBackward]) -> None:
         """Tell the stage before."""
         stage, content = i.stage - 1, [tuple(each) for each in records]
         if stage < 0:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from lightning_pipes.sim.predictor import Pending, Prediction, Task, Waiting
+from lightning_pipes.sim.predictor import PendingBackward, Task, TaskPrediction, Waiting
 
 
 class Nothing:
     """Predicts nothing: layers are loaded when they are needed."""
 
-    def before(self, task: Task, queue: Sequence[Waiting], told: Sequence[Pending] = ()) -> Prediction:
-        return Prediction()
+    def before(self, task: Task, queue: Sequence[Waiting], told: Sequence[PendingBackward] = ()) -> TaskPrediction:
+        return TaskPrediction()
 
-    def idle(self, queue: Sequence[Waiting]) -> Prediction:
-        return Prediction()
+    def idle(self, queue: Sequence[Waiting]) -> TaskPrediction:
+        return TaskPrediction()
 
 
 class InTurn:
@@ -33,19 +33,19 @@ class InTurn:
         self._microbatches = microbatches
         self._begun: dict[int, int] = {}  # tasks that have run, by subnet, in the order in which they began
 
-    def before(self, task: Task, queue: Sequence[Waiting], told: Sequence[Pending] = ()) -> Prediction:
+    def before(self, task: Task, queue: Sequence[Waiting], told: Sequence[PendingBackward] = ()) -> TaskPrediction:
         ran = self._begun[task.subnet] = self._begun.get(task.subnet, 0) + 1
         if ran == 2 * self._microbatches:
             del self._begun[task.subnet]
         return self.idle(queue)
 
-    def idle(self, queue: Sequence[Waiting]) -> Prediction:
+    def idle(self, queue: Sequence[Waiting]) -> TaskPrediction:
         doing = [subnet for subnet, ran in self._begun.items() if ran % self._microbatches]
         back = [subnet for subnet, ran in self._begun.items() if not ran % self._microbatches]
         forwards = [subnet for subnet, waits in queue if not waits]
         blocked = [subnet for subnet, waits in queue if waits]
         both = [each for pair in zip_longest(forwards, back) for each in pair if each is not None]
-        return Prediction((*doing, *both, *blocked))
+        return TaskPrediction((*doing, *both, *blocked))
 
 
 def looks_ahead(room: float, context: float) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.papers.csp.emulation.spaces import Placed
 from benchmarks.papers.csp.emulation.stream import Rules
-from lightning_pipes.sim.predictor import Pending, Predictor, Task, Waiting
+from lightning_pipes.sim.predictor import PendingBackward, Task, TaskPredictor, Waiting
 
 # ---- Which layers a stage's device holds, what to load next and what to drop for it.
 
@@ -140,14 +140,14 @@ class Residents:
         return None
 
 
-Make = Callable[[int], Predictor]
+Make = Callable[[int], TaskPredictor]
 """The predictor of each stage."""
 
 
 class Stage:
     """Where a stage is."""
 
-    def __init__(self, residents: Residents, predictor: Predictor) -> None:
+    def __init__(self, residents: Residents, predictor: TaskPredictor) -> None:
         self.residents = residents
         self.predictor = predictor
         self.oldest = 0
@@ -161,8 +161,8 @@ class Stage:
         self.wanted: tuple[int, ...] = ()
         self.load = 0  # number of the load on its way
         self.saving: deque[Layer] = deque()
-        self.told: dict[int, tuple[Pending, ...]] = {}
-        self.telling: tuple[Pending, ...] = ()
+        self.told: dict[int, tuple[PendingBackward, ...]] = {}
+        self.telling: tuple[PendingBackward, ...] = ()
 
 
 class Swapping:
