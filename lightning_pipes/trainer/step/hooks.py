@@ -1,6 +1,8 @@
 """The table of the user's hooks, and the wrappers around them.
 
-A hook without a row runs on every rank, on this rank's part of the module, and nothing else happens around it.
+A hook without a row runs on every rank, on this rank's part of the module, and nothing else happens around it. To treat
+another hook, add a row at the place where Lightning calls it. `wrap_module_hooks` wraps the module's own hooks by the
+table, most of them only if it overrides them; `track_hooks` has callbacks' hooks see the whole module, too.
 Hooks that code of the user's has registered on parameters run once for a batch, not for each micro-batch.
 """
 
@@ -85,10 +87,13 @@ HOOKS = (
     HookRow("on_train_epoch_end", reads_steps=True, agrees_on_stops=True),
     HookRow("on_validation_batch_end", reads_steps=True),
     HookRow("on_validation_epoch_end", reads_steps=True),
+    HookRow("on_validation_end", reads_steps=True),
     HookRow("on_test_batch_end", reads_steps=True),
     HookRow("on_test_epoch_end", reads_steps=True),
+    HookRow("on_test_end", reads_steps=True),
     HookRow("on_predict_batch_end", reads_steps=True),
     HookRow("on_predict_epoch_end", reads_steps=True),
+    HookRow("on_predict_end", reads_steps=True),
 )
 """In the order in which Lightning calls them."""
 
