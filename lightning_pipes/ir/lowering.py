@@ -104,7 +104,8 @@ class Pass(NamedTuple):
 
     Attributes:
         rows: its samples.
-        again: whether these samples keep only what the stage received, so that backward runs their forward again.
+        recompute: whether the stage keeps only what it received for these samples, so that backward runs their
+            forward again.
     """
 
     rows: int

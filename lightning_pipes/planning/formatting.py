@@ -12,13 +12,16 @@ from lightning_pipes.ir import Kind, Plan, Policy, Schedule, Span
 
 
 def schedule_settings(schedule: Schedule | Policy) -> dict[str, Any]:
-    """Its numbers by name, and what else is not as it is by default; nothing where it is no dataclass."""
+    """Return the numbers among a schedule's settings by name, and other settings that differ from their defaults.
+
+    Other classes than dataclasses have none.
+    """
     found = {f.name: (getattr(schedule, f.name), f.default) for f in dataclass_fields(schedule)}
     return {name: value for name, (value, default) in found.items() if _is_number(value) or value != default}
 
 
 def dataclass_fields(thing: Any) -> tuple[Field[Any], ...]:
-    """Its fields; none where it is no dataclass."""
+    """Return the fields of a dataclass; none of anything else."""
     return fields(thing) if is_dataclass(thing) else ()
 
 
@@ -27,12 +30,12 @@ def _is_number(value: Any) -> bool:
 
 
 def schedule_label(schedule: Schedule | Policy) -> str:
-    """Its name with its settings, such as "kfkb k=2"."""
+    """Return a schedule's name with its settings, such as "kfkb k=2"."""
     return " ".join([schedule.name, *(f"{name}={value}" for name, value in schedule_settings(schedule).items())])
 
 
 def strategy_arguments(schedule: Schedule | Policy, plan: Plan) -> dict[str, Any]:
-    """The arguments of PipelineStrategy for `plan`; without `partition` where the plan does not say which layers."""
+    """Return the arguments of PipelineStrategy for `plan`; without `partition` where it names no layers."""
     found: dict[str, Any] = {"schedule": schedule.name, "microbatches": len(plan.spans(Kind.F, 0))}
     if settings := schedule_settings(schedule):
         found["schedule_args"] = settings
@@ -44,13 +47,13 @@ def strategy_arguments(schedule: Schedule | Policy, plan: Plan) -> dict[str, Any
 
 
 def strategy_line(arguments: Mapping[str, Any]) -> str:
-    """The call to paste: `PipelineStrategy("kfkb", microbatches=8, schedule_args={"k": 2})`."""
+    """Return the call to paste: `PipelineStrategy("kfkb", microbatches=8, schedule_args={"k": 2})`."""
     rest = [f"{name}={_literal(value)}" for name, value in arguments.items() if name != "schedule"]
     return f"PipelineStrategy({', '.join([_literal(arguments['schedule']), *rest])})"
 
 
 def hydra_overrides(arguments: Mapping[str, Any]) -> str:
-    """The same for a Hydra app with the groups of lightning_pipes: `schedule=kfkb schedule.k=2 ...`."""
+    """Return the overrides for a Hydra app with the groups of lightning_pipes: `schedule=kfkb schedule.k=2 ...`."""
     named = {f"schedule.{name}": value for name, value in arguments.get("schedule_args", {}).items()}
     others = {name: value for name, value in arguments.items() if name not in ("schedule", "schedule_args")}
     named |= {f"pipeline.{name}": value for name, value in others.items()}

@@ -51,8 +51,10 @@ def peak_bytes(program: Program, plan: Plan, costs: CostModel) -> tuple[int, ...
 
 
 def stage_peak(plan: Plan, costs: Costs, stage: int, held: int) -> int:
-    """The most bytes that the rank of `stage` needs, if it has no other, to keep so many micro-batches of the largest
-    size between F and the end of B, or of W, and to compute on one of them. What `peak_bytes` finds is never more."""
+    """Return an upper bound of `peak_bytes` for the rank of `stage`, if it has no other stage.
+
+    It keeps `held` of the largest micro-batches between F and the end of B, or of W, and computes one of them.
+    """
     forwards = [costs.memory_change(i, plan) for i, _ in cost_classes(Kind.F, stage, plan)]
     backwards = [
         costs.memory_change(i, plan) for kind in plan.compute_kinds[1:] for i, _ in cost_classes(kind, stage, plan)
@@ -68,8 +70,7 @@ def stage_peak(plan: Plan, costs: Costs, stage: int, held: int) -> int:
 
 
 def cannot_fit(profile: ModelProfile, plan: Plan, cluster: Cluster, held: Sequence[int]) -> bool:
-    """Whether all ranks together have less memory than is needed however the model is cut: for its weights, and for
-    the `held` rows of the stage that keeps fewest."""
+    """Return whether no cut fits: all ranks together have less memory than weights and the least `held` rows need."""
     memory = [device.memory for device in cluster.devices[: plan.n_ranks]]
     if plan.recompute or any(size is None for size in memory):
         return False
@@ -78,8 +79,10 @@ def cannot_fit(profile: ModelProfile, plan: Plan, cluster: Cluster, held: Sequen
 
 
 def stage_bytes(profile: ModelProfile, plan: Plan, stage: int, held: int) -> Bytes:
-    """Bytes that a stage needs which keeps `held` rows, of the layers i to j: at least, for what it needs while it runs
-    is not counted. They never fall as layers are added at the end."""
+    """Return a lower bound of a stage's bytes with `held` rows, by its first layer and the one after its last.
+
+    Working memory is not counted. The bound never falls as layers are added at the end.
+    """
     weights = range_sums(_fixed(profile, plan.versions[stage]))
     activations = range_sums(profile.layer_arrays.layer_values("saved"))
     if plan.recompute and plan.recompute[stage]:

@@ -46,8 +46,9 @@ class ActiveRun:
         closure: Callable[[], Any],
         usual: Callable[[Callable[[], Any]], Any],
     ) -> Any:
-        """The result of `closure`. The optimizer steps by `usual`, as Lightning has it, unless stages step by
-        themselves, or no optimizer does while layers are on their way.
+        """Run `closure`, step the optimizer by `usual`, Lightning's own, and return the closure's result.
+
+        The optimizer does not step where stages step by themselves, or while a move of layers defers steps.
         """
         run, moving = self.run, self.run.relocation
         if run.is_asynchronous:

@@ -90,7 +90,7 @@ def prepare(
 ) -> None:
     """Prepare the run that a Trainer begins, in the order in which this runs. Collective.
 
-    What `teardown` ends is in the session as soon as it is there, for any of these calls may fail.
+    Every resource is stored in `session` as soon as it exists, so that `teardown` releases it when a later call fails.
 
     Args:
         request: the run that the user asks for.
@@ -100,7 +100,7 @@ def prepare(
         patches: closed by `teardown`.
 
     Raises:
-        PlanError, PipelineError: the module can't be trained so.
+        PlanError, PipelineError: the module, the settings or the schedule don't go together.
     """
     module, precision = strategy.lightning_module, strategy.precision_plugin
     assert module is not None, "the Trainer has one"
@@ -324,9 +324,7 @@ def _make_optimizers(strategy: PipelineHost, module: pl.LightningModule) -> Sequ
 def choose_container(trainer: pl.Trainer, module: pl.LightningModule, session: Session, named: str | None) -> str:
     """Return the path of the container to cut: the named one, that of a run that goes on, or the one found.
 
-    Collective.
-
-    It is that of the module itself where there is no container of layers that is clearly the largest.
+    Collective. `WHOLE` is returned where no container of layers is clearly the largest: the module is cut by units.
     """
     before = session.checkpointing.resumed_container()
     if named is None and before in dict(module.named_modules()):
@@ -428,8 +426,8 @@ def choose_training(
     """Return the factory of the training loop for a schedule.
 
     Args:
-        memory: where layers or weight versions take turns, if they do.
-        order: of a batch.
+        memory: of MemorySwap, which moves layers or weight versions to the device and back; None without it.
+        order: the program or policy that orders a batch.
 
     Raises:
         PlanError, PipelineError: it can't train so.
@@ -471,7 +469,7 @@ def wrap_hooks(
     """Wrap the hooks of the user's module and callbacks from the inside out, until `patches` are closed.
 
     Args:
-        holders: of all ranks that have parts of gradients, which are those of the pipeline, and of its shards.
+        holders: control of all ranks with a part of the gradients: the pipeline's, and those of its shards.
         agree: has ranks agree on stopping, after the hooks at which they do.
         start_epoch: called when an epoch has begun.
     """

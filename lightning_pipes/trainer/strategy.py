@@ -91,7 +91,7 @@ class PipelineStrategy(PipelineHost):
             at which stages 1, 2, ... begin, or the paths of modules, such as ["net.decoder"]: then the module is cut by
             units, whatever containers it has.
         recompute: keep only the input of each stage and run its forward again before backward; saves memory.
-        seed: what dropout and all other random numbers inside a step start from.
+        seed: of dropout and all other random numbers inside a step.
         transport: how tensors travel between stages: "local" is shared memory on one host, "nccl" goes from GPU to
             GPU, "gloo" works everywhere; "auto" takes the fastest that all ranks can use.
         checkpoint: "full" writes ordinary Lightning checkpoints, for which rank 0 gathers the whole; "sharded" writes
@@ -102,18 +102,18 @@ class PipelineStrategy(PipelineHost):
             made on `meta` stay where they are.
         data: the ranks that load batches. With "each" all ranks of a pipeline do, and must load the same. With "one"
             its last stage does, and the others get them. "auto" is "one" for loaders whose first batches differ.
-        check_loss: find out in the first batch by what the losses of micro-batches are weighed, samples, labels that
-            are not -100, or the module's `microbatch_weight(batch)`, and warn where nothing makes the batch's loss. The
-            step runs once more for it, without the layers, and leaves no trace.
-        verify: train the first so many batches also in one plain process of Lightning on rank 0's host, and compare all
-            that they give, see docs/guide.md. A difference ends training, and names the first one; "warn" compares two
-            batches, warns and goes on. 0 compares nothing, unless LIGHTNING_PIPES_VERIFY is set.
+        check_loss: compare the loss of first batches with those of their micro-batches, weighed by samples, by labels
+            other than -100, or by the module's `microbatch_weight(batch)`; warn where none gives the batch's loss. This
+            runs the step once more without the layers, and leaves no trace.
+        verify: number of first batches to train in one plain Lightning process on rank 0's host too; all results are
+            compared, see docs/guide.md. The first difference ends training and is named; "warn" compares two batches,
+            warns and goes on. 0 compares nothing, unless LIGHTNING_PIPES_VERIFY is set.
         replan: have layers move to other stages while training goes on, away from devices that something slows down,
             where that pays; what is trained does not change. The planner of "dynpipe" decides; a dict has its settings,
             such as {"every": 50}. For schedules that flush and have a fixed order.
         timeout: how long ranks wait for each other outside the pipeline.
-        heartbeat_timeout: seconds without a sign of life after which a rank is given up, at least 2. A process gives
-            them while it computes, too, except inside a call that keeps Python's lock all that time.
+        heartbeat_timeout: seconds without a heartbeat after which a rank counts as failed, at least 2. Heartbeats go on
+            while a process computes, except in a call that holds the GIL all that time.
         relocation: how layers change ranks while training goes on. "blocking" has all ranks wait. With "overlapped"
             their states leave while batches go on, then the gradients of each step, by which the new ranks step again.
             With "buffered" no optimizer steps meanwhile, and all take the steps of these batches afterwards: they read
@@ -277,7 +277,7 @@ class PipelineStrategy(PipelineHost):
 
     @property
     def session(self) -> Session:
-        """This rank and the others, connected, from `setup_environment` to the next one."""
+        """The session, which connects this rank with the others until the next `setup_environment`."""
         assert self._session is not None and self._session.is_connected, "setup_environment has not run"  # noqa: PT018
         return self._session
 
@@ -569,7 +569,7 @@ class PipelineStrategy(PipelineHost):
 
     @property
     def running(self) -> PipelineRun:
-        """The run under way, for callbacks of ours."""
+        """The run in progress, for the package's callbacks."""
         return self._prepared_run.run
 
     @property
@@ -613,7 +613,7 @@ class PipelineStrategy(PipelineHost):
         return self.session.checkpointing.model_state(cut)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """The checkpoint that rank 0 means: a tuner names its own after a random number of its process."""
+        """Load the checkpoint from rank 0's path: Lightning's tuner names its file at random in each process."""
         self.session.status.check()
         checkpointing = self.session.checkpointing
         checkpointing.finish(self._down)

@@ -110,13 +110,14 @@ def _awaited(ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instru
 
 
 MICROBATCHES = 1
-"""The number where nobody says one. On real layers a whole batch is fastest: smaller pieces use a device less well, and
-each piece costs messages and Python again. Subnets overlap already, so micro-batches are not needed to fill stages."""
+"""The default number of micro-batches. On real layers a whole batch is fastest: smaller pieces use a device less well,
+and each piece costs messages and Python again. Subnets overlap already, so micro-batches are not needed to fill stages.
+"""
 
 
 @dataclass(frozen=True)
 class SubnetPlanner(Planner):
-    """Cuts batches evenly into as many micro-batches on any number of stages.
+    """Cuts batches evenly, into a number of micro-batches that does not depend on the number of stages.
 
     Gradients are then summed in the same order, and weights are equal to the bit. For the same reason the number does
     not depend on measured times, which differ from run to run. More micro-batches pay where a layer that all subnets

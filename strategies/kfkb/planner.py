@@ -16,14 +16,16 @@ from lightning_pipes.strategies.ready import Ready, largest_rows, limits_for
 from lightning_pipes.strategies.zero_bubble import ZeroBubble
 
 TIMES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
-"""Multiples of the extra that hides steady links: less of it leaves more room for W to stay behind."""
+"""Factors of the extra that hides steady links; a smaller extra leaves more memory for delayed W."""
 SLACKS = (1, 4)
-"""Micro-batches more for each link."""
+"""Additional micro-batches in flight, per link."""
 
 
 def split_candidates(plan: Plan, costs: Costs, memory_limit: Limit) -> Iterator[Candidate | None]:
-    """`zero_bubble` with several extras, by what these costs ask for, and `ready` that splits; None for what does not
-    fit. Each holds as much as its first stage has ahead, or fills the memory."""
+    """Yield candidates that split the backward: `zero_bubble` with several extras, and `ready`.
+
+    Each holds as much as its first stage has ahead, or fills the memory. None stands for one that does not fit.
+    """
     p = plan.n_stages
     if p == 1 or not prices_split(costs, p):
         return
@@ -57,7 +59,7 @@ PRUNE = ("per_k", "pareto")
 LARGEST_K = 8
 """k from which on no gain was ever seen: the last groups take longer than what they hide."""
 DEEPEST = 4
-"""Micro-batches more for each link from which on the same holds for a longer warm-up."""
+"""Additional micro-batches per link from which on a longer warm-up gains nothing."""
 
 
 def memory_curve(
@@ -118,9 +120,12 @@ class KFKBPlanner(TuningPlanner):
     def list_candidates(
         self, plan: Plan, costs: Costs, memory_limit: Limit = None, sizes: Sequence[int] = ()
     ) -> tuple[Candidate, ...]:
-        """The memory curve; k = 1 with every size that fits; and for each size what else has more micro-batches under
-        way: `deep`, `per_link` with what these costs ask for, and `ready` with what fits; and those that split their
-        backward where it is known what the parts take, see `split_candidates`. See `TuningPlanner`."""
+        """Return the memory curve, k = 1 with every size that fits, and other schedules for each size.
+
+        These have more micro-batches in flight: `deep`, `per_link` with the extra that these costs ask for, and `ready`
+        with what fits. Schedules that split their backward are added where the times of its parts are known; see
+        `split_candidates`. See `TuningPlanner`.
+        """
         plan = adapt_plan(plan, KFKB())  # what runs may split its backward
         sizes = sizes or (max(span.rows for span in plan.spans(Kind.F, 0)),)
         curve = memory_curve(plan, costs, memory_limit, sizes, self.prune)

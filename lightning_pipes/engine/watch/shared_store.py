@@ -30,9 +30,10 @@ _held: socket.socket | None = None
 
 
 def run_store(rank: int, size: int, local: int, timeout: timedelta, check: Callable[[], None]) -> Any:
-    """Return the store of this job's `size` processes, `local` of them on this host; the same in all of its runs. Only
-    values that these processes write count. Where all are on one host, no other host reaches it or later connections.
-    Nobody on another host reaches it, nor connections made later, where all are on this one.
+    """Return the store of this job's `size` processes, `local` of them on this host; the same in all of its runs.
+
+    Only values that these processes write count. Where all are on one host, other hosts can't reach it, nor the
+    connections made later.
 
     Args:
         check: called while other ranks are missing; may raise.

@@ -84,7 +84,7 @@ class Prices:
 
     Attributes:
         table: what the kernel reads of them.
-        hurry: by group, what a message takes at full speed as a share of its time.
+        peak_ratios: by group, the time of a message at full speed as a share of its time.
         regimes: those of the links on which messages take time.
         crowded: messages of several ranks share a wire, so that their order is not known in advance.
     """

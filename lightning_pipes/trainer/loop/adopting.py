@@ -47,8 +47,9 @@ def adopt_plan(
 
 
 def adopt_candidate(run: PipelineRun, chosen: Candidate) -> None:
-    """The same for what one rank has chosen, verified, and told all ranks: nobody need ask or verify again, which would
-    hold up the next batch. Batches of the size of its plan are cut as that says; layers stay where they are.
+    """Adopt a candidate that one rank has chosen, verified and broadcast; it is not verified again.
+
+    Batches of its plan's size are cut by that plan. Layers stay where they are.
 
     Raises:
         PlanError: see `PipelineStrategy.adopt`.
@@ -58,8 +59,9 @@ def adopt_candidate(run: PipelineRun, chosen: Candidate) -> None:
 
 
 def adopt_cut(run: PipelineRun, layers: Sequence[Span], rows: int) -> None:
-    """The same for a cut that all ranks know by now: the layers of the stages from the next batch on; batches of so
-    many samples are cut as before.
+    """Adopt a cut that all ranks know: the layers of the stages from the next batch on.
+
+    Batches of `rows` samples keep their micro-batches.
 
     Raises:
         PlanError: layers would move that can't.

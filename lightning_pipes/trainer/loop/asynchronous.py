@@ -62,8 +62,8 @@ class AsynchronousTraining(Training):
             None where all stay.
 
     Attributes:
-        between: finds what hooks change though batches under way need it.
-        looks: what ranks tell each other for planners.
+        between: refuses hooks that change what batches in flight use.
+        statistics: what ranks tell each other for planners.
         orders_uses: results are those of one batch after another.
         throttled: batches run one by one, for memory is short.
         unstepped: batches under way, by number, which may have left gradients.
@@ -134,8 +134,11 @@ class AsynchronousTraining(Training):
         self._latest: Any = torch.full((), torch.nan, device=run.device)
 
     def train(self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool) -> Any:
-        """Start one batch and do what can be done; return what the user's step gave for the latest batch known here, on
-        the last stage this one where it is through. Until the first one is, a loss that is not a number."""
+        """Start one batch, and run what can run without another.
+
+        Return the latest result known here: on the last stage that of this batch, if it is through. Before the first
+        result, return NaN.
+        """
         watchers, step = self._run.watchers, self._begin(batch, arguments, complete)
         self._hide_gradients()
         self._stepped_by.clear()
@@ -409,8 +412,10 @@ class AsynchronousTraining(Training):
         return list(found.values())
 
     def _publish_losses(self) -> None:
-        """The last stage tells the others of the batches that it knows, as soon as it does: they wait for it where they
-        have stepped, while it may wait for what they compute."""
+        """Send the results of finished batches from the last stage to the others, as soon as it knows them.
+
+        The others wait for a result once they have stepped, and the last stage may wait for what they compute.
+        """
         several = len(self._run.last_stage_ranks) > 1
         while self._unpublished and (
             self._unpublished[0].stepped if several else self._all_losses(self._unpublished[0])

@@ -124,14 +124,14 @@ class PipelineRun:
     Args:
         trainer: whose `fit`, `validate`, `test` or `predict` this is.
         connections: to the other ranks.
-        part: what of the module is on this rank.
+        part: the layers and parameters of this rank.
         plans: how batches are cut and ordered.
         steps: runs the user's steps.
         seed: what the random streams of the layers start from.
         transport: how messages travel, as `make_transport` names it.
-        check_loss: find out in first batches by what losses of micro-batches are weighed.
-        left_out: candidates for these weights that are ruled out already; None where nothing was compared.
-        training: makes what trains, when all else is made.
+        check_loss: find out in the first batches how losses of micro-batches are weighed.
+        left_out: candidates for these weights that are ruled out already; None if none were compared.
+        training: factory of the training loop, called last.
         relocation: how layers move while training goes on.
 
     Attributes:

@@ -40,13 +40,14 @@ class NoContainerError(PipelineError):
 
 
 def find_pipelined(module: pl.LightningModule, path: str | None, seconds: Mapping[str, float] | None = None) -> str:
-    """The path of what to spread over the stages: `path`, or the largest of all nn.Sequential and nn.ModuleList in the
-    module that are in no other, wherever they are. Which is largest is said by parameters, those of embeddings aside;
-    by time where another clearly takes longer. Of several that are nearly as large a child of the module is taken.
-    Where a Hugging Face model's pipeline plan names lists of it, another one is taken only if it is known to run.
+    """Return the path of the container to cut: `path`, or else the largest outermost nn.Sequential or nn.ModuleList.
+
+    Size is the number of parameters without embeddings, or time where one clearly takes longer. Of several nearly as
+    large, a child of the module is taken. A container that a Hugging Face model's pipeline plan names is preferred,
+    unless another is known to run.
 
     Args:
-        seconds: what the containers took that a step has run layer by layer, by path; None where nobody knows.
+        seconds: the time of each container that a step has run layer by layer, by path; None if not measured.
 
     Raises:
         PipelineError: there is none or no clear one, or it is not run layer by layer.

@@ -93,7 +93,7 @@ class Deciding:
         self._who = ranks.grid.pipelines[0][-1]
 
     def decide(self, request: RunRequest, plain: Decision) -> Decision:
-        """The decision: `plain` where there is nothing to choose, or nothing to choose by, which it says then.
+        """Return the decision: `plain` where nothing is to be chosen; with a reason in `why` where it is not measured.
 
         Raises:
             PlanError: a schedule is to be chosen, and none fits.

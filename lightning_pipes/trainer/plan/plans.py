@@ -23,9 +23,9 @@ class Plans:
     only.
 
     Args:
-        problem: that of any batch, its layers decided; `rows` are filled in. A batch with too few samples for as many
-            micro-batches as were asked for, of the fewest that one is to have, is cut into fewer.
-        replanner: who is asked again while training goes on; by default the planner of the schedule.
+        problem: that of any batch, its layers decided; `rows` are filled in. A batch is cut into fewer micro-batches
+            where it has too few samples for the least size of each.
+        replanner: the planner that is asked again while training goes on; by default that of the schedule.
         degrees: ranks of each stage, where stages have several; for the planner they are one.
     """
 
@@ -80,11 +80,9 @@ class Plans:
 
         Args:
             microbatches: by default as many as now.
-            given: the plan for batches of its size, as with other spans on every stage; the schedule's planner cuts
-                those of another size, with the same layers in every stage. Where it names no layers, and nothing to
-                recompute, those of the run count.
-            verified: samples of the batches for which somebody has verified the order: doing so takes longer
-                than making it does.
+            given: the plan for batches of its size; other batches are cut by the schedule's planner, with the same
+                layers. Where it names no layers, and nothing to recompute, those of the run count.
+            verified: the batch size for which the order is verified already, since that takes longer than making it.
 
         Raises:
             PlanError: the schedule moves stages to other ranks, flushes between batches where that of the run does not

@@ -64,11 +64,11 @@ class RunRequest:
     """The run that the user asks for.
 
     Attributes:
-        schedule: the one named; what stands in for it where `chooses`.
-        microbatches: of a batch; None for the default, or what is best where `chooses`.
+        schedule: the named schedule; a placeholder where `chooses`.
+        microbatches: the number that the user sets; None for the default, or for the best where `chooses`.
         partition: "auto", "parameters", or the layers, or modules by path, at which stages begin.
-        chooses: schedule, micro-batches and recomputation are to be chosen.
-        replanner: has layers move while training goes on; None leaves that to the schedule.
+        chooses: whether schedule, micro-batches and recomputation are to be chosen.
+        replanner: moves layers while training goes on; None leaves that to the schedule.
     """
 
     schedule: Schedule | Policy
@@ -148,8 +148,11 @@ class RunRequest:
             )
 
     def resume_cut(self, placement: Placement, layers: int, ranks: int) -> RunRequest:
-        """Return the run with its layers where a checkpoint had them, if that is to be: they may move or batches
-        overlap, stages and layers are the same, and the user asks for no other cut than then."""
+        """Return the request with the partition of a checkpoint, where that matters; else this request.
+
+        It matters where layers may move or batches overlap. Stages and layers must be the same, and the user must not
+        ask for another cut, or have the schedule chosen.
+        """
         free = isinstance(self.partition, str) or self.partition == placement.partition
         matters = self.may_replan or not self.schedule.flushes
         alike = placement.ranks == self.schedule.place_stages(ranks) and placement.layers[-1].stop == layers

@@ -154,8 +154,8 @@ def _explain_missing(hook: Hook, is_last: bool, overlaps: bool) -> Hook:
         except AttributeError as error:
             if not is_last and not hasattr(error, "__notes__"):
                 error.add_note(
-                    f"{hook.__name__} runs on every rank, and training_step to its end on that of the last stage: what "
-                    f"it sets comes to other ranks {comes}. Make the attribute in __init__, and keep numbers, "
+                    f"{hook.__name__} runs on every rank, but training_step runs to its end on the last stage only. "
+                    f"What it sets reaches other ranks {comes}. Make the attribute in __init__, and keep numbers, "
                     "tensors, and lists and dicts of them, or read what the step returns from `outputs`"
                 )
             raise

@@ -106,7 +106,7 @@ def merge(
     rows: Sequence[int],
     shares: Mapping[LogKey, Sequence[float]] | None = None,
 ) -> list[LogCall]:
-    """One call for each that the micro-batches made: means weighted by batch size, sums, smallest, largest.
+    """Merge the log calls of micro-batches by name: means weighted by batch size, sums, minima and maxima.
 
     The k-th call of a name in one micro-batch belongs to the k-th in the others. Without `batch_size=` a call weighs
     as many samples as its micro-batch has `rows`; means that have `shares` add up by those of the micro-batches.
@@ -231,7 +231,7 @@ def _mean(values: Sequence[Any], weights: Sequence[float], total: float | None =
 class LogReplay:
     """Carries log calls from the last stage to every rank.
 
-    `pack` runs on the last stage, `replay` on all ranks with what it returned.
+    `pack_calls` runs on the last stage; `replay_calls` runs on all ranks with its result.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:

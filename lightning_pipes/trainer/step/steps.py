@@ -107,7 +107,7 @@ class Kept:
 
 
 def no_room(needed: int) -> str:
-    """Why so many bytes should not be taken on this host; empty if they can."""
+    """Return why the host has no room for `needed` bytes; empty if it has."""
     available = psutil.virtual_memory().available
     if needed <= available // 4:
         return ""
@@ -140,11 +140,11 @@ class TrainingBatch:
 
     Attributes:
         arguments: of training_step after the batch.
-        divisor: by how much the loss is divided: the batches of one optimizer step.
-        kept: what the last stage keeps of its micro-batches, if it does.
+        divisor: the number of batches of one optimizer step, by which the loss is divided.
+        kept: a copy of the batch and of the last stage's values, for checks; None without them.
         samples: lists with an entry for each sample of which this batch does not tell.
-        weights: how much its micro-batches count, on the last stage; None if by their samples.
-        look: has candidates for the weights told apart, once one micro-batch has run.
+        weights: the weight of each micro-batch on the last stage; None if weighed by samples.
+        look: tells candidates for the weights apart, after the first micro-batch.
         complete: whether an optimizer step may follow; not so in the middle of an accumulation.
         began_with: the state of the module when it came, where hooks may change that before its steps.
         entered: by stage what entered its layers, by micro-batch, on the host; None where nothing looks at it.
@@ -172,7 +172,7 @@ class TrainingBatch:
         return _NOTHING if self.began_with is None else self.began_with.restore_entries()
 
     def cut(self, spans: Iterable[Span]) -> None:
-        """Cuts out parts that will be asked for, one after another."""
+        """Cut the spans of the batch in advance, for `select_samples`."""
         self._parts.update({span: self._cutter(span) for span in spans})
 
     def keep_copy(self) -> None:
@@ -232,7 +232,12 @@ class EvaluationBatch:
 
 
 class _Shapes(NamedTuple):
-    """Whether a tensor has the same shape for one sample, or its samples on another axis than 0."""
+    """How a tensor depends on samples.
+
+    Attributes:
+        whole: its shape is the same for one sample.
+        elsewhere: its samples are on another axis than 0.
+    """
 
     whole: bool = False
     elsewhere: bool = False
@@ -323,8 +328,8 @@ class Steps:
             check_unchanged(stage.number, sharing, versions)
         return out, join_values(earlier, left) if earlier else left
 
-    def _sent(self, stage: Stage, item: Item, span: Span, entering: Any) -> Any:
-        """The message of a stage sends on that is not the last."""
+    def _run_and_pack(self, stage: Stage, item: Item, span: Span, entering: Any) -> Any:
+        """Return the message that a stage other than the last sends on."""
         out, left = self._run_layers(stage, item, span, entering)
         sent = pack_message(out, left)
         self.left.forget_lists(left)
@@ -389,7 +394,7 @@ class Steps:
     def capture_input(
         self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...], draws: RngUse
     ) -> Any:
-        """The same; `draws` sees whether random numbers are drawn for it."""
+        """Return the input that `step` gives to the pipelined module; `draws` records if random numbers are drawn."""
         self.state.restore_state()
         with forked_rng(self._device), recorded(self._module), item.data.state:
             self._seed_user_code(item, BEFORE_LAYERS)
@@ -455,7 +460,7 @@ class Steps:
         data = item.data
         if isinstance(data, EvaluationBatch):
             with data.context():
-                return self._sent(stage, item, span, _samples(data, span, item.rows))
+                return self._run_and_pack(stage, item, span, _samples(data, span, item.rows))
         last_run = stage.recomputing if stage.recompute else not self._both_ends
         self.state.restore_state()
         with self.step_context(), data.state:
@@ -471,7 +476,7 @@ class Steps:
                     raise
             if data.entered is not None:
                 data.keep_entering(stage.number, span, x)
-            return self._sent(stage, item, span, x)
+            return self._run_and_pack(stage, item, span, x)
 
     def _middle(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
         data = item.data
@@ -480,7 +485,7 @@ class Steps:
             data.keep_entering(stage.number, span, unpack_message(received)[0])
         self.state.restore_state()
         with context():
-            return self._sent(stage, item, span, received)
+            return self._run_and_pack(stage, item, span, received)
 
     def _last(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
         data = item.data

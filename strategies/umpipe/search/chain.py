@@ -14,7 +14,7 @@ from lightning_pipes.strategies.umpipe.search.kernel import CHUNKS
 
 
 class CutTables(Protocol):
-    """A pipeline that is to be cut: a `Network`, or `networks.Tables`, which keep a column for every count."""
+    """A pipeline that is to be cut: a `Network`, or tables with a column for every count of chunks."""
 
     @property
     def rows(self) -> int:
