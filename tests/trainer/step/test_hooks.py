@@ -48,20 +48,6 @@ def test_what_a_hook_misses_on_other_stages_is_explained(here, overlaps):
     assert not [name for name in vars(module) if name.startswith("on_")]
 
 
-@pytest.mark.parametrize("name", ["on_validation_end", "on_test_end", "on_predict_end"])
-def test_ranks_have_the_same_state_after_the_last_hook_of_an_evaluation(name):
-    module, called = Lit(), []
-    setattr(module, name, lambda: called.append("hook"))
-
-    def synchronise(hook: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: (hook(*args), called.append("synchronised"))
-
-    with Patches() as patches:
-        wrap_module_hooks(module, patches, synchronise, True, False, lambda: None, lambda: None)
-        getattr(module, name)()
-    assert called == ["hook", "synchronised"]
-
-
 def test_a_hook_on_the_module_itself_comes_back():
     module, called = Lit(), []
     own: Any = lambda *_: called.append("hook")  # noqa: E731
