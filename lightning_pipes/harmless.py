@@ -45,7 +45,7 @@ _WHAT = "strategies 'pipeline_...'"
 
 
 def load_trainer_with_lightning() -> None:
-    """Imports `lightning_pipes.trainer` now if Lightning is there, or else right after Lightning."""
+    """Import `lightning_pipes.trainer` now if Lightning is there, or else right after Lightning."""
     if _LIGHTNING in sys.modules:
         _load_trainer()
     else:
@@ -69,7 +69,7 @@ class _Finder(MetaPathFinder):
 
 
 def _then_load_trainer(spec: ModuleSpec | None) -> ModuleSpec | None:
-    """The same, but that the trainer layer is loaded after the module."""
+    """Return the same, but that the trainer layer is loaded after the module."""
     if spec is not None and spec.loader is not None:
         execute = spec.loader.exec_module
 

@@ -247,7 +247,7 @@ class JobArray(Generic[T]):
         yield sibling.outcome
 
     def _order_first_batches(self) -> None:
-        """Puts the siblings that have handed in their first batches in an order that keeps all stages busy, the same on
+        """Put the siblings that have handed in their first batches in an order that keeps all stages busy, the same on
         all ranks, though one of them may have loaded something else."""
         if self._rounds is not None or len(self._queue) < 3:
             return
@@ -269,7 +269,7 @@ class JobArray(Generic[T]):
             sibling.fail_at(sibling.turns + 1, error)
 
     def _agree_on_size(self, sibling: Sibling[T]) -> None:
-        """Decides with all ranks, unless the sibling has ended on one: each says so, or for how many it has room."""
+        """Decide with all ranks, unless the sibling has ended on one: each says so, or for how many it has room."""
         memory, board, engine = self._decides, self.shared.board, sibling.engine
         assert memory is not None
         self._last_asked = sibling.index
@@ -328,7 +328,7 @@ class JobArray(Generic[T]):
         return board.values(key)[0] if board.others else order
 
     def _work_until(self, ready: Callable[[], bool], idle: bool = False) -> None:
-        """Computes for siblings between their turns until `ready()`; sleeps where there is nothing to do, or always if
+        """Compute for siblings between their turns until `ready()`; sleep where there is nothing to do, or always if
         `idle`."""
         while not ready():
             if self._interrupts.count:

@@ -50,20 +50,20 @@ class Watch(Protocol):
     doing: object | None
 
     def check(self) -> None:
-        """Raises PeerFailure if any rank has failed."""
+        """Raise PeerFailure if any rank has failed."""
 
     def report_failure(self, error: BaseException, where: str = "") -> None:
-        """Tells the other ranks."""
+        """Tell the other ranks."""
 
 
 class Turns(Protocol):
     """Shares a rank among engines."""
 
     def window(self) -> int:
-        """The number of a new window, the same on all ranks and no other engine's."""
+        """Return the number of a new window, the same on all ranks and no other engine's."""
 
     def finish(self, engine: Engine) -> None:
-        """Returns when the open window of `engine` is through on this rank, by `advance`."""
+        """Return when the open window of `engine` is through on this rank, by `advance`."""
 
 
 AHEAD = 2
@@ -158,7 +158,7 @@ class Engine:
         self.plan, self._program = plan, self._lowered(plan, order)
 
     def inject(self, item: Item) -> None:
-        """Adds one batch to the window; nothing runs yet.
+        """Add one batch to the window; nothing runs yet.
 
         Raises:
             PlanError: the batch has more samples than the plan cuts, uses layers that its stages do not have, or reads
@@ -222,7 +222,7 @@ class Engine:
         return self._window is None or self._window.order.is_satisfied
 
     def drain(self) -> None:
-        """Runs everything that is left of the window and closes it."""
+        """Run everything that is left of the window and close it."""
         if self._window is None:
             return
         self.end_window()
@@ -323,7 +323,7 @@ class Engine:
         return [] if self._window is None else list(self._window.executor.events)
 
     def upcoming(self) -> Instruction | None:
-        """An instruction that can be run now; None if there is none."""
+        """Return an instruction that can be run now; None if there is none."""
         window = self._window
         return (
             None if window is None else window.order.next_instruction(self._transport.mailbox, window.executor.window)
@@ -338,7 +338,7 @@ class Engine:
         return self._transport.mailbox.arrival_time((self._window.executor.window, i)) or time.monotonic_ns()
 
     def advance(self) -> None:
-        """Runs what comes next, to the end of one computation and its sends. The caller's random state changes."""
+        """Run what comes next, to the end of one computation and its sends. The caller's random state changes."""
         window, computed = self._window, False
         assert window is not None, "nothing was injected"
         while (i := self.upcoming()) is not None and not (computed and i.kind not in _AFTER):
@@ -346,7 +346,7 @@ class Engine:
             self._run(window, i)
 
     def set_clocks(self) -> None:
-        """Finds out how the clocks of neighbours differ, for the times of transfers; all ranks must call it.
+        """Find out how the clocks of neighbours differ, for the times of transfers; all ranks must call it.
 
         Raises:
             PlanError: a window is open.
@@ -366,7 +366,7 @@ class Engine:
         return measure_links(self.plan, self._rank, self._transport, sizes, repeats, self._device)
 
     def close(self) -> None:
-        """Ends the transport; all ranks must call it."""
+        """End the transport; all ranks must call it."""
         self._transport.close()
 
     def _take(self, plan: Plan, stages: Sequence[Stage]) -> None:

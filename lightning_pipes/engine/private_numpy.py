@@ -67,7 +67,7 @@ def _generator() -> Any:
 
 
 def _raw(generator: Any) -> bytes | None:
-    """The bytes that tell states apart; None where they are not known."""
+    """Return the bytes that tell states apart; None where they are not known."""
     if type(generator) is not np.random.MT19937 or not _lies_as_known():
         return None
     return ctypes.string_at(_address(generator), _SIZE)
@@ -80,7 +80,7 @@ def _address(generator: Any) -> int:
 
 @cache
 def _lies_as_known() -> bool:
-    """Whether key and position lie one behind the other, for one of no particular state."""
+    """Return whether key and position lie one behind the other, for one of no particular state."""
     generator = np.random.MT19937(0)
     generator.random_raw(5)
     state: Any = generator.state["state"]

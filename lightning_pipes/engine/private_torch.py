@@ -36,7 +36,7 @@ BatchNorm = _BatchNorm
 
 
 def default_store() -> Any:
-    """The store through which the ranks of the default process group found each other."""
+    """Return the store through which the ranks of the default process group found each other."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -98,22 +98,22 @@ def is_reached(starts: Iterable[Any], targets: Iterable[Any]) -> bool:
 
 
 def like_root(root: torch.Tensor | GradientEdge) -> Any:
-    """The shape, type and device of the tensor where a backward starts."""
+    """Return the shape, type and device of the tensor where a backward starts."""
     return root.node._input_metadata[root.output_nr] if isinstance(root, GradientEdge) else root
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Whether anybody has registered a hook for the gradient of a tensor."""
+    """Return whether anybody has registered a hook for the gradient of a tensor."""
     return bool(tensor._backward_hooks)
 
 
 def has_accumulate_hooks(tensor: torch.Tensor) -> bool:
-    """Whether anybody has registered a hook for after the gradient was added to `grad`."""
+    """Return whether anybody has registered a hook for after the gradient was added to `grad`."""
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any]:
-    """The hooks for the gradient of a tensor; a table that can be changed, if it has any."""
+    """Return the hooks for the gradient of a tensor; a table that can be changed, if it has any."""
     return tensor._backward_hooks or {}
 
 
@@ -198,7 +198,7 @@ def argument_names(operation: Any) -> list[str]:
 
 
 def works_in_place(operation: Any) -> bool:
-    """Whether an operation of torch writes into its first argument, and returns it."""
+    """Return whether an operation of torch writes into its first argument, and returns it."""
     return bool(operation._schema.is_mutable and operation.__name__.partition(".")[0].endswith("_"))
 
 

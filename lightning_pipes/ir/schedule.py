@@ -278,5 +278,5 @@ def eligible_instructions(ready: Iterable[Instruction], fits: Callable[[Instruct
 
 
 def has_room(forward: Instruction, in_flight: dict[int, int], limits: Sequence[int]) -> bool:
-    """Whether the stage of `forward` may hold its samples too."""
+    """Return whether the stage of `forward` may hold its samples too."""
     return in_flight[forward.stage] + forward.span.rows <= limits[forward.stage]

@@ -138,7 +138,7 @@ def _first(*attempts: Callable[[], SimulatedTrial | None]) -> SimulatedTrial | N
 
 
 def _together(model: WhatIf, tried: Iterable[_Tried]) -> SimulatedTrial | None:
-    """The best schedule, number of micro-batches and cuts at once."""
+    """Return the best schedule, number of micro-batches and cuts at once."""
     tried = list(tried)
     best = {
         reason: _best(found for found in tried if found.reason == reason) for reason in ("microbatches", "schedule")
@@ -154,14 +154,14 @@ def _together(model: WhatIf, tried: Iterable[_Tried]) -> SimulatedTrial | None:
 
 
 def _best(tried: Iterable[_Tried]) -> _Tried | None:
-    """The fastest; of those that are as good as it the one that holds least."""
+    """Return the fastest; of those that are as good as it the one that holds least."""
     found = sorted(tried, key=lambda each: each.trial.step_seconds)
     as_good = [each for each in found if each.trial.step_seconds <= found[0].trial.step_seconds * (1 + AS_GOOD)]
     return min(as_good, key=lambda each: each.trial.held, default=None)
 
 
 def _proposed(model: WhatIf, slowest: BottleneckRank, tried: Iterable[_Tried]) -> _Tried | None:
-    """The best single change; where a stage is slow, other cuts if they bring at least half as much."""
+    """Return the best single change; where a stage is slow, other cuts if they bring at least half as much."""
     singles = [found for found in tried if found.reason != "together"]
     best = _best(singles)
     cuts = next((found for found in singles if found.reason == "partition"), None)

@@ -108,7 +108,7 @@ def balance_stream(
 def balance_layers(
     profile: ModelProfile, schedule: Schedule | Policy, plan: Plan, even: Sequence[Span], deployment: Deployment
 ) -> Balance:
-    """The fastest cut within the devices' memory if it saves enough, else `even`.
+    """Return the fastest cut within the devices' memory if it saves enough, else `even`.
 
     Of cuts that are nearly as fast, the one whose fullest rank needs least memory is taken, as far as cuts moved by a
     layer lead to it.

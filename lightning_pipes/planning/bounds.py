@@ -194,6 +194,6 @@ class _Bound:
 
 
 def min_fullest_bin(items: Array, bins: int) -> float:
-    """The least that the fullest of so many bins holds: of the k * bins + 1 largest items one bin has k + 1."""
+    """Return the least that the fullest of so many bins holds: of the k * bins + 1 largest items one bin has k + 1."""
     sizes = np.sort(items)[::-1]
     return max(float(sizes[k * bins - k : k * bins + 1].sum()) for k in range(-(-len(sizes) // bins)))

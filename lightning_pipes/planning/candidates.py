@@ -73,7 +73,7 @@ def tuning_planner(schedule: Schedule | Policy) -> TuningPlanner:
 
 @lru_cache(maxsize=64)
 def cut_into(plan: Plan, size: int) -> Plan:
-    """The same plan with micro-batches of `size` samples at most, as even as can be: ceil(rows / size) of them.
+    """Return the same plan with micro-batches of `size` samples at most, as even as can be: ceil(rows / size) of them.
 
     Raises:
         InputError: the plan has several jobs, or a size that is not positive.
@@ -99,7 +99,7 @@ def make_candidate(
 
 
 def nothing_fits(plan: Plan, costs: Costs, memory_limit: Limit, held: Sequence[int]) -> InputError:
-    """The error for when not even stages that hold so few micro-batches fit: names the one that lacks most."""
+    """Return the error for when not even stages that hold so few micro-batches fit: names the one that lacks most."""
     limits = limits_of(memory_limit, plan.n_ranks)
     m = len(plan.spans(Kind.F, 0))
     peaks = [stage_peak(plan, costs, s, min(most, m)) for s, most in enumerate(held)]

@@ -211,7 +211,7 @@ def _neighbours(fit: Fit) -> list[tuple[Span, ...]]:
 
 
 def order_and_held_rows(schedule: Schedule | Policy, plan: Plan) -> tuple[Program | Policy, tuple[int, ...]]:
-    """The order, and the most rows that every stage holds between F and B.
+    """Return the order, and the most rows that every stage holds between F and B.
 
     A policy is asked in virtual time on equal stages, with backwards twice as long as forwards.
     """
@@ -223,7 +223,7 @@ def order_and_held_rows(schedule: Schedule | Policy, plan: Plan) -> tuple[Progra
 
 
 def evaluate_plan(profile: ModelProfile, order: Program | Policy, plan: Plan, cluster: Cluster | Deployment) -> Fit:
-    """The figures of a plan with its layers."""
+    """Return the figures of a plan with its layers."""
     fit = _evaluated(profile, order, plan, as_deployment(cluster), limited=False)
     assert fit is not None, "there was no limit"
     return fit

@@ -48,7 +48,7 @@ class StepSample(NamedTuple):
     def from_events(
         cls, events: Sequence[tuple[int, Instruction, int, int]], plan: Plan, since: int = 0, chosen: bool = False
     ) -> StepSample:
-        """The sample that one rank recorded in one window; transfers with those who received them.
+        """Return the sample that one rank recorded in one window; transfers with those who received them.
 
         Sender and receiver stamp a message each by its own clock. If one of these jumps, a message arrives before it
         was sent, or was sent before the window began: such transfers say nothing.
@@ -168,7 +168,7 @@ class Averages:
         return max(self._stalled, default=None)
 
     def has_measured(self, plan: Plan) -> bool:
-        """Whether all micro-batches of `plan` have sizes that were measured; else costs are extrapolated."""
+        """Return whether all micro-batches of `plan` have sizes that were measured; else costs are extrapolated."""
         return all(
             (kind, s, rows) in self._known
             for s in range(plan.n_stages)
@@ -177,7 +177,7 @@ class Averages:
         )
 
     def costs(self, base: CostModel | None = None, overhead: bool = True) -> CostModel:
-        """The cost model of these averages; bytes are those of `base`.
+        """Return the cost model of these averages; bytes are those of `base`.
 
         What was seen with one size only is extrapolated to others: computations in proportion to samples, transfers as
         latency and the rest in proportion. Between two sizes that were seen, and beyond them, the line through them.
@@ -226,7 +226,7 @@ class Averages:
             self.drifted = (*self.drifted, key)
 
     def _forget_other_way(self, key: Key) -> None:
-        """Has what does not run any more, as backward is split now or is whole again, priced by what runs and has
+        """Have what does not run any more, as backward is split now or is whole again, priced by what runs and has
         drifted: in the proportion in which both were measured."""
         kind, stage, rows = key
         known = [self._known.get((each, stage, rows), 0.0) for each in (Kind.B, Kind.I, Kind.W)]
@@ -278,7 +278,7 @@ def _times(table: Table, share: float) -> Table:
 
 
 def _kinds(plan: Plan, stage: int) -> list[Kind]:
-    """The instructions and messages of `stage`."""
+    """Return the instructions and messages of `stage`."""
     kinds = [*plan.compute_kinds]
     if stage + 1 < plan.n_stages and plan.is_remote_edge(stage):
         kinds.append(Kind.SF)

@@ -16,7 +16,7 @@ Array = npt.NDArray[np.float64]
 
 
 def held_rows(program: Program, plan: Plan) -> tuple[int, ...]:
-    """The most samples that every stage holds between F and the end of B or W, within a finite program."""
+    """Return the most samples that every stage holds between F and the end of B or W, within a finite program."""
     held, most = [0] * plan.n_stages, [0] * plan.n_stages
     for kind, stage, _, _, span in program.iter_instructions():
         if kind is Kind.F:
@@ -29,7 +29,7 @@ def held_rows(program: Program, plan: Plan) -> tuple[int, ...]:
 
 
 def peak_bytes(program: Program, plan: Plan, costs: CostModel) -> tuple[int, ...]:
-    """The most bytes that every rank holds; as the simulator finds, which also knows when."""
+    """Return the most bytes that every rank holds; as the simulator finds, which also knows when."""
     found = []
     simple = all(
         cut.forward is cut.backward for cut in plan.jobs

@@ -49,7 +49,7 @@ def even_partition(weights: Sequence[float], stages: int, degrees: Sequence[int]
 
 
 def with_layer(plan: Plan, layer: int, rank: int) -> Plan:
-    """The plan with one layer in another stage: that of `rank` which is next to its own.
+    """Return the plan with one layer in another stage: that of `rank` which is next to its own.
 
     Raises:
         PlanError: there is no such stage, because the layer is not the first or last of its own.
@@ -192,7 +192,7 @@ class _Bands:
         return cls(loads, n, {key: load.count_most_layers(n, most) for key, load in {id(x): x for x in loads}.items()})
 
     def are_in(self, others: _Bands) -> bool:
-        """Whether no stage may have more layers than with the others."""
+        """Return whether no stage may have more layers than with the others."""
         return all(width <= others._widths[key] for key, width in self._widths.items())
 
     def iter_stages(self, cost: Cost | None) -> Iterator[tuple[int, Indices, Array]]:
@@ -251,7 +251,7 @@ def _best(
 
 
 def partition_at(cuts: Sequence[int], layers: int, stages: int) -> tuple[Span, ...]:
-    """The layers of each stage, where `cuts` names the layers at which stages 1, 2, ... begin.
+    """Return the layers of each stage, where `cuts` names the layers at which stages 1, 2, ... begin.
 
     A cut that repeats, or that stands at an end, leaves a stage empty.
 

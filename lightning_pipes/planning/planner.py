@@ -148,7 +148,7 @@ class Planner(ABC):
         return tuple(sorted({max(1, one // 2), one}))
 
     def most_rows(self, rows: int, stages: int, microbatches: int | None) -> int:
-        """The most samples that a micro-batch of a batch of `rows` may get."""
+        """Return the most samples that a micro-batch of a batch of `rows` may get."""
         return max(self.profile_sizes(rows, stages, microbatches))
 
     @property
@@ -191,7 +191,7 @@ class EvenPlanner(Planner):
 
 
 def planner_of(schedule: Schedule | Policy) -> Planner:
-    """The planner that the schedule names, or the one that cuts evenly.
+    """Return the planner that the schedule names, or the one that cuts evenly.
 
     Raises:
         PlanError: it names something else.
@@ -208,7 +208,7 @@ def planner_of(schedule: Schedule | Policy) -> Planner:
 
 
 def solve_plan(problem: Problem) -> Plan:
-    """The plan of the schedule's own planner; see `Planner.solve`.
+    """Return the plan of the schedule's own planner; see `Planner.solve`.
 
     Raises:
         PlanError: there is none, or the planner's is for other ranks, rows or layers than those of the problem.
@@ -217,7 +217,7 @@ def solve_plan(problem: Problem) -> Plan:
 
 
 def even_plan(schedule: Schedule | Policy, ranks: int, microbatches: int, rows: int, recompute: bool = False) -> Plan:
-    """A batch of `rows` samples in equal micro-batches, whatever the schedule's own planner would do.
+    """Return a batch of `rows` samples in equal micro-batches, whatever the schedule's own planner would do.
 
     Raises:
         PlanError: no samples or no micro-batches.

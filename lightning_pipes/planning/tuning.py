@@ -55,7 +55,7 @@ class Effect(StrEnum):
 
 
 def effect_of(plan: Plan, costs: CostModel, lag: float = 0.0) -> Effect:
-    """The effect of the links of `plan`, if every micro-batch is as its first one.
+    """Return the effect of the links of `plan`, if every micro-batch is as its first one.
 
     Args:
         lag: seconds that ranks are held up before computations although nothing is missing. Where it is a good part of
@@ -203,8 +203,8 @@ class Chooser:
         )
 
     def prepare(self, candidates: Iterable[Candidate], costs: CostModel) -> None:
-        """Does for candidates that are known before anything is measured what their first decision would have to: sets
-        them up, simulates them once, under any costs, and verifies them.
+        """Do for candidates that are known before anything is measured what their first decision would have to: set
+        them up, simulate them once, under any costs, and verify them.
 
         Raises:
             ProgramError, DeadlockError: one of them does not hold.
@@ -264,7 +264,7 @@ def _best(every: Sequence[Ranked], fastest: float, unsteady: bool) -> Ranked | N
 
 
 def _sorted(every: Mapping[int, Ranked]) -> list[Ranked]:
-    """The fastest first; of equals, what comes first among the candidates."""
+    """Return the fastest first; of equals, what comes first among the candidates."""
     return [ranked for _, ranked in sorted(every.items(), key=lambda item: (item[1].seconds, item[0]))]
 
 

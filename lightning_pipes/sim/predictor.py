@@ -51,7 +51,7 @@ class TaskPredictor(Protocol):
     """Predicts for one stage. A wrong prediction costs time only."""
 
     def before(self, task: Task, queue: Sequence[Waiting], told: Sequence[PendingBackward] = ()) -> TaskPrediction:
-        """The contexts that come after `task`, which runs now.
+        """Return the contexts that come after `task`, which runs now.
 
         Args:
             queue: who waits on the stage, the lowest first; `task.subnet` may be among them.
@@ -59,7 +59,7 @@ class TaskPredictor(Protocol):
         """
 
     def idle(self, queue: Sequence[Waiting]) -> TaskPrediction:
-        """The contexts that come next where nothing runs and nothing is ready, as at the start."""
+        """Return the contexts that come next where nothing runs and nothing is ready, as at the start."""
 
 
 def admissible(queue: Iterable[Waiting], done: frozenset[int] = frozenset()) -> int | None:

@@ -33,13 +33,13 @@ class Copier(Protocol):
         """Starts to copy a state to the device, once the copy `after` has ended; returns its ticket."""
 
     def store(self, key: object, size: int) -> int:
-        """Starts to copy a state to the host."""
+        """Start to copy a state to the host."""
 
     def free_place(self, key: object) -> None:
         """The state leaves the device; its place is free when the copies from and to it have ended."""
 
     def is_done(self, ticket: int) -> bool:
-        """Whether the copy has ended."""
+        """Return whether the copy has ended."""
 
     def wait(self, ticket: int) -> int:
         """Wait until the copy has ended, and return the nanoseconds that this took.
@@ -361,7 +361,7 @@ class Residency(Generic[Key]):
         )
 
     def _victims(self) -> list[Key]:
-        """The keys that may leave, the first one first."""
+        """Return the keys that may leave, the first one first."""
         free = [key for key, held in self._held.items() if not held.leased]
         return sorted(free, key=lambda key: (-self._next_use(key), self._held[key].used))
 

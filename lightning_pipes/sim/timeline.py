@@ -47,7 +47,7 @@ class Timeline:
 
     @classmethod
     def from_events(cls, events: Iterable[Event], plan: Plan, **more: object) -> Timeline:
-        """The timeline of `events`, sorted and moved so that the first one starts at 0."""
+        """Return the timeline of `events`, sorted and moved so that the first one starts at 0."""
         ordered = sorted(events, key=lambda e: (e.start, e.end, e.rank))
         origin = ordered[0].start if ordered else 0
         moved = tuple(e._replace(start=e.start - origin, end=e.end - origin) for e in ordered)
@@ -117,7 +117,7 @@ class Timeline:
         return tuple(e for e in self.events if e.instruction.kind in SENDS)
 
     def target_rank(self, transfer: Event) -> int:
-        """The rank that `transfer` goes to."""
+        """Return the rank that `transfer` goes to."""
         return self.plan.target_rank(transfer.instruction)
 
     @cached_property
@@ -138,14 +138,14 @@ class Timeline:
         return input_queues(self)
 
     def program(self) -> Program:
-        """The order in which the ranks computed: a finite program, without transfers."""
+        """Return the order in which the ranks computed: a finite program, without transfers."""
         rows: list[list[Instruction]] = [[] for _ in range(self.plan.n_ranks)]
         for e in self.computations:
             rows[e.rank].append(e.instruction)
         return Program(tuple(map(tuple, rows)))
 
     def gantt(self, width: int = 100) -> str:
-        """A drawing in text, `width` characters for the makespan."""
+        """Return a drawing in text, `width` characters for the makespan."""
         title = f"{self.name + ': ' if self.name else ''}{seconds_text(self.makespan)}"
         title += f", {self.regime}" if self.regimes else ""
         return gantt(self.plan, self.events, self.makespan, self.bubble, title, width)

@@ -62,7 +62,7 @@ class SubnetStream(Iterable[Subnet]):
         return Subnet(choices, number, self.explorer.space_index(number))
 
     def __len__(self) -> int:
-        """The largest length: the paired loader ends first."""
+        """Return the largest length: the paired loader ends first."""
         return sys.maxsize
 
     def report_loss(self, subnet: Subnet, loss: float) -> None:

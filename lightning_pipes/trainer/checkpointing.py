@@ -58,7 +58,7 @@ class TrainingData:
         self._waiting: list[State | None] = []
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Remembers what `state` gave; a checkpoint of another strategy has nothing to remember."""
+        """Remember what `state` gave; a checkpoint of another strategy has nothing to remember."""
         own = checkpoint.get(KEY, {})
         self._loaded = to_native(own["data"]) if "data" in own else None
         self._waiting = list(self._loaded["loaders"]) if self._loaded is not None else []
@@ -135,12 +135,12 @@ class TrainingData:
 
 
 def to_portable(tree: Any) -> Any:
-    """The same values without NumPy's arrays, which careful readers of checkpoints refuse."""
+    """Return the same values without NumPy's arrays, which careful readers of checkpoints refuse."""
     return _mapped(tree, lambda leaf: torch.from_numpy(leaf.copy()) if isinstance(leaf, np.ndarray) else leaf)
 
 
 def to_native(tree: Any) -> Any:
-    """The other direction of `to_portable`; torch's own random states are bytes, NumPy's are not."""
+    """Return the other direction of `to_portable`; torch's own random states are bytes, NumPy's are not."""
 
     def back(leaf: Any) -> Any:
         return leaf.numpy() if isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.uint8 else leaf
@@ -190,7 +190,7 @@ class Checkpointing:
     # ---- saving
 
     def model_state(self, cut: CutModule) -> dict[str, Any]:
-        """The state dict of the whole module where it is written, as the form of the checkpoints has it."""
+        """Return the state dict of the whole module where it is written, as the form of the checkpoints has it."""
         state: dict[str, Any] = gather_whole(cut.local_state(outside=self._ranks.grid.position == 0))
         if self.sharded:
             return state
@@ -209,7 +209,7 @@ class Checkpointing:
         return gather_model(cut, own, self._ranks.pipeline) if self._ranks.grid.is_in_first_pipeline else {}
 
     def optimizer_state(self, optimizer: Optimizer, layout: OptimizerLayout) -> dict[str, Any]:
-        """The same of an optimizer."""
+        """Return the same of an optimizer."""
         local = gather_whole(optimizer.state_dict() if self.shards is None else self.shards.gather_states(optimizer))
         if self.sharded:
             return layout.named_state(local)
@@ -227,7 +227,7 @@ class Checkpointing:
         training: bool,
         storage_options: Any | None,
     ) -> None:
-        """Writes what `model_state` and `optimizer_state` gave, and more; all ranks call it.
+        """Write what `model_state` and `optimizer_state` gave, and more; all ranks call it.
 
         Args:
             cut: what is saved; None if the module is whole.
@@ -277,11 +277,11 @@ class Checkpointing:
         self._saver.remove(path, self._writing.io)
 
     def check(self) -> None:
-        """Raises PipelineError if something could not be written."""
+        """Raise PipelineError if something could not be written."""
         self._saver.check()
 
     def finish(self, down: bool) -> None:
-        """Waits for the checkpoints that are being written; where the ranks are `down`, a failure that came first is
+        """Wait for the checkpoints that are being written; where the ranks are `down`, a failure that came first is
         not to be covered."""
         if down:
             self._saver.close()
@@ -299,7 +299,7 @@ class Checkpointing:
         running: bool,
         read: Callable[..., dict[str, Any]],
     ) -> dict[str, Any]:
-        """A checkpoint, from a file that is one, or a folder.
+        """Return a checkpoint, from a file that is one, or a folder.
 
         Args:
             running: while training, tuners go back to where they started.
@@ -342,7 +342,7 @@ class Checkpointing:
         self._waiting = state, strict
 
     def load_waiting(self, cut: CutModule) -> None:
-        """Loads what `load_later` kept."""
+        """Load what `load_later` kept."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             load_model(cut, *waiting)
@@ -354,7 +354,7 @@ class Checkpointing:
         states: Sequence[Mapping[str, Any]],
         device: torch.device,
     ) -> None:
-        """Loads what belongs to this rank, from the checkpoint that was loaded last."""
+        """Load what belongs to this rank, from the checkpoint that was loaded last."""
         if self._parts is not None:
             states = self._parts.optimizer_states([layout.names for layout in layouts])
         load_optimizers(optimizers, layouts, states, device)
@@ -364,7 +364,7 @@ class Checkpointing:
 
 
 def gather_model(cut: CutModule, local: Mapping[str, Any], control: Control) -> dict[str, Any]:
-    """The state dict of the whole module on the first rank, in its own order of keys; empty elsewhere.
+    """Return the state dict of the whole module on the first rank, in its own order of keys; empty elsewhere.
 
     Args:
         local: this rank's part of it.
@@ -374,7 +374,7 @@ def gather_model(cut: CutModule, local: Mapping[str, Any], control: Control) -> 
 
 
 def load_model(cut: CutModule, state: Mapping[str, Any], strict: bool) -> None:
-    """Loads from a state dict of the whole module what lives on this rank.
+    """Load from a state dict of the whole module what lives on this rank.
 
     Raises:
         PipelineError: with `strict`, the keys are not those of the whole module.
@@ -409,7 +409,7 @@ def load_optimizers(
     states: Sequence[Mapping[str, Any]],
     device: Any,
 ) -> None:
-    """Loads from one process's `state_dict` of each optimizer what belongs to this rank."""
+    """Load from one process's `state_dict` of each optimizer what belongs to this rank."""
     for optimizer, layout, whole in zip(optimizers, layouts, states, strict=False):
         own = layout.local_state(whole)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -57,7 +57,7 @@ SubprocessLauncher = _SubprocessScriptLauncher
 
 
 def call_children_scripts(launcher: _SubprocessScriptLauncher) -> None:
-    """Starts the script for the other devices of this node; they are in `launcher.procs` then."""
+    """Start the script for the other devices of this node; they are in `launcher.procs` then."""
     launcher._call_children_scripts()
 
 
@@ -82,28 +82,28 @@ def process_groups() -> list[object]:
 
 
 def plain_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
-    """The optimizer that Lightning wrapped, or the one given."""
+    """Return the optimizer that Lightning wrapped, or the one given."""
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def forget_optimizers(strategy: Strategy) -> None:
-    """Takes away the optimizers and schedulers of an earlier run."""
+    """Take away the optimizers and schedulers of an earlier run."""
     strategy._reset_optimizers_and_schedulers()
 
 
 def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh | None) -> None:
-    """Sets the module's `device_mesh`."""
+    """Set the module's `device_mesh`."""
     module._device_mesh = mesh
 
 
 def callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    """The Trainer's callbacks; public, but set from another class, where no type checker sees it."""
+    """Return the Trainer's callbacks; public, but set from another class, where no type checker sees it."""
     found: list[pl.Callback] = vars(trainer)["callbacks"]
     return found
 
 
 def remove_progress_bars(trainer: pl.Trainer) -> None:
-    """Takes the progress bars from the Trainer's callbacks."""
+    """Take the progress bars from the Trainer's callbacks."""
     vars(trainer)["callbacks"] = [c for c in callbacks(trainer) if not isinstance(c, ProgressBar)]
 
 
@@ -120,28 +120,28 @@ def replace_signal_handlers(trainer: pl.Trainer, sigterm: SignalHandler, requeue
 
 
 def restore_signal_handlers(trainer: pl.Trainer) -> None:
-    """Undoes `replace_signal_handlers`."""
+    """Undo `replace_signal_handlers`."""
     for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
         trainer._signal_connector.__dict__.pop(name, None)
 
 
 def ends_at_sigterm(trainer: pl.Trainer) -> bool:
-    """Whether SIGTERM ends the process where no Trainer runs."""
+    """Return whether SIGTERM ends the process where no Trainer runs."""
     return trainer._signal_connector._original_handlers.get(signal.SIGTERM) == signal.SIG_DFL
 
 
 def set_received_sigterm(trainer: pl.Trainer) -> None:
-    """Makes Lightning leave its loop at the next occasion."""
+    """Make Lightning leave its loop at the next occasion."""
     trainer._signal_connector.received_sigterm = True
 
 
 def silence_sigterm_broadcast(trainer: pl.Trainer) -> None:
-    """Keeps the training loop from broadcasting over all ranks before every batch."""
+    """Keep the training loop from broadcasting over all ranks before every batch."""
     trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
 
 
 def restore_sigterm_broadcast(trainer: pl.Trainer) -> None:
-    """Undoes `silence_sigterm_broadcast`."""
+    """Undo `silence_sigterm_broadcast`."""
     trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
 
@@ -180,12 +180,12 @@ def in_grad_norm(above: int) -> bool:
 
 
 def before_step(precision: Precision, module: pl.LightningModule, optimizer: Optimizer) -> None:
-    """Does what Lightning does between backward and step: hooks, and clipping."""
+    """Do what Lightning does between backward and step: hooks, and clipping."""
     precision._after_closure(module, optimizer)
 
 
 def expect_late_steps(optimizer: Optimizer) -> None:
-    """Keeps schedulers from complaining that the optimizer has not stepped yet."""
+    """Keep schedulers from complaining that the optimizer has not stepped yet."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
@@ -211,11 +211,11 @@ class LoaderOfSamples(DataLoader[Any]):
     """Return a DataLoader with its sampler, or batch sampler, `wrapped` for its iterators."""
 
     def wrapped(self, sampler: Iterable[Any]) -> Any:
-        """The sampler from which iterators take indices."""
+        """Return the sampler from which iterators take indices."""
         raise NotImplementedError
 
     def samples(self) -> Any:
-        """The wrapped sampler."""
+        """Return the wrapped sampler."""
         return self._index_sampler
 
     @property
@@ -297,20 +297,20 @@ def batches_of_epoch(trainer: pl.Trainer) -> tuple[int, int, int]:
 
 
 def between_epochs(trainer: pl.Trainer) -> bool:
-    """Whether no epoch has begun, or the last one has come to its end."""
+    """Return whether no epoch has begun, or the last one has come to its end."""
     epochs: Any = trainer.fit_loop.epoch_progress.current
     return bool(epochs.processed >= epochs.started)
 
 
 def validation_follows(trainer: pl.Trainer) -> bool:
-    """Whether the hooks after a training batch are running, and a validation comes next."""
+    """Return whether the hooks after a training batch are running, and a validation comes next."""
     fetcher = trainer.fit_loop._data_fetcher
     _, trained, hooked = batches_of_epoch(trainer)
     return fetcher is not None and trained > hooked and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
 
 
 def finish_batch(trainer: pl.Trainer, validate: bool) -> None:
-    """Lets a resumed run do what came next when its checkpoint was written after a batch, in `on_train_batch_end`.
+    """Let a resumed run do what came next when its checkpoint was written after a batch, in `on_train_batch_end`.
 
     Lightning would leave out the validation, and after the last batch of an epoch also the end of the epoch. Here the
     counters become those of a checkpoint that is written after the batch and before the validation.
@@ -338,7 +338,7 @@ def finish_batch(trainer: pl.Trainer, validate: bool) -> None:
 
 
 def begin_epoch(trainer: pl.Trainer) -> None:
-    """Lets a run that resumes between two epochs begin the next as any other: with a new pass over the data.
+    """Let a run that resumes between two epochs begin the next as any other: with a new pass over the data.
 
     Given `max_steps`, Lightning would end the last epoch again.
     """
@@ -362,14 +362,14 @@ def spectral_norms(module: torch.nn.Module) -> list[str]:
 
 
 def unscale_gradients(scaler: torch.amp.GradScaler) -> Callable[..., dict[torch.device, torch.Tensor]]:
-    """The method that divides gradients by the scale and says where one was not finite."""
+    """Return the method that divides gradients by the scale and says where one was not finite."""
     return scaler._unscale_grads_
 
 
 def replace_unscale_gradients(
     scaler: torch.amp.GradScaler, method: Callable[..., dict[torch.device, torch.Tensor]] | None
 ) -> None:
-    """Puts `method` in place of `_unscale_grads_`; None restores it."""
+    """Put `method` in place of `_unscale_grads_`; None restores it."""
     if method is None:
         scaler.__dict__.pop("_unscale_grads_", None)
     else:
@@ -384,18 +384,18 @@ def needed_layer_outputs() -> list[str]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of a module go through torch.compile, by a wrapper or in place."""
+    """Return whether calls of a module go through torch.compile, by a wrapper or in place."""
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
 
 
 def forget_process_groups() -> None:
-    """Has this process, forked from one of several ranks, count as one on its own."""
+    """Have this process, forked from one of several ranks, count as one on its own."""
     if dist.is_initialized():
         dist.distributed_c10d._update_default_pg(None)
 
 
 def replace_strategy(trainer: pl.Trainer, strategy: Strategy, folder: str) -> None:
-    """Gives the Trainer another strategy, and no profiler, at the start of `fit`; its files go to `folder`."""
+    """Give the Trainer another strategy, and no profiler, at the start of `fit`; its files go to `folder`."""
     connector = trainer._accelerator_connector
     vars(connector).update(strategy=strategy, accelerator=strategy.accelerator)
     vars(trainer).update(_default_root_dir=folder, profiler=PassThroughProfiler())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 def is_pretrained_model(module: nn.Module) -> bool:
-    """Whether a module is a model of transformers."""
+    """Return whether a module is a model of transformers."""
     library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(module, library.PreTrainedModel)
 

@@ -461,7 +461,7 @@ class PipelineStrategy(PipelineHost):
             return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Calls the hooks around backward; the gradients were made in `training_step`."""
+        """Call the hooks around backward; the gradients were made in `training_step`."""
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         with self.session.status.report_errors(), self._scope.suspend_hooks():
             self.running.training.give_back_gradients()
@@ -645,7 +645,7 @@ class PipelineStrategy(PipelineHost):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Writes a checkpoint. A rank that fails can't ask the others for their parts: it writes its own, to a file of
+        """Write a checkpoint. A rank that fails can't ask the others for their parts: it writes its own, to a file of
         its own, `filepath` with `.rank1of2` at its end.
         """
         if self._session is None or not self._session.is_connected:  # nothing has run yet, and the module is whole
@@ -660,7 +660,7 @@ class PipelineStrategy(PipelineHost):
         checkpointing.save(checkpoint, filepath, self._trainer, cut, training, storage_options)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Removes a checkpoint, unless this rank is failing: what it writes then does not replace a whole one."""
+        """Remove a checkpoint, unless this rank is failing: what it writes then does not replace a whole one."""
         if self.is_global_zero and not self._down:
             self.session.checkpointing.remove(filepath)
 

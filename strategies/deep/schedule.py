@@ -34,7 +34,7 @@ class Deep(Schedule):
 
     @classmethod
     def list_variants(cls, n_ranks: int, microbatches: int) -> list[Deep]:
-        """The variants that a planner tries: one micro-batch more for each link, and two."""
+        """Return the variants that a planner tries: one micro-batch more for each link, and two."""
         return [cls(times * (n_ranks - 1)) for times in (1, 2) if 1 < n_ranks < microbatches]
 
     # Drawn by `step(Deep(2), link=1)`:

@@ -47,7 +47,7 @@ class Hanayo(Schedule):
         check_count(f"{self.name}: waves", self.waves, most=MAX_STAGES)
 
     def place_stages(self, n_ranks: int) -> tuple[int, ...]:
-        """The rank of each stage."""
+        """Return the rank of each stage."""
         check_count(f"{self.name}: stages of {n_ranks} ranks", 2 * self.waves * n_ranks, most=MAX_STAGES)
         down = tuple(range(n_ranks))
         return (down + down[::-1]) * self.waves

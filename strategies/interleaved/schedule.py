@@ -45,11 +45,11 @@ class Interleaved(Schedule):
 
     @classmethod
     def list_variants(cls, n_ranks: int, microbatches: int) -> list[Interleaved]:
-        """The variants that a planner tries."""
+        """Return the variants that a planner tries."""
         return [cls(v) for v in (2, 3, 4)]
 
     def place_stages(self, n_ranks: int) -> tuple[int, ...]:
-        """The rank of each stage."""
+        """Return the rank of each stage."""
         check_count(f"{self.name}: stages of {n_ranks} ranks", self.stages_per_rank * n_ranks, most=MAX_STAGES)
         return tuple(range(n_ranks)) * self.stages_per_rank
 

@@ -52,7 +52,7 @@ class KFKB(Schedule):
 
     @classmethod
     def list_variants(cls, n_ranks: int, microbatches: int) -> list[KFKB]:
-        """The variants that a planner tries: k from 2, doubling; k = 1 is 1F1B and k = m is GPipe."""
+        """Return the variants that a planner tries: k from 2, doubling; k = 1 is 1F1B and k = m is GPipe."""
         return [cls(2**power) for power in range(1, (microbatches - 1).bit_length())]
 
     def make_planner(self) -> object:

@@ -39,7 +39,7 @@ class PipeDream(Schedule):
     flushes: ClassVar[bool] = False
 
     def weight_versions(self, plan: Plan) -> tuple[int, ...]:
-        """The weight versions that live on each stage."""
+        """Return the weight versions that live on each stage."""
         m = len(plan.spans(Kind.F, 0))
         return tuple(1 - (-(plan.n_stages - 1 - s) // m) for s in range(plan.n_stages))
 

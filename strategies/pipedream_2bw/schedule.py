@@ -27,7 +27,7 @@ class PipeDream2BW(Schedule):
     flushes: ClassVar[bool] = False
 
     def weight_versions(self, plan: Plan) -> tuple[int, ...]:
-        """The weight versions that live on each stage."""
+        """Return the weight versions that live on each stage."""
         return (2,) * plan.n_stages
 
     # Drawn by `step(PipeDream2BW(), microbatches=2, batches=3, scale=3)`:

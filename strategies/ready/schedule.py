@@ -60,7 +60,7 @@ class Ready(RulePolicy):
 
     @classmethod
     def list_variants(cls, n_ranks: int, microbatches: int) -> list[Ready]:
-        """The variants that a planner tries: with whole backwards and with split ones."""
+        """Return the variants that a planner tries: with whole backwards and with split ones."""
         return [cls(), cls(split=True)]
 
     # Drawn by `step(Ready(), link=1)`:

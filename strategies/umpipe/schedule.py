@@ -155,7 +155,7 @@ class UM1F1B(Unequal, RulePolicy):
             parse_bytes(self.memory_limit)
 
     def place_stages(self, n_ranks: int) -> tuple[int, ...]:
-        """The rank of each stage."""
+        """Return the rank of each stage."""
         check_count(f"{self.name}: stages of {n_ranks} ranks", self.stages_per_rank * n_ranks, most=MAX_STAGES)
         return tuple(range(n_ranks)) * self.stages_per_rank
 

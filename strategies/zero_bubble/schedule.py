@@ -68,7 +68,7 @@ class ZeroBubble(Schedule):
 
     @classmethod
     def list_variants(cls, n_ranks: int, microbatches: int) -> list[ZeroBubble]:
-        """The variants that a planner tries: ZB-H1 and ZB-H2."""
+        """Return the variants that a planner tries: ZB-H1 and ZB-H2."""
         return [cls(), *([cls((1,) * (n_ranks - 1))] if 1 < n_ranks < microbatches else [])]
 
     # Drawn by `step(ZeroBubble((1, 1)), link=1)`:

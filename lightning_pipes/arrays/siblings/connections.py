@@ -184,7 +184,7 @@ _OWN = ("lightning.", "lightning_pipes.")
 
 
 def has_purpose(name: str | None, trainer: pl.Trainer) -> bool:
-    """Whether code of the user's may count on the barrier of that name."""
+    """Return whether code of the user's may count on the barrier of that name."""
     if name not in _AFTER:
         return True
     if name == "_CheckpointConnector.resume_end" and trainer.ckpt_path is not None:

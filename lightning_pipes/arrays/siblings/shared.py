@@ -45,14 +45,14 @@ class Shared:
         return self._made > 0
 
     def get_watch(self, make: Callable[[], FailureWatch], rank: int, ranks: int) -> FailureWatch:
-        """The watch of all siblings; the first one makes it."""
+        """Return the watch of all siblings; the first one makes it."""
         if self.watch is None:
             self.watch = make()
             self.board.open(self.watch, rank, ranks)
         return self.watch
 
     def get_transport(self, make: Callable[[], Transport]) -> Transport:
-        """The transport of all siblings, which no single one closes; the first one makes it."""
+        """Return the transport of all siblings, which no single one closes; the first one makes it."""
         if self.transport is None:
             self.transport = make()
         return _Kept(self.transport)

@@ -132,7 +132,7 @@ class Sibling(Generic[T]):
     # ---- called on its own thread
 
     def window(self) -> int:
-        """A number for the next window of its engines, which no other sibling uses."""
+        """Return a number for the next window of its engines, which no other sibling uses."""
         self._windows += 1
         return self.index * _WINDOWS + self._windows
 
@@ -146,12 +146,12 @@ class Sibling(Generic[T]):
         self.array.record_window(self.index, engine)
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
-        """Returns when `ready()`; its turn goes on, and meanwhile this rank computes for others."""
+        """Return when `ready()`; its turn goes on, and meanwhile this rank computes for others."""
         if self._runner.is_current_thread and not ready():
             self._pause(ready)
 
     def meet_peers(self, word: str) -> Sequence[str]:
-        """Returns when all ranks have come here, so that calls that block find their like; a failure of this sibling
+        """Return when all ranks have come here, so that calls that block find their like; a failure of this sibling
         elsewhere ends it. What each rank says, by rank; `word` where there are no others.
 
         Raises:
@@ -178,7 +178,7 @@ class Sibling(Generic[T]):
         self._checks.append((self.turns + late, come, check))
 
     def check(self) -> None:
-        """Returns when all that was to be checked later is right."""
+        """Return when all that was to be checked later is right."""
         while self._checks:
             *_, check = self._checks.popleft()
             check()
@@ -245,12 +245,12 @@ class Sibling(Generic[T]):
         self.in_turn = True
 
     def resume_turn(self) -> bool:
-        """Lets it run until it waits; whether its turn is over."""
+        """Let it run until it waits; whether its turn is over."""
         self._runner.resume_thread()
         return self.outcome is not None or not self.in_turn
 
     def compute(self) -> None:
-        """Runs on its thread what its window has next, up to one computation."""
+        """Run on its thread what its window has next, up to one computation."""
         engine = self.engine
         assert engine is not None
 
@@ -336,16 +336,16 @@ class SiblingWatch:
         self._watch = watch
 
     def check(self) -> None:
-        """Raises PeerFailure if a rank has died."""
+        """Raise PeerFailure if a rank has died."""
         self._watch.check()
 
     def report_failure(self, error: BaseException, where: str = "") -> None:
-        """Tells the other ranks."""
+        """Tell the other ranks."""
         self._sibling.report_failure(error, where)
 
 
 def wait_in_turn(ready: Callable[[], bool]) -> None:
-    """Returns when `ready()`, or at once where no sibling is running; meanwhile others' batches are computed."""
+    """Return when `ready()`, or at once where no sibling is running; meanwhile others' batches are computed."""
     sibling = current_sibling()
     if sibling is not None:
         sibling.wait_until(ready)

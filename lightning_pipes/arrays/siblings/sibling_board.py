@@ -135,7 +135,7 @@ class PeerStore:
 
     @contextmanager
     def _answering_store(self) -> Iterator[None]:
-        """Raises PeerFailure where the store does not answer the block: the watch's, which says who has ended."""
+        """Raise PeerFailure where the store does not answer the block: the watch's, which says who has ended."""
         try:
             yield
         except RuntimeError as error:

@@ -120,7 +120,7 @@ def clone_leaf(leaf: Any) -> Any:
 
 
 def _each_once(change: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree with its leaves changed; one that is there twice is one object afterwards, too."""
+    """Return the tree with its leaves changed; one that is there twice is one object afterwards, too."""
     made: dict[int, Any] = {}
 
     def changed(leaf: Any) -> Any:

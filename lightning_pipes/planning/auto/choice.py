@@ -83,7 +83,7 @@ def _impossible(profile: ModelProfile, plan: Plan) -> str:
 
 
 def _is_slow(schedule: Schedule | Policy, plan: Plan) -> bool:
-    """Whether to simulate a policy would take long."""
+    """Return whether to simulate a policy would take long."""
     return not isinstance(schedule, Schedule) and _computations(plan) > POLICY_SIZE
 
 
@@ -154,7 +154,7 @@ class Choice:
         return self.best.fit
 
     def rows(self, most: int = 12) -> list[dict[str, str | int | float]]:
-        """The table as data: the best `most` options that were simulated, then those that were not."""
+        """Return the table as data: the best `most` options that were simulated, then those that were not."""
         found: list[dict[str, str | int | float]] = []
         for option in self.options[:most]:
             row: dict[str, str | int | float] = {

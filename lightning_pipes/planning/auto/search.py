@@ -52,7 +52,7 @@ def choose_option(
     progress: Progress = lambda what, done: None,
     least: int = 1,
 ) -> Choice:
-    """The fastest way to train batches of `rows` samples on `ranks` ranks, within the devices' memory.
+    """Return the fastest way to train batches of `rows` samples on `ranks` ranks, within the devices' memory.
 
     Only schedules that give the same result as one process come into question. Options are simulated in the order of
     a lower bound, and no more once the bound promises less than 0.5 % on what was found. Time and memory are bounded:
@@ -180,7 +180,7 @@ class _Search:
                 self.found[number] = replace(option, fit=option.fit.without_order(option.schedule))
 
     def add_retuned(self) -> None:
-        """Adds the fastest of what planners offer that know the links, for the best numbers of micro-batches: extra
+        """Add the fastest of what planners offer that know the links, for the best numbers of micro-batches: extra
         where links are slow. Cuts stay those that were found."""
         fits = [o for o in sorted(self.found, key=_by_time) if o.fit and o.fit.plan.n_stages == o.fit.plan.n_ranks]
         best = {(o.microbatches, o.recompute): o for o in reversed(fits[:REFINED])}

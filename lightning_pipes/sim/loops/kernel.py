@@ -40,7 +40,7 @@ def leave(start, busy, quick, depth, spent):
 # rank 2 |........0-0===1-1===....2-2===....3-3===............| bubble 53.8%
 #         - forward  = backward  . idle
 def fixed(work, prices, clock, wires, ran):
-    """Fills `ran` for operations that are listed in an order in which they may run: the longest path.
+    """Fill `ran` for operations that are listed in an order in which they may run: the longest path.
 
     Each waits for those that it is joined with, besides its rank and its link. `clock` (r) begins at 0.
     """
@@ -79,7 +79,7 @@ def fixed(work, prices, clock, wires, ran):
 
 
 def every(work, prices, clock, wires, ran, last):
-    """Fills `last` with when the same order ends under many costs: each a row of `prices.busy` and `prices.quick`."""
+    """Fill `last` with when the same order ends under many costs: each a row of `prices.busy` and `prices.quick`."""
     for c in range(len(last)):
         clock[:] = 0
         wires.free[:] = 0

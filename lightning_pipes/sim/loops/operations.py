@@ -100,7 +100,7 @@ class Prices:
         return self.table.lists.busy  # type: ignore[no-any-return]
 
     def peak_rate_times(self, busy: Array) -> Array:
-        """The times of messages at full speed, where groups take `busy`, a row for each of many cases."""
+        """Return the times of messages at full speed, where groups take `busy`, a row for each of many cases."""
         return np.asarray(np.rint(busy * np.array(self.peak_ratios)).astype(np.int64))
 
     def with_times(self, busy: Array) -> Iterator[Prices]:
@@ -143,7 +143,7 @@ class Numbering:
         self.like: list[Instruction] = []
 
     def assign_numbers(self, i: Instruction, rank: int) -> tuple[int, int]:
-        """The link, -1 for a computation, and the group of `i`."""
+        """Return the link, -1 for a computation, and the group of `i`."""
         kind, stage, job, batch, (start, stop) = i
         link = -1
         same: CostKey = stop - start
@@ -233,7 +233,7 @@ Limit = int | Sequence[int] | None
 
 
 def limits_of(limit: Limit, ranks: int) -> list[int]:
-    """The bytes that each of `ranks` ranks may hold."""
+    """Return the bytes that each of `ranks` ranks may hold."""
     every = PLENTY if limit is None else limit
     return [every] * ranks if isinstance(every, int) else list(every)
 

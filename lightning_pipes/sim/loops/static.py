@@ -137,7 +137,7 @@ class _Numbering:
         return found
 
     def _costs(self, i: Instruction, unit: Unit) -> _Costs:
-        """The messages that all micro-batches like `i` need and send."""
+        """Return the messages that all micro-batches like `i` need and send."""
         received = {n[:4]: n for n in needs(i, self._plan) if n.kind in RECEIVES}.values()
         messages = tuple(self._placed(send_of(n), len(unit.ran)) for n in received)
         sends = tuple(
@@ -210,7 +210,7 @@ class Compiled(Operations):
 
 @remember_results(8)
 def compile_program(program: Program, plan: Plan) -> Compiled:
-    """The finite `program` with its transfers, ready to be timed.
+    """Return the finite `program` with its transfers, ready to be timed.
 
     Raises:
         ProgramError: the program is one of another plan.

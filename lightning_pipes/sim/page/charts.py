@@ -79,7 +79,7 @@ def _figure(ranks: Sequence[Curves], name: str) -> str:
 
 
 def _lines(rank: int, curves: Curves, name: str, last: float, most: float) -> Iterable[str]:
-    """A line for every stretch without a gap; a dot for a single point."""
+    """Return a line for every stretch without a gap; a dot for a single point."""
     stretches: list[list[tuple[float, float]]] = [[]]
     for time, value in zip(curves.times, curves.values.get(name, ()), strict=False):
         if value is None:
@@ -102,7 +102,7 @@ def _colour(rank: int) -> str:
 
 
 def _words(name: str) -> tuple[str, str]:
-    """A metric's name for people, and its unit."""
+    """Return a metric's name for people, and its unit."""
     unit = max((u for u in _UNITS if name.endswith(f"_{u}")), key=len, default="")
     bare = name.removesuffix(f"_{unit}") if unit else name
     return bare.replace("_", " ").replace(".", ": ", 1), unit
@@ -130,7 +130,7 @@ def picture_json(record: RunRecord) -> str:
 
 
 def timelines(record: RunRecord) -> list[tuple[str, Timeline]]:
-    """The timelines that are shown, by name: measured first."""
+    """Return the timelines that are shown, by name: measured first."""
     found = [] if record.measured is None else [(record.measured.name, record.measured)]
     return [*found, ("predicted", record.predicted)]
 

@@ -55,7 +55,7 @@ class Finding(Protocol):
 
 
 def page(record: RunRecord, finding: Finding) -> str:
-    """The whole page as HTML."""
+    """Return the whole page as HTML."""
     here = files(__package__)
     title = "Pipeline run" if record.measured else "Pipeline plan"
     legend = [(kind, word) for kind, word in {**WORDS, **SENT}.items() if _seen(record, kind)]
@@ -251,7 +251,7 @@ def _queues(record: RunRecord) -> str:
 
 
 def _alternatives(record: RunRecord, measured: bool) -> str:
-    """A hint on the columns of memory, and what other ways of training would need."""
+    """Return a hint on the columns of memory, and what other ways of training would need."""
     found = estimate_alternatives(record.plan, record.costs)
     if found is None or not any(record.predicted.peak_bytes):
         return ""

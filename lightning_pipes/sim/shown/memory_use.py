@@ -87,7 +87,7 @@ def memory_curves(timeline: Timeline, costs: Costs) -> tuple[Curve, ...]:
 
 
 def most_held(timeline: Timeline) -> int:
-    """The most samples that a rank holds between the start of their forward and the end of their backward."""
+    """Return the most samples that a rank holds between the start of their forward and the end of their backward."""
     held = [0] * timeline.plan.n_ranks
     most = 0
     for e in timeline.computations:  # one after the other on a rank

@@ -36,12 +36,12 @@ FORMAT = 1
 
 
 def save_timeline(timeline: Timeline, path: str | Path) -> None:
-    """Writes JSON, from which `load_timeline` makes an equal timeline."""
+    """Write JSON, from which `load_timeline` makes an equal timeline."""
     write_json({"timeline": timeline_data(timeline)}, path)
 
 
 def load_timeline(path: str | Path) -> Timeline:
-    """The timeline that `save_timeline` wrote.
+    """Return the timeline that `save_timeline` wrote.
 
     Raises:
         InputError: the file holds no timeline, or is of a format that this version does not read.
@@ -50,12 +50,12 @@ def load_timeline(path: str | Path) -> Timeline:
 
 
 def write_json(data: Mapping[str, Any], path: str | Path) -> None:
-    """Writes `data` with the number of the format."""
+    """Write `data` with the number of the format."""
     Path(path).write_text(json.dumps({"format": FORMAT, **data}, separators=(",", ":")), encoding="utf-8")
 
 
 def read_json(path: str | Path, *keys: str) -> dict[str, Any]:
-    """The record that `write_json` wrote.
+    """Return the record that `write_json` wrote.
 
     Raises:
         InputError: it is not JSON, lacks one of `keys`, or is of another format.
@@ -70,7 +70,7 @@ def read_json(path: str | Path, *keys: str) -> dict[str, Any]:
 
 
 def timeline_data(timeline: Timeline) -> dict[str, Any]:
-    """A row of numbers an event, and the plan."""
+    """Return a row of numbers an event, and the plan."""
     return {
         "name": timeline.name,
         "attributes": dict(timeline.attributes),
@@ -82,7 +82,7 @@ def timeline_data(timeline: Timeline) -> dict[str, Any]:
 
 
 def timeline_of(data: object, what: str = "timeline") -> Timeline:
-    """The timeline of `timeline_data`; errors call it `what`.
+    """Return the timeline of `timeline_data`; errors call it `what`.
 
     Raises:
         InputError: it is something else, or damaged.
@@ -118,7 +118,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
 
 
 def plan_of(data: object, what: str = "plan") -> Plan:
-    """The plan of `plan_data`; errors call it `what`.
+    """Return the plan of `plan_data`; errors call it `what`.
 
     Raises:
         InputError: it is something else, or damaged.
@@ -145,7 +145,7 @@ def costs_data(costs: CostModel) -> dict[str, Any]:
 
 
 def costs_of(data: object, what: str = "costs") -> CostModel:
-    """The cost model of `costs_data`; errors call it `what`.
+    """Return the cost model of `costs_data`; errors call it `what`.
 
     Raises:
         InputError: it is something else, or damaged.
@@ -350,7 +350,7 @@ class RunRecord:
         return " ".join([self.schedule, *(f"{name}={value}" for name, value in self.settings.items())])
 
     def save(self, path: str | Path) -> None:
-        """Writes JSON."""
+        """Write JSON."""
         data: dict[str, Any] = {
             "predicted": timeline_data(self.predicted),
             "measured": None if self.measured is None else timeline_data(self.measured),
@@ -365,7 +365,7 @@ class RunRecord:
 
     @classmethod
     def load(cls, path: str | Path) -> RunRecord:
-        """Reads what `save` wrote; of a directory its run.json.
+        """Read what `save` wrote; of a directory its run.json.
 
         Raises:
             InputError: there is no such file, or it is not one of these.

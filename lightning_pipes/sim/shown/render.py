@@ -81,7 +81,7 @@ def _unit(nanoseconds: int) -> tuple[str, float]:
 
 
 def draw_window(axis: Any, timeline: Timeline, start: int, stop: int, shade: Shade) -> None:
-    """Draws what runs from `start` to `stop`, nanoseconds, into `axis` of a figure of the caller's; computations as
+    """Draw what runs from `start` to `stop`, nanoseconds, into `axis` of a figure of the caller's; computations as
     `save_png` has them.
 
     Args:
@@ -157,7 +157,7 @@ def _rows_of(e: Event) -> tuple[float, float]:
 
 
 def _shade(i: Instruction, labels: Labels) -> tuple[float, float, float]:
-    """The kind's colour, lighter for later stages of a rank, darker for every second job or batch."""
+    """Return the kind's colour, lighter for later stages of a rank, darker for every second job or batch."""
     from matplotlib.colors import to_rgb
 
     r, g, b = to_rgb(_COLOURS[i.kind])
@@ -237,7 +237,7 @@ class _Lanes:
         self._threads: dict[int, int] = defaultdict(int)
 
     def place(self, e: Event, target: int) -> tuple[int, bool]:
-        """The thread for `e`, and whether it is a new one."""
+        """Return the thread for `e`, and whether it is a new one."""
         lanes = self._until[e.rank][target]
         for n, (until, thread) in enumerate(lanes):
             if until <= e.start:

@@ -182,7 +182,7 @@ def _batch(access: Access) -> int:
 
 
 def natural_key(name: str) -> list[tuple[bool, int, str]]:
-    """Sorts names of layers as people do: 2 before 10."""
+    """Sort names of layers as people do: 2 before 10."""
     return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 
 
@@ -238,7 +238,7 @@ class Curves:
 
 
 def curves_of(data: object, what: str) -> Curves:
-    """The curves of `Curves.data`; errors call them `what`.
+    """Return the curves of `Curves.data`; errors call them `what`.
 
     Raises:
         InputError: it is something else, or damaged.

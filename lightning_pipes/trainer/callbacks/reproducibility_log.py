@@ -102,7 +102,7 @@ class ReproducibilityLog(PipelineCallback, StageListener):
 
 
 def hash_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """A hash of the parameters and buffers of a layer: names, types, shapes and bits."""
+    """Return a hash of the parameters and buffers of a layer: names, types, shapes and bits."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in tensors.items():
         plain = tensor.detach().cpu().contiguous()

@@ -188,7 +188,7 @@ class ScheduleTuner(PipelineCallback):
             logger.log_metrics(order.metrics, trainer.global_step)
 
     def _prepare(self, plan: Plan) -> None:
-        """Sets up what can be said without measurements, in the first batch, which is slow anyway."""
+        """Set up what can be said without measurements, in the first batch, which is slow anyway."""
         nothing_known = CostModel.uniform(plan.n_stages, forward=1.0, backward=2.0)
         candidates = self._source.list_candidates(plan, nothing_known, None, self.sizes)
         if sum(c.n_microbatches for c in candidates) * plan.n_stages > LARGE:
@@ -196,7 +196,7 @@ class ScheduleTuner(PipelineCallback):
         self._chooser.prepare(candidates, nothing_known)
 
     def _decide(self, strategy: PipelineHost) -> _Order:
-        """The order of rank 0, by what all ranks have measured. Collective."""
+        """Return the order of rank 0, by what all ranks have measured. Collective."""
         began = time.perf_counter()
         run, control = strategy.running, strategy.control
         windows = list(run.windows)
@@ -269,7 +269,7 @@ class ScheduleTuner(PipelineCallback):
 def _probed(
     sample: StepSample, links: Mapping[tuple[int, int], Link], stages: Mapping[int, StageBytes], plan: Plan
 ) -> StepSample:
-    """The sample with what its transfers would take over the links as they were probed, if they were."""
+    """Return the sample with what its transfers would take over the links as they were probed, if they were."""
     means = dict(sample.means)
     for kind, stage, rows in sample.means if links else ():
         if kind in SENDS:
@@ -299,7 +299,7 @@ def _metrics(tuned: Tuned) -> dict[str, float]:
 
 
 def add_tuner(trainer: pl.Trainer, schedule: Schedule | Policy) -> None:
-    """Gives the trainer a ScheduleTuner if the schedule wants one and there is none."""
+    """Give the trainer a ScheduleTuner if the schedule wants one and there is none."""
     callbacks = private.callbacks(trainer)
     if schedule.tunes_online and not any(isinstance(c, ScheduleTuner) for c in callbacks):
         callbacks.append(ScheduleTuner())

@@ -40,7 +40,7 @@ class Sum(NamedTuple):
     crc32: int
 
     def check(self, path: Path) -> None:
-        """Raises PipelineError if the file is another, or has changed."""
+        """Raise PipelineError if the file is another, or has changed."""
         if path.stat().st_size != self.size:
             raise damage_error(path, f"it has {path.stat().st_size} bytes, and {self.size} were written")
         with open(path, "rb") as file:
@@ -94,7 +94,7 @@ class SealedZip(Summing):
 
 
 def seal(file: Summing) -> None:
-    """Ends a file of a form that says itself where it ends, such as a pickle."""
+    """End a file of a form that says itself where it ends, such as a pickle."""
     file.write(_SEAL % file.sum.crc32)
 
 
@@ -147,7 +147,7 @@ def _crc_of(file: IO[bytes], size: int) -> int:
 
 
 def damage_error(path: str | os.PathLike[str], how: str) -> PipelineError:
-    """An error that says so, and what can be done."""
+    """Return an error that says so, and what can be done."""
     return PipelineError(f"the checkpoint {os.fspath(path)} is damaged: {how}. {WAY_OUT}")
 
 
@@ -184,7 +184,7 @@ class Index:
 
     @classmethod
     def read(cls, folder: Path) -> Index:
-        """The index of a folder; nothing in the file is run.
+        """Return the index of a folder; nothing in the file is run.
 
         Raises:
             PipelineError: there is none, it is damaged, or anything else is in it.
@@ -212,7 +212,7 @@ class Index:
 
 
 def with_sums(sums: Mapping[str, Sum]) -> dict[str, Any]:
-    """The entries that the index has to hold, in its `planner_data`, for `Index.read` to find the sums."""
+    """Return the entries that the index has to hold, in its `planner_data`, for `Index.read` to find the sums."""
     return {_SUMS: {name: tuple(found) for name, found in sums.items()}}
 
 
@@ -223,7 +223,7 @@ def _place(entry: Mapping[str, Any], name: str) -> Place:
 
 
 def _file(name: str) -> str:
-    """The name of a file that is in the folder itself."""
+    """Return the name of a file that is in the folder itself."""
     if Path(name).name != name:
         raise ValueError(f"{name!r} is outside of the folder")
     return name

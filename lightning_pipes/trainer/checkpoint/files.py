@@ -48,7 +48,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 save(checkpoint, temporary)
 
     def load_checkpoint(self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
-        """The content of the file, on the CPU, as torch.load reads it.
+        """Return the content of the file, on the CPU, as torch.load reads it.
 
         Raises:
             PipelineError: it is not what was written, or no checkpoint.
@@ -59,7 +59,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return load(local, map_location=map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Removes a file or a folder."""
+        """Remove a file or a folder."""
         local = local_path(path)
         if local is None:
             super().remove_checkpoint(path)
@@ -68,13 +68,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def local_path(path: str | Path) -> Path | None:
-    """The path if it is one of a file system, which a mounted one is too; None for s3:// and its like."""
+    """Return the path if it is one of a file system, which a mounted one is too; None for s3:// and its like."""
     protocol, separator, rest = str(path).partition("://")
     return Path(path) if not separator else Path(rest) if protocol == "file" else None
 
 
 def save(thing: Any, path: Path) -> Sum:
-    """Writes what torch.load reads, down to the disk.
+    """Write what torch.load reads, down to the disk.
 
     Raises:
         FileExistsError: there is something under the name, be it a link, which is not followed.
@@ -155,13 +155,13 @@ def _temporary_name(name: str) -> str:
 
 
 def _owner(name: str) -> Process | None:
-    """The process in a `_temporary_name`; None for any other name."""
+    """Return the process in a `_temporary_name`; None for any other name."""
     match = re.fullmatch(r"\..+\.([0-9a-f-]+)\.[0-9a-f]+\.saving", name)
     return None if match is None else Process.parse(match[1])
 
 
 def put(temporary: Path, path: Path) -> None:
-    """Gives a complete file or folder its name, in one step; what had the name is removed.
+    """Give a complete file or folder its name, in one step; what had the name is removed.
 
     A folder that replaces something takes two steps where the system can't exchange names, as over NFS: a process that
     is killed between them leaves the earlier checkpoint where `find_existing` finds it.
@@ -182,12 +182,12 @@ def put(temporary: Path, path: Path) -> None:
 
 
 def find_existing(path: Path) -> Path:
-    """The path, or where its content is if a process was killed while it replaced it."""
+    """Return the path, or where its content is if a process was killed while it replaced it."""
     return _aside(path) if not os.path.lexists(path) and _aside(path).exists() else path
 
 
 def remove(path: Path) -> None:
-    """Removes a file or folder, if it is there; a folder's name is gone before its files are."""
+    """Remove a file or folder, if it is there; a folder's name is gone before its files are."""
     if _is_folder(path):
         hidden = temporary_for(path)
         os.rename(path, hidden)
@@ -219,7 +219,7 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Brings the names in a folder to the disk."""
+    """Bring the names in a folder to the disk."""
     with suppress(OSError):  # not every file system has folders that can be synchronised
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -39,7 +39,7 @@ class ResumableLoader(LoaderOfSamples):
     """Whether the run that goes on here had workers that stay from pass to pass."""
 
     def resume_from(self, state: State, compare: bool) -> None:
-        """Lets the next pass go on where `state` was taken.
+        """Let the next pass go on where `state` was taken.
 
         Args:
             compare: warn when the sampler does not give what it gave then.
@@ -60,7 +60,7 @@ class ResumableLoader(LoaderOfSamples):
         _set_generators(_generators(self), state["generators"])
 
     def begin_anew(self) -> None:
-        """Lets the next pass begin with the first batch."""
+        """Let the next pass begin with the first batch."""
         self._start = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -102,7 +102,7 @@ class ResumableLoader(LoaderOfSamples):
         return own and not isinstance(self.dataset, IterableDataset)
 
     def wrapped(self, sampler: Iterable[Any]) -> Samples:
-        """The stand-in for the sampler, or for the batch sampler."""
+        """Return the stand-in for the sampler, or for the batch sampler."""
         if self._samples is None:
             in_flight = self.num_workers * (self.prefetch_factor or 0)
             self.__dict__["_samples"] = Samples(sampler, _AHEAD + in_flight)
@@ -163,7 +163,7 @@ class SamplePass(Iterator[Any]):
         return self._next()
 
     def advance(self) -> None:
-        """Drops the entries to be left out, if that has not been done."""
+        """Drop the entries to be left out, if that has not been done."""
         while self._skip:
             self._skip -= 1
             self._next()
@@ -294,7 +294,7 @@ def _set_moment(loader: DataLoader[Any], moment: State) -> None:
 
 
 def _generators(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The random generators that belong to a loader and its samplers, by the path of their attribute."""
+    """Return the random generators that belong to a loader and its samplers, by the path of their attribute."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
 

@@ -45,14 +45,14 @@ class Saver:
         self._error: PipelineError | None = None
 
     def save(self, checkpoint: dict[str, Any], path: str | Path, write: Callable[..., None], background: bool) -> None:
-        """Writes a whole checkpoint by `write(checkpoint, path)`, on the first rank."""
+        """Write a whole checkpoint by `write(checkpoint, path)`, on the first rank."""
         if self._control.position == 0:
             self._make_way(path)
             whole = snapshot_state(checkpoint) if background else checkpoint
             self._do(path, partial(write, whole, path), background)
 
     def save_parts(self, checkpoint: dict[str, Any], order: Sequence[str], path: str | Path, background: bool) -> None:
-        """Writes a folder to which every rank adds its part, as `plan_part` takes it; all ranks call it.
+        """Write a folder to which every rank adds its part, as `plan_part` takes it; all ranks call it.
 
         Raises:
             PipelineError: the path is not on a file system.
@@ -70,17 +70,17 @@ class Saver:
         self._do(path, partial(write_part, part, self._control, self._store()), background)
 
     def remove(self, path: str | Path, io: CheckpointIO) -> None:
-        """Removes a checkpoint, on the first rank; after those that are being written."""
+        """Remove a checkpoint, on the first rank; after those that are being written."""
         if self._control.position == 0:
             self._do(path, partial(_remove, path, io), background=bool(self._jobs))
 
     def check(self) -> None:
-        """Raises PipelineError if something could not be written."""
+        """Raise PipelineError if something could not be written."""
         if self._error is not None:
             raise self._error
 
     def wait(self) -> None:
-        """Returns when everything is written, or raises why it is not."""
+        """Return when everything is written, or raise why it is not."""
         for job in self._jobs:
             job.result()
         self._jobs.clear()
@@ -124,7 +124,7 @@ class Saver:
 
     @contextmanager
     def _remembered(self, path: str | Path) -> Iterator[None]:
-        """Makes an error in the block one that names the rank and the path."""
+        """Make an error in the block one that names the rank and the path."""
         try:
             yield
         except PeerFailure:

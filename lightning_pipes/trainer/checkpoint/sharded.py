@@ -117,7 +117,7 @@ def plan_part(checkpoint: Mapping[str, Any], order: Sequence[str], path: Path, n
 
 
 def write_part(part: Part, control: Control, store: Any) -> None:
-    """Writes this rank's part; the first rank then waits for the others, and gives the whole its name.
+    """Write this rank's part; the first rank then waits for the others, and gives the whole its name.
 
     Uses no collective, so that it can run in any thread.
 
@@ -195,7 +195,7 @@ class _Files(FileSystem):
 
 
 def _receive_report(position: int, part: Part, control: Control, store: Any) -> str | bytes:
-    """The word of another rank on its part, when it is written."""
+    """Return the word of another rank on its part, when it is written."""
     key, rank = _key(part, position), control.ranks[position]
     failed_at = None
     while not store.check([key]):
@@ -220,7 +220,7 @@ def _as_json(written: Sequence[WriteResult], sums: Mapping[str, Sum]) -> str:
 
 
 def _from_json(said: str | bytes, rank: int) -> tuple[list[WriteResult], dict[str, Sum]]:
-    """The other direction; PipelineError if the rank has failed."""
+    """Return the other direction; PipelineError if the rank has failed."""
     found = json.loads(said)
     if "error" in found:
         raise PipelineError(f"rank {rank} could not write its part: {found['error']}")
@@ -353,7 +353,7 @@ class _Weights(Mapping[str, Any]):
 
 
 def consolidate(folder: str | Path, file: str | Path, weights_only: bool | None = None) -> None:
-    """Makes an ordinary Lightning checkpoint, one file, from a folder that `checkpoint="sharded"` has written.
+    """Make an ordinary Lightning checkpoint, one file, from a folder that `checkpoint="sharded"` has written.
 
     Needs no processes and memory for the whole. The file loads with `load_from_checkpoint` and resumes anywhere.
 
@@ -386,7 +386,7 @@ def consolidate(folder: str | Path, file: str | Path, weights_only: bool | None 
 
 
 def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any], dict[Any, Any]]:
-    """The tensors by a name of their own, where each of them belongs, and what else is at such places."""
+    """Return the tensors by a name of their own, where each of them belongs, and what else is at such places."""
     tensors: dict[str, Tensor] = {}
     index: dict[str, Any] = {}
     small: dict[Any, Any] = {}
@@ -411,7 +411,7 @@ def _without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set(rest: dict[str, Any], place: Sequence[Any], value: Any) -> None:
-    """Puts a value where `_split` found it."""
+    """Put a value where `_split` found it."""
     if place[0] == "state_dict":
         rest["state_dict"][place[1]] = value
     else:

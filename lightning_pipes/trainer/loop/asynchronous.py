@@ -400,7 +400,7 @@ class AsynchronousTraining(Training):
         return [] if any(item.data.complete for item in self.unstepped.values()) else self._kept
 
     def _with_gradients(self) -> list[torch.Tensor]:
-        """The parameters of this rank that have any, by batches under way."""
+        """Return the parameters of this rank that have any, by batches under way."""
         stages, batches = self._run.stages.values(), self.unstepped.values()
         found = {
             id(p): p
@@ -502,7 +502,7 @@ class Results:
 
 
 def check_streaming(trainer: pl.Trainer, schedule: Schedule | Policy, grid: Grid, shared: Sequence[str]) -> None:
-    """Refuses what needs all stages at one batch, for a schedule which never has them there.
+    """Refuse what needs all stages at one batch, for a schedule which never has them there.
 
     Args:
         shared: names of the parameters that several ranks train.
@@ -557,7 +557,7 @@ def choose_predictor(run: PipelineRun, name: str) -> PredictorChoice | None:
 
 
 def check_turns(run: PipelineRun) -> None:
-    """Refuses runs in which layers can't take turns on the device.
+    """Refuse runs in which layers can't take turns on the device.
 
     Raises:
         PipelineError: the module does not say which layers batches use, or forwards keep them, or one half of a
@@ -583,7 +583,7 @@ def check_turns(run: PipelineRun) -> None:
 
 
 def check_stash(run: PipelineRun) -> None:
-    """Refuses runs in which weight versions can't take turns on the device.
+    """Refuse runs in which weight versions can't take turns on the device.
 
     Raises:
         PipelineError: something refers to them from forward to backward, or from one half of a backward to the other.
@@ -603,5 +603,5 @@ def check_stash(run: PipelineRun) -> None:
 
 
 def _recomputes(plan: Plan) -> bool:
-    """Whether forwards that wait keep only their input; on the last stage none waits."""
+    """Return whether forwards that wait keep only their input; on the last stage none waits."""
     return plan.n_stages == 1 or (bool(plan.recompute) and all(plan.recompute[:-1]))

@@ -24,7 +24,7 @@ class CutsBatches(Protocol):
     """A LightningModule that says which stage runs which layer, from batch to batch."""
 
     def cut_of_batch(self, batch: Any) -> Sequence[int] | None:
-        """The number of the first layer of each stage but the first, for a training batch; None for those of the
+        """Return the number of the first layer of each stage but the first, for a training batch; None for those of the
         plan. Called on every rank, which must all get the same."""
 
 
@@ -60,7 +60,7 @@ class Cuts:
 
     @staticmethod
     def are_needed(module: pl.LightningModule, policy: object) -> bool:
-        """Whether batches get cuts of their own.
+        """Return whether batches get cuts of their own.
 
         Raises:
             PipelineError: the module wants to cut batches and does not say which layers they use.

@@ -64,7 +64,7 @@ class Training(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Finishes what `train` has left for later."""
+        """Finish what `train` has left for later."""
 
     @abstractmethod
     def make_agreement(self, stops: StopAgreement) -> Callable[[], None]:
@@ -76,7 +76,7 @@ class Training(ABC):
 
     @abstractmethod
     def give_back_gradients(self) -> None:
-        """Puts the gradients where the optimizer looks for them."""
+        """Put the gradients where the optimizer looks for them."""
 
     def own_gradients(self) -> AbstractContextManager[None]:
         """Give parameters their accumulated gradients in the block."""
@@ -407,7 +407,7 @@ class PipelineRun:
         self.training.batch_complete(self.stages[number], item)
 
     def stage_bytes(self, optimizers: Sequence[Optimizer]) -> dict[int, StageBytes]:
-        """The bytes that the stages of this rank hold, once one batch was trained."""
+        """Return the bytes that the stages of this rank hold, once one batch was trained."""
         held = {number: stage.layers.values() for number, stage in self.stages.items()}
         return self.saved_bytes.measured_stages(held, optimizers)
 
@@ -416,6 +416,6 @@ class PipelineRun:
         self.training.close()
 
     def close(self) -> None:
-        """Ends the connections to the neighbours."""
+        """End the connections to the neighbours."""
         self.engine.close()
         self.part.close()

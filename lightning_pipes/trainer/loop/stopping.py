@@ -113,7 +113,7 @@ class StopAgreement:
 
 
 def end_as_terminated() -> None:
-    """Ends the process, or lets it go on where it can't be in the thread that asks."""
+    """End the process, or let it go on where it can't be in the thread that asks."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -131,7 +131,7 @@ def sigterm_error() -> SIGTERMException:
 
 
 def check_ends(found: Sequence[bool], batch: int) -> None:
-    """Raises PipelineError if the epoch ends with that batch on some ranks only, by the flags of all."""
+    """Raise PipelineError if the epoch ends with that batch on some ranks only, by the flags of all."""
     *_, some_last, some_not = found
     if some_last and some_not:
         raise PipelineError(

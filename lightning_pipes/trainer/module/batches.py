@@ -68,14 +68,14 @@ def _holds_samples(part: Sequence[Any], rows: int, others: Sequence[Any]) -> boo
 
 
 def _is_sample(entry: Any) -> bool:
-    """Whether an entry of the batch itself is one sample: it has tensors, and a number."""
+    """Return whether an entry of the batch itself is one sample: it has tensors, and a number."""
     parts = () if isinstance(entry, torch.Tensor) else _parts(entry)
     numbers = [p for p in parts if isinstance(p, (int, float)) or (isinstance(p, torch.Tensor) and not p.ndim)]
     return bool(numbers) and any(t.ndim for t in tensors_of(entry))
 
 
 def per_sample(part: Any, rows: int, outermost: bool = False) -> bool:
-    """Whether `part` is a list or tuple with an entry for each of `rows` samples.
+    """Return whether `part` is a list or tuple with an entry for each of `rows` samples.
 
     Tensors of `rows` entries each are columns of a batch, not samples, however many there are: the outermost list is
     one of columns if any of its tensors is, or if it holds lists; a list in it if all are.
@@ -170,7 +170,7 @@ def _is_list(part: Any) -> bool:
 
 
 def _parts(batch: Any) -> Sequence[Any]:
-    """The entries of a dict, sequence or dataclass."""
+    """Return the entries of a dict, sequence or dataclass."""
     if isinstance(batch, Mapping):
         return tuple(batch.values())
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
@@ -195,7 +195,7 @@ def copy_batch(batch: Any) -> Any:
 
 
 def take_samples(batch: Any, span: Span, rows: int, whole: Collection[int] = (), samples: Collection[Path] = ()) -> Any:
-    """The samples `span` of a batch of `rows` samples; tensors are views.
+    """Return the samples `span` of a batch of `rows` samples; tensors are views.
 
     `samples` are the lists with an entry for each sample of which that can't be seen.
 
@@ -280,7 +280,7 @@ def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> t
 
 
 def checksum_batch(batch: Any) -> str:
-    """A checksum of all tensors of a batch: shapes, types and values."""
+    """Return a checksum of all tensors of a batch: shapes, types and values."""
     digest = hashlib.blake2b(digest_size=8)
 
     def add(tensor: torch.Tensor) -> torch.Tensor:
@@ -326,7 +326,7 @@ def _sampling_step(shape: tuple[int, ...]) -> int:
 
 
 def check_same(fingerprints: Sequence[object], ranks: Sequence[int], where: str) -> None:
-    """Raises PipelineError unless all ranks hold the same batch."""
+    """Raise PipelineError unless all ranks hold the same batch."""
     if len(set(fingerprints)) > 1:
         listed = ", ".join(f"rank {r}: {f}" for r, f in zip(ranks, fingerprints, strict=True))
         raise PipelineError(

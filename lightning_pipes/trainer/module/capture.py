@@ -60,7 +60,7 @@ class Interceptor:
         return self._answer is not None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call of the pipelined module, as made by the user's step.
+        """Return the call of the pipelined module, as made by the user's step.
 
         Raises:
             PipelineError: no step is running, it is the step's second call, or it has not one positional argument.
@@ -80,7 +80,7 @@ class Interceptor:
         return self.call_layers(args[0])
 
     def call_layers(self, x: Any) -> Any:
-        """The call of the layers with `x`; what they return.
+        """Return the call of the layers with `x`; what they return.
 
         Raises:
             PipelineError: it is the step's second call.
@@ -132,7 +132,7 @@ class Interceptor:
         return self._run(refused, step, args)
 
     def run_with_answer(self, step: Step, answer: Callable[[Any], Any], *args: Any, apart: bool = False) -> Any:
-        """The result of `step(*args)` when its call of the pipelined module gives `answer(x)`.
+        """Return the result of `step(*args)` when its call of the pipelined module gives `answer(x)`.
 
         Args:
             apart: whether the graph of what `answer` gives does not go on to `x`.
@@ -196,7 +196,7 @@ class _GapInGraph:
 
 
 def named_step(owner: object, name: str) -> Step:
-    """A step of a module, with that name; it may be an attribute that has none, such as a functools.partial."""
+    """Return a step of a module, with that name; it may be an attribute that has none, such as a functools.partial."""
     step: Step = getattr(owner, name)
     if not hasattr(step, "__name__"):
         step = partial(step)
@@ -240,6 +240,6 @@ class CacheSwitch:
 
 
 def _has_cache(config: Any) -> bool:
-    """Whether it is a config of transformers that knows `use_cache`."""
+    """Return whether it is a config of transformers that knows `use_cache`."""
     libraries = {kind.__module__.partition(".")[0] for kind in type(config).__mro__}
     return "transformers" in libraries and isinstance(getattr(config, "use_cache", None), bool)

@@ -32,7 +32,7 @@ _UNSUITABLE: dict[type[pl.Callback], str] = {
 
 
 def check_run(module: pl.LightningModule, trainer: pl.Trainer, background: bool) -> None:
-    """Raises PipelineError for a module or callbacks that can't be used.
+    """Raise PipelineError for a module or callbacks that can't be used.
 
     Args:
         background: checkpoints are written while training goes on.
@@ -47,7 +47,7 @@ def check_run(module: pl.LightningModule, trainer: pl.Trainer, background: bool)
 
 
 def check_precision(plugin: Precision) -> None:
-    """Raises PipelineError for a plugin whose processes have to run the same layers."""
+    """Raise PipelineError for a plugin whose processes have to run the same layers."""
     if isinstance(plugin, TransformerEnginePrecision):
         raise PipelineError(
             f"{type(plugin).__name__} can't be used in a pipeline: Transformer Engine reduces the largest values of "
@@ -57,7 +57,7 @@ def check_precision(plugin: Precision) -> None:
 
 
 def check_callbacks(found: Iterable[pl.Callback]) -> None:
-    """Raises PipelineError for a callback that needs the whole module on every process."""
+    """Raise PipelineError for a callback that needs the whole module on every process."""
     for callback in found:
         for kind, reason in _UNSUITABLE.items():
             if isinstance(callback, kind):
@@ -65,7 +65,7 @@ def check_callbacks(found: Iterable[pl.Callback]) -> None:
 
 
 def check_async(found: Iterable[pl.Callback]) -> None:
-    """Raises PipelineError for a callback that can't have checkpoints written in the background."""
+    """Raise PipelineError for a callback that can't have checkpoints written in the background."""
     for callback in found:
         if isinstance(callback, cb.ModelCheckpoint) and callback.save_last == "link":
             raise PipelineError(
@@ -75,7 +75,7 @@ def check_async(found: Iterable[pl.Callback]) -> None:
 
 
 def check_module(module: pl.LightningModule, fitting: bool) -> None:
-    """Raises PipelineError for a module that can't be trained in a pipeline."""
+    """Raise PipelineError for a module that can't be trained in a pipeline."""
     owner = type(module).__name__
     if fitting and not module.automatic_optimization:
         raise PipelineError(
@@ -109,7 +109,7 @@ def check_module(module: pl.LightningModule, fitting: bool) -> None:
 
 
 def warn_about_pieces(full: nn.Module) -> None:
-    """Warns of layers that differ where training batches are cut into micro-batches."""
+    """Warn of layers that differ where training batches are cut into micro-batches."""
     names = [name for name in batch_statistics(full) if full.get_submodule(name).training]
     if names:
         rank_zero_warn(
@@ -125,7 +125,7 @@ def warn_about_pieces(full: nn.Module) -> None:
 
 
 def warn_about_module(module: pl.LightningModule, full: Layers) -> None:
-    """Warns of layers and hooks that see the layers of one stage, or nothing."""
+    """Warn of layers and hooks that see the layers of one stage, or nothing."""
     copies = _copies(module, full)
     if copies:
         rank_zero_warn(
@@ -148,7 +148,7 @@ def _copies(module: pl.LightningModule, full: nn.Module) -> list[str]:
 
 
 def warn_about_small_batch(rows: int, stages: int) -> None:
-    """Warns of a batch with fewer samples than there are stages, or nothing."""
+    """Warn of a batch with fewer samples than there are stages, or nothing."""
     if rows < stages:
         rank_zero_warn(
             f"a batch of {rows} sample{'s' * (rows > 1)} can't keep {stages} stages busy, so most of them wait at any "
@@ -166,7 +166,7 @@ _PRIME = (1 << 61) - 1
 
 
 def broadcast_random_state(control: Control, device: torch.device) -> None:
-    """Gives all ranks the generators of rank 0, which has run what one process would have run.
+    """Give all ranks the generators of rank 0, which has run what one process would have run.
 
     So samplers and `random_split` without a generator of their own choose the same samples on every stage.
     """
@@ -227,7 +227,7 @@ def _factors() -> torch.Tensor:
 
 
 def _take_over(tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, object], control: Control) -> None:
-    """Takes over what rank 0 has. Collective."""
+    """Take over what rank 0 has. Collective."""
     expected = control.broadcast(shapes, control.ranks[0])
     different = sorted(n for n in {*shapes, *expected} if shapes.get(n) != expected.get(n))
     if any(control.any(bool(different))):

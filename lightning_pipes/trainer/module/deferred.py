@@ -37,7 +37,7 @@ NOT_SAMPLES = Span(0, 0)
 
 
 def has_meta(module: nn.Module) -> bool:
-    """Whether any weight of a module is on `meta`."""
+    """Return whether any weight of a module is on `meta`."""
     return any(t.is_meta for t in (*module.parameters(), *module.buffers()))
 
 
@@ -83,7 +83,7 @@ class DeferredWeights:
     def make(
         self, local: Iterable[int], positions: Sequence[int], seed: int, device: torch.device, pipe: Control
     ) -> None:
-        """Gives values to the weights of the `local` layers and to those outside; a collective call of the pipeline.
+        """Give values to the weights of the `local` layers and to those outside; a collective call of the pipeline.
 
         Tensors stay the same objects, so optimizers need not be told.
 
@@ -156,7 +156,7 @@ def _find_adapters(module: nn.Module) -> dict[int, list[Callable[[], object]]]:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Raises PipelineError for state that an optimizer has made of weights without values."""
+    """Raise PipelineError for state that an optimizer has made of weights without values."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
             for name, value in state.items():
@@ -168,7 +168,7 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
 
 
 def check_same_cut(module: pl.LightningModule, path: str, local: Sequence[int], control: Control) -> None:
-    """Raises PipelineError on all ranks if an earlier run has left other layers on any of them. Collective."""
+    """Raise PipelineError on all ranks if an earlier run has left other layers on any of them. Collective."""
     before = vars(module).get(SPREAD)
     if control.any(before is not None and before != (path, tuple(local)))[0]:
         where = "" if before is None else f" (here layers {list(before[1])} of {before[0]}, and now {list(local)})"

@@ -252,7 +252,7 @@ def can_change(thing: Any) -> bool:
 
 
 def list_entries(thing: Any) -> list[tuple[str, Any]]:
-    """The entries that an object holds directly, with how to get there."""
+    """Return the entries that an object holds directly, with how to get there."""
     if isinstance(thing, nn.Module):
         parts = [*thing._modules.items(), *thing._buffers.items()]
         own = [(name, value) for name, value in vars(thing).items() if name not in OWN]
@@ -265,7 +265,7 @@ def list_entries(thing: Any) -> list[tuple[str, Any]]:
 
 
 def _tensors(thing: Any, depth: int = 3) -> dict[str, torch.Tensor]:
-    """The tensors in an object and in containers in it, by their place; modules and objects in it count by
+    """Return the tensors in an object and in containers in it, by their place; modules and objects in it count by
     themselves."""
     found: dict[str, torch.Tensor] = {}
     for place, entry in list_entries(thing):

@@ -120,14 +120,14 @@ class Recording:
         self._alive: list[Any] = []  # what is numbered by its id
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Writes down the call of the next layer."""
+        """Write down the call of the next layer."""
         entries = tuple(self._lowered(a, f"argument {n}") for n, a in enumerate(args))
         call = LayerCall(entries, {key: self._lowered(a, key) for key, a in kwargs.items()})
         same = bool(self.calls) and call == self.calls[-1]
         self.calls.append(self.calls[-1] if same else call)  # what is the same object is pickled once
 
     def tape(self) -> tuple[Tape, dict[Key, Any]]:
-        """The calls, and the values that they need from outside."""
+        """Return the calls, and the values that they need from outside."""
         return Tape(self.calls, self._last_use), self.values
 
     def _lowered(self, thing: Any, where: str) -> Any:
@@ -184,7 +184,7 @@ class LayerLoop:
         return self._stand_ins if self._running() else None
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call of one layer, as made by the user's step.
+        """Return the call of one layer, as made by the user's step.
 
         Raises:
             PipelineError: no step is running, layers are skipped or called out of order, or their arguments can't

@@ -128,7 +128,7 @@ class OptimizerLayout:
         return {"state": self.states_by_name(local), "param_groups": groups}
 
     def states_by_name(self, local: Mapping[str, Any]) -> dict[str, Any]:
-        """The states in this rank's `state_dict`, by parameter name."""
+        """Return the states in this rank's `state_dict`, by parameter name."""
         names = self.names
         return {names[number]: state for number, state in local.get("state", {}).items()}
 
@@ -252,7 +252,7 @@ class WholeStates(MutableMapping[Any, Any]):
         self._likes.clear()
 
     def _find_like(self, key: RemoteTensor) -> torch.Tensor | None:
-        """A parameter here that has a state; of the same group and shape if there is one."""
+        """Return a parameter here that has a state; of the same group and shape if there is one."""
         if not self._likes:
             for number, group in enumerate(self._groups):
                 for p in group:
@@ -267,7 +267,7 @@ class WholeStates(MutableMapping[Any, Any]):
 
 
 def _state_on_other_rank(key: RemoteTensor, state: Any, of: torch.Tensor) -> Any:
-    """A state of `key` with the entries that the state of the parameter `of` has."""
+    """Return a state of `key` with the entries that the state of the parameter `of` has."""
 
     def make(name: Any, value: torch.Tensor) -> RemoteTensor:
         shape = key.shape if value.shape == of.shape else value.shape
@@ -381,7 +381,7 @@ def parameter_names(module: pl.LightningModule, optimizers: Sequence[Optimizer])
 
 
 def refuse_unsuitable(optimizers: Sequence[Optimizer]) -> None:
-    """Raises PipelineError for optimizers that run the training step more than once per update."""
+    """Raise PipelineError for optimizers that run the training step more than once per update."""
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise PipelineError(
@@ -409,7 +409,7 @@ def _is_plain(value: object) -> bool:
 
 
 def check_same_settings(settings: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> None:
-    """Raises PipelineError unless the optimizers of all ranks have the same settings."""
+    """Raise PipelineError unless the optimizers of all ranks have the same settings."""
     for where in dict.fromkeys(key for each in settings for key in each):
         found = [each.get(where, "nothing") for each in settings]
         if len(set(found)) > 1:

@@ -100,7 +100,7 @@ def _only_records(hook: object) -> bool:
 
 
 def _largest(module: pl.LightningModule, seconds: Mapping[str, float] | None) -> str:
-    """The path of the container that is cut if none is named."""
+    """Return the path of the container that is cut if none is named."""
     found = list_containers(module)
     sizes = dict(found if seconds is None else [each for each in found if each[0] in seconds])
     by_size = max(sizes, key=lambda path: sizes[path], default=None)
@@ -201,7 +201,7 @@ def work_size(part: nn.Module) -> int:
 
 
 def layer_sizes(full: Layers) -> list[int]:
-    """The number of parameters of each layer, plus one so that no layer is free."""
+    """Return the number of parameters of each layer, plus one so that no layer is free."""
     return [_size(layer) + 1 for layer in full]
 
 
@@ -256,11 +256,11 @@ class CutModule:
         release_free_memory()
 
     def is_foreign(self, tensor: torch.Tensor) -> bool:
-        """Whether a parameter of the whole module lives on other ranks only."""
+        """Return whether a parameter of the whole module lives on other ranks only."""
         return tensor in self._absent
 
     def check_in_place(self) -> None:
-        """Raises PipelineError if code of the user's has put something else in the place of the layers."""
+        """Raise PipelineError if code of the user's has put something else in the place of the layers."""
         parent, _, name = self.path.rpartition(".")
         if getattr(self.module.get_submodule(parent), name, None) is not self.proxy:
             raise PipelineError(
@@ -322,7 +322,7 @@ class CutModule:
         }
 
     def unsaved(self, layers: Collection[int]) -> dict[str, torch.Tensor]:
-        """The buffers of these layers that are in no state dict, by name."""
+        """Return the buffers of these layers that are in no state dict, by name."""
         return {
             f"{key}.{name}": buffer
             for _, key, part in self._modules_of(layers)
@@ -331,7 +331,7 @@ class CutModule:
         }
 
     def in_order(self, parts: Collection[Mapping[str, Any]]) -> dict[str, Any]:
-        """The whole state dict from all ranks' parts, with the keys in the order of the whole module."""
+        """Return the whole state dict from all ranks' parts, with the keys in the order of the whole module."""
         merged = {key: value for part in parts for key, value in part.items()}
         ordered = {key: merged.pop(key) for key in self.keys if key in merged}
         return {**ordered, **merged}
@@ -363,7 +363,7 @@ class CutModule:
         return {id(p): (name, absent.get(id(p), p)) for name, p in self.module.named_parameters()}
 
     def take_unsaved(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Gives layers of other ranks the buffers that `unsaved` gave there."""
+        """Give layers of other ranks the buffers that `unsaved` gave there."""
         for name, buffer in buffers.items():
             owner, _, own_name = name.rpartition(".")
             part = self.full.get_submodule(owner[len(self.path) + 1 :])

@@ -47,7 +47,7 @@ class StageProxy(nn.Module):
         self.training = full.training  # layers keep their own modes, as Lightning has it
 
     def hold_layers(self, local: Iterable[int]) -> None:
-        """Registers these layers, and no others."""
+        """Register these layers, and no others."""
         full = self.__dict__["_full"]
         names = list(full._modules)
         self._modules.clear()
@@ -129,7 +129,7 @@ class StageProxy(nn.Module):
         return scope is not None and bool(scope.hook) and not self.__dict__["_call"].running
 
     def _refuse(self, what: str) -> NoReturn:
-        """Raises PipelineError: the layers are those that training began with."""
+        """Raise PipelineError: the layers are those that training began with."""
         call, scope, name = (self.__dict__[key] for key in ("_call", "_scope", "_name"))
         who = (scope.hook if scope is not None else "") or ("a step" if call.running else "code outside of a step")
         raise PipelineError(

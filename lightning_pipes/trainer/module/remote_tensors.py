@@ -253,7 +253,7 @@ class RemoteTensor(torch.Tensor):
         return found
 
     def refuse_use(self, what: str) -> NoReturn:
-        """Raises PipelineError, for a hook that does `what` with it."""
+        """Raise PipelineError, for a hook that does `what` with it."""
         scope = self._scope
         alone = "" if scope.everywhere else f" {scope.hook} runs on rank 0 only: use another hook, which all ranks run."
         raise PipelineError(
@@ -337,7 +337,7 @@ def digest_of_tensor(tensor: torch.Tensor) -> bytes:
 
 
 def give_values(tensor: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> None:
-    """Has a tensor without memory hold these, as `like` would lie in memory."""
+    """Have a tensor without memory hold these, as `like` would lie in memory."""
     with NoSubclassFunctions():  # `like` is a stand-in, whose functions take long
         values = with_layout_of(values, like)
     RemoteTensor.put_back(tensor)
@@ -356,7 +356,7 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
 
 
 def _written(name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that a function of that name writes to."""
+    """Return the tensors that a function of that name writes to."""
     if kwargs.get("out") is not None:
         return [t for t in pytree.tree_leaves(kwargs["out"]) if isinstance(t, torch.Tensor)]
     in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
@@ -398,7 +398,7 @@ def _draw_as_init(caller: FrameType, device: torch.device) -> None:
 
 
 def _made_up(tensor: RemoteTensor, device: torch.device) -> torch.Tensor:
-    """A tensor here like one that is on another rank, with some values."""
+    """Return a tensor here like one that is on another rank, with some values."""
     like = _without_values(tensor)
     return torch.full(tuple(like.shape), 0.5, dtype=like.dtype, device=device)
 

@@ -79,7 +79,7 @@ class Tape:
         return repr((text(call.args), text(call.kwargs)))
 
     def run(self, number: int, layer: nn.Module, held: dict[Key, Any]) -> Any:
-        """Runs one layer on the values that have come this far: itself and the values for the layers after it, or
+        """Run one layer on the values that have come this far: itself and the values for the layers after it, or
         after the last layer what that returned.
 
         Raises:
@@ -137,14 +137,14 @@ class TapedLayer(nn.Module):
 
 
 def fill_tree(tree: Any, value: Callable[[Given | Output], Any]) -> Any:
-    """The tree with values where Given and Output stand for them."""
+    """Return the tree with values where Given and Output stand for them."""
     if isinstance(tree, (Given, Output)):
         return value(tree)
     return map_container(tree, lambda entry: fill_tree(entry, value))
 
 
 def map_container(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The container with its entries changed; what is no container comes back as it is."""
+    """Return the container with its entries changed; what is no container comes back as it is."""
     if type(tree) in (list, tuple):
         return type(tree)([change(entry) for entry in tree])
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -160,7 +160,7 @@ def is_shared_dict(thing: Any) -> bool:
 
 
 def refuse_objects(thing: Any, where: str) -> None:
-    """Raises PipelineError unless `thing` is made of tensors and plain values only, so that it means the same on
+    """Raise PipelineError unless `thing` is made of tensors and plain values only, so that it means the same on
     another rank."""
     if isinstance(thing, (torch.Tensor, *PLAIN)):
         return

@@ -20,7 +20,7 @@ GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ran
 
 
 def state_of(generator: Any) -> Any:
-    """The state of a random generator."""
+    """Return the state of a random generator."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
@@ -29,7 +29,7 @@ def state_of(generator: Any) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Gives a generator what `state_of` has returned."""
+    """Give a generator what `state_of` has returned."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):

@@ -184,7 +184,7 @@ class Clock:
 
 
 def warn_about_outside(module: pl.LightningModule, path: str, profile: ModelProfile | None) -> None:
-    """Says so where most of the work is not in the layers that are cut: by time where a profile is known, else by
+    """Say so where most of the work is not in the layers that are cut: by time where a profile is known, else by
     parameters."""
     if profile is not None:
         inside, of = _share(profile), "the time of a step"
@@ -210,7 +210,7 @@ def warn_about_outside(module: pl.LightningModule, path: str, profile: ModelProf
 
 
 def _share(profile: ModelProfile) -> float:
-    """The share of a step's time that layers take."""
+    """Return the share of a step's time that layers take."""
     rows = profile.layers[0].forward[-1][0]
     times = [profile.layer_arrays.seconds_at(kind, rows) for kind in (Kind.F, Kind.B)]
     inside = sum(float(column[1:-1].sum()) for column in times)

@@ -123,7 +123,7 @@ class Deciding:
         return replace(plain, why=reason)
 
     def _measured(self, request: RunRequest, plain: Decision) -> Decision:
-        """The decision by times.
+        """Return the decision by times.
 
         Raises:
             NotMeasuredError: there are none.
@@ -241,7 +241,7 @@ class Deciding:
     def _planned(
         self, request: RunRequest, plain: Decision, profile: ModelProfile, rows: int, deployment: Deployment
     ) -> Decision:
-        """The decision by a profile, made by one rank.
+        """Return the decision by a profile, made by one rank.
 
         Raises:
             PlanError: nothing can.
@@ -267,7 +267,7 @@ class Deciding:
         measuring: Measuring,
         seconds_left: Callable[[float | None], float],
     ) -> Decision:
-        """The decision by a profile that was corrected by steps of the pipeline: the fastest of what was tried.
+        """Return the decision by a profile that was corrected by steps of the pipeline: the fastest of what was tried.
 
         A layer in a pipeline may take other times than it has alone: ranks share memory and caches, and messages take
         processor time.
@@ -308,7 +308,7 @@ class Deciding:
         return float(min(self._control.all_gather(begun + allowed - time.monotonic())))
 
     def _deployment(self, plain: Decision, speeds: list[float]) -> Deployment:
-        """The devices and links of a pipeline, in the order of its ranks; of replicas the worst.
+        """Return the devices and links of a pipeline, in the order of its ranks; of replicas the worst.
 
         Args:
             speeds: of all processes.

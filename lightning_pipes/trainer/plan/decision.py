@@ -89,7 +89,7 @@ class Decision:
         relocation: str = BLOCKING,
         degrees: Sequence[int] = (),
     ) -> Plans:
-        """The plans of its batches.
+        """Return the plans of its batches.
 
         Args:
             replanner, degrees: see `Plans`.

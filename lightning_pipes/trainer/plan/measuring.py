@@ -77,7 +77,7 @@ class Together:
         self.is_alone = control.size == 1
 
     def __call__(self, work: Callable[[], T]) -> list[T]:
-        """The results of `work()` on every rank, once all are through with it.
+        """Return the results of `work()` on every rank, once all are through with it.
 
         Raises:
             NotMeasuredError: it raised on any rank.
@@ -267,7 +267,7 @@ class Measuring:
         return Operations(inside, around, max([functions, *parts.values()]))
 
     def entering(self, rows: int) -> Any:
-        """The input of the layers for so many samples.
+        """Return the input of the layers for so many samples.
 
         Raises:
             NotMeasuredError: the user's code failed on any rank.
@@ -335,7 +335,7 @@ class Measuring:
         return seconds
 
     def _check_worth_it(self, forward: Callable[[], float], pieces: int | None) -> None:
-        """Runs the layers at least once. Short times are taken again: on a busy machine one may be much too long."""
+        """Run the layers at least once. Short times are taken again: on a busy machine one may be much too long."""
         seconds = float("inf")
         for _ in range(1 + REPEATS):
             found = self._together(forward)
@@ -441,7 +441,7 @@ def without_loggers() -> Iterator[None]:
 
 
 def _leaves(tree: Any, trained: bool) -> Any:
-    """The same values without their history; with `trained` gradients are made for them."""
+    """Return the same values without their history; with `trained` gradients are made for them."""
 
     def leaf(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().requires_grad_(trained and tensor.is_floating_point())

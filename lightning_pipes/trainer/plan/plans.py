@@ -52,7 +52,7 @@ class Plans:
         return self._problem.layers
 
     def for_rows(self, rows: int) -> tuple[Plan, Program | Policy]:
-        """The plan for a batch of `rows` samples and its verified order.
+        """Return the plan for a batch of `rows` samples and its verified order.
 
         A policy is tried in virtual time, with forwards of one second and backwards of two: one that gets stuck there
         would have every rank wait for ever.
@@ -137,7 +137,7 @@ class Plans:
         return not self._degrees and self._asked.guards_memory
 
     def is_throttled(self, free: Sequence[FreeBytes], throttled: bool) -> bool:
-        """Whether batches that could overlap are to run one by one for now."""
+        """Return whether batches that could overlap are to run one by one for now."""
         return self._asked.should_serialize(free, throttled)
 
     def reduce_memory(self, rows: int, looks: tuple[Observation, ...], free: FreeBytes) -> Plans:
@@ -212,7 +212,7 @@ class Plans:
 def stage_layers(
     partition: str | Sequence[int], sizes: Sequence[int], stages: int, degrees: Sequence[int] = ()
 ) -> tuple[Span, ...]:
-    """The layers of each stage: balanced by `sizes` for "parameters", else cut where `partition` says."""
+    """Return the layers of each stage: balanced by `sizes` for "parameters", else cut where `partition` says."""
     if isinstance(partition, str):
         return even_partition(sizes, stages, degrees)
     return partition_at(partition, len(sizes), stages)

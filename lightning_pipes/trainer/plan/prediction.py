@@ -53,7 +53,7 @@ class Prediction:
         self._shares: list[Share] = []
 
     def correct_decision(self, windows: Sequence[Window]) -> Decision | None:
-        """The decision by which the run is to go on, where steps contradict the one that it has; mostly None.
+        """Return the decision by which the run is to go on, where steps contradict the one that it has; mostly None.
 
         Args:
             windows: the last ones of this rank, the last one new since the call before.

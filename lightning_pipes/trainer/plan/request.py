@@ -182,7 +182,7 @@ class RunRequest:
         return self.chooses or self.schedule.splits_backward or self.schedule.tunes_online
 
     def microbatch_rows(self, rows: int, ranks: int) -> tuple[int, ...]:
-        """The numbers of samples to measure for batches of `rows`: ascending, none twice."""
+        """Return the numbers of samples to measure for batches of `rows`: ascending, none twice."""
         return self.planner.profile_sizes(rows, len(self.schedule.place_stages(ranks)), self.microbatches)
 
     def sample_rows(self, rows: int, ranks: int) -> int:
@@ -190,7 +190,7 @@ class RunRequest:
         return self.planner.most_rows(rows, len(self.schedule.place_stages(ranks)), self.microbatches)
 
     def measured(self, plain: Decision, profile: ModelProfile, rows: int, deployment: Deployment) -> Decision:
-        """The decision by the profile of the layers, for batches of `rows` samples on these devices.
+        """Return the decision by the profile of the layers, for batches of `rows` samples on these devices.
 
         Args:
             plain: what would run without a profile.

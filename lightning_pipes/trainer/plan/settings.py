@@ -44,7 +44,7 @@ UNCHOSEN = "1f1b"
 
 
 def chosen_later(name: str) -> str:
-    """The name itself, for which conf/schedule/auto.yaml stands."""
+    """Return the name itself, for which conf/schedule/auto.yaml stands."""
     return name
 
 

@@ -80,7 +80,7 @@ class Trial:
         return cls(seconds, median(took) / 1e9, ratios, max(found) / max(wanted) if any(wanted) else 1.0)
 
     def factors(self, layers: Sequence[Span]) -> list[float]:
-        """The ratio of its stage for each layer."""
+        """Return the ratio of its stage for each layer."""
         return [ratio for ratio, span in zip(self.ratios, layers, strict=True) for _ in range(span.rows)]
 
     @property
@@ -107,7 +107,7 @@ class Trials:
         self._transport = transport
 
     def run(self, made: Decision, pieces: int, rows: int, deployment: Deployment, seconds: float = SECONDS) -> Trial:
-        """The result of `made`, for batches of so many micro-batches that all have `rows` samples.
+        """Return the result of `made`, for batches of so many micro-batches that all have `rows` samples.
 
         Args:
             seconds: no step begins later, after the first that counts; the same on all ranks.
@@ -201,7 +201,7 @@ def simulated(
 def _predicted(
     profile: ModelProfile, plan: Plan, order: Program | Policy, deployment: Deployment
 ) -> tuple[float, Share]:
-    """The same of the layers alone, on one of the replicas."""
+    """Return the same of the layers alone, on one of the replicas."""
     nothing = LayerProfile("", ((1, 0.0),), ((1, 0.0),))
     bare = replace(profile, before=replace(nothing, output=profile.before.output), after=nothing)
     return simulated(bare, plan, order, Deployment(deployment.pipeline))

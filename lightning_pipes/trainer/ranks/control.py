@@ -115,7 +115,7 @@ class Control:
         return self.ranks.index(dist.get_rank())
 
     def connect(self, purpose: str = "") -> Any:
-        """Makes the connections, if there are none, and returns their group; all ranks of the job must call it."""
+        """Make the connections, if there are none, and return their group; all ranks of the job must call it."""
         if purpose not in self._made:
             group = self._made[purpose] = self._connect(purpose)
             if not purpose:
@@ -123,7 +123,7 @@ class Control:
         return self._made[purpose]
 
     def connect_broadcasts(self) -> Any:
-        """Makes the connections of `prepare_broadcast`, if there are none, and returns their group; like `connect`."""
+        """Make the connections of `prepare_broadcast`, if there are none, and return their group; like `connect`."""
         self.connect()
         return self.connect(_PREPARED)
 
@@ -155,7 +155,7 @@ class Control:
         return self._part
 
     def ended(self, position: int) -> bool:
-        """Whether the process of a rank is known to have ended; that of another host never is."""
+        """Return whether the process of a rank is known to have ended; that of another host never is."""
         return self.watch.has_ended(self.ranks[position])
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class Control:
         return not any(map(_broke, leaving))
 
     def _made_mesh(self, group: Any) -> Mesh | None:
-        """The mesh of ranks that are all on this host; None if they are not, or too many."""
+        """Return the mesh of ranks that are all on this host; None if they are not, or too many."""
         if not 1 < self.size <= MOST:
             return None
         here = host_id()
@@ -217,13 +217,13 @@ class Control:
         return tensor
 
     def start_all_reduce(self, tensor: torch.Tensor, group: Any) -> Callable[[], None]:
-        """Starts to sum `tensor` in place over a group of any backend; what it returns waits for the end."""
+        """Start to sum `tensor` in place over a group of any backend; what it returns waits for the end."""
         work = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None
         return partial(self._finish, work) if dist.get_backend(group) == "gloo" else partial(_wait, work)
 
     def start_all_gather_into(self, found: torch.Tensor, own: torch.Tensor, group: Any) -> Callable[[], None]:
-        """Starts to gather `own` of all ranks into `found`, one after the other, over a group of any backend; what it
+        """Start to gather `own` of all ranks into `found`, one after the other, over a group of any backend; what it
         returns waits for the end."""
         work = dist.all_gather_into_tensor(found, own, group=group, async_op=True)
         assert work is not None
@@ -234,7 +234,7 @@ class Control:
         return self.start_any(*flags)()
 
     def start_any(self, *flags: bool) -> PendingGather[list[bool]]:
-        """Starts `any`; what it returns waits for the answer."""
+        """Start `any`; what it returns waits for the answer."""
         if self.size == 1:
             return PendingGather.at_once(list(flags))
         group = self._group
@@ -269,7 +269,7 @@ class Control:
         return thing if self.size == 1 else self._broadcast(source, self._group, _AT_ONCE)(thing)
 
     def prepare_broadcast(self, source: int) -> Callable[[Any], Any]:
-        """Gets ready for a `broadcast` that comes later; what it returns takes the thing of `source`, else None.
+        """Get ready for a `broadcast` that comes later; what it returns takes the thing of `source`, else None.
 
         Who gets ready early need not wait: the bytes arrive while it does something else. The source waits for nobody
         but those who lag several broadcasts behind. Other collectives may come in between, in one order among them.
@@ -333,11 +333,11 @@ class Control:
         return None if into is None else [_thing(t[:n], self._seal) for t, n in zip(into, sizes, strict=True)]
 
     def all_gather(self, thing: Any) -> list[Any]:
-        """The things of all ranks in order, on every rank; tensors arrive on the CPU."""
+        """Return the things of all ranks in order, on every rank; tensors arrive on the CPU."""
         return self.start_all_gather(thing)()
 
     def start_all_gather(self, thing: Any) -> PendingGather[list[Any]]:
-        """Starts `all_gather`; what it returns waits for the things. Where one of them is long that is a collective
+        """Start `all_gather`; what it returns waits for the things. Where one of them is long that is a collective
         call, too, and they are never said to have come."""
         if self.size == 1:
             return PendingGather.at_once([thing])
@@ -370,7 +370,7 @@ class Control:
         return self.connect()
 
     def _letter(self, kind: int) -> MessageId:
-        """The next message of that kind."""
+        """Return the next message of that kind."""
         self._letters[kind] += 1
         return MessageId(kind, self._letters[kind])
 
@@ -379,7 +379,7 @@ class Control:
         return self.watch.seal
 
     def _announced(self, thing: Any) -> tuple[torch.Tensor, list[int]]:
-        """The thing's bytes, padded to the longest of all ranks, and every rank's true length."""
+        """Return the thing's bytes, padded to the longest of all ranks, and every rank's true length."""
         packed = Packed(thing, self._seal)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
         own = torch.tensor([packed.size], dtype=torch.int64)
@@ -390,7 +390,7 @@ class Control:
         return padded, lengths
 
     def _raise_reason(self, error: Exception) -> NoReturn:
-        """Raises why a collective broke: what the watch gets to know, or is told of a process that has ended."""
+        """Raise why a collective broke: what the watch gets to know, or is told of a process that has ended."""
         for _ in range(2):  # one that was killed may take its time to end
             for rank in self.ranks:
                 if self.watch.has_ended(rank):
@@ -449,7 +449,7 @@ class Control:
 
 
 def close_all(controls: Iterable[Control]) -> None:
-    """Ends the connections of all of them at a time: each takes 15 ms, until threads of gloo see that they end."""
+    """End the connections of all of them at a time: each takes 15 ms, until threads of gloo see that they end."""
     fault_point("control.close")
     groups = [group for control in controls for group in control._parted()]
     threads = [threading.Thread(target=groups.pop) for _ in groups]  # closed by who forgets it last

@@ -208,5 +208,5 @@ class Holdings:
 
 
 def positions_of_ranks(ranks: Sequence[int], length: int) -> list[int]:
-    """The position of each of `length` ranks, for stages on `ranks`."""
+    """Return the position of each of `length` ranks, for stages on `ranks`."""
     return [(ranks[-1] - r) % length for r in range(length)]

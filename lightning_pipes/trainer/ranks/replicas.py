@@ -195,7 +195,7 @@ class Replicas:
         return reduce_over(value, group or self.group, op)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """The tensors of all replicas, stacked; the tensor itself without replicas."""
+        """Return the tensors of all replicas, stacked; the tensor itself without replicas."""
         return tensor if self.grid.replicas == 1 else gather_over(tensor, group or self.group, sync_grads)
 
     def gather_flat(self, flat: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ class SharedParameters:
         self._sets = self._in_buckets()
 
     def sum_gradients(self) -> None:
-        """Replaces the gradient of every shared parameter by the sum over its holders, averaged over the replicas of
+        """Replace the gradient of every shared parameter by the sum over its holders, averaged over the replicas of
         the pipeline; none stays none where nobody has one.
 
         Raises:

@@ -82,7 +82,7 @@ def _host() -> str:
 
 
 def _limit() -> tuple[str, float | None]:
-    """The control group of this process that allows it least, and how many cores' worth of time that is."""
+    """Return the control group of this process that allows it least, and how many cores' worth of time that is."""
     found: list[tuple[float, str]] = []
     for folder in _folders():
         allowed = _allowed(folder)
@@ -93,7 +93,7 @@ def _limit() -> tuple[str, float | None]:
 
 
 def _folders() -> list[Path]:
-    """The control groups of this process that may limit its time, of either version, and all around them."""
+    """Return the control groups of this process that may limit its time, of either version, and all around them."""
     found = []
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()

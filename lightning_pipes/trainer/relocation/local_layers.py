@@ -68,7 +68,7 @@ class LocalLayers:
         self._connect_gradients()
 
     def layers_of(self, stage: int) -> dict[int, nn.Module]:
-        """The layers of a stage of this rank, by number."""
+        """Return the layers of a stage of this rank, by number."""
         return {number: self.cut.full[number] for number in range(*self.holdings.layers[stage])}
 
     def check(self, layers: Sequence[Span]) -> None:
@@ -118,7 +118,7 @@ class LocalLayers:
         return [layout.optimizer for layout in self.layouts]
 
     def close(self) -> None:
-        """Ends the connections by which layers moved, if any did."""
+        """End the connections by which layers moved, if any did."""
         self._disconnect_gradients()
         if self._bulk_transfer is not None:
             self._bulk_transfer.close()
@@ -156,7 +156,7 @@ class LocalLayers:
             complete_gradient(parameter)
 
     def group_of(self, optimizer: int, layer: int, name: str) -> int | None:
-        """The group in which an optimizer has a parameter, wherever that is; None if it has it not.
+        """Return the group in which an optimizer has a parameter, wherever that is; None if it has it not.
 
         Args:
             name: of the parameter in the layer.

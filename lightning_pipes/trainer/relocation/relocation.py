@@ -231,7 +231,7 @@ class LayerRelocation:
             transfer.send_states()  # steps wait from the next batch on
 
     def _is_to_end(self, number: int) -> bool:
-        """Whether all ranks know that everything has arrived, or it takes too long."""
+        """Return whether all ranks know that everything has arrived, or it takes too long."""
         assert self._transfer is not None
         self._asked.append(self._control.start_any(not self._transfer.has_arrived))
         if number - self._began >= MOST_BATCHES:

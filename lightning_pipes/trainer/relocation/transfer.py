@@ -79,7 +79,7 @@ class DeferredSteps:
         self._steps[batch, number][1].update(gradients)
 
     def apply(self, optimizers: Sequence[Optimizer]) -> None:
-        """Takes all steps, batch by batch; gradients that the parameters have stay."""
+        """Take all steps, batch by batch; gradients that the parameters have stay."""
         parameters = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         held = [p.grad for p in parameters]
         for p in parameters:

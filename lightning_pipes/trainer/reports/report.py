@@ -177,8 +177,8 @@ class PipelineReport:
             return advise_run(self.record, told)
 
     def save(self, directory: str | Path) -> Saved:
-        """Writes timeline.png, measured above predicted, timeline.json for Perfetto, the page report.html, and
-        run.json, from which `lightning-pipes report` writes the page again; returns their paths."""
+        """Write timeline.png, measured above predicted, timeline.json for Perfetto, the page report.html, and
+        run.json, from which `lightning-pipes report` writes the page again; return their paths."""
         from lightning_pipes.sim import save_chrome_trace, save_png
         from lightning_pipes.sim.page import page
 
@@ -200,7 +200,7 @@ class PipelineReport:
 
 
 def _choice(about: RunInfo, measured: Timeline) -> str:
-    """The choice and its reason, and whether it came true."""
+    """Return the choice and its reason, and whether it came true."""
     if about.predicted is None or about.siblings > 1:
         return about.choice
     predicted = f"A step up to the optimizer: {seconds_text(1e9 * about.predicted)} predicted, "

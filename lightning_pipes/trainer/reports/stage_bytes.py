@@ -47,7 +47,7 @@ class SavedBytes:
         self.seen: dict[int, _Seen] = {}
 
     def watch_body(self, number: int, body: Body) -> Body:
-        """The body of stage `number`, watched once."""
+        """Return the body of stage `number`, watched once."""
 
         def watched(stage: Stage, item: Item, span: Span, received: Any) -> Any:
             if number in self.seen or not torch.is_grad_enabled() or not item.training:

@@ -479,7 +479,7 @@ class _Mark:
         return Content(self._copy)
 
     def is_changed(self, value: Any) -> bool:
-        """Whether the value is another one than before."""
+        """Return whether the value is another one than before."""
         if isinstance(value, torch.Tensor):
             return tensor_version(value) != self._version
         longer = isinstance(value, list) and len(value) > len(self._entries)
@@ -574,14 +574,14 @@ def _sendable(tensor: torch.Tensor) -> torch.Tensor | Unsent:
 
 
 def _may_count(value: Any) -> bool:
-    """Whether a value is a number, or something that is changed in place."""
+    """Return whether a value is a number, or something that is changed in place."""
     if isinstance(value, torch.Tensor):
         return not (value.ndim or value.requires_grad)
     return isinstance(value, (int, float, Content, Unsent))
 
 
 def _fits(content: torch.Tensor, value: Any) -> bool:
-    """Whether a tensor that is changed in place can take over this content."""
+    """Return whether a tensor that is changed in place can take over this content."""
     if not isinstance(value, torch.Tensor) or value.is_meta or value.requires_grad:
         return False
     return value.shape == content.shape and value.dtype == content.dtype
@@ -654,7 +654,7 @@ def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], i
 
 @lru_cache
 def _overlap(a: Any, b: Any) -> bool:
-    """Whether two tensors of one memory have an element in common."""
+    """Return whether two tensors of one memory have an element in common."""
     ends = [offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) for shape, stride, offset in (a, b)]
     if min(ends) < max(a[2], b[2]):
         return False
@@ -683,7 +683,7 @@ def _own(part: nn.Module) -> dict[str, Any]:
 
 
 def _is_computed(part: nn.Module, key: str) -> bool:
-    """Whether a weight is computed from others in each forward, as by torch.nn.utils.weight_norm."""
+    """Return whether a weight is computed from others in each forward, as by torch.nn.utils.weight_norm."""
     return f"{key}_g" in part._parameters or f"{key}_orig" in part._parameters
 
 
@@ -698,7 +698,7 @@ def _can_travel(value: Any) -> bool:
 
 
 def _changes(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> dict[Place, Any]:
-    """The entries of objects around the layers that have changed or were added."""
+    """Return the entries of objects around the layers that have changed or were added."""
     found: dict[Place, Any] = {}
     for path, content in after.items():
         kept = before.get(path)

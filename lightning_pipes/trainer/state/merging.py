@@ -42,7 +42,7 @@ class Merging:
         """Sums of which no batch has told yet whether they begin anew with each."""
 
     def merge(self, path: Path, before: Any, values: Sequence[Any], rows: Sequence[int], whole: Any) -> Any:
-        """The merged value.
+        """Return the merged value.
 
         Args:
             before: the value with which each micro-batch began.
@@ -98,7 +98,7 @@ class Merging:
         return made if isinstance(values[0], list) else _as_tuple(values[0], made)
 
     def _rewritten(self, path: Path, before: list[Any], values: Sequence[Any], rows: Sequence[int], whole: Any) -> Any:
-        """The merged entries of a list that has as many of them as before."""
+        """Return the merged entries of a list that has as many of them as before."""
         expected = whole if isinstance(whole, (list, tuple)) and len(whole) == len(before) else [None] * len(before)
         entries = [
             self.merge((*path, ("[", n)), earlier, column, rows, known)

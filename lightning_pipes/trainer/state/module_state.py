@@ -98,7 +98,7 @@ class _Holder:
             self.tensors = [t for t in entry_values(self.kept) if _is_tensor(t)]
 
     def is_unchanged(self) -> bool:
-        """Whether the entries are the objects that they were before the batch."""
+        """Return whether the entries are the objects that they were before the batch."""
         thing, kept = self.thing, self.kept
         if isinstance(thing, nn.Module):
             own, buffers = vars(thing), thing._buffers
@@ -308,7 +308,7 @@ class ModuleState:
         self._whole = self._differences(merged=True)
 
     def needs_whole_batch(self) -> bool:
-        """Whether a whole batch would tell if a sum that steps set begins anew with each batch."""
+        """Return whether a whole batch would tell if a sum that steps set begins anew with each batch."""
         return any(map(self._differs_from_zero, self._merging.ambiguous))
 
     def _differs_from_zero(self, path: Path) -> bool:
@@ -508,7 +508,7 @@ class ModuleState:
         self._holders = found
 
     def _leads_to_others(self, holder: _Holder) -> bool:
-        """Whether a holder has got or lost an object with entries of its own."""
+        """Return whether a holder has got or lost an object with entries of its own."""
         before = {id(value) for value in entry_values(holder.kept)}
         content = entry_values(read_entries(holder.thing))
         after = {id(value) for value in content}
@@ -547,7 +547,7 @@ class ModuleState:
         }
 
     def _is_there(self, holder: _Holder) -> bool:
-        """Whether the path of a holder still leads to its object."""
+        """Return whether the path of a holder still leads to its object."""
         try:
             return follow_path(self._module, holder.path) is holder.thing
         except (LookupError, AttributeError, TypeError):
@@ -562,7 +562,7 @@ class ModuleState:
         return found
 
     def _originals(self, holder: _Holder, content: Content, written: Collection[int]) -> Any:
-        """The entries with tensors that were written to as the objects they were."""
+        """Return the entries with tensors that were written to as the objects they were."""
         if isinstance(content, set):
             return content
 
@@ -690,7 +690,7 @@ def _set_entry(path: Path, before: Content | None, after: Content, written: set[
 
 
 def _is_foreign(tensor: torch.Tensor) -> bool:
-    """Whether it has no values here, or is trained."""
+    """Return whether it has no values here, or is trained."""
     return isinstance(tensor, nn.Parameter) or tensor.is_meta
 
 

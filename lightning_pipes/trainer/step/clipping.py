@@ -59,7 +59,7 @@ class GradientAgreement:
             patches.callback(replace_unscale_gradients, scaler, None)
 
     def total_norm(self, optimizer: Optimizer) -> torch.Tensor:
-        """The 2-norm of the gradients of all stages; each shared parameter counts once."""
+        """Return the 2-norm of the gradients of all stages; each shared parameter counts once."""
         grads = [p.grad for p in self._precision.main_params(optimizer) if p.grad is not None]
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
         mine = [
@@ -156,7 +156,7 @@ class HookClipping:
             patches.callback(Clipping.around(name, self._clip))
 
     def _have_gradients(self) -> bool:
-        """Whether there are gradients; where nothing is trained on this rank they may be."""
+        """Return whether there are gradients; where nothing is trained on this rank they may be."""
         trained = [p for p in self._parameters() if p.requires_grad]
         return not trained or any(p.grad is not None for p in trained)
 

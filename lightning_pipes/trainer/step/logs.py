@@ -158,7 +158,7 @@ def _merged(calls: Sequence[LogCall], weights: Sequence[float], shares: Sequence
 
 
 def _add_up(values: Sequence[Any], shares: Sequence[float]) -> Any:
-    """The sum of values times their shares; what has none may be no number."""
+    """Return the sum of values times their shares; what has none may be no number."""
     counted = [(v, share) for v, share in zip(values, shares, strict=True) if share]
     return _mean([v for v, _ in counted], [share for _, share in counted], total=1.0)
 
@@ -211,7 +211,7 @@ def _merged_returned(parts: Sequence[Any], spans: Sequence[Span], shares: Sequen
 
 
 def _mean(values: Sequence[Any], weights: Sequence[float], total: float | None = None) -> Any:
-    """The weighted mean of numbers, tensors, or dicts of them; the last value where that makes no sense. Another
+    """Return the weighted mean of numbers, tensors, or dicts of them; the last value where that makes no sense. Another
     `total` than that of the weights makes it a weighted sum."""
     if len(values) == 1:
         return values[0]
@@ -239,11 +239,11 @@ class LogReplay:
         self._sent: dict[tuple[str, str], tuple[int, Any]] = {}  # how far the others have a growing list, and its end
 
     def pack_calls(self, calls: Sequence[LogCall]) -> list[LogCall]:
-        """The calls with values that can be sent."""
+        """Return the calls with values that can be sent."""
         return [LogCall(c.name, self._packed(c), c.options) for c in calls]
 
     def replay_calls(self, calls: Sequence[LogCall]) -> None:
-        """Makes the calls for good; must run inside the hook in which they were recorded."""
+        """Make the calls for good; must run inside the hook in which they were recorded."""
         for call in calls:
             value = call.value
             if isinstance(value, MetricState):
@@ -393,7 +393,7 @@ def _norms_under(name: str, calls: dict[str, LogCall]) -> Iterator[Any]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two ranks have logged the same; they may compute on devices of different kinds."""
+    """Return whether two ranks have logged the same; they may compute on devices of different kinds."""
     if isinstance(a, (int, float, torch.Tensor)) and isinstance(b, (int, float, torch.Tensor)):
         return torch.allclose(torch.as_tensor(a).double(), torch.as_tensor(b).double(), rtol=1e-4, equal_nan=True)
     return True

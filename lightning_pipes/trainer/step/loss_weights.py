@@ -312,7 +312,7 @@ class LossWeights:
         weights.logs = self._by(weights.every)
 
     def _by(self, every: Sequence[Amounts]) -> dict[LogKey, str]:
-        """The likeliest candidates of logged values: the usual one, samples, the loss's own."""
+        """Return the likeliest candidates of logged values: the usual one, samples, the loss's own."""
         order = [EXTREME, *(e.name for e in sorted(every, key=lambda e: (e.name != SAMPLES, e.name != self.name)))]
         left = {
             key: sorted((name for name in order if name in names), key=lambda name: name != self._usual[key])
@@ -362,7 +362,7 @@ def usual_weights(call: LogCall) -> str:
 
 
 def _is_named(call: LogCall) -> bool:
-    """Whether a value is not 0, for which all weights do."""
+    """Return whether a value is not 0, for which all weights do."""
     value = call.value
     return bool(value.any()) if isinstance(value, torch.Tensor) else bool(value)
 

@@ -194,7 +194,7 @@ class TrainingBatch:
         return make_cutter(self.batch, self.rows, samples=self.samples)
 
     def result(self) -> tuple[Any, list[LogCall]]:
-        """The whole batch's loss, in a dict where the user's step gives one, and its log calls."""
+        """Return the whole batch's loss, in a dict where the user's step gives one, and its log calls."""
         spans = sorted(self.results)
         results = [self.results[s] for s in spans]
         shares, of_logs = [s.rows / self.rows for s in spans], dict[LogKey, list[float]]()
@@ -411,7 +411,7 @@ class Steps:
         arguments: tuple[Any, ...],
         outputs: Sequence[tuple[Span, Any]],
     ) -> Any:
-        """The result of `step` for a whole batch when the pipelined module gives `outputs`."""
+        """Return the result of `step` for a whole batch when the pipelined module gives `outputs`."""
         spans = [span for span, _ in outputs]
         y = join([output for _, output in outputs], spans, "the output of the pipelined module")
 

@@ -35,7 +35,7 @@ class ChoosesLayers(Protocol):
 
 
 def use_of(module: pl.LightningModule, full: Layers, batch: Any, plan: Plan) -> LayerUse | None:
-    """The layers that `batch` uses on each stage of `plan`; None where the module does not say.
+    """Return the layers that `batch` uses on each stage of `plan`; None where the module does not say.
 
     Raises:
         PlanError: there is no such layer.
@@ -153,7 +153,7 @@ def _aligned_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def check_layers(module: pl.LightningModule, full: Layers) -> None:
-    """Refuses parameters of which no batch could say that it uses them.
+    """Refuse parameters of which no batch could say that it uses them.
 
     Raises:
         PipelineError: the module says which layers batches use, and trains parameters outside of them, or in several.

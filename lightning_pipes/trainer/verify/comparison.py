@@ -351,5 +351,5 @@ def load_findings(path: Path) -> list[ComparisonResult]:
 
 
 def is_awaited() -> bool:
-    """Whether a command waits for the result, and for nothing after it."""
+    """Return whether a command waits for the result, and for nothing after it."""
     return bool(os.environ.get(FINDINGS_VARIABLE))

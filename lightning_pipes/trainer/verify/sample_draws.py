@@ -125,7 +125,7 @@ def _shape(name: str, value: Any) -> Sequence[int] | None:
 
 
 def _cut(name: str, value: Any, axis: int | None, span: Span, rows: int) -> Any:
-    """The part of an argument that belongs to the samples of a span; of a tensor a copy."""
+    """Return the part of an argument that belongs to the samples of a span; of a tensor a copy."""
     tensor = isinstance(value, torch.Tensor)
     if axis is None:
         return value.clone() if tensor else value

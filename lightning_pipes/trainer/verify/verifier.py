@@ -159,7 +159,7 @@ class Verifier(StageListener):
             record.add(phase, *key, tensor)
 
     def _stage_tensors(self, stage: Stage, item: Item, kind: type) -> list[tuple[tuple[int, str], Any]]:
-        """The tensors of the layers that a batch steps on a stage, each with layer and name."""
+        """Return the tensors of the layers that a batch steps on a stage, each with layer and name."""
         use = item.use
         layers = map(str, stage.layers) if use is None else use.stepped_layers(stage.number)
         found = []

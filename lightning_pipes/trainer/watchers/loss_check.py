@@ -155,7 +155,7 @@ class LossCheck(Watcher):
             self.compare_losses(self._run.stages[self._run.engine.plan.n_stages - 1], step.item)
 
     def find_candidates(self, stage: Stage, item: Item) -> None:
-        """Tells apart candidates for the weights of a batch, once its first micro-batch has left the layers."""
+        """Tell apart candidates for the weights of a batch, once its first micro-batch has left the layers."""
         data = item.data
         weights, kept = data.weights, data.kept
         assert weights is not None
@@ -199,7 +199,7 @@ class LossCheck(Watcher):
         return found
 
     def _distorted(self, stage: Stage, item: Item, kept: Kept | None) -> _Losses:
-        """The losses that copies of the first micro-batch make with the labels of all."""
+        """Return the losses that copies of the first micro-batch make with the labels of all."""
         if kept is None or kept.left_out or kept.inside:  # labels went into the layers, with their samples
             raise _NotComparableError("the loss tells it afterwards only")
         ((span, part),) = kept.parts.items()
@@ -221,7 +221,7 @@ class LossCheck(Watcher):
         return self._losses(stage, item, replace(kept, left=left), x, entering, {})
 
     def compare_losses(self, stage: Stage, item: Item) -> None:
-        """Warns if the loss of the whole batch is another one; `stage` is the last one, with the weights by which the
+        """Warn if the loss of the whole batch is another one; `stage` is the last one, with the weights by which the
         batch was computed."""
         data = item.data
         kept, data.kept = data.kept, None
@@ -426,7 +426,7 @@ def _are_equal(call: LogCall, other: LogCall) -> bool:
 
 
 def _numbers(whole: LogCall, parts: Mapping[Any, LogCall | None]) -> tuple[float, dict[Any, float]] | None:
-    """The values of a log call for a whole batch and its parts; None if they are no numbers, or are joined.
+    """Return the values of a log call for a whole batch and its parts; None if they are no numbers, or are joined.
 
     Of larger tensors it is a sum with random weights, which is linear in them.
     """

@@ -242,7 +242,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _attributes(layer: nn.Module) -> dict[str, Any]:
-    """The plain attributes of the modules in a layer, by their names."""
+    """Return the plain attributes of the modules in a layer, by their names."""
     layer = layer.layer if isinstance(layer, TapedLayer) else layer
     return {
         f"{name}.{key}".lstrip("."): value

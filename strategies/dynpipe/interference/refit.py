@@ -100,7 +100,7 @@ class Refitted:
                 self._begin()
 
     def close(self) -> None:
-        """Ends a training that is under way."""
+        """End a training that is under way."""
         if self._fit is not None:
             self._fit.training.close()
             self._fit = None
@@ -178,7 +178,7 @@ class ForestTraining:
         raise InputError(f"the process that trains it failed: {words}")
 
     def close(self) -> None:
-        """Ends the process, whatever it is doing."""
+        """End the process, whatever it is doing."""
         if self._process.stdout is None or self._process.stdout.closed:
             return
         self._process.kill()
@@ -196,7 +196,7 @@ class ForestTraining:
 
 
 def main() -> None:
-    """Trains on what comes by standard input, as the process that does nothing else, and ends when that does."""
+    """Train on what comes by standard input, as the process that does nothing else, and end when that does."""
     os.nice(_NICE)
     source, answer = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     (size,) = _SIZE.unpack(source.read(_SIZE.size))
