@@ -87,7 +87,7 @@ class Kept:
         self.inside, self.axis = axis is None, axis or 0
         part = received if self.inside else output
         needed = sum(t.nbytes for t in tensors_in(part)) * self.rows // span.rows
-        self.left_out = no_room(needed)
+        self.left_out = why_no_room(needed)
         if self.left_out:
             self.parts.clear()
             return
@@ -106,7 +106,7 @@ class Kept:
         return (tensor.movedim(self.axis, 0) if moved else tensor).to(HOST, copy=True)
 
 
-def no_room(needed: int) -> str:
+def why_no_room(needed: int) -> str:
     """Return why the host has no room for `needed` bytes; empty if it has."""
     available = psutil.virtual_memory().available
     if needed <= available // 4:

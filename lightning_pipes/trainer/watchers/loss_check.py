@@ -42,7 +42,7 @@ from lightning_pipes.trainer.step.loss_weights import (
     parts_differ,
     usual_weights,
 )
-from lightning_pipes.trainer.step.steps import Kept, loss_of, no_room
+from lightning_pipes.trainer.step.steps import Kept, loss_of, why_no_room
 
 LABELLED_BATCHES = 20
 """Batches whose labels are looked at where no loss is compared."""
@@ -314,7 +314,7 @@ class LossCheck(Watcher):
             _NotComparableError: they can't be compared.
         """
         needed = self._run.saved_bytes.of_a_sample(stage.number)
-        crowded = no_room(int(needed * kept.rows)) if needed is not None and self._device.type == "cpu" else ""
+        crowded = why_no_room(int(needed * kept.rows)) if needed is not None and self._device.type == "cpu" else ""
         if crowded:
             raise _NotComparableError(crowded)
         with keep_unchanged(self._module, skip=None if kept.inside else self._cut.proxy):

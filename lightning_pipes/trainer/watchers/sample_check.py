@@ -33,7 +33,7 @@ from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.tape import TapedLayer
 from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.private_lightning import is_compiled, spectral_norms
-from lightning_pipes.trainer.step.steps import HOST, no_room
+from lightning_pipes.trainer.step.steps import HOST, why_no_room
 
 _COARSE = 1e-2
 """By how much values may differ, relative to the largest, where they were computed from numbers with half the bits."""
@@ -110,7 +110,7 @@ class SampleCheck(Watcher):
     def _compare(self, stage: Stage, item: Item, entered: dict[Span, Any]) -> None:
         spans = sorted(entered)
         bytes_of_all = sum(t.nbytes for part in entered.values() for t in tensors_in(part))
-        if self._device.type == "cpu" and no_room(8 * bytes_of_all):
+        if self._device.type == "cpu" and why_no_room(8 * bytes_of_all):
             return
         with torch.no_grad(), forked_rng(self._device), self._steps.step_context():
             if stage.number == 0 and sum(span.rows for span in spans) == item.rows:  # else others have the rest
