@@ -56,7 +56,7 @@ HOST = torch.device("cpu")
 
 
 @dataclass
-class Kept:
+class BatchCopy:
     """A copy of a batch on the host, with the last stage's values of each micro-batch.
 
     Attributes:
@@ -156,7 +156,7 @@ class TrainingBatch:
     arguments: tuple[Any, ...]
     divisor: int
     results: dict[Span, StepResult] = field(default_factory=dict)
-    kept: Kept | None = None
+    kept: BatchCopy | None = None
     samples: frozenset[Path] = frozenset()
     complete: bool = True
     began_with: BatchState | None = None
@@ -177,7 +177,7 @@ class TrainingBatch:
 
     def keep_copy(self) -> None:
         """Keep a copy of the batch for a check of the whole batch."""
-        self.kept = Kept(move_data_to_device(copy_batch(self.batch), HOST), self.rows)
+        self.kept = BatchCopy(move_data_to_device(copy_batch(self.batch), HOST), self.rows)
 
     def select_samples(self, span: Span) -> Any:
         """Return the samples `span` of the batch."""

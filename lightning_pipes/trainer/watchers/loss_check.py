@@ -42,7 +42,7 @@ from lightning_pipes.trainer.step.loss_weights import (
     parts_differ,
     usual_weights,
 )
-from lightning_pipes.trainer.step.steps import Kept, loss_of, why_no_room
+from lightning_pipes.trainer.step.steps import BatchCopy, loss_of, why_no_room
 
 LABELLED_BATCHES = 20
 """Batches whose labels are looked at where no loss is compared."""
@@ -198,7 +198,7 @@ class LossCheck(Watcher):
             found[key] = usual_weights(call), names
         return found
 
-    def _distorted(self, stage: Stage, item: Item, kept: Kept | None) -> _Losses:
+    def _distorted(self, stage: Stage, item: Item, kept: BatchCopy | None) -> _Losses:
         """Return the losses that copies of the first micro-batch make with the labels of all."""
         if kept is None or kept.left_out or kept.inside:  # labels went into the layers, with their samples
             raise _NotComparableError("the loss tells it afterwards only")
@@ -301,7 +301,7 @@ class LossCheck(Watcher):
         self,
         stage: Stage,
         item: Item,
-        kept: Kept,
+        kept: BatchCopy,
         x: Any,
         entering: Mapping[Span, Any],
         parts: Mapping[Span, tuple[float, list[LogCall]]],
