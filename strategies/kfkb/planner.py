@@ -15,9 +15,9 @@ from lightning_pipes.strategies.per_link import PerLink, extra_for, forwards_ahe
 from lightning_pipes.strategies.ready import Ready, largest_rows, limits_for
 from lightning_pipes.strategies.zero_bubble import ZeroBubble
 
-TIMES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
+EXTRA_FACTORS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
 """Factors of the extra that hides steady links; a smaller extra leaves more memory for delayed W."""
-SLACKS = (1, 4)
+SLACKS_PER_LINK = (1, 4)
 """Additional micro-batches in flight, per link."""
 
 
@@ -37,13 +37,13 @@ def split_candidates(plan: Plan, costs: Costs, memory_limit: Limit) -> Iterator[
         return
     may = [limit // size for limit, size in zip(fits, rows, strict=True)]
     limited = min(may) < m
-    for times in TIMES:
+    for times in EXTRA_FACTORS:
         extra = extra_for(plan, costs, times)
         ahead = forwards_ahead(plan, "extra", extra)[0]
         yield make_candidate(ZeroBubble(extra), plan, costs, memory_limit, (ahead,) * p)
         if limited:
             yield make_candidate(ZeroBubble(extra, fits), plan, costs, memory_limit, may)
-    for slack in SLACKS:
+    for slack in SLACKS_PER_LINK:
         held = [min(taper_slack(p, slack * (p - 1))[0], most) for most in may]
         limits = tuple(most * size for most, size in zip(held, rows, strict=True))
         yield make_candidate(Ready(limits=limits, split=True), plan, costs, memory_limit, held)
@@ -55,10 +55,10 @@ def prices_split(costs: Costs, stages: int) -> bool:
     return isinstance(costs, CostModel) and all(part in costs.seconds for part in parts)
 
 
-PRUNE = ("per_k", "pareto")
+PRUNE_MODES = ("per_k", "pareto")
 LARGEST_K = 8
 """k from which on no gain was ever seen: the last groups take longer than what they hide."""
-DEEPEST = 4
+MAX_SLACK_PER_LINK = 4
 """Additional micro-batches per link from which on a longer warm-up gains nothing."""
 
 
@@ -88,7 +88,7 @@ def memory_curve(
         PlanError: not even k = 1 with the smallest micro-batches fits; names the stage and what is missing. Or another
             word for prune, or a size below 1.
     """
-    if prune not in PRUNE:
+    if prune not in PRUNE_MODES:
         raise InputError(f"kfkb: prune must be 'per_k' or 'pareto', got {prune!r}")
     every = sorted({*sizes} or range(1, plan.jobs[0].rows + 1))
     found: list[tuple[int, int, Candidate]] = []
@@ -160,7 +160,7 @@ def _others(plan: Plan, costs: Costs, memory_limit: Limit) -> Iterator[Candidate
     yield least
     if p == 1 or least is None:
         return
-    slacks = [n * (p - 1) // 2 for n in range(1, 2 * DEEPEST + 1) if p + n * (p - 1) // 2 <= m]
+    slacks = [n * (p - 1) // 2 for n in range(1, 2 * MAX_SLACK_PER_LINK + 1) if p + n * (p - 1) // 2 <= m]
     for slack in dict.fromkeys(slacks):
         yield make_candidate(Deep(slack), plan, costs, memory_limit, taper_slack(p, slack))
     for times in (1.0, 1.5, 2.0):
@@ -169,7 +169,7 @@ def _others(plan: Plan, costs: Costs, memory_limit: Limit) -> Iterator[Candidate
             held = [p - s + sum(extra[s:]) for s in range(p)]
             yield make_candidate(PerLink(extra), plan, costs, memory_limit, held)
     may = [most // rows for most in limits_for(plan, costs, memory_limit)]
-    for slack in (p - 1, DEEPEST * (p - 1)):
+    for slack in (p - 1, MAX_SLACK_PER_LINK * (p - 1)):
         held = [min(most, a) for most, a in zip(taper_slack(p, slack), may, strict=True)]
         if all(h >= min(p - s, m) for s, h in enumerate(held)):
             yield make_candidate(Ready(limits=tuple(h * rows for h in held)), plan, costs, memory_limit, held)
