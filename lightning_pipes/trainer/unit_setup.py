@@ -61,9 +61,9 @@ from lightning_pipes.trainer.units.timing import measure_units
 
 T = TypeVar("T")
 
-COMPARED = 32
+MAX_COMPARED_ROWS = 32
 """The most samples of a batch whose loss is compared with the losses of its parts."""
-ORDERS = ("gpipe", "1f1b", "kfkb")
+SUPPORTED_SCHEDULES = ("gpipe", "1f1b", "kfkb")
 """Schedules that can order stages of units."""
 
 
@@ -357,11 +357,11 @@ class UnitSetup:
                     batch = self._example(data, request, stages)
                     compares = self._settings.check_loss and request.microbatches != 1
                     looks = compares or self._settings.loss == BATCH
-                    larger = load_batch(data, COMPARED, streams=True) if looks else None
+                    larger = load_batch(data, MAX_COMPARED_ROWS, streams=True) if looks else None
             except NoSampleError as why:
                 raise NotMeasuredError(str(why)) from None
-            if larger is not None and rows_of(larger) > COMPARED:  # the items of the dataset are batches
-                larger = make_cutter(larger, rows_of(larger))(Span(0, COMPARED))
+            if larger is not None and rows_of(larger) > MAX_COMPARED_ROWS:  # the items of the dataset are batches
+                larger = make_cutter(larger, rows_of(larger))(Span(0, MAX_COMPARED_ROWS))
             self._larger = private.on_device(trainer, larger)
             weighs = larger is not None and compares and self._settings.loss != BATCH
             return self._record_with(batch), self._rule_out_weights(self._larger) if weighs else None
@@ -488,7 +488,7 @@ def _has_hooked_parts(part: nn.Module) -> bool:
 def find_refused(module: pl.LightningModule, session: Session, settings: Settings, request: RunRequest) -> list[str]:
     """Return the settings of a run that need one container of layers. All ranks get the same."""
     schedule, refused = request.schedule, []
-    if schedule.name not in ORDERS or request.chooses:
+    if schedule.name not in SUPPORTED_SCHEDULES or request.chooses:
         name = AUTO if request.chooses else schedule.name
         refused.append(f"schedule {name!r} (schedules {', '.join(map(repr, ORDERS))} do)")
     if request.recompute:
