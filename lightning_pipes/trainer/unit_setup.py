@@ -490,7 +490,7 @@ def find_refused(module: pl.LightningModule, session: Session, settings: Setting
     schedule, refused = request.schedule, []
     if schedule.name not in SUPPORTED_SCHEDULES or request.chooses:
         name = AUTO if request.chooses else schedule.name
-        refused.append(f"schedule {name!r} (schedules {', '.join(map(repr, ORDERS))} do)")
+        refused.append(f"schedule {name!r} (schedules {', '.join(map(repr, SUPPORTED_SCHEDULES))} do)")
     if request.recompute:
         refused.append("recompute=True (torch.utils.checkpoint in the module does)")
     if request.replanner is not None:
