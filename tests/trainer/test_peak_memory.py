@@ -74,7 +74,7 @@ def phases(rank: int, width: int, rows: int, unit: int) -> dict[str, tuple[float
         watch(PipelineStrategy, "teardown", "end")
         patch.setattr(measuring, "WORTH_MEASURING", 0.0)
         patch.setattr(measuring, "SECONDS", 0.1)
-        patch.setattr(deciding, "ALLOWED", 0.3)
+        patch.setattr(deciding, "MEASURING_SECONDS", 0.3)
         patch.setattr("lightning_pipes.planning.balance.WORTH_IT", 1.0)  # the cut is the even one, however busy it is
         trainer = make_trainer(strategy=PipelineStrategy("1f1b", microbatches=2, gather="all"), max_epochs=1)
         trainer.fit(LitWide(width), DataLoader(torch.randn(3 * rows, width), batch_size=rows))

@@ -39,17 +39,17 @@ from lightning_pipes.trainer.ranks.holdings import positions_of_ranks
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.ranks.replicas import has_shards
 
-PATIENCE = 2.0
+SECONDS_UNTIL_LOG = 2.0
 """Seconds after which people are told what takes so long."""
-SAME_SPEED = 0.2
+SPEED_TOLERANCE = 0.2
 """By what share times of devices may differ that are measured once and still count as equally fast."""
-USABLE = 0.9
+USABLE_MEMORY = 0.9
 """The share of a GPU's memory that stages may take; the rest goes to its context, to libraries and to fragments."""
-TRIALS = 3
+MAX_TRIALS = 3
 """Cuts that are tried at most."""
-ALLOWED = 3.0
+MEASURING_SECONDS = 3.0
 """Seconds for measuring and trials together, but for the fewest runs and steps that tell anything."""
-SHARE_OF_RUN = 0.02
+MEASURING_SHARE = 0.02
 """The share of the expected run that these may take before another cut is tried."""
 _LINK_SIZES = (2**14, 2**18, 2**21)
 _profiles: dict[tuple[Any, ...], tuple[ModelProfile, list[float]] | str] = {}
@@ -234,7 +234,7 @@ class Deciding:
             seconds = [_seconds(profile) for profile in profiles]
             mine = seconds[self._control.ranks.index(self._who)]
             speeds = [mine / each for each in seconds]
-            speeds = [1.0 if 1 - SAME_SPEED < speed < 1 + SAME_SPEED else speed for speed in speeds]
+            speeds = [1.0 if 1 - SPEED_TOLERANCE < speed < 1 + SPEED_TOLERANCE else speed for speed in speeds]
         alike = [p.scaled([speed] * len(p.layers), speed, speed) for p, speed in zip(profiles, speeds, strict=True)]
         return merge(alike), speeds
 
@@ -283,7 +283,7 @@ class Deciding:
             left = seconds_left(made.computing if tried else None)
             if tried and left <= 0:  # by corrected times, which first steps of the run look at
                 return replace(made, why="\n".join([*said, made.why]))
-            if any(known) or len(tried) == TRIALS or size > request.sample_rows(rows, self._grid.length):
+            if any(known) or len(tried) == MAX_TRIALS or size > request.sample_rows(rows, self._grid.length):
                 break
             trial = trials.run(made, m, size, deployment, left)
             tried.append((trial.measured / (m * size), made))
@@ -304,7 +304,7 @@ class Deciding:
             batches: of the run.
             step: seconds of one; with None the length of the run is not looked at.
         """
-        allowed = ALLOWED if step is None else min(ALLOWED, SHARE_OF_RUN * batches * step)
+        allowed = MEASURING_SECONDS if step is None else min(MEASURING_SECONDS, MEASURING_SHARE * batches * step)
         return float(min(self._control.all_gather(begun + allowed - time.monotonic())))
 
     def _deployment(self, plain: Decision, speeds: list[float]) -> Deployment:
@@ -367,7 +367,7 @@ def undisturbed_profile(profiles: Sequence[ModelProfile]) -> ModelProfile:
     """Return the mean profile of devices that are alike, as fast as the fastest of them: others have neighbours."""
     seconds = [_seconds(profile) for profile in profiles]
     shares = [min(seconds) / each for each in seconds]
-    shares = [share if share < 1 - SAME_SPEED else 1.0 for share in shares]
+    shares = [share if share < 1 - SPEED_TOLERANCE else 1.0 for share in shares]
     return ModelProfile.mean_of(
         [p.scaled([share] * len(p.layers), share, share) for p, share in zip(profiles, shares, strict=True)]
     )
@@ -382,7 +382,7 @@ def _seconds(profile: ModelProfile) -> float:
 
 def device_memory(device: torch.device) -> int | None:
     """Bytes that stages may take of a GPU; None on CPU, where nobody counts."""
-    return int(USABLE * torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+    return int(USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 
 def _device_name(device: torch.device) -> str:
@@ -405,7 +405,7 @@ def _structure(module: nn.Module, full: Layers, batch: Any) -> tuple[Any, ...]:
 @contextmanager
 def _log_if_slow(what: str, control: Control) -> Iterator[None]:
     """Log the work in progress on rank 0 if it takes long."""
-    timer = threading.Timer(PATIENCE, rank_zero_info, (f"{what} ...",))
+    timer = threading.Timer(SECONDS_UNTIL_LOG, rank_zero_info, (f"{what} ...",))
     timer.daemon = True
     if control.position == 0:
         timer.start()
