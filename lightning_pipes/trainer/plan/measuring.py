@@ -106,7 +106,7 @@ class _Around:
     after: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
 
 
-class Operations(NamedTuple):
+class OperationCounts(NamedTuple):
     """Floating-point operations of one forward of a step: in the layers, around them, and in the largest part of these.
 
     A part is a module without children, or all that is in no module.
@@ -230,7 +230,7 @@ class Measuring:
             y, step = _leaves(x, True), named_step(self._module, "training_step")
             self._interceptor.run_with_answer(step, lambda _: y, self._part(rows), *self._arguments, apart=True)
 
-    def count_operations(self) -> Operations:
+    def count_operations(self) -> OperationCounts:
         """Return the floating-point operations of one forward of the step, of products and convolutions alone.
 
         Raises:
@@ -239,7 +239,7 @@ class Measuring:
         counted = self._together(self._count_operations)
         return max(counted, key=lambda each: each.around)  # where loggers write, the code behind the layers did not run
 
-    def _count_operations(self) -> Operations:
+    def _count_operations(self) -> OperationCounts:
         marks, begun, parts = list[int](), dict[int, int](), Counter[int]()  # by id: metrics hash their state
 
         def begin(part: nn.Module, _: Any) -> None:
@@ -264,7 +264,7 @@ class Measuring:
             marks.append(counter.get_total_flops())
         inside, around = marks[-2] - marks[-3], marks[-1] - marks[-2]
         functions = around - parts.total()  # which are called with weights of the module
-        return Operations(inside, around, max([functions, *parts.values()]))
+        return OperationCounts(inside, around, max([functions, *parts.values()]))
 
     def entering(self, rows: int) -> Any:
         """Return the input of the layers for so many samples.
