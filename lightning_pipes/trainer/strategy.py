@@ -639,8 +639,9 @@ class PipelineStrategy(PipelineHost):
             return self.session.checkpointing.optimizer_state(plain, self.session.layouts[number])
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = checkpoint["optimizer_states"]
-        self.session.checkpointing.load_optimizers(self.optimizers, self.session.layouts, states, self.root_device)
+        states, session = checkpoint["optimizer_states"], self.session
+        with nullcontext() if self._cut is None else self._scope.suspend_hooks():  # a hook may search a learning rate
+            session.checkpointing.load_optimizers(self.optimizers, session.layouts, states, self.root_device)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
     BasePredictionWriter,
     Callback,
     EarlyStopping,
+    LearningRateFinder,
     ModelSummary,
     RichModelSummary,
     Timer,
@@ -200,6 +201,17 @@ class LitRate(Lit):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class LateFinder(LearningRateFinder):
+    """Looks for a learning rate again when an epoch starts."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.current_epoch in (0, 2):
+            self.lr_find(trainer, module)
 
 
 class LitManual(Lit):

@@ -411,6 +411,11 @@ callbacks(
     "LearningRateFinder", using(lambda: cb.LearningRateFinder(num_training_steps=20), max_epochs=8), module=m.LitRate
 )
 callbacks(
+    "LearningRateFinder, when epochs start",
+    using(lambda: m.LateFinder(num_training_steps=20), max_epochs=8),
+    module=m.LitRate,
+)
+callbacks(
     "ModelPruning",
     using(lambda: cb.ModelPruning("l1_unstructured", amount=0.5)),
     refused="can't be used in a pipeline: it prunes the layers of all stages",
