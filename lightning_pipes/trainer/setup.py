@@ -143,7 +143,7 @@ def prepare(
         units = UnitSetup(trainer, module, session, settings, request)
     full = module.get_submodule(path) if units is None else units.weights
     assert isinstance(full, Layers)
-    warn_about_module(module, full)
+    warn_about_module(module, full if units is None else None)
     deferred = DeferredWeights(module, path)
     profiles = find_cache(trainer)
     _log.debug("setup: layers of %s over %d ranks", path, ranks.grid.n_planned)

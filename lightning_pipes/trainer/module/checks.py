@@ -124,9 +124,13 @@ def warn_about_pieces(full: nn.Module) -> None:
         )
 
 
-def warn_about_module(module: pl.LightningModule, full: Layers) -> None:
-    """Warn of layers and hooks that see the layers of one stage, or nothing."""
-    copies = _copies(module, full)
+def warn_about_module(module: pl.LightningModule, full: Layers | None) -> None:
+    """Warn of layers and hooks that see the layers of one stage, or nothing.
+
+    Args:
+        full: the container that is cut; None where hooks see all weights.
+    """
+    copies = [] if full is None else _copies(module, full)
     if copies:
         rank_zero_warn(
             f"{_listed(copies)}: a module like the pipelined one. A hook that averages one into the other, as "
