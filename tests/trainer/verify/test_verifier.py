@@ -90,7 +90,7 @@ class TakesTurns(Search):
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory = memory_swap(20_000)
+        self.memory = memory_swap(24_000)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         return [self.memory]
@@ -193,6 +193,7 @@ def test_equal_modules_raise_no_alarm(name):
     said = said_of_equals()[name]
     assert EQUAL in said, said
     assert "over 2 batches" in said
+    assert "Error" not in said, said
 
 
 def warned(rank: int) -> list[Any]:
