@@ -44,6 +44,9 @@ class BatchSharing:
         self.is_shared: bool | None = True if decided else None
         self.loads = control.ranks[control.position] == source
 
+    def __deepcopy__(self, _: dict[int, Any]) -> BatchSharing:
+        return self  # the copy of a Trainer that has run makes loaders of its own when it runs
+
     def load(self, batches: Iterator[Any], is_first: bool) -> Any:
         """Return the next batch of a pass.
 

@@ -661,6 +661,8 @@ class ModuleState:
             return
         for key, value in values.items():
             before = content.get(key)
+            if isinstance(before, RemoteTensor):
+                continue  # a hook has made it of weights, each rank of its own
             if key in changed.in_place and isinstance(before, torch.Tensor) and before.shape == value.shape:
                 with torch.no_grad():
                     before.copy_(value)

@@ -87,16 +87,15 @@ HOOKS = (
     HookRow("on_train_epoch_end", reads_steps=True, agrees_on_stops=True),
     HookRow("on_validation_batch_end", reads_steps=True),
     HookRow("on_validation_epoch_end", reads_steps=True),
+    HookRow("on_validation_end", reads_steps=True),
     HookRow("on_test_batch_end", reads_steps=True),
     HookRow("on_test_epoch_end", reads_steps=True),
+    HookRow("on_test_end", reads_steps=True),
     HookRow("on_predict_batch_end", reads_steps=True),
     HookRow("on_predict_epoch_end", reads_steps=True),
+    HookRow("on_predict_end", reads_steps=True),
 )
-"""In the order in which Lightning calls them.
-
-`on_validation_end`, `on_test_end` and `on_predict_end` have no row. Hooks there swap weights and their averages back,
-of which each rank has its own; those of the last stage must not take their place.
-"""
+"""In the order in which Lightning calls them."""
 
 
 def select_hooks(condition: Callable[[HookRow], object]) -> tuple[str, ...]:

@@ -48,6 +48,20 @@ def test_what_a_hook_misses_on_other_stages_is_explained(here, overlaps):
     assert not [name for name in vars(module) if name.startswith("on_")]
 
 
+@pytest.mark.parametrize("name", ["on_validation_end", "on_test_end", "on_predict_end"])
+def test_ranks_have_the_same_state_after_the_last_hook_of_an_evaluation(name):
+    module, called = Lit(), []
+    setattr(module, name, lambda: called.append("hook"))
+
+    def synchronise(hook: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (hook(*args), called.append("synchronised"))
+
+    with Patches() as patches:
+        wrap_module_hooks(module, patches, synchronise, True, False, lambda: None, lambda: None)
+        getattr(module, name)()
+    assert called == ["hook", "synchronised"]
+
+
 def test_a_hook_on_the_module_itself_comes_back():
     module, called = Lit(), []
     own: Any = lambda *_: called.append("hook")  # noqa: E731
@@ -399,6 +413,22 @@ class LitAverages(Lit):
         self.load_state_dict(self.best)
 
 
+class LitEpochAverages(LitAverages):
+    """The same with hooks whose state goes to all ranks."""
+
+    def on_validation_start(self) -> None:
+        pass
+
+    def on_validation_end(self) -> None:
+        pass
+
+    def on_validation_epoch_start(self) -> None:
+        self.swap()
+
+    def on_validation_epoch_end(self) -> None:
+        self.swap()
+
+
 class LitWhole(Lit):
     """Saves whole weights in a hook, as the error says."""
 
@@ -439,7 +469,7 @@ class SavesState(Callback):
 
 
 def test_hooks_do_what_they_do_on_one_process():
-    kinds = (LitAverages, LitWhole, LitClips)
+    kinds = (LitAverages, LitWhole, LitClips, LitEpochAverages)
     cases = [Case(kind, strategy={"microbatches": 2}, trainer={"max_epochs": 2}) for kind in kinds]
     folder, other = Path(mkdtemp()), Path(mkdtemp())
     (plain,) = run_ranks(train_cases, 1, [case.plain() for case in cases], 1, str(other), timeout=180)
