@@ -63,6 +63,10 @@ class ModelProfile:
             check_number(name, getattr(self, name), "finite seconds, not negative", lambda x: 0 <= x < math.inf)
         check_number("widened", self.widened, "finite and above 0", lambda x: 0 < x < math.inf)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields alone: hosts without a secret accept no arrays of prices, which each makes itself."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
     @property
     def has_split(self) -> bool:
         """Whether both parts of the backward of every layer with weights were measured."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from lightning_pipes.cost import Link
+from lightning_pipes.cost import LayerProfile, Link, ModelProfile
 from lightning_pipes.engine.watch import plain
 from lightning_pipes.engine.watch.trust import TRUSTED, ForgedError, Seal, dumps, loads, to_printable
 from lightning_pipes.ir import Kind, Plan
@@ -140,3 +140,11 @@ def test_a_name_is_signed_too() -> None:
 
 def test_text_that_a_terminal_would_obey() -> None:
     assert to_printable("a\x1b[2Jb\r\x07\u202e\n\tc\x9bü") == "a\ufffd[2Jb\ufffd\ufffd\ufffd\n\tc\ufffdü"
+
+
+def test_a_profile_is_data_also_when_it_was_asked_for_prices() -> None:
+    profile = ModelProfile((LayerProfile("0", ((1, 0.1), (2, 0.2)), ((1, 0.2), (2, 0.4))),))
+    assert profile.layer_arrays is profile.layer_arrays  # kept
+    found = plain.loads(plain.dumps(profile))
+    assert found == profile
+    assert found.layer_arrays.seconds_at(Kind.F, 2).tolist() == profile.layer_arrays.seconds_at(Kind.F, 2).tolist()
