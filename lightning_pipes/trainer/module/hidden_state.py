@@ -247,10 +247,14 @@ def list_reachable(root: nn.Module | None, name: str, skip: nn.Module | None = N
 def can_change(thing: Any) -> bool:
     if isinstance(thing, (nn.Module, *CONTAINERS, SimpleNamespace)):
         return True
-    packages = [each.__module__.partition(".")[0] for each in type(thing).__mro__]
-    if isinstance(thing, pl.Callback) and __package__.partition(".")[0] in packages:
+    if isinstance(thing, pl.Callback) and any(map(_is_ours, type(thing).__mro__)):
         return False  # MemorySwap and its like hold what this rank has
-    return hasattr(thing, "__dict__") and not isinstance(thing, (type, torch.Tensor)) and packages[0] not in _SKIPPED
+    package = type(thing).__module__.partition(".")[0]
+    return hasattr(thing, "__dict__") and not isinstance(thing, (type, torch.Tensor)) and package not in _SKIPPED
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("lightning_pipes.")
 
 
 def list_entries(thing: Any) -> list[tuple[str, Any]]:

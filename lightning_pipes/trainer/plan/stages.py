@@ -58,7 +58,7 @@ def choose_stages(
 
     Args:
         hosts: of all ranks, in order.
-        memory: bytes of each device; None where nobody counts.
+        memory: bytes of each device; None where they are not known.
 
     Raises:
         InputError: no earlier run has measured this module, or nothing fits.
