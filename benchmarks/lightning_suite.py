@@ -11,7 +11,7 @@ Each test runs three times, in processes of its own: as it is, then with one sta
 makes without a strategy, for the CPU and one device, gets a `PipelineStrategy`. The ranks all run the whole test, as
 ranks of a script do, and share its temporary folder. A test passes if it passes on global rank 0, where Lightning logs,
 warns and saves; how many pass on all ranks is printed, too. The share is of those tests that pass as they are.
-docs/benchmarks.md says why tests fail.
+benchmarks/RESULTS.md says why tests fail.
 
 This module is its own plugin of pytest.
 """

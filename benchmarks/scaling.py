@@ -28,7 +28,7 @@ from lightning_pipes.planning.fit import Fit, evaluate_plan, fit_layers
 from lightning_pipes.planning.planner import even_plan
 
 OVERHEAD = 1e-4
-"""Seconds that a rank spends before each computation; the engine took 80 to 130 us on a CPU, see docs/benchmarks.md."""
+"""Seconds that a rank spends before each computation; the engine took 80 to 130 us on a CPU, see RESULTS.md."""
 SCHEDULES: dict[str, Schedule | Policy] = {
     "gpipe": make_schedule("gpipe"),
     "1f1b": make_schedule("1f1b"),
