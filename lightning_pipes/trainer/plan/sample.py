@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from torch.utils.data import DataLoader, IterableDataset, Subset
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 _PATIENCE = 60.0
 """Seconds in which a few samples have to come."""
@@ -68,9 +69,17 @@ def example_batch(loader: DataLoader[Any], rows: int) -> Any:
     """Return the first `rows` samples as a batch; no sampler is asked.
 
     They are loaded and collated in a process of their own, so that nothing changes here that loading them changes:
-    counters, caches, random generators.
+    counters, caches, random generators. Rows of plain tensors are copied here, as that changes nothing.
     """
+    if _is_of_tensors(loader.dataset) and loader.collate_fn is default_collate and loader.worker_init_fn is None:
+        return default_collate([loader.dataset[n] for n in range(rows)])
     return _load(loader, rows)
+
+
+def _is_of_tensors(data: Any) -> bool:
+    if type(data) is Subset:
+        return type(data.indices) in (list, range) and _is_of_tensors(data.dataset)
+    return type(data) is TensorDataset and all(type(t) is torch.Tensor and not t.requires_grad for t in data.tensors)
 
 
 def first_item(loader: Any, streams: bool = False) -> Any:

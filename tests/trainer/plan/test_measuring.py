@@ -12,12 +12,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.plan import deciding, measuring
+from lightning_pipes.trainer.plan import deciding, measuring, sample
 from lightning_pipes.trainer.plan.sample import example_batch
 from tests.trainer.lit import differences, quiet
 from tests.trainers import make_trainer
@@ -144,6 +144,30 @@ def test_a_file_that_a_sample_is_read_from_stays_where_it_is(tmp_path: Path) -> 
     assert first.shape == (3, WIDTH)
     assert torch.equal(first, again)
     assert (data.taken, data.file.tell(), collate.calls) == (0, 0, 0)
+
+
+def test_rows_of_plain_tensors_are_copied_without_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Doubled(TensorDataset):
+        def __getitem__(self, index: Any) -> tuple[torch.Tensor, ...]:
+            return tuple(2 * t for t in super().__getitem__(index))
+
+    tensors = torch.randn(8, WIDTH), torch.arange(8)
+    plain = Subset(TensorDataset(*tensors), [5, 2, 7, 1])
+    expected = next(iter(DataLoader(plain, batch_size=3, num_workers=1, multiprocessing_context="fork")))
+    state = torch.get_rng_state()
+    with monkeypatch.context() as patch:
+        patch.setattr(sample, "_load", lambda *_: "by another process")
+        found = example_batch(DataLoader(plain, batch_size=4), 3)
+        others = [
+            DataLoader(Doubled(*tensors)),
+            DataLoader(plain, collate_fn=len),
+            DataLoader(plain, worker_init_fn=print),
+        ]
+        assert [example_batch(other, 3) for other in others] == ["by another process"] * 3
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(torch.get_rng_state(), state)
+    found[0].zero_()
+    assert tensors[0].all(), "the batch is no copy"
 
 
 # ---- under the conditions of the run
