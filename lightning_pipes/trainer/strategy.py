@@ -48,6 +48,7 @@ from lightning_pipes.trainer.module.pretrained import reads_later
 from lightning_pipes.trainer.module.remote_tensors import HookScope
 from lightning_pipes.trainer.module.shared_data import Data, share_loader
 from lightning_pipes.trainer.module.weight_callbacks import restore_averages
+from lightning_pipes.trainer.module_setup import SetupContext
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.plan.deciding import device_memory
 from lightning_pipes.trainer.plan.decision import Decision
@@ -344,7 +345,7 @@ class PipelineStrategy(PipelineHost):
         if self.session.ranks.grid.replicas == 1:  # every rank logs the same values: there is nothing to synchronise
             private.ignore_warnings(".*sync_dist=True.*")
         self.model = self.precision_plugin.convert_module(self.model)
-        prepare(
+        context = SetupContext(
             self,
             self.session,
             self._request,
@@ -354,6 +355,7 @@ class PipelineStrategy(PipelineHost):
             self._start_epoch,
             self._patches,
         )
+        prepare(context)
 
     def take_decision(self, decision: Decision) -> None:
         """Run by a decision from now on."""

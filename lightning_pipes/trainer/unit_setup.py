@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins import Precision
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
@@ -23,9 +20,12 @@ from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer import private_transformers
 from lightning_pipes.trainer.module.batches import copy_batch, make_cutter, rows_of
 from lightning_pipes.trainer.module.capture import named_step
+from lightning_pipes.trainer.module.checks import warn_about_module
 from lightning_pipes.trainer.module.deferred import has_meta
+from lightning_pipes.trainer.module.hidden_state import NoHiddenState
 from lightning_pipes.trainer.module.pipelined import LEAST_FOR_STATISTICS, batch_statistics
 from lightning_pipes.trainer.module.unchanged import keep_unchanged
+from lightning_pipes.trainer.module_setup import ModuleSetup, SetupContext
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.measuring import NotMeasuredError, Together, without_loggers
 from lightning_pipes.trainer.plan.request import RunRequest
@@ -37,9 +37,9 @@ from lightning_pipes.trainer.plan.sample import (
     is_of_batches,
     load_batch,
 )
-from lightning_pipes.trainer.plan.settings import AUTO, BATCH, PARAMETERS, Settings, find_schedule, names_modules
+from lightning_pipes.trainer.plan.settings import AUTO, BATCH, PARAMETERS, find_schedule, names_modules
 from lightning_pipes.trainer.ranks.holdings import Holdings
-from lightning_pipes.trainer.session import Session
+from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 from lightning_pipes.trainer.state.module_state import ModuleState
 from lightning_pipes.trainer.step.logs import recorded
 from lightning_pipes.trainer.step.loss_weights import (
@@ -53,7 +53,7 @@ from lightning_pipes.trainer.step.loss_weights import (
 from lightning_pipes.trainer.step.steps import loss_of
 from lightning_pipes.trainer.units.batch_end import Axes, BatchEnd, SampleTrace, find_axes
 from lightning_pipes.trainer.units.borders import Borders, match_starts, merge_units
-from lightning_pipes.trainer.units.cut import UnitCut, weights_of_stages
+from lightning_pipes.trainer.units.cut import WHOLE, UnitCut, weights_of_stages
 from lightning_pipes.trainer.units.lazy_step import Crossing, LazyStep
 from lightning_pipes.trainer.units.recording import StepRecord, UnitLayout, find_atomic, record_step
 from lightning_pipes.trainer.units.steps import UnitSteps, stage_modules
@@ -67,32 +67,22 @@ SUPPORTED_SCHEDULES = ("gpipe", "1f1b", "kfkb")
 """Schedules that can order stages of units."""
 
 
-class UnitSetup:
-    """How a module is cut by units. Collective: all ranks make one, and the same calls of it.
-
-    Args:
-        request: the run that the user asks for.
+class UnitSetup(ModuleSetup):
+    """The setup of a module that is cut by units.
 
     Raises:
         PlanError: the run asks for what works with one container of layers only.
         PipelineError: weights are on `meta`; or the step can't be recorded, or differs between ranks.
     """
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        session: Session,
-        settings: Settings,
-        request: RunRequest,
-    ) -> None:
-        self._trainer = trainer
-        self._fitting = trainer.state.fn == TrainerFn.FITTING
-        self._module = module
-        self._ranks = session.ranks
-        self._settings = settings
+    path = WHOLE
+    whole_loss_refusal = "the module is cut by units, and no stage can run a whole batch"
+
+    def __init__(self, context: SetupContext) -> None:
+        super().__init__(context)
+        module = self.body = self._module
         owner = type(module).__name__
-        if session.control.any(has_meta(module))[0]:
+        if self._ranks.control.any(has_meta(module))[0]:
             raise PipelineError(
                 f"weights of {owner} are on meta, and its step has to run once before it is cut by units. Make them "
                 "with values, or put the layers into one nn.Sequential, which needs none"
@@ -104,7 +94,7 @@ class UnitSetup:
                 + " has backward hooks, and where modules are cut by units its gradients "
                 "may be on several ranks; register them on modules without children"
             )
-        refused = find_refused(module, session, settings, request)
+        refused = find_refused(context)
         if refused:
             raise PlanError(
                 f"{owner} has no one container of layers that is called in order, so it is cut by units, and "
@@ -113,21 +103,19 @@ class UnitSetup:
             )
         stages = self._ranks.grid.length
         private_transformers.install_output_hooks(module)
-        self.ruled_out_weights: frozenset[str] | None = None
-        """Candidates for the weights of micro-batches that don't make the loss; None where nothing was compared."""
         self.end: BatchEnd | None = None
         """The end of the step that runs on whole batches; None where each micro-batch has a loss."""
         self._larger: Any = None
         self._unexplained = ""
-        self._layout = self._lay_units(request, stages)
+        self._layout = self._lay_units(self._request, stages)
         if self._unexplained and self.end is None:
             rank_zero_warn(self._unexplained)
-        self.weights = weights_of_stages(module, self._layout)
-        """The weights of each stage, in the place of layers."""
+        self._weights = weights_of_stages(module, self._layout)
+        warn_about_module(module, None)
 
-    def decide(self, request: RunRequest) -> Decision:
+    def decide(self) -> Decision:
         """Return the decision: one stage for each rank."""
-        stages = self._ranks.grid.length
+        stages, request = self._ranks.grid.length, self._request
         if self.end is not None:
             request = replace(request, schedule=find_schedule("gpipe", {}))
         elif self._settings.loss == BATCH:
@@ -136,24 +124,30 @@ class UnitSetup:
         partition = PARAMETERS if stages == 1 else list(range(1, stages))
         return replace(request, partition=partition).unmeasured([1] * stages, stages, least)
 
-    def note_weights(self, holdings: Holdings) -> None:
-        """Tell the ranks of each weight."""
+    def index_parameters(self, holdings: Holdings) -> None:
+        """Tell `holdings` the stages that use each parameter."""
         names = {id(p): name for name, p in self._module.named_parameters()}
         holdings.look_at_weights(self._module, lambda _, p: self._layout.stages_of.get(names[id(p)], ()))
 
-    def cut(self, local: Collection[int]) -> UnitCut:
-        """Return the module with the weights of the `local` stages alone."""
-        return UnitCut(self._module, self._layout, self.weights, local, self._ranks.device)
+    def make_hidden_state(self, holdings: Holdings) -> NoHiddenState:
+        """Return what watches nothing: units pass what they share."""
+        return NoHiddenState(holdings, self._ranks.pipeline, self._context.links.check_later)
 
-    def make_steps(self, precision: Precision, plan: Plan, rank: int, seed: int, cut: UnitCut) -> UnitSteps:
+    def cut(self, local: Sequence[int]) -> UnitCut:
+        """Return the module with the weights of the `local` stages alone."""
+        return UnitCut(self._module, self._layout, self._weights, local, self._ranks.device)
+
+    def make_steps(self, part: LocalLayers, plan: Plan, seed: int) -> UnitSteps:
         """Return what runs the user's steps on the stages of this rank."""
-        device = self._ranks.device
-        state = ModuleState(self._module, stage_modules(self._module, self._layout), frozenset(), device)
-        return UnitSteps(self._module, precision, plan, rank, seed, device, state, cut, self._layout, self.end)
+        module, device, cut, layout = self._module, self._ranks.device, part.cut, self._layout
+        assert isinstance(cut, UnitCut)
+        state = ModuleState(module, stage_modules(module, layout), frozenset(), device)
+        precision, rank = self._context.host.precision_plugin, part.holdings.rank
+        return UnitSteps(module, precision, plan, rank, seed, device, state, cut, layout, self.end)
 
     def _lay_units(self, request: RunRequest, stages: int) -> UnitLayout:
         """Return the cut of the recorded step; where nothing is trained the last stage has all weights."""
-        if not self._fitting or self._trainer.limit_train_batches == 0 or stages == 1:
+        if not self._context.is_fitting or self._trainer.limit_train_batches == 0 or stages == 1:
             return self._undivided(stages)
         record = self._record(request, stages)
         ranks = self._ranks.control.ranks
@@ -485,8 +479,9 @@ def _has_hooked_parts(part: nn.Module) -> bool:
     return next(part.children(), None) is not None and bool(backward_hooks(part))
 
 
-def find_refused(module: pl.LightningModule, session: Session, settings: Settings, request: RunRequest) -> list[str]:
+def find_refused(context: SetupContext) -> list[str]:
     """Return the settings of a run that need one container of layers. All ranks get the same."""
+    request = context.request
     schedule, refused = request.schedule, []
     if schedule.name not in SUPPORTED_SCHEDULES or request.chooses:
         name = AUTO if request.chooses else schedule.name
@@ -495,13 +490,13 @@ def find_refused(module: pl.LightningModule, session: Session, settings: Setting
         refused.append("recompute=True (torch.utils.checkpoint in the module does)")
     if request.replanner is not None:
         refused.append("replan")
-    if session.links.turns is not None:
+    if context.shares_ranks:
         refused.append("a job array on shared ranks")
-    if settings.verify.batches:
+    if context.settings.verify.batches:
         refused.append("verify")
     if not (isinstance(request.partition, str) or names_modules(request.partition)):
         refused.append("partition by numbers of layers")
-    compiled = next((path for path, part in module.named_modules() if private.is_compiled(part)), None)
+    compiled = next((path for path, part in context.module.named_modules() if private.is_compiled(part)), None)
     if compiled is not None:
         refused.append(f"compile of {f'self.{compiled}' if compiled else 'the whole module'}")
     return refused

@@ -54,6 +54,7 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
         "checkpointing",
         "active_run",
         "session",
+        "module_setup",
         "unit_setup",
         "setup",
         "strategy",

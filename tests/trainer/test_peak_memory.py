@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine.compute.footprint import measure_footprint
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer import setup
+from lightning_pipes.trainer import module_setup, setup
 from lightning_pipes.trainer.plan import deciding, measuring
 from tests.trainer.lit import quiet
 from tests.trainers import make_trainer
@@ -68,7 +68,7 @@ def phases(rank: int, width: int, rows: int, unit: int) -> dict[str, tuple[float
         watch(setup, "equal_weights", "setup")
         watch(measuring.Measuring, "profile", "measuring")
         watch(setup, "decide", "trial")
-        watch(setup, "CutModule", "cut")
+        watch(module_setup, "CutModule", "cut")
         watch(PipelineStrategy, "training_step", "batch")
         watch(PipelineStrategy, "optimizer_step", "step")
         watch(PipelineStrategy, "teardown", "end")

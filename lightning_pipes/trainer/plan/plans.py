@@ -47,6 +47,11 @@ class Plans:
         return min(self.microbatches, TRIED_PER_STAGE * len(self._ranks))
 
     @property
+    def is_endless(self) -> bool:
+        """Whether the order goes on from batch to batch, so that stages step apart."""
+        return self.for_rows(self.trial_rows)[1].is_endless
+
+    @property
     def layers(self) -> tuple[Span, ...]:
         """Layers of each stage for any number of samples; empty where they are not decided."""
         return self._problem.layers

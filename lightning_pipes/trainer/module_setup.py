@@ -1,0 +1,242 @@
+"""The part of a setup that depends on how the module is cut, and that of a module cut in layers of a container."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from lightning_pipes.ir import Plan
+from lightning_pipes.trainer.checkpoint.files import Writing
+from lightning_pipes.trainer.loop.connections import Connections
+from lightning_pipes.trainer.loop.host import PipelineHost
+from lightning_pipes.trainer.module.capture import CacheSwitch, Interceptor
+from lightning_pipes.trainer.module.checks import warn_about_module
+from lightning_pipes.trainer.module.deferred import check_same_cut
+from lightning_pipes.trainer.module.hidden_state import HiddenState
+from lightning_pipes.trainer.module.pipelined import LEAST_FOR_STATISTICS, CutModule, batch_statistics, layer_sizes
+from lightning_pipes.trainer.module.proxy import Layers
+from lightning_pipes.trainer.module.sharding import leave_spread
+from lightning_pipes.trainer.patches import Patches
+from lightning_pipes.trainer.plan.container import warn_about_outside
+from lightning_pipes.trainer.plan.deciding import Deciding
+from lightning_pipes.trainer.plan.decision import Decision
+from lightning_pipes.trainer.plan.profile_cache import find_cache
+from lightning_pipes.trainer.plan.request import RunRequest
+from lightning_pipes.trainer.plan.settings import Settings
+from lightning_pipes.trainer.ranks.holdings import Holdings
+from lightning_pipes.trainer.ranks.ranks import Ranks
+from lightning_pipes.trainer.relocation.local_layers import LocalLayers
+from lightning_pipes.trainer.session import Session
+from lightning_pipes.trainer.state.left_values import LeftValues, layers_by_number
+from lightning_pipes.trainer.state.module_state import ModuleState
+from lightning_pipes.trainer.step.steps import Steps
+from lightning_pipes.trainer.verify.reference import ReferenceProcess
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SetupContext:
+    """The common inputs of the phases of a setup.
+
+    Attributes:
+        host: the strategy.
+        request: the run that the user asks for.
+        writing: writes checkpoints.
+        reference: the process that verifies the run, if one does.
+        start_epoch: called when an epoch has begun.
+        patches: closed by `teardown`.
+    """
+
+    host: PipelineHost
+    session: Session
+    request: RunRequest
+    settings: Settings
+    writing: Writing
+    reference: ReferenceProcess | None
+    start_epoch: Callable[[], None]
+    patches: Patches
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The user's module."""
+        module = self.host.lightning_module
+        assert module is not None, "the Trainer has one"
+        return module
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The Trainer of the module."""
+        return self.module.trainer
+
+    @property
+    def is_fitting(self) -> bool:
+        """Whether the run trains."""
+        return self.trainer.state.fn == TrainerFn.FITTING
+
+    @property
+    def ranks(self) -> Ranks:
+        """This rank among the others."""
+        return self.session.ranks
+
+    @property
+    def links(self) -> Connections:
+        """The connections to the other ranks."""
+        return self.session.links
+
+    @property
+    def shares_ranks(self) -> bool:
+        """Whether siblings of a job array share the ranks."""
+        return self.links.turns is not None
+
+
+@dataclass(frozen=True)
+class WholeWeights:
+    """How ranks have the weights of a module before it is cut.
+
+    Attributes:
+        container: path of the container to cut, where it had to be chosen early because layers are sharded.
+        is_sharded: whether layers are sharded, by fully_shard or parallelize_module.
+        is_spread: whether an earlier run has left the layers of any rank spread out.
+    """
+
+    container: str | None
+    is_sharded: bool
+    is_spread: bool
+
+
+class ModuleSetup(ABC):
+    """The setup of a module that is cut in one way. Collective: all ranks make one, and the same calls of it.
+
+    Attributes:
+        path: of the container that is cut; empty for the whole module.
+        body: the part of the module that sees one micro-batch at a time.
+        whole_loss_refusal: why no stage can compute the loss of a whole batch; empty where the last one can.
+        ruled_out_weights: candidates for the weights of micro-batches that don't make the loss; None where nothing
+            was compared.
+    """
+
+    path: str
+    body: nn.Module
+    whole_loss_refusal: ClassVar[str] = ""
+    ruled_out_weights: frozenset[str] | None = None
+
+    def __init__(self, context: SetupContext) -> None:
+        self._context, self._request, self._settings = context, context.request, context.settings
+        self._trainer, self._module, self._ranks = context.trainer, context.module, context.ranks
+        self.profiles = find_cache(self._trainer)
+        """The measured profiles of earlier runs."""
+
+    def explain_uncompared_loss(self, holdings: Holdings) -> str:
+        """Return why no rank can compute the loss of a whole batch; empty where one can."""
+        if len(holdings.ranks_of_stages[-1]) > 1:
+            return "the last stage has several ranks, and none of them has a whole batch"
+        return self.whole_loss_refusal
+
+    @abstractmethod
+    def decide(self) -> Decision:
+        """Return the schedule, the micro-batches and the layers of each stage."""
+
+    @abstractmethod
+    def index_parameters(self, holdings: Holdings) -> None:
+        """Tell `holdings` the stages of each parameter."""
+
+    @abstractmethod
+    def make_hidden_state(self, holdings: Holdings) -> HiddenState:
+        """Return what watches objects that layers of several stages share. Called while the module is whole."""
+
+    @abstractmethod
+    def cut(self, local: Sequence[int]) -> CutModule:
+        """Cut the module: this rank keeps the `local` layers."""
+
+    @abstractmethod
+    def make_steps(self, part: LocalLayers, plan: Plan, seed: int) -> Steps:
+        """Return what runs the user's steps on the stages of this rank.
+
+        Args:
+            part: the layers of this rank.
+            seed: what the random numbers of the steps start from.
+        """
+
+
+class ContainerSetup(ModuleSetup):
+    """The setup of a module that is cut in the layers of a container.
+
+    Args:
+        path: of the container.
+        weights: how ranks have the weights.
+    """
+
+    def __init__(self, context: SetupContext, path: str, weights: WholeWeights) -> None:
+        super().__init__(context)
+        self.path, self._weights = path, weights
+        layers = self._module.get_submodule(path)
+        assert isinstance(layers, Layers)
+        self._layers = self.body = layers
+        self._caches = CacheSwitch(self._module)
+        self._interceptor = Interceptor(f"self.{path}", isinstance(layers, nn.ModuleList), self._caches)
+        warn_about_module(self._module, layers)
+
+    def decide(self) -> Decision:
+        """Return the decision: as asked for, as measured where something is trained, or as siblings have made it."""
+        grid, links = self._ranks.grid, self._context.links
+        request = self._resume_cut(links.complete_request(self._request, grid.n_planned))
+        least = LEAST_FOR_STATISTICS if batch_statistics(self._layers) else 1
+        plain = request.unmeasured(layer_sizes(self._layers), grid.n_planned, least, grid.degrees)
+        measures = self._context.is_fitting and not grid.degrees
+        return links.agree_on_decision(
+            self._module, plain, lambda: self._measure(request, plain) if measures else plain
+        )
+
+    def _resume_cut(self, request: RunRequest) -> RunRequest:
+        """Return the request with the stages of the checkpoint from which training goes on, if it has any."""
+        before = self._context.session.checkpointing.resumed_placement()
+        if before is None or not self._context.is_fitting or self._context.shares_ranks:
+            return request
+        resumed = request.resume_cut(before, len(self._layers), self._ranks.grid.n_planned)
+        if resumed is not request:
+            rank_zero_info(f"Stages begin at layers {before.cuts}, as they did when the checkpoint was written")
+        return resumed
+
+    def _measure(self, request: RunRequest, plain: Decision) -> Decision:
+        """Return the decision by measured times."""
+        _log.debug("setup: layers of %s are measured", self.path)
+        shards = self._ranks.grid.replicas if self._settings.shard_optimizer else 1
+        decider = Deciding(self._trainer, self.path, self._ranks, self._settings.transport, self.profiles, shards)
+        measured = decider.decide(request, plain)
+        if self._ranks.grid.n_planned > 1:
+            warn_about_outside(self._module, self.path, measured.profile)
+        return measured
+
+    def index_parameters(self, holdings: Holdings) -> None:
+        """Tell `holdings` the layers of each parameter."""
+        holdings.index_parameters(self._module, self.path)
+
+    def make_hidden_state(self, holdings: Holdings) -> HiddenState:
+        """Return what watches objects that layers of several stages share."""
+        return HiddenState(self._module, self.path, holdings, self._ranks.pipeline, self._context.links.check_later)
+
+    def cut(self, local: Sequence[int]) -> CutModule:
+        """Put the `local` layers in the place of the container."""
+        self._caches.log()
+        if self._weights.is_sharded:
+            leave_spread(self._module, self.path, local)
+        if self._weights.is_spread:
+            check_same_cut(self._module, self.path, local, self._ranks.control)
+        return CutModule(self._module, self.path, local, self._interceptor, self._ranks.device)
+
+    def make_steps(self, part: LocalLayers, plan: Plan, seed: int) -> Steps:
+        """Return what runs the user's steps around the layers of this rank."""
+        module, device, cut, holdings = self._module, self._ranks.device, part.cut, part.holdings
+        state = ModuleState(module, (cut.proxy, *self._layers.modules()), part.hidden.objects_of_layers, device)
+        left = LeftValues(module, layers_by_number(self._layers), lambda: holdings.local, state, cut.scope, self.path)
+        precision = self._context.host.precision_plugin
+        return Steps(module, precision, self._interceptor, plan, holdings.rank, seed, device, state, left)
