@@ -33,7 +33,7 @@ from lightning_pipes.trainer.plan.request import Placement
 from lightning_pipes.trainer.private_lightning import optimizer_to_device
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.ranks import Ranks, RankStatus
-from lightning_pipes.trainer.ranks.replicas import gather_whole, has_shards, shard_like
+from lightning_pipes.trainer.ranks.replicas import gather_uneven, gather_whole, has_shards, shard_like
 
 if TYPE_CHECKING:
     from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint
@@ -177,7 +177,8 @@ class Checkpointing:
         self.sharded = sharded
         self._writing = writing
         self._status = status
-        self._saver = Saver(ranks.pipeline)
+        self._writers = ranks.control if sharded else ranks.pipeline
+        self._saver = Saver(self._writers)
         self.shards: OptimizerShards | None = None
         self.data = TrainingData(ranks.device, ranks.control.position == 0)
         self.container: str | None = None
@@ -191,10 +192,11 @@ class Checkpointing:
 
     def model_state(self, cut: CutModule) -> dict[str, Any]:
         """Return the state dict of the whole module where it is written, as the form of the checkpoints has it."""
-        state: dict[str, Any] = gather_whole(cut.local_state(outside=self._ranks.grid.position == 0))
+        state = cut.local_state(outside=self._ranks.grid.position == 0)
         if self.sharded:
-            return state
-        return self._gather(cut, state)
+            found: dict[str, Any] = gather_uneven(state)
+            return found
+        return self._gather(cut, gather_whole(state))
 
     def gather_average(self, cut: CutModule, local: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state dict of another module with the keys and the spread of `cut`.
@@ -210,9 +212,10 @@ class Checkpointing:
 
     def optimizer_state(self, optimizer: Optimizer, layout: OptimizerLayout) -> dict[str, Any]:
         """Return the same of an optimizer."""
-        local = gather_whole(optimizer.state_dict() if self.shards is None else self.shards.gather_states(optimizer))
+        local = optimizer.state_dict() if self.shards is None else self.shards.gather_states(optimizer)
         if self.sharded:
-            return layout.named_state(local)
+            return layout.named_state(gather_uneven(local))
+        local = gather_whole(local)
         self._ranks.pipeline.connect()
         if not self._ranks.grid.is_in_first_pipeline:
             return {}
@@ -243,14 +246,18 @@ class Checkpointing:
             )
         _log.debug("checkpoint: save %s", path)
         self._add_place(checkpoint, trainer)
-        self._ranks.pipeline.connect()
-        if not self._ranks.grid.is_in_first_pipeline:
+        self._writers.connect()
+        is_first = self._ranks.grid.is_in_first_pipeline
+        if not (is_first or self.sharded):
             return
         background = self._writing.background and training
         with self._status.report_errors():
             if self.sharded:
+                from lightning_pipes.trainer.checkpoint.sharded import keep_shards
+
                 order = list(checkpoint["state_dict"]) if cut is None else cut.keys
-                self._saver.save_parts(checkpoint, order, path, background)
+                part = checkpoint if is_first else keep_shards(checkpoint)
+                self._saver.save_parts(part, order, path, background)
             else:
                 write = partial(self._writing.io.save_checkpoint, storage_options=storage_options)
                 self._saver.save(checkpoint, path, write, background)
@@ -315,7 +322,8 @@ class Checkpointing:
                 from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint
 
                 self._parts = ShardedCheckpoint(path, weights_only)
-                checkpoint = self._parts.checkpoint({} if running or has_shards(module) else module.state_dict())
+                lazily = running or has_meta(module) or has_shards(module)
+                checkpoint = self._parts.checkpoint(None if lazily else module.state_dict())
         if checkpoint is None and (has_meta(module) or has_shards(module)):
             checkpoint = load_mapped(self._writing.io, path, weights_only)
         if checkpoint is None:
@@ -356,7 +364,9 @@ class Checkpointing:
     ) -> None:
         """Load what belongs to this rank, from the checkpoint that was loaded last."""
         if self._parts is not None:
-            states = self._parts.optimizer_states([layout.names for layout in layouts])
+            parameters = [[p for group in o.param_groups for p in group["params"]] for o in optimizers]
+            named = zip(layouts, parameters, strict=False)
+            states = self._parts.optimizer_states([dict(zip(y.names, own, strict=True)) for y, own in named])
         load_optimizers(optimizers, layouts, states, device)
         if self.shards is not None:
             for optimizer in optimizers:
@@ -383,7 +393,9 @@ def load_model(cut: CutModule, state: Mapping[str, Any], strict: bool) -> None:
         different = sorted(set(state) ^ set(cut.keys))
         raise PipelineError(f"the checkpoint's keys are not those of the module; only in one: {different[:5]}")
     own = cut.module.state_dict()
-    cut.module.load_state_dict({key: _like(state.get(key, value), value) for key, value in own.items()})
+    read: Any = getattr(state, "read_like", lambda key, _: state[key])  # parts of a checkpoint are read as shards
+    loaded = {key: _like(read(key, value), value) if key in state else value for key, value in own.items()}
+    cut.module.load_state_dict(loaded)
 
 
 def _like(value: Any, own: Any) -> Any:

@@ -34,6 +34,7 @@ from lightning_pipes import PipelineStrategy, consolidate, load_pretrained
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import InputError, PipelineError, PlanError
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.checkpoint.checksums import Index
 from tests.trainer.lit import differences, plain_values, quiet
 from tests.trainer.replicas import REPLICAS, ROWS, Dealt
 from tests.trainers import make_trainer
@@ -246,6 +247,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "parts": (REPLICAS, {"checkpoint": "sharded", "recompute": True}, {}),
     "split": (REPLICAS, {"schedule": "zero_bubble"}, {"meta": True, "file": FILE}),
     "tensors": (1, {"tensor_parallel": 2}, {}),
+    "tensor parts": (1, {"tensor_parallel": 2, "checkpoint": "sharded"}, {}),
 }
 CUBES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "cube": (REPLICAS, {"tensor_parallel": 2}, {}),
@@ -253,6 +255,7 @@ CUBES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "sequence": (REPLICAS, {"tensor_parallel": 2, "schedule": "gpipe"}, {"how": "sequence"}),
     "shared": (REPLICAS, {"tensor_parallel": 2}, {"how": "shared"}),
     "cube on meta": (REPLICAS, {"tensor_parallel": 2}, {"meta": True}),
+    "cube parts": (REPLICAS, {"tensor_parallel": 2, "checkpoint": "sharded", "async_checkpoint": False}, {}),
 }
 """The data-parallel replicas, and the arguments of the strategy and of the module, by the checkpoint's name."""
 
@@ -294,8 +297,19 @@ def compare(folder: Path, ranks: list[dict[str, Any]]) -> None:
             whole[plain] = train(folder / plain, strategy, **in_folder(folder, begin))
         for found in ranks:
             assert differences(found[name]["logged"], whole[plain]["logged"], tolerance=1e-10) == [], name
-        path = folder / ("one file" if name == "parts" else name)
+        path = folder / name
+        if path.is_dir():
+            path = path.with_suffix(".ckpt")
+            consolidate(folder / name, path, weights_only=False)
         assert differences(saved_in(path), saved_in(folder / plain), tolerance=1e-10) == [], name
+
+
+def check_parts(folder: Path, shards: int) -> None:
+    """Check that each rank has written its shards, of weights and of optimizer states, and what is not sharded once."""
+    places = Index.read(folder).places
+    for entry in ("state_dict/model.layers.2.up.weight", "optimizer_states/0/model.layers.2.up.weight/exp_avg"):
+        assert len({place.file for place in places[entry]}) == len(places[entry]) == shards, entry
+    assert len(places["state_dict/model.embedding.weight"]) == 1
 
 
 def test_two_stages_of_two_shards_are_one_process(tmp_path):
@@ -303,12 +317,15 @@ def test_two_stages_of_two_shards_are_one_process(tmp_path):
     del weights["head.weight"]  # which is that of the embedding
     save_file(weights, tmp_path / FILE)
     ranks = run_ranks(train_sharded, 4, str(tmp_path), tuple(CASES), 4, timeout=200)
-    consolidate(tmp_path / "parts", tmp_path / "one file", weights_only=False)
     compare(tmp_path, ranks)
+    check_parts(tmp_path / "parts", 2)
+    check_parts(tmp_path / "tensor parts", 2)
     further = train(tmp_path / "plain on", resume=tmp_path / "plain")["logged"]
-    resumed = [train(tmp_path / "on", resume=tmp_path / "one file")["logged"]]
-    resumed += [e for r in run_ranks(resume, 2, str(tmp_path), ("fsdp",), 2, 1, 1, timeout=90) for e in r]
-    resumed += [e for r in run_ranks(resume, 4, str(tmp_path), ("tensors",), 4, 2, 1, timeout=90) for e in r]
+    resumed = [train(tmp_path / "on", resume=tmp_path / "parts.ckpt")["logged"]]
+    parts = ("parts", "tensor parts")
+    resumed += resume(0, str(tmp_path), parts, 1, 1, 1)
+    resumed += [e for r in run_ranks(resume, 2, str(tmp_path), ("fsdp", *parts), 2, 1, 1, timeout=90) for e in r]
+    resumed += [e for r in run_ranks(resume, 4, str(tmp_path), ("tensors", *parts), 4, 2, 1, timeout=90) for e in r]
     for logged in resumed:
         assert differences(logged, further, tolerance=1e-10) == []
 
@@ -318,7 +335,11 @@ def test_two_stages_of_two_shards_of_two_tensor_parallel_ranks(tmp_path):
     compare(tmp_path, run_ranks(train_sharded, 8, str(tmp_path), tuple(CUBES), 8, timeout=400))
     further = train(tmp_path / "plain on", resume=tmp_path / "plain")["logged"]
     resumed = [train(tmp_path / "on", resume=tmp_path / "cube")["logged"]]
-    resumed += [e for r in run_ranks(resume, 8, str(tmp_path), ("cube", "plain"), 8, 2, 2, timeout=200) for e in r]
+    check_parts(tmp_path / "cube parts", 4)
+    names = ("cube", "plain", "cube parts")
+    resumed += [e for r in run_ranks(resume, 8, str(tmp_path), names, 8, 2, 2, timeout=200) for e in r]
+    resumed += [e for r in run_ranks(resume, 4, str(tmp_path), ("cube parts",), 4, 1, 2, timeout=90) for e in r]
+    resumed += resume(0, str(tmp_path), ("cube parts",), 1, 1, 1)
     for logged in resumed:
         assert differences(logged, further, tolerance=1e-10) == []
 

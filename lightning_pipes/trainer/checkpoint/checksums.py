@@ -18,7 +18,7 @@ import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -163,11 +163,18 @@ def is_sharded(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor is: the name of the file, and a part of its bytes, which torch.load reads."""
+    """Where a part of a tensor is: the name of the file, and a part of its bytes, which torch.load reads.
+
+    Attributes:
+        corner: where the part begins in the whole tensor, by axis.
+        shape: of the part.
+    """
 
     file: str
     offset: int
     length: int
+    corner: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -175,11 +182,13 @@ class Index:
     """The parts of a sharded checkpoint.
 
     Attributes:
-        places: of each tensor, by its name.
+        shapes: of each tensor, by its name.
+        places: of the parts of each tensor, by its name.
         sums: of each file but this one; None where an older version has written none.
     """
 
-    places: Mapping[str, Place]
+    shapes: Mapping[str, tuple[int, ...]]
+    places: Mapping[str, Sequence[Place]]
     sums: Mapping[str, Sum] | None
 
     @classmethod
@@ -199,11 +208,19 @@ class Index:
             with open(path, "rb") as file:
                 found = _Reader(file).load()
             sums = (found.state["planner_data"] or {}).get(_SUMS)
-            places = {
-                key.state["fqn"]: _place(value.state, key.state["fqn"])
-                for key, value in found.state["storage_data"].items()
+            tensors = {name: each.state for name, each in found.state["state_dict_metadata"].items()}
+            shapes = {name: _numbers(each["size"]) for name, each in tensors.items()}
+            parts = {
+                (name, _numbers(chunk.state["offsets"])): _numbers(chunk.state["sizes"])
+                for name, each in tensors.items()
+                for chunk in each["chunks"]
             }
-            index = cls(places, None if sums is None else {_file(f): Sum(int(n), int(c)) for f, (n, c) in sums.items()})
+            places: dict[str, list[Place]] = {}
+            for key, value in found.state["storage_data"].items():
+                name, corner = key.state["fqn"], _numbers(key.state["offset"])
+                places.setdefault(name, []).append(_place(value.state, name, corner, parts[name, corner]))
+            known = None if sums is None else {_file(f): Sum(int(n), int(c)) for f, (n, c) in sums.items()}
+            index = cls(shapes, places, known)
         except Exception as error:  # of any kind, as anything may be in the file
             raise damage_error(path, f"{type(error).__name__}: {error}") from error
         if index.sums is not None:
@@ -216,10 +233,15 @@ def with_sums(sums: Mapping[str, Sum]) -> dict[str, Any]:
     return {_SUMS: {name: tuple(found) for name, found in sums.items()}}
 
 
-def _place(entry: Mapping[str, Any], name: str) -> Place:
+def _numbers(size: Any) -> tuple[int, ...]:
+    """Return the numbers of a torch.Size in an index."""
+    return tuple(map(int, *size.arguments))
+
+
+def _place(entry: Mapping[str, Any], name: str, corner: tuple[int, ...], shape: tuple[int, ...]) -> Place:
     if entry.get("transform_descriptors"):
         raise ValueError(f"{name} is stored in a form that checkpoint='sharded' does not write")
-    return Place(_file(entry["relative_path"]), int(entry["offset"]), int(entry["length"]))
+    return Place(_file(entry["relative_path"]), int(entry["offset"]), int(entry["length"]), corner, shape)
 
 
 def _file(name: str) -> str:

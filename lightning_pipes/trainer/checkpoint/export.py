@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_pipes.ir import InputError, PipelineError, check_count, check_type
@@ -78,8 +77,7 @@ def export_weights(
 def _read_state_dict(path: Path) -> Mapping[str, Any]:
     path = find_existing(path)
     if is_sharded(path):
-        on_meta = torch.empty(0, device="meta")  # then each tensor is read when it is asked for
-        whole: Mapping[str, Any] | None = ShardedCheckpoint(path, weights_only=True).checkpoint({"": on_meta})
+        whole: Mapping[str, Any] | None = ShardedCheckpoint(path, weights_only=True).checkpoint(None)
     else:
         whole = load_mapped(AtomicCheckpointIO(), path, weights_only=True)
     if whole is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,11 +26,13 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from lightning_pipes.engine.compute.reducer import is_distributed
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import PipelineError, check_type, short_repr
 from lightning_pipes.trainer.checkpoint.checksums import (
     INDEX,
     Index,
+    Place,
     Sum,
     Summing,
     damage_error,
@@ -51,6 +54,7 @@ from lightning_pipes.trainer.checkpoint.files import (
 from lightning_pipes.trainer.module.optimizers import number_state_dict
 from lightning_pipes.trainer.private_lightning import storage_info
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.ranks.replicas import own_box, shard_from_local
 
 REST = "checkpoint.pt"
 """The file with everything but the tensors of the model and the optimizers."""
@@ -90,7 +94,8 @@ def plan_part(checkpoint: Mapping[str, Any], order: Sequence[str], path: Path, n
     """Agree with other ranks on the part that each writes; no tensor is sent, and none is written.
 
     Args:
-        checkpoint: Lightning's, with this rank's part of the state dict and of each optimizer's `named_state`.
+        checkpoint: Lightning's, with this rank's part of the state dict and of each optimizer's `named_state`. Of a
+            sharded tensor each rank writes its shard; what several ranks have is written once.
         order: the keys of the whole state dict.
         number: different for every checkpoint, the same on every rank.
     """
@@ -252,7 +257,8 @@ class ShardedCheckpoint:
         self._index = Index.read(path)
         self._whole = set[str]()
         """The files that were compared with their sums."""
-        for name in {REST, *(place.file for place in self._index.places.values()), *(self._index.sums or ())}:
+        files = (place.file for places in self._index.places.values() for place in places)
+        for name in {REST, *files, *(self._index.sums or ())}:
             if not (path / name).is_file():
                 raise damage_error(path, f"{name} is missing")
         self._check(REST)
@@ -268,45 +274,65 @@ class ShardedCheckpoint:
                 path, f"{INDEX} does not know {unknown[0]}, which {REST} names: they are of different saves"
             )
 
-    def checkpoint(self, into: Mapping[str, Any]) -> dict[str, Any]:
+    def checkpoint(self, into: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return Lightning's checkpoint without the optimizers' states of parameters.
 
         Args:
             into: a state dict whose tensors are overwritten and taken, where names, shapes and types are the same. If
-                some are on `meta`, the checkpoint's state dict reads a tensor when it is asked for it.
+                it is None, the checkpoint's state dict reads a tensor when it is asked for it.
         """
         found = {**self._rest}
         places = {place[1]: name for name, place in self._tensors.items() if place[0] == "state_dict"}
         order = dict.fromkeys(key for key in self._order if key in places or key in found["state_dict"])
         keys = list({**order, **found["state_dict"], **places})
-        if any(value.is_meta for value in into.values() if isinstance(value, Tensor)):
-            found["state_dict"] = _Weights(keys, found["state_dict"], places, self._read)
-        else:
-            weights = self._read({name: into.get(key) for key, name in places.items()})
-            values = {**found["state_dict"], **{key: weights[name] for key, name in places.items()}}
-            found["state_dict"] = {key: values[key] for key in keys}
+        lazy = _Weights(keys, found["state_dict"], places, self._read)
+        found["state_dict"] = lazy if into is None else {key: _copied(lazy[key], into.get(key)) for key in keys}
         return found
 
-    def optimizer_states(self, wanted: Sequence[Sequence[str]] | None = None) -> list[dict[str, Any]]:
-        """One process's `state_dict` of each optimizer, with the states of the `wanted` parameters, or of all."""
+    def optimizer_states(self, wanted: Sequence[Mapping[str, Tensor]] | None = None) -> list[dict[str, Any]]:
+        """One process's `state_dict` of each optimizer.
+
+        Args:
+            wanted: the parameters whose states are read, by name, for each optimizer; states are sharded as they are.
+                If it is None, whole states of all parameters are read.
+        """
         saved = self._rest["optimizer_states"]
-        names = {
-            name: place
-            for name, place in self._tensors.items()
-            if place[0] == "optimizer_states" and (wanted is None or place[2] in wanted[place[1]])
-        }
-        tensors = self._read(dict.fromkeys(names))
         states = [{name: dict(state) for name, state in one["state"].items()} for one in saved]
-        for name, (_, number, parameter, entry) in names.items():
-            states[number].setdefault(parameter, {})[entry] = tensors[name]
+        for name, place in self._tensors.items():
+            if place[0] == "optimizer_states" and (wanted is None or place[2] in wanted[place[1]]):
+                _, number, parameter, entry = place
+                like = None if wanted is None else wanted[number][parameter]
+                states[number].setdefault(parameter, {})[entry] = self._read(name, like)
         return [number_state_dict(state, one["param_groups"]) for state, one in zip(states, saved, strict=True)]
 
-    def _read(self, names: Mapping[str, Any]) -> dict[str, Any]:
-        """Tensors by their names in the index; into those that are given, where they fit."""
-        return {name: self._tensor(name, given) for name, given in names.items()}
+    def _read(self, name: str, like: Any = None) -> Tensor:
+        """Read a tensor by its name in the index: only the shard of this rank, if `like` is sharded."""
+        whole = self._index.shapes[name]
+        own = own_box(like) if isinstance(like, Tensor) and tuple(like.shape) == whole else None
+        corner, shape = own or ((0,) * len(whole), whole)
+        found: Tensor | None = None
+        missing = math.prod(shape)
+        for place in self._index.places[name]:
+            begins = tuple(map(max, corner, place.corner))
+            ends = tuple(min(c + n, d + m) for c, n, d, m in zip(corner, shape, place.corner, place.shape, strict=True))
+            sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+            if min(sizes, default=1) <= 0:
+                continue
+            part = self._load(name, place)
+            missing -= math.prod(sizes)
+            if sizes == shape == place.shape:
+                found = part
+                continue
+            found = part.new_empty(shape) if found is None else found
+            _slice(found, begins, corner, sizes).copy_(_slice(part, begins, place.corner, sizes))
+        if missing:
+            raise damage_error(self._path, f"{missing} elements of {name} are in no file")
+        if found is None:  # the shard is empty
+            found = self._load(name, self._index.places[name][0]).new_empty(shape)
+        return found if own is None else shard_from_local(found, like)
 
-    def _tensor(self, name: str, given: Any) -> Tensor:
-        place = self._index.places[name]
+    def _load(self, name: str, place: Place) -> Tensor:
+        """Read a part of a tensor."""
         self._check(place.file)
         with open(self._path / place.file, "rb") as file:
             file.seek(place.offset)
@@ -315,8 +341,8 @@ class ShardedCheckpoint:
             found: Tensor = torch.load(data, map_location="cpu", weights_only=True)
         except Exception as error:  # an older version has written no sums
             raise damage_error(self._path, f"{name} in {place.file}: {type(error).__name__}: {error}") from error
-        if isinstance(given, Tensor) and given.shape == found.shape and given.dtype == found.dtype:
-            return given.detach().copy_(found)
+        if tuple(found.shape) != place.shape:
+            raise damage_error(self._path, f"{name} in {place.file} has not the shape that {INDEX} has")
         return found
 
     def _check(self, file: str) -> None:
@@ -335,15 +361,16 @@ class _Weights(Mapping[str, Any]):
         keys: Sequence[str],
         others: Mapping[str, Any],
         places: Mapping[str, str],
-        read: Callable[[Mapping[str, Any]], dict[str, Any]],
+        read: Callable[[str, Any], Tensor],
     ) -> None:
         self._keys, self._others, self._places, self._read = keys, others, places, read
 
     def __getitem__(self, key: str) -> Any:
-        if key in self._places:
-            name = self._places[key]
-            return self._read({name: None})[name]
-        return self._others[key]
+        return self.read_like(key, None)
+
+    def read_like(self, key: str, like: Any) -> Any:
+        """Return a value; of a tensor only this rank's shard, if `like` is sharded."""
+        return self._read(self._places[key], like) if key in self._places else self._others[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)
@@ -383,6 +410,29 @@ def consolidate(folder: str | Path, file: str | Path, weights_only: bool | None 
         checkpoint["optimizer_states"] = parts.optimizer_states()
     with replace_path(Path(file)) as temporary:
         save(checkpoint, temporary)
+
+
+def _copied(value: Any, given: Any) -> Any:
+    """Return a tensor in the memory of a given one, where that fits."""
+    both = isinstance(value, Tensor) and isinstance(given, Tensor)
+    return given.detach().copy_(value) if both and given.shape == value.shape and given.dtype == value.dtype else value
+
+
+def _slice(part: Tensor, begins: Sequence[int], corner: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Return a view of the box that begins at `begins` of the whole tensor, in a part that begins at `corner`."""
+    for axis, (begin, at, size) in enumerate(zip(begins, corner, sizes, strict=True)):
+        part = part.narrow(axis, begin - at, size)
+    return part
+
+
+def keep_shards(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint without the tensors and states that are not sharded: another rank writes these."""
+    tensors, index, _ = _split(checkpoint)
+    kept = _without_tensors(checkpoint)
+    for name, place in index.items():
+        if is_distributed(tensors[name]):
+            _set(kept, place, tensors[name])
+    return kept
 
 
 def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any], dict[Any, Any]]:

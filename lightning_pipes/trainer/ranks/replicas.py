@@ -3,6 +3,7 @@ tensors that several ranks hold in parts: DTensors, as `fully_shard` and `parall
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -41,6 +42,47 @@ def is_sharded_over(tensor: torch.Tensor, dimension: str) -> bool:
 def gather_whole(tree: Any) -> Any:
     """Return a tree with whole tensors in place of sharded ones. Collective over the ranks that hold the parts."""
     return pytree.tree_map(lambda t: t.detach().full_tensor() if is_distributed(t) else t, tree)
+
+
+def gather_uneven(tree: Any) -> Any:
+    """Return a tree with whole tensors in place of those whose shards are no boxes. Collective as `gather_whole`.
+
+    These are sharded unevenly over two dimensions of the mesh along one axis.
+    """
+    return pytree.tree_map(lambda t: gather_whole(t) if is_distributed(t) and own_box(t) is None else t, tree)
+
+
+def own_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return where this rank's shard of a tensor begins in the whole one, and its shape.
+
+    None if the tensor is not sharded, or its shards are no boxes.
+    """
+    if not is_distributed(tensor):
+        return None
+    sharded: Any = tensor
+    parts: dict[int, list[int]] = {}
+    for dimension, placement in enumerate(sharded.placements):
+        if hasattr(placement, "dim"):
+            parts.setdefault(placement.dim, []).append(sharded.device_mesh.size(dimension))
+    if any(len(sizes) > 1 and sharded.shape[axis] % math.prod(sizes) for axis, sizes in parts.items()):
+        return None
+    (chunk,) = sharded.__create_chunk_list__()
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
+def shard_from_local(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard as a part of a tensor that is sharded as another one."""
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor)
+    return DTensor.from_local(
+        local.to(like.device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,7 @@ def gather_layers(part: LocalLayers, pipeline: Control, gather: str) -> None:
         move_layers_back(part)
         sides = gather_sides(cut, pipeline)
     cut.stays_spread = pipeline.position not in receivers
-    if not receivers:
+    if not receivers or len(sides) == 1:
         return
     own, gaps = dict(cut.tensors(cut.local)), cut.find_gaps()
     for source, side in zip(pipeline.ranks, sides, strict=True):
