@@ -25,7 +25,7 @@ Seconds = Sequence[Sequence[float]]
 """By stage, the seconds of a sample on each of its ranks; only their proportions count."""
 
 
-def share_rows(rows: int, seconds: Sequence[float], given: Sequence[int] = ()) -> tuple[int, ...]:
+def share_rows(rows: int, seconds: Sequence[float], given: Sequence[int] = (), least: int = 0) -> tuple[int, ...]:
     """Return how many of `rows` samples each replica gets, so that the last one ends as early as possible.
 
     Shares are in proportion to 1 / seconds, as near as whole samples allow (DynPipe, S V-B1).
@@ -33,6 +33,7 @@ def share_rows(rows: int, seconds: Sequence[float], given: Sequence[int] = ()) -
     Args:
         seconds: of a sample on each replica.
         given: samples of earlier micro-batches of the batch that each has; the shares add up to the whole batch's.
+        least: samples that each replica gets, where there are as many.
 
     Raises:
         InputError: no replicas, or seconds that are not above 0.
@@ -41,19 +42,31 @@ def share_rows(rows: int, seconds: Sequence[float], given: Sequence[int] = ()) -
     if not seconds or not all(0 < each < math.inf for each in seconds):
         raise InputError(f"shares need the seconds of a sample on each replica, above 0, got {short_repr(seconds)}")
     before = list(given) or [0] * len(seconds)
-    shares = [0] * len(seconds)
-    for _ in range(rows):
+    shares = [least if rows >= least * len(seconds) else 0] * len(seconds)
+    for _ in range(rows - sum(shares)):
         first = min(range(len(seconds)), key=lambda n: ((before[n] + shares[n] + 1) * seconds[n], n))
         shares[first] += 1
     return tuple(shares)
 
 
-def replicate_plan(plan: Plan, degrees: Sequence[int], seconds: Seconds = ()) -> Plan:
+def list_shares(plan: Plan) -> list[list[int]]:
+    """Return, by stage, how many samples of a batch each of its ranks has."""
+    cut = plan.jobs[0]
+    found = [[0] * len(ranks) for ranks in plan.ranks_of_stages]
+    for stage, spans in enumerate(cut.forward):
+        for n, span in enumerate(spans):
+            found[stage][cut.replicas[stage][n] if cut.replicas else 0] += span.rows
+    return found
+
+
+def replicate_plan(plan: Plan, degrees: Sequence[int], seconds: Seconds = (), least: int = 0) -> Plan:
     """Return the plan with `degrees` ranks for its stages, which are numbered from the first stage on.
 
     Args:
         plan: one with a rank for each stage, which cuts a batch in the same way on all of them.
         seconds: of a sample on each rank of each stage; by default they are equally fast.
+        least: samples of each micro-batch that each rank gets, where there are as many. An order that does not flush
+            needs one: the first forward of a batch says which weights it reads, and ranks of a stage read the same.
 
     Raises:
         PlanError: the plan is not of this kind, or degrees are not one number for each stage.
@@ -68,12 +81,12 @@ def replicate_plan(plan: Plan, degrees: Sequence[int], seconds: Seconds = ()) ->
     ends = [0, *accumulate(degrees)]
     replicas = tuple(tuple(range(a, b)) for a, b in pairwise(ends))
     seconds = seconds or [[1.0] * degree for degree in degrees]
-    jobs = tuple(_replicate_cut(cut, seconds) for cut in plan.jobs)
+    jobs = tuple(_replicate_cut(cut, seconds, least) for cut in plan.jobs)
     return replace(plan, ranks=tuple(ranks[0] for ranks in replicas), jobs=jobs, replicas=replicas)
 
 
-def _replicate_cut(cut: Cut, seconds: Seconds) -> Cut:
-    shared = [_share_spans(cut.forward[0], each) for each in seconds]
+def _replicate_cut(cut: Cut, seconds: Seconds, least: int) -> Cut:
+    shared = [_share_spans(cut.forward[0], each, least) for each in seconds]
     forward = tuple(tuple(span for span, _ in shares) for shares in shared)
     owners = tuple(tuple(replica for _, replica in shares) for shares in shared)
     joint = [_refine(a, b) for a, b in pairwise(forward)]
@@ -81,12 +94,12 @@ def _replicate_cut(cut: Cut, seconds: Seconds) -> Cut:
     return Cut(cut.rows, forward, forward, *links, replicas=owners)
 
 
-def _share_spans(spans: Spans, seconds: Sequence[float]) -> list[tuple[Span, int]]:
+def _share_spans(spans: Spans, seconds: Sequence[float], least: int) -> list[tuple[Span, int]]:
     """Return the parts of micro-batches with the replica that computes each."""
     given = [0] * len(seconds)
     out = []
     for span in spans:
-        shares = share_rows(span.rows, seconds, given)
+        shares = share_rows(span.rows, seconds, given, least)
         given = [a + b for a, b in zip(given, shares, strict=True)]
         ends = accumulate(shares, initial=span.start)
         out += [(Span(*ends_of), n) for n, ends_of in enumerate(pairwise(ends)) if ends_of[0] < ends_of[1]]

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, get_args
 
 from lightning_pipes.cost import CostModel, Deployment, ModelProfile
 from lightning_pipes.ir import Cut, Plan, PlanError, Policy, Schedule, Span, adapt_plan
+from lightning_pipes.ir.replication import Seconds
 from lightning_pipes.planning.replanning import FreeBytes, Observation
 
 Relocation = Literal["blocking", "overlapped", "buffered"]
@@ -174,6 +175,13 @@ class Planner(ABC):
         """Return another plan for batches like that of `plan`, by observations of the run; None to keep it.
 
         Layers may be in other stages than in `plan`: they move before the next batch. Stages stay on their ranks.
+        """
+        return None
+
+    def balance_shares(self, plan: Plan, seen: Problem) -> Seconds | None:
+        """Return seconds by which the ranks of each stage are to share out samples; None to keep their shares.
+
+        It is asked in place of `replan` where stages have several ranks.
         """
         return None
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import COMPUTE, SENDS, InputError, Instruction, Kind, Plan, PlanError, Program, short_repr
+from lightning_pipes.ir.replication import Seconds
 from lightning_pipes.sim import cost_representatives, makespans
 
 Array = npt.NDArray[np.float64]
@@ -36,6 +37,8 @@ class Observation:
             where one source was silent. Empty without a monitor.
         free: bytes of each device at its end.
         layers: mean seconds of a sample's forward through each layer, by number; empty where they are not timed.
+        replicas: by stage, mean seconds of a sample's forward and backward on each of its ranks; NaN on a rank that had
+            no samples. Empty where each stage has one rank.
 
     Raises:
         InputError: operations that are no table, or of another kind; or devices and free of different lengths.
@@ -46,6 +49,7 @@ class Observation:
     devices: tuple[Mapping[str, float], ...] = ()
     free: FreeBytes = ()
     layers: Mapping[int, float] = field(default_factory=dict)
+    replicas: Seconds = ()
 
     def __post_init__(self) -> None:
         for (kind, stage), table in self.operations.items():

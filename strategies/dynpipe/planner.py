@@ -12,7 +12,8 @@ import numpy as np
 
 from lightning_pipes.cost import Deployment, ModelProfile
 from lightning_pipes.ir import Plan, Program, Schedule, Span
-from lightning_pipes.planning.planner import BLOCKING, EvenPlanner, Problem
+from lightning_pipes.ir.replication import Seconds, list_shares, replicate_plan
+from lightning_pipes.planning.planner import BLOCKING, EvenPlanner, Problem, solve_plan
 from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, FreeBytes, Interference, Observation
 from lightning_pipes.strategies.dynpipe.history import History
 from lightning_pipes.strategies.dynpipe.interference.refit import Learning
@@ -174,6 +175,31 @@ class DynPlanner(EvenPlanner):
             if self._pays(change, plan, seen, order, self.gain):
                 return replace(plan, layers=change.layers)
         return None
+
+    def balance_shares(self, plan: Plan, seen: Problem) -> Seconds | None:
+        """Return the seconds of a sample on each rank, where shares by them pay (DynPipe, S V-B1).
+
+        They pay if the slowest stage takes less by the share `gain` in each of the last looks, and a flush is made up
+        for. Each rank keeps a sample of a batch, so that its speed is seen.
+        """
+        looks = [look.replicas for look in seen.seen if look.replicas][-self.windows :]
+        if len(looks) < self.windows:
+            return None
+        tables = [np.array(stage) for stage in zip(*looks, strict=True)]  # axis 0 is looks, axis 1 ranks
+        if not all(np.isfinite(table).all() for table in tables):
+            return None
+        means = [table.mean(axis=0) for table in tables]
+        wanted = [np.minimum(each, max(1, seen.rows // len(each)) * each.min()).tolist() for each in means]
+        flushes = seen.schedule.flushes
+        other = replicate_plan(solve_plan(seen), [len(each) for each in means], wanted, least=int(not flushes))
+        old, new = (
+            np.max([(table * rows).max(axis=1) for table, rows in zip(tables, list_shares(each), strict=True)], axis=0)
+            for each in (plan, other)
+        )
+        left = self.horizon if seen.remaining is None else min(seen.remaining, self.horizon)
+        waits = 0 if flushes else plan.n_stages  # it has to run dry, and to fill again
+        pays = (old - new > self.gain * old) & ((old - new) * left > waits * old)
+        return wanted if pays.all() else None
 
     def _windows(self, looks: Sequence[tuple[Plan, Observation]], seen: Problem, order: Program) -> Windows:
         assert seen.profile is not None

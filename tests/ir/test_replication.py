@@ -7,7 +7,7 @@ import pytest
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import InputError, Plan, PlanError, verify
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.ir.replication import replicate_plan, replicate_program, share_rows
+from lightning_pipes.ir.replication import list_shares, replicate_plan, replicate_program, share_rows
 from lightning_pipes.ir.schedule import Schedule
 from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.sim import simulate
@@ -17,6 +17,9 @@ def test_shares() -> None:
     assert share_rows(30, [1.0, 2.0]) == (20, 10)
     assert share_rows(7, [1.0, 1.0, 1.0]) == (3, 2, 2)
     assert share_rows(1, [1.0, 1.0], given=(1, 0)) == (0, 1)
+    assert share_rows(4, [1.0, 9.0]) == (4, 0)
+    assert [share_rows(rows, [1.0, 9.0], least=1) for rows in (4, 2, 1)] == [(3, 1), (1, 1), (1, 0)]
+    assert list_shares(replicate_plan(Plan.even(2, 2, 8), [2, 1], [[1.0, 3.0], [1.0]])) == [[6, 2], [8]]
     with pytest.raises(InputError, match="above 0"):
         share_rows(4, [1.0, 0.0])
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -12,7 +14,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -20,6 +23,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.cost import LayerProfile, Link, ModelProfile
 from lightning_pipes.ir import InputError, PlanError
 from lightning_pipes.ir.registry import make_schedule
+from lightning_pipes.ir.replication import list_shares
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 from lightning_pipes.trainer.plan.profile_cache import (
     FOLDER,
@@ -57,12 +61,41 @@ class LitKeeping(LitNumbers):
         return super().training_step(batch, batch_idx)
 
 
+class Uneven(nn.Module):
+    """A layer that takes a millisecond for a sample, and twelve on the second rank of the first stage."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(1e-3 * len(x) * (12 if dist.is_initialized() and dist.get_rank() == 1 else 1))
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+class LitUneven(LitNumbers):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.model[0] = Uneven(self.model[0])
+
+
+class Shares(Callback):
+    """Keeps how many samples each rank of each stage has, batch by batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[list[int]]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if isinstance(trainer.strategy, PipelineStrategy):
+            self.seen.append(list_shares(trainer.strategy.running.engine.plan))
+
+
 def fit(
     folder: str, schedule: str, degrees: Any, ranks: int, m: int = 2, resume: str | None = None, **more: Any
 ) -> dict[str, Any]:
     quiet()
     pl.seed_everything(3, verbose=False)
-    module, keeper = more.pop("module", LitNumbers)().double(), Keeper()
+    module, keeper, shares = more.pop("module", LitNumbers)().double(), Keeper(), Shares()
     kept = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
     settings = {"microbatches": m, "partition": [4], **more.pop("strategy", {})}
     trainer = make_trainer(
@@ -71,7 +104,7 @@ def fit(
         precision="64-true",
         num_sanity_val_steps=0,
         enable_checkpointing=True,
-        callbacks=[keeper, kept],
+        callbacks=[keeper, kept, shares],
         **{"max_epochs": 1, **more},
     )
     loaders = DataLoader(data(ROWS), batch_size=4), DataLoader(data(13), batch_size=5)
@@ -80,6 +113,7 @@ def fit(
         "weights": plain_values(dict(module.state_dict())),
         "metrics": plain_values(dict(trainer.callback_metrics)),
         "losses": [float(out["loss"]) for out in keeper.outputs if isinstance(out, dict)],
+        "shares": shares.seen,
     }
 
 
@@ -91,10 +125,13 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
             found[name] = fit(f"{folder}/{name}", schedule, degrees, 3, m)
     found["clipped"] = fit(f"{folder}/clipped", "1f1b", [2, 1], 3, gradient_clip_val=0.05, accumulate_grad_batches=2)
     found["sharded"] = fit(f"{folder}/sharded", "1f1b", [1, 2], 3, strategy={"checkpoint": "sharded"})
+    looks = {"every": 2, "windows": 2}
+    uneven: dict[str, Any] = {"degrees": [2, 1], "ranks": 3, "module": LitUneven, "max_epochs": 2}
+    found["balanced"] = fit(f"{folder}/balanced", "1f1b", strategy={"replan": looks}, **uneven)
+    found["streamed"] = fit(f"{folder}/streamed", "dynpipe", m=1, strategy={"schedule_args": looks}, **uneven)
     refused = {
         "policy": ([2, 1], {"schedule": "ready"}, PlanError),
         "auto": ([2, 1], {"schedule": "auto", "strategy": {"partition": "auto"}}, PlanError),
-        "replan": ([2, 1], {"strategy": {"replan": True}}, PlanError),
         "stages": ([1, 1, 1], {"schedule": "interleaved", "strategy": {"partition": "auto"}}, PlanError),
         "processes": ([3, 1], {}, PlanError),
     }
@@ -183,6 +220,7 @@ def test_weights_logs_and_checkpoints() -> None:
     ranks = run_ranks(train_all, 3, folder, timeout=300)
     whole = fit(f"{folder}/whole", "1f1b", None, 1)
     clipped = fit(f"{folder}/one", "1f1b", None, 1, gradient_clip_val=0.05, accumulate_grad_batches=2)
+    uneven = fit(f"{folder}/uneven", "1f1b", None, 1, module=LitUneven, max_epochs=2)
     for found in ranks:
         for degrees in DEGREES:
             for schedule in ("1f1b", "kfkb"):
@@ -192,9 +230,14 @@ def test_weights_logs_and_checkpoints() -> None:
                 assert _largest(found[f"{schedule} {degrees}"]["weights"], wanted["weights"]) < TOLERANCE
         _same(found["clipped"], clipped)
         _same(found["sharded"], whole)
+        _same(found["balanced"], uneven)
+        wanted = stale(Streamed("pipedream", 2, 1), 18, {4, 8, 9, 12, 16, 18, *_changes(found["streamed"])})
+        assert _largest(found["streamed"]["weights"], of_layers(wanted["weights"])) < TOLERANCE
+        for what in ("balanced", "streamed"):
+            (fast, slow), _ = max(found[what]["shares"][-2:])  # the last batch of an epoch has two samples
+            assert fast > slow
         assert "decides its order while it runs" in found["policy"]
         assert "chooses the number of stages" in found["auto"]
-        assert "replan has layers move" in found["replan"]
         assert "one stage a rank" in found["stages"]
         assert "takes 4 processes, and there are 3" in found["processes"]
 
@@ -233,7 +276,18 @@ def test_layers_that_stay_are_warned_of() -> None:
             request.unmeasured(sizes, 2, degrees=(2, 1))
         warned.append([str(each.message) for each in found])
     assert warned[0] == []
-    assert "'dynpipe' moves layers away" in warned[1][0]
+    assert "nothing leaves the only rank of a stage" in warned[1][0]
+
+
+def _changes(found: dict[str, Any]) -> set[int]:
+    """Return the batches before which samples of a batch of four were shared out otherwise than before."""
+    whole = [(n, each) for n, each in enumerate(found["shares"]) if sum(each[1]) == 4]
+    return {n for (_, before), (n, now) in pairwise(whole) if before != now}
+
+
+def of_layers(weights: dict[str, Any]) -> dict[str, Any]:
+    """Return weights under their names in LitUneven."""
+    return {name.replace("model.0.", "model.0.inner."): value for name, value in weights.items()}
 
 
 def _same(found: dict[str, Any], wanted: dict[str, Any]) -> None:

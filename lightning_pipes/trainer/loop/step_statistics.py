@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from math import inf, isinf, isnan
+from math import inf, isinf, isnan, nan
 from statistics import fmean
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -157,8 +157,9 @@ def seen_of(sights: Sequence[RankStatistics], pipelines: Sequence[Sequence[int]]
         sights: of all processes, by global rank.
         pipelines: the global ranks of every replica.
     """
-    order = positions_of_ranks(plan.ranks, len(pipelines[0]))
-    alike = [[sights[pipeline[at]] for pipeline in pipelines] for at in order]
+    positions = positions_of_ranks(plan.ranks, len(pipelines[0]))
+    groups = [[positions[r] for r in ranks] for ranks in plan.replicas] or [[at] for at in positions]
+    alike = [[sights[pipeline[at]] for pipeline in pipelines for at in places] for places in groups]
     averages = Averages()
     steps = min(len(sight.samples) for sight in sights)
     if not steps:
@@ -176,7 +177,19 @@ def seen_of(sights: Sequence[RankStatistics], pipelines: Sequence[Sequence[int]]
         number: max(sight.layers.get(number, 0.0) for sight in same) for same in alike for number in same[0].layers
     }
     devices = tuple(_mean([s.device for s in same]) for same in alike)
-    return Observation(averages.costs(), operations, devices, free, layers)
+    several = enumerate(alike if plan.replicas else ())
+    replicas = [[_sample_seconds(sight, plan, stage) for sight in same] for stage, same in several]
+    return Observation(averages.costs(), operations, devices, free, layers, replicas)
+
+
+def _sample_seconds(sight: RankStatistics, plan: Plan, stage: int) -> float:
+    """Return a rank's mean seconds of a sample's forward and backward on a stage; NaN where it had none."""
+    total = 0.0
+    for kind in plan.compute_kinds:
+        table, rows = sight.operations[kind, stage], [span.rows for span in plan.spans(kind, stage)]
+        samples = (np.isfinite(table) * rows).sum()
+        total += float(np.nansum(table) / samples) if samples else nan
+    return total
 
 
 def operations_of(windows: Sequence[Window]) -> dict[tuple[Kind, int], Array]:
@@ -193,7 +206,8 @@ def operations_of(windows: Sequence[Window]) -> dict[tuple[Kind, int], Array]:
                 spans = window.plan.spans(kind, stage) or (NO_SPAN,)
                 columns[key] = {span: n for n, span in enumerate(spans)}
                 found[key] = np.full((sum(batches), len(spans)), np.nan)
-            found[key][first + batch, columns[key][span]] = (end - start) / 1e9
+            column = 0 if kind is Kind.STEP else columns[key][span]  # the span of a STEP names its replica
+            found[key][first + batch, column] = (end - start) / 1e9
     return found
 
 
@@ -358,7 +372,9 @@ def complete_events(events: Sequence[Event], since: int) -> list[Event]:
     """Return events of batches that began and ended since a time of the rank's clock, with batches counted from 0."""
     events = [e for e in events if e.start > since]
     ended = {e.instruction.batch for e in events if e.instruction.kind is Kind.STEP}
-    begun = {e.instruction.batch for e in events if e.instruction.kind is Kind.F and not e.instruction.span.start}
+    forwards = [e.instruction for e in events if e.instruction.kind is Kind.F]
+    first = min((i.span.start for i in forwards), default=0)  # replicas of a stage begin with later samples
+    begun = {i.batch for i in forwards if i.span.start == first}
     numbers = {batch: n for n, batch in enumerate(sorted(ended & begun))}
     return [
         e._replace(instruction=e.instruction._replace(batch=numbers[e.instruction.batch]))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from lightning.pytorch.utilities import rank_zero_info
+
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Plan, PlanError, Policy, Program, Schedule, Span, adapt_plan, verify
-from lightning_pipes.ir.replication import replicate_plan, replicate_program
+from lightning_pipes.ir.replication import Seconds, list_shares, replicate_plan, replicate_program
 from lightning_pipes.planning.partition import even_partition, partition_at
 from lightning_pipes.planning.planner import MICROBATCHES_PER_STAGE, Planner, Problem, planner_of, solve_plan
 from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, FreeBytes, Observation
@@ -27,11 +29,20 @@ class Plans:
             where it has too few samples for the least size of each.
         replanner: the planner that is asked again while training goes on; by default that of the schedule.
         degrees: ranks of each stage, where stages have several; for the planner they are one.
+        seconds: of a sample on each of these ranks, by which they share out samples; by default they are equally fast.
     """
 
-    def __init__(self, problem: Problem, replanner: Planner | None = None, degrees: Sequence[int] = ()) -> None:
-        self._problem = problem
+    def __init__(
+        self,
+        problem: Problem,
+        replanner: Planner | None = None,
+        degrees: Sequence[int] = (),
+        seconds: Seconds = (),
+    ) -> None:
         self._degrees = tuple(degrees)
+        least = 1 if problem.schedule.flushes else max(problem.least, *self._degrees, 1)
+        self._problem = replace(problem, least=max(problem.least, least))  # for each rank of a stage, where none waits
+        self._seconds = seconds
         self._replanner = replanner
         self._asked = replanner or planner_of(problem.schedule)
         self._ranks = problem.schedule.place_stages(problem.ranks)
@@ -44,7 +55,7 @@ class Plans:
     @property
     def trial_rows(self) -> int:
         """Samples of a batch with which the order can be tried before anybody knows the batches."""
-        return min(self.microbatches, TRIED_PER_STAGE * len(self._ranks))
+        return min(self.microbatches, TRIED_PER_STAGE * len(self._ranks)) * max(self._degrees, default=1)
 
     @property
     def is_endless(self) -> bool:
@@ -108,7 +119,7 @@ class Plans:
         layers = self._problem.layers if given is None or not given.layers else given.layers
         m = microbatches or self.microbatches
         problem = replace(self._problem, schedule=schedule, microbatches=m, layers=layers)
-        made = Plans(problem, self._replanner, self._degrees)
+        made = Plans(problem, self._replanner, self._degrees, self._seconds)
         made._verified = verified
         if given is not None:
             rows = given.jobs[0].rows
@@ -130,7 +141,7 @@ class Plans:
     @property
     def every(self) -> int:
         """Training batches from one question to the planner to the next; 0 where it is never asked again."""
-        return 0 if self._degrees else self._asked.every  # layers of stages with several ranks stay
+        return self._asked.every
 
     def is_due(self, batch: int) -> bool:
         """Return whether the planner is asked again before training batch number `batch`."""
@@ -168,10 +179,25 @@ class Plans:
         plan, _ = self.for_rows(rows)
         costs = looks[-1].costs if looks else None
         now = replace(self._problem, rows=rows, layers=plan.layers, costs=costs, seen=looks, remaining=remaining)
+        if self._degrees:
+            return self._share_anew(plan, replace(now, microbatches=self._problem_of(rows).microbatches))
         found = self._asked.replan(plan, now)
         if found is None:
             return self
         return self._remember(self.for_schedule(self.schedule, given=found), plan, looks)
+
+    def _share_anew(self, plan: Plan, now: Problem) -> Plans:
+        """Return plans with shares by the measured speed of the ranks; mostly these plans."""
+        seconds = self._asked.balance_shares(plan, now)
+        if seconds is None:
+            return self
+        made = Plans(self._problem, self._replanner, self._degrees, seconds)
+        made._verified = now.rows  # it orders whole micro-batches as before
+        rank_zero_info(
+            f"Ranks of stages share out a batch of {now.rows} samples as {list_shares(made.for_rows(now.rows)[0])} "
+            f"from now on, instead of {list_shares(plan)}, for so fast are they"
+        )
+        return made
 
     def _remember(self, made: Plans, plan: Plan, looks: tuple[Observation, ...]) -> Plans:
         """Return `made` with the observations of `plan`, its predecessor."""
@@ -201,7 +227,7 @@ class Plans:
                 verify(order, plan)
             if not self._degrees:
                 return plan, order
-            plan = replicate_plan(plan, self._degrees)
+            plan = replicate_plan(plan, self._degrees, self._seconds, least=int(order.is_endless))
             return plan, replicate_program(order, plan)
         if self._degrees:
             raise PlanError(

@@ -134,17 +134,15 @@ class RunRequest:
         asked = f"data_parallel={list(degrees)} gives each stage a number of ranks"
         if self.chooses:
             raise PlanError(f"schedule='auto' chooses the number of stages, and {asked}; name a schedule, or leave it")
-        if self.replanner is not None:
-            raise PlanError(f"replan has layers move, and {asked}, where layers stay; leave one of them out")
         if tuple(where) != tuple(range(len(degrees))):
             raise PlanError(
                 f"{asked}, which needs one stage a rank, in order; schedule {self.schedule.name!r} has stages on ranks "
                 f"{tuple(where)}. Take a schedule with one stage a rank, such as '1f1b', 'kfkb' or 'dynpipe'"
             )
-        if planner_of(self.schedule).every:
+        if (self.replanner or planner_of(self.schedule)).every and min(degrees) == 1:
             rank_zero_warn(
-                f"schedule {self.schedule.name!r} moves layers away from slow devices, and {asked}, where layers stay; "
-                "set data_parallel to a number to have them move"
+                f"{asked}, where layers stay: samples go from slow ranks of a stage to others, and nothing leaves the "
+                "only rank of a stage. Set data_parallel to a number to have layers move"
             )
 
     def resume_cut(self, placement: Placement, layers: int, ranks: int) -> RunRequest:
