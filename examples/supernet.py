@@ -2,7 +2,8 @@
 of two processes, many subnets at once with the result of one after another; tries subnets of it by chance, by evolution
 and by Optuna; and trains the best anew. It leaves a picture behind.
 
-All settings are in conf/supernet.yaml.
+`data=stdlib trainer.max_epochs=5 retrain.epochs=5` does the same for a language model on bytes of Python's source text,
+whose blocks choose between attention, convolutions and feed-forward layers. All settings are in conf/supernet.yaml.
 """
 
 from __future__ import annotations
@@ -16,36 +17,86 @@ import hydra
 import lightning as L
 import torch
 import torch.nn.functional as F
-from data import Digits
+from data import Digits, StdlibText
 from hydra.core.hydra_config import HydraConfig
+from models import Embedding
 from omegaconf import DictConfig, OmegaConf
 from optuna.samplers import TPESampler
 from plots import Tried, save_search
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.supernets import ChoiceBlock, Evolution, Explorer, OptunaExplorer, SubnetStream, Supernet, Uniform
 from lightning_pipes.tune.messages import plain_errors
 
 HIDDEN = (8, 16, 32, 64, 128)
-"""Widths inside of the residual candidates; one more does nothing."""
+"""Widths inside of the feed-forward candidates for digits."""
+HEADS = 4
 
 
 class Residual(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
+    """Adds what `body` makes of the normalised input."""
+
+    def __init__(self, width: int, *body: nn.Module) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width), nn.Dropout(0.1)
-        )
+        self.body = nn.Sequential(nn.LayerNorm(width), *body, nn.Dropout(0.1))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.body(x)  # type: ignore[no-any-return]
 
 
-def supernet(width: int, blocks: int, shared: Any, delay: int | None) -> Supernet:
-    stem = nn.Sequential(nn.Flatten(), nn.Linear(64, width))
-    choices = (ChoiceBlock([nn.Identity(), *(Residual(width, h) for h in HIDDEN)]) for _ in range(blocks))
-    head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 10))
+def feed_forward(width: int, hidden: int) -> Residual:
+    return Residual(width, nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+
+
+class Convolution(nn.Module):
+    """A separable convolution over the `kernel` newest bytes: (batch, context, width) to the same."""
+
+    def __init__(self, width: int, kernel: int) -> None:
+        super().__init__()
+        self.past = kernel - 1
+        self.each, self.mix = nn.Conv1d(width, width, kernel, groups=width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(self.each(F.pad(x.mT, (self.past, 0))).mT)  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Causal self-attention: (batch, context, width) to the same."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, context, width = x.shape
+        q, k, v = self.qkv(x).view(batch, context, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.mix(seen.transpose(1, 2).reshape(x.shape))  # type: ignore[no-any-return]
+
+
+def candidates(width: int, context: int) -> list[nn.Module]:
+    """Return the layers that a block chooses from. The first one does nothing; the last one has most parameters."""
+    if not context:
+        return [nn.Identity(), *(feed_forward(width, hidden) for hidden in HIDDEN)]
+    mixing = (Convolution(width, 3), Convolution(width, 7), Attention(width))
+    return [
+        nn.Identity(),
+        feed_forward(width, width),
+        *(Residual(width, each) for each in mixing),
+        feed_forward(width, 4 * width),
+    ]
+
+
+def supernet(width: int, blocks: int, shared: Any, delay: int | None, context: int = 0) -> Supernet:
+    """Return the supernet for digits, or for bytes if there is a `context` of them."""
+    if context:
+        stem: nn.Module = Embedding(context, width, 0.1)
+    else:
+        stem = nn.Sequential(nn.Flatten(), nn.Linear(64, width))
+    choices = (ChoiceBlock(candidates(width, context)) for _ in range(blocks))
+    head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256 if context else 10))
     return Supernet(stem, *choices, head, shared=shared, delay=delay if shared == "delayed" else None)
 
 
@@ -58,7 +109,8 @@ class Trained(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (x, y), *subnet = batch if isinstance(batch[0], (list, tuple)) else (batch,)
-        loss = F.cross_entropy(self.net((x, *subnet) if subnet else x), y)
+        scores = self.net((x, *subnet) if subnet else x)
+        loss = F.cross_entropy(scores.flatten(0, -2), y.flatten())
         self.log("train_loss", loss)
         return loss
 
@@ -77,14 +129,14 @@ def accuracy(net: nn.Module, given: Any, labels: Tensor) -> float:
 
 
 def search(
-    name: str, explorer: Explorer, net: Supernet, images: Tensor, labels: Tensor, cfg: DictConfig
+    name: str, explorer: Explorer, net: Supernet, inputs: Tensor, labels: Tensor, cfg: DictConfig
 ) -> list[Tried]:
     """Subnets that an explorer tries, with the weights of the supernet."""
     stream, found = SubnetStream(explorer), []
-    dearest = parameters(net, [len(HIDDEN)] * len(net.space))
+    dearest = parameters(net, [block[-1] for block in net.space])
     for _ in range(cfg.subnets):
         subnet = next(stream)
-        right, cost = accuracy(net, (images, subnet), labels), parameters(net, subnet.choices)
+        right, cost = accuracy(net, (inputs, subnet), labels), parameters(net, subnet.choices)
         stream.report_loss(subnet, 1 - right + cfg.price * cost / dearest)
         found.append(Tried(name, subnet.choices, right, cost, right - cfg.price * cost / dearest))
     return found
@@ -101,34 +153,36 @@ def main(cfg: DictConfig) -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     directory = Path(HydraConfig.get().runtime.output_dir)
     L.seed_everything(cfg.seed, verbose=False)
-    data = Digits(cfg.data.batch_size)
+    settings = {str(key): value for key, value in cfg.data.items() if key != "name"}
+    data: Any = StdlibText(**settings) if cfg.data.name == "stdlib" else Digits(**settings)
     data.setup("fit")
-    net = supernet(**cfg.supernet)
+    sizes = {**cfg.supernet, "context": settings.get("context", 0)}
+    net = supernet(**sizes)
     stream = SubnetStream(Uniform(net.space, cfg.seed))
 
     strategy = PipelineStrategy(hydra.utils.instantiate(cfg.schedule), **OmegaConf.to_container(cfg.pipeline))  # type: ignore[arg-type]
     trainer = L.Trainer(strategy=strategy, **quiet(cfg.trainer, directory))
     trainer.fit(TrainedSupernet(net, cfg.optimizer.lr), stream.pair_with(data.train_dataloader()))
 
-    images, labels = data.val.tensors
+    inputs, labels = next(iter(DataLoader(data.val, len(data.val))))
     net.eval()
     explorers = {
         "by chance": Uniform(net.space, cfg.seed + 1),
         "evolution": Evolution(net.space, cfg.search.population, max(1, cfg.search.population // 5), seed=cfg.seed),
         "Optuna": OptunaExplorer(net.space, lambda: TPESampler(seed=cfg.seed), cfg.search.population),
     }
-    tried = {name: search(name, each, net, images, labels, cfg.search) for name, each in explorers.items()}
+    tried = {name: search(name, each, net, inputs, labels, cfg.search) for name, each in explorers.items()}
     best = max((t for found in tried.values() for t in found), key=lambda t: t.worth)
 
     L.seed_everything(cfg.seed, verbose=False)
-    alone = Trained(supernet(**cfg.supernet).extract_subnet(best.choices), cfg.optimizer.lr)
+    alone = Trained(supernet(**sizes).extract_subnet(best.choices), cfg.optimizer.lr)
     again = L.Trainer(
         strategy=PipelineStrategy("1f1b", **OmegaConf.to_container(cfg.pipeline)),  # type: ignore[arg-type]
         **quiet(cfg.trainer, directory) | {"max_epochs": cfg.retrain.epochs},
     )
     again.fit(alone, data.train_dataloader())
     alone.eval()
-    retrained = accuracy(alone.net, images, labels)
+    retrained = accuracy(alone.net, inputs, labels)
 
     if trainer.is_global_zero:
         report = strategy.report

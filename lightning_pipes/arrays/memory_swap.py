@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from lightning_pipes.cost.units import bytes_text
 from lightning_pipes.engine.residency.binding import Binding, still_bound
-from lightning_pipes.engine.residency.copier import SlabCopier, Stopwatch, copier_for
+from lightning_pipes.engine.residency.copier import SlabCopier, Stopwatch, copier_for, is_peer_nearer
+from lightning_pipes.engine.residency.slab import host_slab
 from lightning_pipes.engine.residency.swap import Swap
 from lightning_pipes.engine.residency.upcoming import PREDICTORS
 from lightning_pipes.ir import PlanError, check_count, check_number, check_type
@@ -146,6 +147,11 @@ class MemorySwap(SiblingMemory, PipelineCallback):
         predictor: which layers of a supernet are brought. "in_turn" goes by what a rank itself has begun and has ready;
             "algorithm_3" is NASPipe's, with records of coming backwards that stages tell each other; "simulated" goes
             by the order that the schedule has in simulation, with the costs that `balanced=True` cuts by.
+        peer: a device with memory to spare, such as "cuda:1". States wait there in place of the host where copies from
+            it are measured to be faster, as over NVLink (S III-D of ArrayPipe). The rank of that device itself, and
+            states that find no room there, use the host.
+        peer_bytes: of the peer for the states of one rank.
+        peer_bandwidth: as `bandwidth`, of the link to the peer; on CPU only, where peer="cpu" emulates one.
 
     Attributes:
         statistics: of this rank, over the array's run or the fit: hits, late ones and misses among leases, stalls,
@@ -166,15 +172,26 @@ class MemorySwap(SiblingMemory, PipelineCallback):
         bandwidth: float | None = None,
         prefetch: bool = True,
         predictor: str = PREDICTORS[0],
+        peer: str | None = None,
+        peer_bytes: int | None = None,
+        peer_bandwidth: float | None = None,
     ) -> None:
         self.device_bytes = check_count("device_bytes", device_bytes)
         self.host_bytes = None if host_bytes is None else check_count("host_bytes", host_bytes)
         self.slots = None if slots is None else check_count("slots", slots)
         if slots is not None and slots < 2:
             raise PlanError(f"switching needs a slot for the state in use and one for the next, got {slots}")
-        if bandwidth is not None:
-            check_number("bandwidth", bandwidth, "bytes per second above 0", lambda x: x > 0)
-        self.bandwidth = bandwidth
+        for name, rate in (("bandwidth", bandwidth), ("peer_bandwidth", peer_bandwidth)):
+            if rate is not None:
+                check_number(name, rate, "bytes per second above 0", lambda x: x > 0)
+        self.bandwidth, self.peer_bandwidth = bandwidth, peer_bandwidth
+        if (peer is None) != (peer_bytes is None):
+            raise PlanError(
+                f"states wait on a peer device if peer and peer_bytes are both set, got peer={peer!r} and "
+                f"peer_bytes={peer_bytes!r}; set both, or neither"
+            )
+        self.peer = None if peer is None else _parse_device(peer)
+        self.peer_bytes = 0 if peer_bytes is None else check_count("peer_bytes", peer_bytes)
         self.prefetch = check_type("prefetch", prefetch, bool)
         if predictor not in PREDICTORS:
             raise PlanError(f"predictor is one of {', '.join(PREDICTORS)}, got {predictor!r}")
@@ -243,18 +260,44 @@ class MemorySwap(SiblingMemory, PipelineCallback):
     def states(self, device: torch.device) -> Swap[Hashable]:
         """The states on `device` by their keys, from the first call until `close`; siblings are known by numbers."""
         if self._swap is None:
-            self._copier = copier_for(device, self.bandwidth)
+            self._copier = copier_for(device, self.bandwidth, self.peer_bandwidth)
             self._swap = Swap(
                 self.device_bytes,
                 self._copier,
                 device,
                 slots=self.slots,
                 host_budget=self.host_bytes,
+                peer=self._near_peer(device),
+                peer_budget=self.peer_bytes,
                 poison=self._poison,
             )
             self.statistics = self._swap.statistics
             self._blocks = Stopwatch(device)
         return self._swap
+
+    def _near_peer(self, device: torch.device) -> torch.device | None:
+        """Return the peer if states come from it in less time than from the host.
+
+        Raises:
+            PlanError: it is no device of this kind.
+        """
+        peer = self.peer
+        if peer is None or (peer == device and device.type != "cpu"):
+            return None
+        if peer.type != device.type or (peer.type == "cuda" and (peer.index or 0) >= torch.cuda.device_count()):
+            raise PlanError(
+                f"states of {device} can't wait on peer={str(peer)!r}: it must be another {device.type} device of this "
+                "machine. Name one, or leave peer out"
+            )
+        size = min(_PROBE_BYTES, self.peer_bytes)
+        copier = copier_for(device, self.bandwidth, self.peer_bandwidth)
+        near = is_peer_nearer(
+            copier, device, host_slab(size, device.type == "cuda"), torch.empty(size, dtype=torch.uint8, device=peer)
+        )
+        copier.close()
+        if not near:
+            rank_zero_info(f"MemorySwap: states wait on the host, which is no farther from {device} than peer {peer}")
+        return peer if near else None
 
     @property
     def usage_text(self) -> str:
@@ -266,6 +309,7 @@ class MemorySwap(SiblingMemory, PipelineCallback):
             f"{found.hit_rate:.1%} of layers found there where a stage turned to others{by}, {found.late} late, "
             f"{found.misses} missed, {found.stall_ns / 1e9:.3g} s of waiting, {bytes_text(found.bytes_in)} in, "
             f"{bytes_text(found.bytes_out)} out"
+            + (f", {bytes_text(found.peer_bytes)} of both with a peer" if found.peer_bytes else "")
             + (f", cleared {found.cleared} times for tasks that ran out of memory" if found.cleared else "")
         )
 
@@ -282,6 +326,7 @@ class MemorySwap(SiblingMemory, PipelineCallback):
             f"MemorySwap: {found.hits} of {found.leases} uses found their state on the device, {found.late} waited for "
             f"one on its way, {found.misses} for one that was not; {found.stall_ns / 1e9:.3g} s of waiting, "
             f"{found.bytes_in / 1e9:.3g} GB in, {found.bytes_out / 1e9:.3g} GB out"
+            + (f" ({found.peer_bytes / 1e9:.3g} GB of both with a peer)" if found.peer_bytes else "")
             + ("" if self.switching is None or not found.stall_ns else f". {self.switching}")
         )
 
@@ -352,10 +397,24 @@ class MemorySwap(SiblingMemory, PipelineCallback):
             )
 
 
+def _parse_device(name: object) -> torch.device:
+    """Return the device of this name.
+
+    Raises:
+        PlanError: there is none.
+    """
+    try:
+        return torch.device(check_type("peer", name, str))
+    except RuntimeError as error:
+        raise PlanError(f"peer is the name of a device, such as 'cuda:1', got {name!r}") from error
+
+
 def _name(rank: int, when: str = "now") -> str:
     return f"memory/{when}/{rank}"
 
 
+_PROBE_BYTES = 1 << 20
+"""Copied to see whether a peer is nearer than the host."""
 AUTO = "auto"
 _PER_STAGE = 2
 """Siblings for each stage that keep all stages busy, as simulated."""

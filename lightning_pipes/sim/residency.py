@@ -94,7 +94,8 @@ class Statistics:
 
     `refused` are prefetches for which there was no room, `wasted` those that went before anybody used them. `again` are
     hits of the next micro-batch of a batch, which had the state right before. `cleared` counts how often all states
-    without a lease left for a computation that ran out of memory.
+    without a lease left for a computation that ran out of memory. `peer_bytes` are those of `bytes_in` and `bytes_out`
+    that a peer's memory gave or took.
     """
 
     hits: int = 0
@@ -108,6 +109,7 @@ class Statistics:
     wasted: int = 0
     again: int = 0
     cleared: int = 0
+    peer_bytes: int = 0
 
     @classmethod
     def sum_devices(cls, each: Iterable[Statistics]) -> Statistics:

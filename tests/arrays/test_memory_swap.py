@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_pipes import JobArray, MemorySwap
 from lightning_pipes.ir import PlanError
@@ -71,6 +72,29 @@ def test_states_leave_between_forward_and_backward_that_recomputes() -> None:
         assert found.bytes_in > 0
 
 
+def peer_memory(bandwidth: float, peer_bandwidth: float) -> MemorySwap:
+    """Two slots, and a peer with room for three of four states."""
+    return poisoned(BIG, None, 2, bandwidth, True, "in_turn", "cpu", 100_000, peer_bandwidth)
+
+
+def with_peer(rank: int) -> tuple[list[Any], list[Any], Any, int]:
+    """Siblings whose states may wait on a peer, what they are without, and the bytes of a state."""
+    quiet()
+    memory = peer_memory(2e7, 2e9)
+    jobs = [Job(n, epochs=1) for n in range(4)]
+    found = [[o.value for o in JobArray(4, memory=m).run(jobs)] for m in (memory, None)]
+    return found[0], found[1], memory.statistics, memory._largest
+
+
+def test_states_wait_on_a_peer_that_is_nearer() -> None:
+    ((swapped, plain, found, size),) = run_ranks(with_peer, 1, timeout=60)
+    for a, b in zip(swapped, plain, strict=True):
+        assert_equal(a, b)
+    assert 3 * size < 100_000 < 4 * size
+    assert 0 < found.peer_bytes < found.bytes_in + found.bytes_out, "one state of four finds no room there"
+    assert peer_memory(2e9, 2e7)._near_peer(torch.device("cpu")) is None, "the host is nearer"
+
+
 def told(rank: int, device_bytes: int, host_bytes: int | None, slots: int | None) -> list[str]:
     quiet()
     memory = MemorySwap(device_bytes, host_bytes, slots)
@@ -92,7 +116,13 @@ def test_a_budget_that_is_too_small_is_refused(device_bytes: int, host_bytes: in
 
 @pytest.mark.parametrize(
     ("settings", "says"),
-    [((0,), "device_bytes"), ((9, None, 1), "a slot for the state in use"), ((9, 9, 2, -1.0), "bandwidth must be")],
+    [
+        ((0,), "device_bytes"),
+        ((9, None, 1), "a slot for the state in use"),
+        ((9, 9, 2, -1.0), "bandwidth must be"),
+        ((*(9, 9, 2, None, True, "in_turn"), "cuda:1"), "set both, or neither"),
+        ((*(9, 9, 2, None, True, "in_turn"), "gpu", 9), "such as 'cuda:1', got 'gpu'"),
+    ],
 )
 def test_settings_that_are_refused(settings: tuple[Any, ...], says: str) -> None:
     with pytest.raises(PlanError, match=says):

@@ -257,6 +257,31 @@ def test_models_learn_on_an_ordinary_trainer(model: str) -> None:
     assert trainer.callback_metrics["val_accuracy"] > 0.9
 
 
+@pytest.mark.usefixtures("examples")
+def test_every_candidate_for_bytes_sees_the_past_only() -> None:
+    import supernet
+
+    net = supernet.supernet(16, 6, "frozen", None, context=8).eval()
+    x = torch.randint(256, (1, 8))
+    changed = x.clone()
+    changed[0, 5] += 1
+    for first in range(6):  # each block has another candidate
+        choices = tuple((first + block) % 6 for block in range(6))
+        a, b = net((x, choices)), net((changed % 256, choices))
+        assert torch.isclose(a, b, atol=1e-6).all(-1)[0].tolist() == [True] * 5 + [False] * 3
+
+
+@pytest.mark.slow
+def test_supernet_of_bytes(tmp_path: Path) -> None:
+    few = ["search.subnets=5", "search.population=5", "trainer.max_epochs=2", "retrain.epochs=4"]
+    found = run("supernet.py", tmp_path, "data=stdlib", "data.windows=640", "hydra.run.dir=out", *few)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "supernet    20 subnets trained, one a batch; 46656 there are" in found.stdout
+    retrained = re.search(r"^retrained +accuracy (\S+)% of", found.stdout, re.M)
+    assert retrained is not None
+    assert float(retrained[1]) > 20  # 0.4 is chance
+
+
 @pytest.mark.slow
 def test_supernet(tmp_path: Path) -> None:
     """Trained, searched in three ways, the best trained anew, and its picture."""

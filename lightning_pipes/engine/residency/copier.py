@@ -1,4 +1,4 @@
-"""Copies between host and device beside the computation."""
+"""Copies between a device and where its states wait, on the host or on a peer device, beside the computation."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 
-Way = Literal["in", "out"]
-"""To the device, or to the host."""
+Way = Literal["in", "out", "from peer", "to peer"]
+"""To the device, or to the host; the same with a peer device in the place of the host."""
 
 
 class SlabCopier(Protocol):
@@ -61,20 +61,25 @@ class ThreadCopier:
 
     Args:
         bandwidth: bytes per second of each way, if slower than memory.
+        peer_bandwidth: the same of the link to a peer.
     """
 
-    def __init__(self, bandwidth: float | None = None) -> None:
-        self._rate = bandwidth
+    def __init__(self, bandwidth: float | None = None, peer_bandwidth: float | None = None) -> None:
+        self._rates = dict.fromkeys(("in", "out"), bandwidth) | dict.fromkeys(("from peer", "to peer"), peer_bandwidth)
         self._tickets = itertools.count()
         self._under_way: dict[int, threading.Event] = {}
         self._error: BaseException | None = None
         self._bytes, self._busy = 0, 0.0
         self._tasks: dict[Way, queue.SimpleQueue[tuple[int, Callable[[], None]] | None]] = {}
-        self._threads = []
-        for way in ("in", "out"):
+        self._threads: list[threading.Thread] = []
+
+    def _queue(self, way: Way) -> queue.SimpleQueue[tuple[int, Callable[[], None]] | None]:
+        """Return the tasks of a way, whose thread begins with the first of them."""
+        if way not in self._tasks:
             tasks = self._tasks[way] = queue.SimpleQueue()
             self._threads.append(threading.Thread(target=self._work, args=(tasks,), name=f"copies {way}", daemon=True))
             self._threads[-1].start()
+        return self._tasks[way]
 
     def copy(self, way: Way, target: torch.Tensor, source: torch.Tensor, after: Iterable[int] = ()) -> int:
         self._check()
@@ -86,14 +91,15 @@ class ThreadCopier:
             started = time.monotonic()
             target.copy_(source)
             spent = time.monotonic() - started
-            if self._rate is not None and (rest := source.numel() / self._rate - spent) > 0:
+            rate = self._rates[way]
+            if rate is not None and (rest := source.numel() / rate - spent) > 0:
                 time.sleep(rest)
             self._busy += time.monotonic() - started
             self._bytes += source.numel()
 
         ticket = next(self._tickets)
         self._under_way[ticket] = threading.Event()
-        self._tasks[way].put((ticket, run))
+        self._queue(way).put((ticket, run))
         return ticket
 
     def mark_computation(self) -> None:
@@ -141,7 +147,7 @@ class ThreadCopier:
 
 
 class CudaCopier:
-    """A stream for each direction. Copies are asynchronous where the host's slab is pinned.
+    """A stream for each direction, and two for a peer. Copies are asynchronous where the host's slab is pinned.
 
     No tensor is freed while a copy uses it: the owner of a slab waits first, so `record_stream` is not needed.
     """
@@ -150,7 +156,7 @@ class CudaCopier:
         self._device = device
         self._streams: dict[Way, torch.cuda.Stream] = {
             way: torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            for way in ("in", "out")
+            for way in get_args(Way)
         }
         self._tickets = itertools.count()
         self._events: dict[int, torch.cuda.Event] = {}
@@ -231,13 +237,32 @@ def _has_ended(event: torch.cuda.Event) -> bool:
     return bool(event.query())  # type: ignore[no-untyped-call]
 
 
-def copier_for(device: torch.device, bandwidth: float | None = None) -> SlabCopier:
-    """Return a copier between the host and `device`.
+def copier_for(device: torch.device, bandwidth: float | None = None, peer_bandwidth: float | None = None) -> SlabCopier:
+    """Return a copier between the host or a peer and `device`.
 
     Args:
         bandwidth: of an emulated link; only where the device is the host itself.
+        peer_bandwidth: the same of the link to a peer.
     """
-    return CudaCopier(device) if device.type == "cuda" else ThreadCopier(bandwidth)
+    return CudaCopier(device) if device.type == "cuda" else ThreadCopier(bandwidth, peer_bandwidth)
+
+
+def is_peer_nearer(copier: SlabCopier, device: torch.device, host: torch.Tensor, peer: torch.Tensor) -> bool:
+    """Return whether a slab comes to the device from the peer's memory in less time than from the host's.
+
+    Args:
+        host, peer: slabs of one size; each is copied four times, and the fastest counts.
+    """
+
+    def measure_seconds(way: Way, source: torch.Tensor) -> float:
+        target, found = torch.empty_like(source, device=device), []
+        for _ in range(4):
+            began = time.monotonic()
+            copier.wait(copier.copy(way, target, source))
+            found.append(time.monotonic() - began)
+        return min(found)
+
+    return measure_seconds("from peer", peer) < measure_seconds("in", host)
 
 
 class Stopwatch:

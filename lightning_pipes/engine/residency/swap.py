@@ -1,9 +1,10 @@
 """Keeps tensors on the device while they are needed, and on the host otherwise: siblings, layers, weight versions.
 
-`sim.residency` decides on loads and evictions; this module moves the tensors. Each state has a slab on the host, and
-states share slabs on the device. A slab on the device is overwritten only after three operations: the copy that filled
-it, the computation with it, and the copy of its changes to the host. The next load of the same state waits for that
-copy, too. Users keep their objects, and find them on the device while they are leased.
+`sim.residency` decides on loads and evictions; this module moves the tensors. Each state has a slab on the host, or on
+a peer device that is nearer and has room, and states share slabs on the device. A slab on the device is overwritten
+only after three operations: the copy that filled it, the computation with it, and the copy of its changes to the host.
+The next load of the same state waits for that copy, too. Users keep their objects, and find them on the device while
+they are leased.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_pipes.engine.residency.copier import SlabCopier
+from lightning_pipes.engine.residency.copier import SlabCopier, Way
 from lightning_pipes.engine.residency.slab import DeviceSlab, SlabLayout, host_slab
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.sim.residency import Residency, Statistics
@@ -56,8 +57,9 @@ class _State:
         here: whether the owner's tensors are those on the device.
         leased: whether they must stay there.
         made: whether it was created on the device.
-        on_host: its tensors in the host's slab.
-        written: tickets of the copy that filled the host's slab.
+        host: its slab on the host, or on the peer device where it is `with_peer`.
+        on_host: its tensors in this slab.
+        written: tickets of the copy that filled this slab.
         on_device: its tensors in each slab on the device that it has used; views take longer to make than to bind.
     """
 
@@ -65,6 +67,7 @@ class _State:
     layout: SlabLayout
     host: torch.Tensor
     on_host: Tensors
+    with_peer: bool = False
     here: bool = False
     leased: bool = False
     made: bool = False
@@ -110,6 +113,8 @@ class Swap(Generic[Key]):
         device: where.
         slots: the most states on the device, if not only bytes count.
         host_budget: bytes of the host, if they are to be bounded.
+        peer: a device near this one on which states wait in place of the host, if there is one.
+        peer_budget: bytes there; states that find no room wait on the host.
         poison: fill what a state leaves on the device with NaN; for tests.
     """
 
@@ -121,8 +126,11 @@ class Swap(Generic[Key]):
         *,
         slots: int | None = None,
         host_budget: int | None = None,
+        peer: torch.device | None = None,
+        peer_budget: int = 0,
         poison: bool = False,
     ) -> None:
+        self._peer, self._peer_budget = peer, peer_budget
         self._budget, self._host_budget, self._slots = budget, host_budget, slots
         self._copier, self._device, self._poison = copier, device, poison
         self._states: dict[Key, _State] = {}
@@ -138,8 +146,13 @@ class Swap(Generic[Key]):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all states on the host."""
-        return sum(state.layout.nbytes for state in self._states.values())
+        """Bytes of all states that wait on the host."""
+        return sum(state.layout.nbytes for state in self._states.values() if not state.with_peer)
+
+    @property
+    def _peer_bytes(self) -> int:
+        """Bytes of all states that wait on the peer."""
+        return sum(state.layout.nbytes for state in self._states.values() if state.with_peer)
 
     @property
     def resident_keys(self) -> frozenset[Key]:
@@ -170,10 +183,10 @@ class Swap(Generic[Key]):
         """
         bound.check()
         tensors = bound.named_tensors()
-        layout = self._layout(key, tensors)
+        layout, with_peer = self._layout(key, tensors)
         self._residency.add(key, layout.nbytes)
-        host = host_slab(layout.nbytes, self._device.type == "cuda")
-        state = self._states[key] = _State(bound, layout, host, layout.view_tensors(host))
+        host = self._waiting_slab(layout.nbytes, with_peer)
+        state = self._states[key] = _State(bound, layout, host, layout.view_tensors(host), with_peer)
         with torch.no_grad():
             for name, view in state.on_host.items():
                 view.copy_(tensors[name])
@@ -195,29 +208,40 @@ class Swap(Generic[Key]):
         """
         bound.check()
         tensors = bound.named_tensors()
-        layout = self._layout(key, tensors)
+        layout, with_peer = self._layout(key, tensors)
         self._residency.make(key, layout.nbytes)
         host, self._spare = self._spare, None
-        if host is None or host.numel() != layout.nbytes:
-            host = host_slab(layout.nbytes, self._device.type == "cuda")
+        if host is None or host.numel() != layout.nbytes or (host.device == self._peer) != with_peer:
+            host = self._waiting_slab(layout.nbytes, with_peer)
         slot = self._take_slab(layout.nbytes)
         for ticket in slot.pending_tickets:
             self.statistics.stall_ns += self._copier.order_after(ticket)
-        state = self._states[key] = _State(bound, layout, host, layout.view_tensors(host), made=True, slot=slot)
+        state = self._states[key] = _State(
+            bound, layout, host, layout.view_tensors(host), with_peer, made=True, slot=slot
+        )
         with torch.no_grad():
             for name, view in state.tensors_on_device().items():
                 view.copy_(tensors[name])
         slot.copies, slot.used = [], self._copier.mark_computation()
         state.bind_to_device()
 
-    def _layout(self, key: Key, tensors: Mapping[str, torch.Tensor]) -> SlabLayout:
+    def _layout(self, key: Key, tensors: Mapping[str, torch.Tensor]) -> tuple[SlabLayout, bool]:
+        """Return the layout of a state's slab, and whether the slab is to be on the peer."""
         layout = SlabLayout.from_tensors(tensors)
+        if self._peer is not None and self._peer_bytes + layout.nbytes <= self._peer_budget:
+            return layout, True
         if self._host_budget is not None and self.host_bytes + layout.nbytes > self._host_budget:
             raise PlanError(
                 f"state {key} has {layout.nbytes} bytes; {len(self._states)} states have {self.host_bytes} of the "
                 f"host's budget of {self._host_budget}. Raise it, or keep fewer states"
             )
-        return layout
+        return layout, False
+
+    def _waiting_slab(self, nbytes: int, with_peer: bool) -> torch.Tensor:
+        """Return memory in which a state waits."""
+        if with_peer:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._peer)
+        return host_slab(nbytes, self._device.type == "cuda")
 
     def rebind(self, key: Key, bound: MovableTensors) -> None:
         """Replace the owner of a state by `bound`, which has the same tensors in the same places."""
@@ -336,7 +360,7 @@ class Swap(Generic[Key]):
     def write_back(self, key: Key) -> None:
         """Start to write back the changes of leases, where states exceed the device."""
         too_many = self._slots is not None and len(self._states) > self._slots
-        if too_many or self.host_bytes > self._budget:
+        if too_many or self.host_bytes + self._peer_bytes > self._budget:
             self._residency.start_write_back(key)
 
     def evict_idle(self) -> bool:
@@ -391,14 +415,18 @@ class _Mover:
     def load(self, key: object, size: int, after: int | None) -> int:
         swap = self._swap
         state, slot = swap._states[key], swap._take_slab(size)
-        ticket = swap._copier.copy("in", slot.slab, state.host, [*slot.pending_tickets, *state.written])
+        way: Way = "from peer" if state.with_peer else "in"
+        ticket = swap._copier.copy(way, slot.slab, state.host, [*slot.pending_tickets, *state.written])
+        swap.statistics.peer_bytes += size * state.with_peer
         state.slot, slot.copies = slot, [ticket]
         return ticket
 
     def store(self, key: object, size: int) -> int:
         state = self._swap._states[key]
         assert state.slot is not None
-        ticket = self._swap._copier.copy("out", state.host, state.slot.slab, state.slot.pending_tickets)
+        way: Way = "to peer" if state.with_peer else "out"
+        ticket = self._swap._copier.copy(way, state.host, state.slot.slab, state.slot.pending_tickets)
+        self._swap.statistics.peer_bytes += size * state.with_peer
         state.slot.copies = [ticket]
         state.written = [ticket]
         return ticket

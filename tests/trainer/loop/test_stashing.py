@@ -30,7 +30,7 @@ RATE = 2e6
 """Bytes per second of the slow link."""
 
 
-def link(device: torch.device, bandwidth: float) -> Virtual:
+def link(device: torch.device, bandwidth: float, peer_bandwidth: None) -> Virtual:
     """Return a link with a clock of its own: computing takes no time, so that each copy that is read is waited for."""
     return Virtual(bandwidth)
 
