@@ -134,6 +134,8 @@ def measured(
             worst = max(found.errors().values(), key=abs)
             errors += [worst] if x <= 2 else []
             yield "", row(f"{x:5}", found, names)
+            apart = max((high - low) / found.median(n) for n in some for low, high in [found.quartiles(n)])
+            yield "", f"{'':5} quartiles of a schedule's steps are apart by {apart:.1%} of the median at most"
             if x == 0:
                 yield "free_link_loss", found.ratio(AUTO, "1f1b") - 1
             elif x <= 1:

@@ -1,10 +1,10 @@
 """The paper's experiments on CSP that can be said in times (NASPipe, S5), emulated.
 
-    python benchmarks/papers/csp/figures.py [--only f5 f6 f7 t2 t4 t5 theory] [--subnets 300]
+    python benchmarks/papers/csp/figures.py [--only f5 f6 f7 t2 t4 t5 theory] [--quick] [--json] [--pictures FOLDER]
 
 f5   throughput of all systems, each with the batch that it has in Table 2, and with the same batch
 f6   what scheduler, predictor and mirroring are worth
-f7   4 to 16 stages
+f7   4 to 16 stages, all systems
 t2   bubbles and cache hits (3 contexts), one task a subnet and with the best number of micro-batches; memory and
      utilisation
 t4   the order in which subnets 2, 5 and 7 access a layer that they share
@@ -16,15 +16,16 @@ Convergence and accuracy (f4, t3) need real training: benchmarks/papers/csp/repr
 
 from __future__ import annotations
 
-import argparse
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.harness.report import Report
+from benchmarks.harness.report import Panel, Picture, Report, make_parser, run_parts
 from benchmarks.papers.csp.emulation.spaces import CV, NLP, SPACES, Placed, Space, Subnets, balanced, fixed
 from benchmarks.papers.csp.emulation.stream import Ran, Rules, run
 from benchmarks.papers.csp.emulation.swapped import Swaps, ahead, in_turn, nothing, one_step, swapped
@@ -358,7 +359,8 @@ def rate(name: str, system: System, rules: Rules, samples: int, subnets: int) ->
     return samples * system.run(shrunk, STAGES, rules).throughput
 
 
-def f5(subnets: int) -> list[str]:
+def f5(subnets: int) -> Report:
+    keys: dict[str, float] = {}
     lines = [
         "samples a second, 8 stages",
         "space    CSP, M   BSP   ASP VPipe | CSP,1 BSP,1 ASP,1   CSP,1/BSP,1, batches of Table 2",
@@ -373,40 +375,81 @@ def f5(subnets: int) -> list[str]:
             rate(name, SYSTEMS[what], Rules(), n, subnets)
             for what, n in zip(("CSP", "BSP", "ASP"), batches, strict=True)
         ]
+        vpipe = batches.csp * 64e9 / took
+        keys |= {f"f5_{name}_over_{what}": same[0] / x for what, x in zip(("bsp", "asp"), same[1:], strict=True)}
+        keys[f"f5_{name}_over_vpipe"] = same[0] / vpipe
         lines.append(
             f"{name:8} {same[0]:5.0f} {best.microbatches:2} {same[1]:5.0f} {same[2]:5.0f} "
-            f"{batches.csp * 64e9 / took:5.0f} | {one[0]:5.0f} {one[1]:5.0f} {one[2]:5.0f} {one[0] / one[1]:8.2f}"
+            f"{vpipe:5.0f} | {one[0]:5.0f} {one[1]:5.0f} {one[2]:5.0f} {one[0] / one[1]:8.2f}"
         )
-    return [*lines, "The paper: 1.1 to 7.8 times GPipe, 0.87 to 6.5 times PipeDream, 0.77 to 1.5 times VPipe."]
+    lines.append("The paper: 1.1 to 7.8 times GPipe, 0.87 to 6.5 times PipeDream, 0.77 to 1.5 times VPipe.")
+    return Report(lines, keys)
 
 
-def f6(subnets: int) -> list[str]:
-    lines = ["subnets a second, 8 stages, best M   whole   no scheduler   no predictor (3 contexts)   no mirroring"]
+def f6(subnets: int) -> Report:
+    report = Report(
+        [
+            "subnets a second, 8 stages, best M   whole   no scheduler   no predictor: 3 contexts   all there, BSP's"
+            " batch   no mirroring"
+        ]
+    )
     for name in NAMES:
         rules = Rules(choose(SPACES[name], STAGES).microbatches, STAGES)
         drawn = SPACES[name].draw(subnets, 1)
         few = drawn.first(100)
         placed = balanced(few, STAGES)
         with_, without = (swapped(placed, rules, 3, make).makespan for make in (ahead(placed, rules, 3), nothing()))
-        speeds = [SYSTEMS[what].run(drawn, STAGES, rules).throughput for what in SYSTEMS if what not in ("BSP", "ASP")]
-        lines.append(
-            f"{name:24} {rules.microbatches:10} {speeds[0]:7.2f} {speeds[1]:14.2f} {speeds[0] * with_ / without:27.2f} "
-            f"{speeds[2]:14.2f}"
+        whole, unscheduled, unmirrored = (
+            SYSTEMS[what].run(drawn, STAGES, rules).throughput
+            for what in ("CSP", "without scheduler", "without mirroring")
         )
-    return lines
+        batches = TABLE_2[name]
+        small, large = (rate(name, CSP, rules, samples, subnets) for samples in (batches.bsp, batches.csp))
+        demand = whole * with_ / without
+        report.lines.append(
+            f"{name:24} {rules.microbatches:10} {whole:7.2f} {unscheduled:14.2f} {demand:26.2f} "
+            f"{whole * small / large:29.2f} {unmirrored:14.2f}"
+        )
+        if name == "NLP.c1":
+            report.keys |= {
+                "f6_without_scheduler": unscheduled / whole,
+                "f6_on_demand": demand / whole,
+                "f6_all_resident": small / large,
+                "f6_without_mirroring": unmirrored / whole,
+            }
+    report.lines.append("A subnet of the smaller batch counts as the part of one that its samples are.")
+    return report
 
 
-def f7(subnets: int) -> list[str]:
-    lines = ["stages   M  bubble  subnets/s   one task: bubble  subnets/s   (paper: bubble .39 on 8, .42 on 16)"]
-    for stages in (4, 6, 8, 12, 16):
+def f7(subnets: int) -> Report:
+    report = Report(
+        [
+            "NLP.c1                                        subnets a second, the same M:              one task:",
+            "stages   M  bubble   CSP    BSP    ASP  without scheduler  without mirroring   bubble  subnets/s"
+            "   (paper: bubble .39 on 8, .42 on 16; .75 without scheduler)",
+        ]
+    )
+    counts, drawn = (4, 6, 8, 12, 16), SPACES["NLP.c1"].draw(subnets, 1)
+    speeds: dict[str, list[float]] = {what: [] for what in SYSTEMS}
+    idle: dict[str, list[float]] = {what: [] for what in SYSTEMS}
+    for stages in counts:
         best = Rules(choose(SPACES["NLP.c1"], stages).microbatches, stages)
-        placed = balanced(SPACES["NLP.c1"].draw(subnets, 1), stages)
-        fast, one = run(placed, best), run(placed, Rules(1, stages))
-        lines.append(
-            f"{stages:6} {best.microbatches:3} {fast.bubble:7.3f} {fast.throughput:10.2f} {one.bubble:18.3f} "
-            f"{one.throughput:10.2f}"
+        found = {what: system.run(drawn, stages, best) for what, system in SYSTEMS.items()}
+        for what, ran in found.items():
+            speeds[what].append(ran.throughput)
+            idle[what].append(ran.bubble)
+        one = CSP.run(drawn, stages, Rules(1, stages))
+        s = {what: ran.throughput for what, ran in found.items()}
+        report.lines.append(
+            f"{stages:6} {best.microbatches:3} {found['CSP'].bubble:7.3f} "
+            f"{s['CSP']:5.1f} {s['BSP']:6.1f} {s['ASP']:6.1f} "
+            f"{s['without scheduler']:18.1f} {s['without mirroring']:18.1f} {one.bubble:8.3f} {one.throughput:10.2f}"
         )
-    return lines
+    report.keys |= {"f7_speedup_16_over_4": speeds["CSP"][-1] / speeds["CSP"][0], "f7_bubble_16": idle["CSP"][-1]}
+    x = list(counts)
+    panels = [Panel("throughput", "stages", "subnets/s", x, speeds), Panel("idle", "stages", "bubble", x, idle)]
+    report.picture = Picture("F7: NLP.c1, emulated", panels)
+    return report
 
 
 PCIE = 15.76e6
@@ -451,7 +494,8 @@ def memory_and_utilisation(name: str, subnets: int) -> list[str]:
     return lines
 
 
-def t2(subnets: int) -> list[str]:
+def t2(subnets: int) -> Report:
+    keys: dict[str, float] = {}
     lines = ["space    M  bubble  BSP: bubble  ASP: bubble  hits at switches: Algorithm 3  exact   BSP, no prediction"]
     for name in NAMES:
         drawn = SPACES[name].draw(subnets, 1)
@@ -461,6 +505,7 @@ def t2(subnets: int) -> list[str]:
             bubbles = [SYSTEMS[what].run(drawn, STAGES, rules).bubble for what in ("CSP", "BSP", "ASP")]
             makes = one_step(placed), ahead(placed, rules, 3)
             hits = [swapped(placed, rules, 3, make).switch_hit_rate for make in makes]
+            keys |= {f"t2_bubble_{name}_m{m}": bubbles[0], f"t2_hits_{name}_m{m}": hits[0]}
             bulk = bsp()
             lru = swapped(bulk.cut(few, STAGES), bulk.rules(rules, STAGES), 3, nothing()).switch_hit_rate
             lines.append(
@@ -474,13 +519,13 @@ def t2(subnets: int) -> list[str]:
     ]
     for name in NAMES:
         lines += memory_and_utilisation(name, subnets)
-    return [
-        *lines,
-        "Utilisation: a device is full with a batch of CSP; a smaller one fills it by what it takes in Table 2.",
-    ]
+    lines.append(
+        "Utilisation: a device is full with a batch of CSP; a smaller one fills it by what it takes in Table 2."
+    )
+    return Report(lines, keys)
 
 
-def t4(subnets: int) -> list[str]:
+def t4(subnets: int) -> Report:
     choices = np.tile(np.arange(1, 10)[:, None], (1, 16))
     choices[[2, 5, 7], 0] = 0
     drawn = Space("apart", 16, 10, NLP).subnets(choices)
@@ -488,10 +533,10 @@ def t4(subnets: int) -> list[str]:
     for stages in (1, 2, 4, 8, 16):
         found = [accesses(SYSTEMS[what].run(drawn, stages, Rules()), 0, 0) for what in ("CSP", "BSP", "ASP")]
         lines.append(f"{stages:6}  " + "  ".join(f"{each:17}" for each in found))
-    return lines
+    return Report(lines)
 
 
-def t5(subnets: int) -> list[str]:
+def t5(subnets: int) -> Report:
     lines = ["layer                 forward backward   swap   (ms; computing it takes so many times its swap)"]
     for kinds in (NLP, CV):
         for kind in kinds:
@@ -506,10 +551,10 @@ def t5(subnets: int) -> list[str]:
             for p in (SYSTEMS[what].cut(drawn, STAGES) for what in ("CSP", "without mirroring"))
         ]
         lines.append(f"{name:8} {sums[0]:17.0f} {sums[1]:8.0f} {sums[2]:6.1f} {worst[0]:42.2f} {worst[1]:6.2f}")
-    return lines
+    return Report(lines)
 
 
-def theory(subnets: int) -> list[str]:
+def theory(subnets: int) -> Report:
     lines = ["8 stages  M  at most, by the formula  longest chain  CSP, simulated   two subnets share a layer"]
     for name in NAMES:
         for m in (1, 2, 4, 8):
@@ -518,10 +563,10 @@ def theory(subnets: int) -> list[str]:
             formula, chain = forced_bubble(SPACES[name], STAGES, m), least_bubble(placed, rules)
             share = f"{collisions(SPACES[name], 2):15.3f}" if m == 1 else ""
             lines.append(f"{name:8} {m:2} {formula:23.3f} {chain:14.3f} {run(placed, rules).bubble:15.3f} {share}")
-    return lines
+    return Report(lines)
 
 
-EXPERIMENTS: dict[str, Callable[[int], list[str]]] = {
+EXPERIMENTS: dict[str, Callable[[int], Report]] = {
     "f5": f5,
     "f6": f6,
     "f7": f7,
@@ -532,13 +577,19 @@ EXPERIMENTS: dict[str, Callable[[int], list[str]]] = {
 }
 
 
+def _sized(experiment: Callable[[int], Report]) -> Callable[[bool], Report]:
+    return lambda quick: experiment(100 if quick else 300)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "100 subnets in place of 300; within 100 s")
     parser.add_argument("--only", nargs="*", choices=EXPERIMENTS, default=list(EXPERIMENTS))
-    parser.add_argument("--subnets", type=int, default=300)
+    parser.add_argument("--pictures", type=Path, help="a folder for a picture of each experiment that has one")
     options = parser.parse_args()
-    for name in options.only:
-        print(f"{name}\n" + "\n".join(EXPERIMENTS[name](options.subnets)) + "\n", flush=True)
+    parts = {name: _sized(experiment) for name, experiment in EXPERIMENTS.items()}
+    keys = run_parts(parts, options.only, options.quick, options.pictures)
+    if options.json:
+        print(json.dumps({name: round(value, 4) for name, value in keys.items()}))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The experiments of Ada-Grouper's paper (Wang et al. 2023, arXiv:2303.01675), one command each: emulated stages on
-really shaped links, which needs root on Linux; f2 is simulated, gpt has real stages.
+really shaped links, which needs root on Linux; f2 is simulated, gpt has real stages. In brackets the quartiles of steps
+over rounds.
 
-    python benchmarks/papers/kfkb/figures.py f2|f6|f7|f8|f9|f10|gpt [--json]
+    python benchmarks/papers/kfkb/figures.py f2|f6|f7|f8|f9|f10|gpt [--quick] [--json]
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import replace
 
 from benchmarks.kfkb import MESSAGE, PHASES, Situation, phases
 from benchmarks.papers.kfkb.changing import Course, run
-from benchmarks.papers.kfkb.links import AUTO, Measured, Trial, measure, ordered
+from benchmarks.papers.kfkb.links import AUTO, SPMD, Measured, Trial, measure, ordered
 from benchmarks.papers.kfkb.split import GPT
 from lightning_pipes.cost import LayerProfile
 from lightning_pipes.ir import Policy, Schedule
@@ -39,9 +40,15 @@ def named(ks: Sequence[int]) -> dict[str, Schedule | Policy]:
 def line(head: str, found: Measured) -> str:
     """Milliseconds of a step and the gain over the first schedule."""
     first, *others = found.trial.schedules
-    parts = [f"{first} {1e3 * found.median(first):.0f} ms"]
-    parts += [f"{n} {1e3 * found.median(n):.0f} ms ({found.ratio(first, n) - 1:+.1%})" for n in others]
+    parts = [f"{first} {milliseconds(found, first)}"]
+    parts += [f"{n} {milliseconds(found, n)} {found.ratio(first, n) - 1:+.1%}" for n in others]
     return f"{head:22} {', '.join(parts)}"
+
+
+def milliseconds(found: Measured, name: str) -> str:
+    """The median step, and its quartiles."""
+    low, high = found.quartiles(name)
+    return f"{1e3 * found.median(name):.0f} ms ({1e3 * low:.0f} to {1e3 * high:.0f})"
 
 
 def f2() -> Figures:
@@ -120,23 +127,29 @@ def f10() -> Figures:
     yield "f10_over_best_fixed", ran.seconds[AUTO] / best - 1
 
 
-def gpt() -> Figures:
+def gpt(quick: bool = False) -> Figures:
     """A real GPT in two stages, a thread each, 16 micro-batches; a forward takes some 5 ms and a message 0 to 10."""
     message = 2 * 96 * 128 * 4
-    trial = GPT(named((1, 2)), 2, 16, 0.005, message, rounds=12, limit=16)
+    trial = GPT(named((1, 2)), 2, 16, 0.005, message, rounds=4 if quick else 12, limit=16)
+    operations = trial.operations
+    yield "", f"{operations / 1e9:.2f} GFLOP a step; SPMD is DDP of two replicas, with one micro-batch each"
     with NetLab(2) as lab:
-        for x in (0.0, 1.0, 2.0):
+        for x in (0.0, 2.0) if quick else (0.0, 1.0, 2.0):
             found = measure(lab, x, trial)
             chosen = found.decision.chosen.candidate.label
             yield (
                 "",
                 line(f"messages of {5 * x:.0f} ms", found)
                 + (
-                    f", auto {1e3 * found.median(AUTO):.0f} ms ({found.ratio('k=1', AUTO) - 1:+.1%}), {chosen}; "
-                    f"predicted {max(found.errors().values(), key=abs):+.1%}"
+                    f", auto {milliseconds(found, AUTO)} {found.ratio('k=1', AUTO) - 1:+.1%}, {chosen}; "
+                    f"SPMD {milliseconds(found, SPMD)}; predicted {max(found.errors().values(), key=abs):+.1%}"
                 ),
             )
+            speeds = {name: operations / found.median(name) / 1e9 for name in ("k=1", "k=2", AUTO, SPMD)}
+            yield "", f"{'':22} GFLOP/s: " + ", ".join(f"{name} {speed:.1f}" for name, speed in speeds.items())
             yield f"gpt_gain_x{x:.0f}", found.ratio("k=1", AUTO) - 1
+            yield f"gpt_over_spmd_x{x:.0f}", found.ratio(SPMD, AUTO)
+            yield f"gpt_gflops_x{x:.0f}", speeds[AUTO]
 
 
 FIGURES = {"f2": f2, "f6": f6, "f7": f7, "f8": f8, "f9": f9, "f10": f10, "gpt": gpt}
@@ -145,6 +158,7 @@ FIGURES = {"f2": f2, "f6": f6, "f7": f7, "f8": f8, "f9": f9, "f10": f10, "gpt": 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figures", nargs="+", choices=FIGURES)
+    parser.add_argument("--quick", action="store_true", help="gpt: fewer rounds and speeds")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args()
     results: dict[str, float] = {}
@@ -153,7 +167,7 @@ def main() -> None:
         if figure != "f2" and (reason := lab_unavailable_reason()):
             print(f"can't be measured here: {reason}")
             continue
-        for name, found in FIGURES[figure]():
+        for name, found in gpt(options.quick) if figure == "gpt" else FIGURES[figure]():
             if isinstance(found, str):
                 print(found, flush=True)
             else:

@@ -30,7 +30,7 @@ from lightning_pipes.sim import makespan
 from lightning_pipes.testing.emulated import EmulatedLayer, Emulation, sleeping_layer
 from lightning_pipes.testing.netlab import BURST, GOODPUT, NetLab
 
-AUTO, TORCH = "auto", "torch 1f1b"
+AUTO, TORCH, SPMD = "auto", "torch 1f1b", "SPMD"
 LOOKS = 3
 """Steps of the first schedule before the tuner chooses."""
 
@@ -82,6 +82,10 @@ class Trial:
         plan, n = self.plan_of(first), self.stages
         return Emulation(plan, ordered(schedule, plan), (layer,) * n, (1.0,) * n).stages(rank)
 
+    def replicated_step(self, rank: int) -> Callable[[], None] | None:
+        """A step of the same training by replicas of the whole model; None where it is emulated, and has no weights."""
+        return None
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -107,6 +111,11 @@ class Measured:
     def median(self, name: str) -> float:
         """Seconds of a step."""
         return statistics.median(self.seconds(name))
+
+    def quartiles(self, name: str) -> tuple[float, float]:
+        """Seconds of a step: the first and the third quartile over rounds."""
+        first, _, third = statistics.quantiles(self.seconds(name), n=4, method="inclusive")
+        return first, third
 
     def ratios(self, name: str, other: str) -> list[float]:
         """The time of one over that of the other in the same round, for every round."""
@@ -224,14 +233,15 @@ def rank_main(rank: int, trial: Trial) -> Seen:
         decision, rivals = agreed(rank, trial, samples[first])
         turns = {**(rivals if trial.rivals else {}), **turns, AUTO: decision.chosen.candidate.schedule}
     orders = {name: ordered(schedule, trial.plan_of(name)) for name, schedule in turns.items()}
-    by_torch = torch_step(trial, rank) if trial.torch else None
+    others = {TORCH: torch_step(trial, rank) if trial.torch else None, SPMD: trial.replicated_step(rank)}
     for number in range(1 + trial.rounds):
         if number == 1:  # what was before is not counted
             spans.clear()
         for name, schedule in turns.items():
             turn(name, schedule, orders[name])
-        if by_torch is not None:
-            timed(TORCH, by_torch)
+        for name, step in others.items():
+            if step is not None:
+                timed(name, step)
     engine.close()
     watch.close()
     return Seen(dict(spans), dict(samples), decision if rank == 0 else None)

@@ -4,14 +4,16 @@ the same memory, in turn over really shaped links. Emulated stages, and a real G
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.engine import Cell, gpt_parts, make_stages
+from benchmarks.engine import Cell, gpt_parts, make_problem, make_stages
 from benchmarks.papers.kfkb.links import Measured, Trial, bandwidth, measure, ordered
 from lightning_pipes.cost import CostModel
 from lightning_pipes.engine import Item, Stage
@@ -46,6 +48,28 @@ class GPT(Trial):
         """Those that a rank runs, with a thread."""
         torch.set_num_threads(1)
         return make_stages(self.cell, self.plan, rank)
+
+    def replicated_step(self, rank: int) -> Callable[[], None]:
+        """DDP: each rank has the whole model, takes its share of the samples at once, and averages gradients with the
+        others, over the same links."""
+        parts, x, target, loss = make_problem(self.cell)
+        model = DistributedDataParallel(nn.Sequential(*parts))
+        rows = len(x) // self.stages
+        mine = slice(rank * rows, (rank + 1) * rows)
+
+        def step() -> None:
+            model.zero_grad()
+            torch.autograd.backward(loss(model(x[mine]), target[mine]))
+
+        return step
+
+    @property
+    def operations(self) -> int:
+        """Floating point operations of a step: forward and backward of all samples, matrix products counted."""
+        parts, x, target, loss = make_problem(self.cell)
+        with FlopCounterMode(display=False) as counted:
+            torch.autograd.backward(loss(nn.Sequential(*parts)(x), target))
+        return int(counted.get_total_flops())
 
 
 @dataclass(frozen=True)
