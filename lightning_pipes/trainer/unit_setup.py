@@ -15,7 +15,8 @@ from torch import nn
 
 from lightning_pipes.engine.compute.rng import RngUse, forked_rng, seed_all
 from lightning_pipes.engine.private_torch import backward_hooks
-from lightning_pipes.ir import PipelineError, Plan, PlanError, Span
+from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Span
+from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer import private_transformers
 from lightning_pipes.trainer.module.batches import copy_batch, make_cutter, rows_of
@@ -51,6 +52,7 @@ from lightning_pipes.trainer.step.loss_weights import (
     parts_differ,
 )
 from lightning_pipes.trainer.step.steps import loss_of
+from lightning_pipes.trainer.step.uses import ChoosesLayers
 from lightning_pipes.trainer.units.batch_end import Axes, BatchEnd, SampleTrace, find_axes
 from lightning_pipes.trainer.units.borders import Borders, match_starts, merge_units
 from lightning_pipes.trainer.units.cut import WHOLE, UnitCut, weights_of_stages
@@ -61,10 +63,11 @@ from lightning_pipes.trainer.units.timing import measure_units
 
 T = TypeVar("T")
 
+MANY_ROWS = 4096
+"""Samples of a batch that shows whether all stages cut it alike."""
+
 MAX_COMPARED_ROWS = 32
 """The most samples of a batch whose loss is compared with the losses of its parts."""
-SUPPORTED_SCHEDULES = ("gpipe", "1f1b", "kfkb")
-"""Schedules that can order stages of units."""
 
 
 class UnitSetup(ModuleSetup):
@@ -101,7 +104,7 @@ class UnitSetup(ModuleSetup):
                 f"{' and '.join(refused)} does not work with these. Leave it out, or put the layers into one "
                 "nn.Sequential: PipelineStrategy(module='path.to.it')"
             )
-        stages = self._ranks.grid.length
+        self._n_stages = stages = len(self._request.schedule.place_stages(self._ranks.grid.length))
         private_transformers.install_output_hooks(module)
         self.end: BatchEnd | None = None
         """The end of the step that runs on whole batches; None where each micro-batch has a loss."""
@@ -114,15 +117,29 @@ class UnitSetup(ModuleSetup):
         warn_about_module(module, None)
 
     def decide(self) -> Decision:
-        """Return the decision: one stage for each rank."""
-        stages, request = self._ranks.grid.length, self._request
+        """Return the decision: a layer for each stage."""
+        stages, ranks, request = self._layout.n_stages, self._ranks.grid.length, self._request
         if self.end is not None:
             request = replace(request, schedule=find_schedule("gpipe", {}))
         elif self._settings.loss == BATCH:
             request = replace(request, microbatches=1)
         least = LEAST_FOR_STATISTICS if batch_statistics(self._module) else 1
         partition = PARAMETERS if stages == 1 else list(range(1, stages))
-        return replace(request, partition=partition).unmeasured([1] * stages, stages, least)
+        decision = replace(request, partition=partition).unmeasured([1] * stages, ranks, least)
+        (cut,) = decision.plans().for_rows(MANY_ROWS)[0].jobs
+        spans = {*cut.forward, *cut.backward, *cut.forward_links, *cut.backward_links}
+        if len(spans) > 1:
+            raise PlanError(
+                f"schedule {request.schedule.name!r} is to cut a batch into {', '.join(str(len(n)) for n in spans)} "
+                "micro-batches on different stages or links, and where modules are cut by units all need the same. "
+                "Give one number, by PipelineStrategy(microbatches=...), or put the layers into one nn.Sequential"
+            )
+        if planner_of(request.schedule).wants_profile:
+            rank_zero_info(
+                f"schedule {request.schedule.name!r} cuts a batch alike for all stages, for "
+                f"{type(self._module).__name__} is cut by units"
+            )
+        return decision
 
     def index_parameters(self, holdings: Holdings) -> None:
         """Tell `holdings` the stages that use each parameter."""
@@ -208,6 +225,8 @@ class UnitSetup(ModuleSetup):
         found: int | None = None
         if self._ranks.grid.replicas > 1:
             why = "data_parallel is more than 1"
+        elif self._n_stages > self._ranks.grid.length or not request.schedule.flushes:
+            why = f"schedule {request.schedule.name!r} has several stages on a rank, or does not flush"
         else:
             axes = self._trace_samples(record.atomic)
             possible = range(after + 1, min(len(axes) + 1, len(record.units)))
@@ -483,9 +502,12 @@ def find_refused(context: SetupContext) -> list[str]:
     """Return the settings of a run that need one container of layers. All ranks get the same."""
     request = context.request
     schedule, refused = request.schedule, []
-    if schedule.name not in SUPPORTED_SCHEDULES or request.chooses:
-        name = AUTO if request.chooses else schedule.name
-        refused.append(f"schedule {name!r} (schedules {', '.join(map(repr, SUPPORTED_SCHEDULES))} do)")
+    if request.chooses:
+        refused.append(f"schedule {AUTO!r} (a named one does)")
+    elif isinstance(schedule, Policy) and not schedule.flushes and isinstance(context.module, ChoosesLayers):
+        refused.append(f"layers_of_batch with schedule {schedule.name!r}, for units are not the layers that it names")
+    elif request.may_replan and not schedule.flushes and request.replanner is None:
+        refused.append(f"schedule {schedule.name!r}, which moves layers ('pipedream' does, and moves none)")
     if request.recompute:
         refused.append("recompute=True (torch.utils.checkpoint in the module does)")
     if request.replanner is not None:

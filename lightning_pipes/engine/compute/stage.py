@@ -173,6 +173,8 @@ class Stage:
         self.recomputing = False
         """Whether the body runs for the second time on the same samples."""
         self.weights = WeightVersions(self.layers, max_versions=1)
+        self.show_version: Callable[[WeightVersion], AbstractContextManager[None]] | None = None
+        """Returns the context in which the body, and what it runs again in backward, finds the weights of a version."""
         self.offload: LayerOffload | None = None
         """Has the layers on the device where they take turns there."""
         self._version: WeightVersion | None = None
@@ -243,6 +245,8 @@ class Stage:
 
     def compute_context(self, kind: Kind, item: Item, version: WeightVersion | None) -> AbstractContextManager[None]:
         """Return the context of a task that reads the weights of `version`."""
+        if version is not None and self.show_version is not None:
+            return self.show_version(version)
         return self.weights.on_device(version) if self.offload is None else self._task_and_weights(kind, item, version)
 
     @contextmanager

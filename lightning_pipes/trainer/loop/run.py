@@ -321,6 +321,7 @@ class PipelineRun:
                 last_backward=partial(self._around_last_backward, number) if self.part.reduces_in_backward else None,
                 named=layers,
             )
+            made[number].show_version = self.steps.show_version
             if self.plans.every and self.device.type == "cpu":  # elsewhere a forward returns before it has run
                 made[number].clock = self.statistics.add_layer
         return made

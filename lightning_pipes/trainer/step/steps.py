@@ -28,6 +28,7 @@ from lightning_pipes.engine.compute.rng import (
 )
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Body, Stage
+from lightning_pipes.engine.compute.weights import WeightVersion
 from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.module.batches import Path, copy_batch, join, make_cutter, take_samples, tensors_of
 from lightning_pipes.trainer.module.capture import Interceptor, NoCallError, named_step
@@ -260,6 +261,8 @@ class Steps:
     """Whether the stages run an evaluation step as a whole, each its part; else around the layers."""
     ends_whole = False
     """Whether the loss is computed once for all samples of a batch."""
+    show_version: Callable[[WeightVersion], AbstractContextManager[None]] | None = None
+    """See `Stage`."""
 
     def __init__(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_pipes.engine.allocator import release_free_memory
+from lightning_pipes.engine.compute.weights import WeightVersion
 from lightning_pipes.engine.private_torch import unsaved_buffers
 from lightning_pipes.ir import PlanError
 from lightning_pipes.trainer.module.pipelined import INCOMPLETE, CutModule, on_meta
@@ -85,6 +87,10 @@ class UnitCut(CutModule):
         self._absent.add(foreign)
         self._foreign_keys = {slot.key for slot in foreign}
         self._hidden: list[tuple[dict[str, Any], list[tuple[str, Any]]]] = []
+        self._owners: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+        for slot in self._slots:
+            if id(slot.tensor) in here:
+                self._owners[id(slot.tensor)].append((module.get_submodule(slot.key.rpartition(".")[0]), slot.name))
         self._hide()
         self.scope.module_view = self.show_weights
         release_free_memory()
@@ -114,6 +120,25 @@ class UnitCut(CutModule):
         finally:
             if changes:
                 self._hide() if whole else self._show()
+
+    @contextmanager
+    def show_version(self, version: WeightVersion) -> Iterator[None]:
+        """Have the module show earlier weights in the block."""
+        shown: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for stage, copies in version.parameters.items():
+            live = dict(self.full[stage].named_parameters())
+            shown += [(live[name.removeprefix("layer.")], copy) for name, copy in copies.items()]
+        self._set_parameters(shown)
+        try:
+            yield
+        finally:
+            self._set_parameters((live, live) for live, _ in shown)
+
+    def _set_parameters(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Put parameters in the places of those of this rank; modules may keep lists of their own, as nn.LSTM."""
+        for live, shown in pairs:
+            for owner, name in self._owners[id(live)]:
+                setattr(owner, name, shown)
 
     @property
     def layers(self) -> dict[int, nn.Module]:

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_pipes.engine.compute.rng import BEFORE_LAYERS
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Body, Stage
-from lightning_pipes.ir import Plan, Span
+from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.module.batches import copy_batch
 from lightning_pipes.trainer.module.capture import Interceptor, named_step
 from lightning_pipes.trainer.state.left_values import LeftValues
@@ -55,6 +55,8 @@ class UnitSteps(Steps):
         left = LeftValues(module, {}, lambda: (), state, cut.scope)
         super().__init__(module, precision, interceptor, plan, rank, seed, device, state, left)
         self._cut = cut
+        self._final = max(plan.stages[rank])
+        self.show_version = cut.show_version
         self._layout = layout
         self._end, self.ends_whole = end, end is not None
         self._lazy: dict[tuple[int, bool], LazyStep] = {}
@@ -70,16 +72,24 @@ class UnitSteps(Steps):
         last = stage.number == self._stages - 1
         if last and data.weights is not None:
             data.weights.join_replicas()
+        if received is not None and received[1].rows != span.rows:
+            raise PipelineError(
+                f"stage {stage.number} has micro-batches of {span.rows} samples, and the stage before it of "
+                f"{received[1].rows}: where modules are cut by units all stages need the same. Leave counts for each "
+                "stage out, or put the layers into one nn.Sequential"
+            )
         self.state.restore_state()
-        with self.step_context():
+        with self.step_context(), data.state:
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part, step = data.select_samples(span), named_step(self._module, "training_step")
-            part = copy_batch(part) if last and self._end is not None else part  # it will run again
+            if stage.number < self._final or (last and self._end is not None):  # this rank runs it again
+                part = copy_batch(part)
             with recorded(self._module) as logged, self._cut.show_weights():
                 out = self._run_lazily(stage.number, stage, item, span, step, part, received)
             if last and self._end is not None:
                 return self._defer_loss(self._end, stage, item, span, out)
         if not last:
+            out[1].rows = span.rows
             return out
         self.state.note_microbatch(span)
         entered = () if received is None else received[0]
@@ -116,7 +126,8 @@ class UnitSteps(Steps):
         self.state.restore_state()
         with data.context(), recorded(self._module) as calls, self._cut.show_weights():
             stage.seed_user_code(item, span, BEFORE_LAYERS)
-            out = self._run_lazily(stage.number, stage, item, span, data.step, data.batch, received)
+            batch = copy_batch(data.batch) if stage.number < self._final else data.batch
+            out = self._run_lazily(stage.number, stage, item, span, data.step, batch, received)
         if stage.number < self._stages - 1:
             return out
         self.state.note_microbatch(span)

@@ -136,11 +136,13 @@ class Trace:
         units: all units before the border, in order.
         keys: of the values, in the order in which these are sent.
         shared: groups of keys whose values share memory on the sender.
+        rows: samples of the micro-batch.
     """
 
     units: list[Done] = field(default_factory=list)
     keys: tuple[int, ...] = ()
     shared: tuple[tuple[int, ...], ...] = ()
+    rows: int = 0
 
     def __eq__(self, other: object) -> bool:  # a leaf of messages, never compared by content
         return self is other

@@ -9,12 +9,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
-from tests.trainer.lit import Lit, data, plain_values
+from lightning_pipes import PipelineStrategy
+from tests.trainer.lit import Keeper, Lit, data, plain_values, quiet
+from tests.trainers import make_trainer
 
 BATCHES = 9  # of 4 samples, an epoch; the last one has 2
 ROWS = 4 * BATCHES - 2
@@ -86,3 +90,56 @@ def stale(case: Streamed, batches: int, flushes: set[int]) -> dict[str, Any]:
         if n + 1 in flushes:
             since = n + 1
     return {"losses": losses, "rates": rates, "weights": plain_values(dict(module.state_dict())), "steps": stepped}
+
+
+class Seen(Callback):
+    """Evaluations, as the batch after which they came."""
+
+    def __init__(self) -> None:
+        self.validated: list[int] = []
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.validated.append(trainer.global_step)
+
+
+def fit(
+    case: Streamed,
+    folder: str,
+    resume: str | None = None,
+    module: pl.LightningModule | None = None,
+    partition: list[str] | None = None,
+) -> Any:
+    quiet()
+    pl.seed_everything(3, verbose=False)
+    module = (module or Lit()).double()
+    keeper, seen = Keeper(), Seen()
+    strategy = PipelineStrategy(
+        case.schedule, case.microbatches, partition=partition or CUTS[case.ranks], data_parallel=case.replicas
+    )
+    trainer = make_trainer(
+        devices=case.ranks * case.replicas,
+        strategy=strategy,
+        precision="64-true",
+        logger=CSVLogger(folder, name="", version=0),
+        log_every_n_steps=1,
+        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in case.callbacks(folder)),
+        num_sanity_val_steps=0,
+        callbacks=[keeper, seen, *case.callbacks(folder)],
+        use_distributed_sampler=False,
+        **case.options,
+    )
+    train, val = loaders()
+    if case.replicas > 1:  # their samples together are those of one larger batch
+        mine = range(trainer.global_rank // case.ranks, ROWS, case.replicas)
+        train = DataLoader(Subset(data(ROWS), mine), batch_size=4)
+    trainer.fit(module, train, val, ckpt_path=resume, weights_only=False)
+    report = strategy.report
+    return {
+        "losses": [float(o["loss"]) if isinstance(o, dict) else float(o) for o in keeper.outputs],
+        "rates": keeper.rates,
+        "weights": plain_values(dict(module.state_dict())),
+        "metrics": plain_values(dict(trainer.callback_metrics)),
+        "steps": trainer.global_step,
+        "validated": seen.validated,
+        "bubbles": (report.bubble_predicted, report.bubble_measured),
+    }

@@ -8,18 +8,16 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 from lightning_pipes.trainer.watchers import same_batch
-from tests.trainer.lit import Keeper, Lit, LitOutside, LitTied, data, differences, plain_values, quiet
-from tests.trainer.loop.streamed import CUTS, ROWS, Streamed, loaders, stale
+from tests.trainer.lit import Lit, LitOutside, LitTied, data, differences, quiet
+from tests.trainer.loop.streamed import Streamed, fit, stale
 from tests.trainers import make_trainer
 
 
@@ -32,16 +30,6 @@ class StopAt(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.batch and trainer.global_rank == self.rank:
             trainer.should_stop = True
-
-
-class Seen(Callback):
-    """Evaluations, as the batch after which they came."""
-
-    def __init__(self) -> None:
-        self.validated: list[int] = []
-
-    def on_validation_start(self, trainer: Any, module: Any) -> None:
-        self.validated.append(trainer.global_step)
 
 
 def saving(folder: str) -> list[Any]:
@@ -69,43 +57,6 @@ CASES = {
     "replicas, accumulated": Streamed("pipedream", 2, 2, {"max_epochs": 1, "accumulate_grad_batches": 2}, replicas=2),
 }
 CASES["2bw on 4"].options["gradient_clip_algorithm"] = "value"
-
-
-def fit(case: Streamed, folder: str, resume: str | None = None, module: pl.LightningModule | None = None) -> Any:
-    quiet()
-    pl.seed_everything(3, verbose=False)
-    module = (module or Lit()).double()
-    keeper, seen = Keeper(), Seen()
-    strategy = PipelineStrategy(
-        case.schedule, case.microbatches, partition=CUTS[case.ranks], data_parallel=case.replicas
-    )
-    trainer = make_trainer(
-        devices=case.ranks * case.replicas,
-        strategy=strategy,
-        precision="64-true",
-        logger=CSVLogger(folder, name="", version=0),
-        log_every_n_steps=1,
-        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in case.callbacks(folder)),
-        num_sanity_val_steps=0,
-        callbacks=[keeper, seen, *case.callbacks(folder)],
-        use_distributed_sampler=False,
-        **case.options,
-    )
-    train, val = loaders()
-    if case.replicas > 1:  # their samples together are those of one larger batch
-        mine = range(trainer.global_rank // case.ranks, ROWS, case.replicas)
-        train = DataLoader(Subset(data(ROWS), mine), batch_size=4)
-    trainer.fit(module, train, val, ckpt_path=resume, weights_only=False)
-    report = strategy.report
-    return {
-        "losses": [float(o["loss"]) if isinstance(o, dict) else float(o) for o in keeper.outputs],
-        "rates": keeper.rates,
-        "weights": plain_values(dict(module.state_dict())),
-        "metrics": plain_values(dict(trainer.callback_metrics)),
-        "steps": trainer.global_step,
-        "validated": seen.validated,
-        "bubbles": (report.bubble_predicted, report.bubble_measured),
-    }
 
 
 def of_rank(rank: int, keys: list[str], folder: str) -> list[Any]:
