@@ -24,6 +24,16 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), os.enviro
 os.environ["LIGHTNING_PIPES_PROFILES"] = ""
 """Each test measures anew: no profiles of earlier ones are kept."""
 
+LATE = (
+    *("encodings.idna", "torch.profiler", "torch.distributed.fsdp", "torch.distributed.tensor"),
+    *(
+        f"lightning_pipes.strategies.{name}"
+        for name in ("deep", "kfkb", "one_f_one_b", "per_link", "ready", "zero_bubble")
+    ),
+    *("hydra", "optuna", "tests.compat.rows", "tests.trainer.lit"),
+)
+"""Modules that each rank would import by itself, in up to half a second."""
+
 QUICK = ("ir", "cost", "sim", "planning")
 """Rooms whose tests come late: they are many and short, so all workers end at the same time."""
 
@@ -69,9 +79,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """What is collected is no garbage: neither this process nor its forks look at it again."""
+    """What is collected is no garbage: neither this process nor its forks look at it again. Ranks find loaded what the
+    tests need."""
     gc.collect()
     gc.freeze()
+    if (ranks := sys.modules.get("lightning_pipes.testing.ranks")) is not None:
+        ranks.PRELOAD += [name for name in LATE if name in sys.modules]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

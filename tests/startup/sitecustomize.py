@@ -1,11 +1,13 @@
 """Runs first in interpreters that have this folder in PYTHONPATH: for torchmetrics, which every import of Lightning
-loads, some packages are not installed that it would load for nothing.
+loads, some packages are not installed that it would load for nothing. Entry points, which each Trainer asks for, are
+read once.
 
 They take two fifths of the time until a script begins. The collector of garbage looks less often at what is imported,
 which is none: that takes another fifth. Lightning also imports torch's compiler, for the name of one class; that is a
 third of what is left, and waits until something is compiled.
 """
 
+import functools
 import gc
 import importlib.metadata
 import importlib.util
@@ -29,6 +31,16 @@ def found_if_seen(name, package=None):
 
 
 importlib.metadata.version, importlib.util.find_spec = version_if_seen, found_if_seen
+
+read_entry_points = importlib.metadata.entry_points
+entry_points_of_path = functools.cache(lambda folders: read_entry_points())
+
+
+def cached_entry_points(**asked):
+    return entry_points_of_path(tuple(folder for folder in sys.path if "-packages" in folder)).select(**asked)
+
+
+importlib.metadata.entry_points = cached_entry_points
 
 
 DYNAMO = "torch._dynamo"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -127,7 +128,11 @@ def _content(thing: Any) -> Any:
     """Return a copy of an object's content, one level deeper for the tables of a module."""
     if isinstance(thing, CONTAINERS):
         return copy.copy(thing)
-    return {name: (value, copy.copy(value) if _is_table(value) else None) for name, value in vars(thing).items()}
+    return {name: (value, _copy_table(value) if _is_table(value) else None) for name, value in vars(thing).items()}
+
+
+def _copy_table(table: Any) -> Any:
+    return copy.copy(table) if table else ()  # most tables of a module are empty
 
 
 def _is_table(value: Any) -> bool:
@@ -150,7 +155,7 @@ def _put_back(thing: Any, content: Any) -> None:
 
 
 def _refill(table: Any, content: Any) -> None:
-    if _ids(table) == _ids(content):
+    if _has_entries(table, content):
         return
     table.clear()
     if isinstance(table, (dict, set)):
@@ -159,7 +164,9 @@ def _refill(table: Any, content: Any) -> None:
         table.extend(content)
 
 
-def _ids(table: Any) -> list[Any]:
-    if isinstance(table, dict):
-        return [(key, id(value)) for key, value in table.items()]
-    return list(map(id, table))
+def _has_entries(table: Any, content: Any) -> bool:
+    if len(table) != len(content):
+        return False
+    if isinstance(table, dict) and content:
+        return list(table) == list(content) and all(map(operator.is_, table.values(), content.values()))
+    return all(map(operator.is_, table, content))
