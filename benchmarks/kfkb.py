@@ -32,7 +32,7 @@ from lightning_pipes.ir import Kind, Plan, Policy, Program, Rule, RulePolicy, Sc
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import Candidate, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
-from lightning_pipes.planning.tuning import Chooser, TuningDecision
+from lightning_pipes.planning.tuning import CandidateRanker, TuningDecision
 from lightning_pipes.sim import makespan
 from lightning_pipes.testing.netlab import NetLab, lab_unavailable_reason
 
@@ -272,7 +272,7 @@ def adaptive(case: Situation, links: Mapping[Direction, Trace], until: int, limi
     """Begins as 1F1B, and decides as `ScheduleTuner` does."""
     source, plan = tuning_planner(make_schedule("kfkb", k="auto")), case.plan
     base = case.costs(0.0)
-    averages, chooser, decisions = Averages(), Chooser(), list[TuningDecision]()
+    averages, chooser, decisions = Averages(), CandidateRanker(), list[TuningDecision]()
     running = Candidate(make_schedule("kfkb", k=1), plan, (4, 3, 2, 1))
     recent: list[list[StepSample]] = []
     at, steps, count, next_ = 0, 0.0, 0, FIRST
@@ -415,7 +415,7 @@ def choices_replayed(seeds: Iterable[int], forward: int = QUICK_MS, steps: int =
             averages.add(StepSample.from_events(events, plan, at) for events in replay.by_rank())
             at = replay.end
         candidates = source.list_candidates(plan, averages.costs(base), rng.randint(stages, 4 * stages))
-        decision = Chooser().decide(candidates, Candidate(first, plan, ()), averages, base)
+        decision = CandidateRanker().decide(candidates, Candidate(first, plan, ()), averages, base)
         took = {}
         for c in {*candidates, decision.chosen.candidate}:
             end = at

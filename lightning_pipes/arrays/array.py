@@ -33,7 +33,7 @@ from lightning_pipes.arrays.memory_swap import AUTO, MemorySwap, SiblingMemory, 
 from lightning_pipes.arrays.rounds import RoundOrder, Rounds
 from lightning_pipes.arrays.siblings.baton import read_random_state, restore_random_state
 from lightning_pipes.arrays.siblings.connections import join
-from lightning_pipes.arrays.siblings.shared import Shared
+from lightning_pipes.arrays.siblings.shared import SharedConnections
 from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, Outcome, Sibling, current_sibling
 from lightning_pipes.arrays.siblings.sibling_board import Failure, JobCount, PeerStore, Return
 from lightning_pipes.engine.allocator import kept_heap, share_heap
@@ -110,7 +110,7 @@ class JobArray(Generic[T]):
         self._progress = sys.stderr.isatty() if progress is None else progress
         self._display: ArrayDisplay | None = None
         self._record = ArrayRecord()
-        self.shared = Shared()
+        self.shared = SharedConnections()
         self._queue: deque[Sibling[T] | None] = deque()
         """Who has a turn next; None where a sibling has ended one turn earlier than on other ranks."""
         self._arrivals: Arrivals[Sibling[T]] = Arrivals()
@@ -427,7 +427,7 @@ class JobArray(Generic[T]):
         self._queue.clear()
 
     def _close(self) -> None:
-        shared, self.shared = self.shared, Shared()
+        shared, self.shared = self.shared, SharedConnections()
         if self._display is not None:
             self._display.close()
         self.memory.close()

@@ -41,7 +41,7 @@ UNSTEADY = 0.3
 _KEPT = 128
 
 
-class Effect(StrEnum):
+class LinkEffect(StrEnum):
     """The effect of links on the pipeline; the best number of micro-batches under way differs."""
 
     FREE = "free links"
@@ -54,7 +54,7 @@ class Effect(StrEnum):
     """Ranks do not compute while they send: next to nothing can be hidden, whatever is under way."""
 
 
-def effect_of(plan: Plan, costs: CostModel, lag: float = 0.0) -> Effect:
+def effect_of(plan: Plan, costs: CostModel, lag: float = 0.0) -> LinkEffect:
     """Return the effect of the links of `plan`, if every micro-batch is as its first one.
 
     Args:
@@ -72,13 +72,13 @@ def effect_of(plan: Plan, costs: CostModel, lag: float = 0.0) -> Effect:
                 busy, trips = max(busy, takes), trips + takes + latency
                 sent.append(takes + latency)
     if trips <= 0.03 * plan.n_stages * pace:  # what 1F1B waits for messages while p micro-batches pass
-        return Effect.FREE
+        return LinkEffect.FREE
     if lag * 1e9 > max(sum(sent) / len(sent) / 2, pace / 20):
-        return Effect.BLOCKING
-    return Effect.BANDWIDTH if busy > pace else Effect.LATENCY
+        return LinkEffect.BLOCKING
+    return LinkEffect.BANDWIDTH if busy > pace else LinkEffect.LATENCY
 
 
-class Ranked(NamedTuple):
+class RankedCandidate(NamedTuple):
     """A candidate, seconds of its step, and whether its costs are extrapolated from other sizes of micro-batches."""
 
     candidate: Candidate
@@ -101,10 +101,10 @@ class TuningDecision:
             order of the same micro-batches can't save more (Ada-Grouper, S4.4: with an input there, no rank stalls).
     """
 
-    ranked: tuple[Ranked, ...]
-    current: Ranked
-    chosen: Ranked
-    effect: Effect
+    ranked: tuple[RankedCandidate, ...]
+    current: RankedCandidate
+    chosen: RankedCandidate
+    effect: LinkEffect
     unsteadiness: float = 0.0
     slack: int | None = None
     stalled: float | None = None
@@ -132,7 +132,7 @@ class TuningDecision:
         )
 
 
-class Chooser:
+class CandidateRanker:
     """Ranks candidates by simulation. What it has set up for one is kept, so that asking again is cheap."""
 
     def __init__(self, hysteresis: float = HYSTERESIS) -> None:
@@ -165,22 +165,22 @@ class Chooser:
         if not candidates:
             raise PlanError("there is nothing to choose from")
         effect = effect_of(current.plan, measured.costs(base), measured.lag)
-        blocking = effect is Effect.BLOCKING
-        unsteady = measured.unsteadiness > UNSTEADY and effect is not Effect.FREE
+        blocking = effect is LinkEffect.BLOCKING
+        unsteady = measured.unsteadiness > UNSTEADY and effect is not LinkEffect.FREE
         costs = measured.costs(base, overhead=not blocking)
         costs = replace(costs, regime="blocking") if blocking else costs
         plans = {*(c.plan for c in candidates), current.plan}
         sizes = {plan: measured.has_measured(plan) for plan in plans}
         least = {plan: least_step(plan, costs) / 1e9 for plan in plans}
 
-        def ranked(candidate: Candidate) -> Ranked:
+        def ranked(candidate: Candidate) -> RankedCandidate:
             known = self._rehearsal(candidate)
             seconds = known.makespan(costs) / 1e9
-            return Ranked(candidate, seconds, not sizes[candidate.plan])
+            return RankedCandidate(candidate, seconds, not sizes[candidate.plan])
 
-        every: dict[int, Ranked] = {}
+        every: dict[int, RankedCandidate] = {}
         left = _in_turn(candidates, unsteady)
-        best: Ranked | None = None
+        best: RankedCandidate | None = None
         while best is None:
             every |= {n: ranked(candidates[n]) for n in left.pop(0)}
             rest = min((least[candidates[n].plan] for together in left for n in together), default=inf)
@@ -246,14 +246,14 @@ def _in_turn(candidates: Sequence[Candidate], unsteady: bool) -> list[list[int]]
     return [turn[key] for key in sorted(turn)]
 
 
-def _certain(every: Sequence[Ranked], rest: float, unsteady: bool) -> Ranked | None:
+def _certain(every: Sequence[RankedCandidate], rest: float, unsteady: bool) -> RankedCandidate | None:
     """The best of `every`, sorted, if nothing that holds more and takes `rest` seconds at least can change that."""
     fastest = every[0].seconds
     best = _best(every, fastest, unsteady)
     return best if rest >= fastest or _best(every, rest, unsteady) is best else None
 
 
-def _best(every: Sequence[Ranked], fastest: float, unsteady: bool) -> Ranked | None:
+def _best(every: Sequence[RankedCandidate], fastest: float, unsteady: bool) -> RankedCandidate | None:
     """The candidate that is taken where the fastest candidate takes so many seconds; None where none of these is as
     fast."""
     close = [r for r in every if r.seconds <= fastest * (1 + TIE)]
@@ -263,7 +263,7 @@ def _best(every: Sequence[Ranked], fastest: float, unsteady: bool) -> Ranked | N
     return min(close, key=lambda r: (sum(r.candidate.peak_bytes), r.seconds), default=None)
 
 
-def _sorted(every: Mapping[int, Ranked]) -> list[Ranked]:
+def _sorted(every: Mapping[int, RankedCandidate]) -> list[RankedCandidate]:
     """Return the fastest first; of equals, what comes first among the candidates."""
     return [ranked for _, ranked in sorted(every.items(), key=lambda item: (item[1].seconds, item[0]))]
 
@@ -277,5 +277,5 @@ def _ordered(candidate: Candidate) -> Program | Policy:
     return schedule.program(candidate.plan) if isinstance(schedule, Schedule) else schedule
 
 
-def _is_policy(ranked: Ranked) -> bool:
+def _is_policy(ranked: RankedCandidate) -> bool:
     return not isinstance(ranked.candidate.schedule, Schedule)

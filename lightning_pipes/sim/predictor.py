@@ -17,7 +17,7 @@ class Task(NamedTuple):
     microbatch: int
 
 
-class Waiting(NamedTuple):
+class WaitingSubnet(NamedTuple):
     """A subnet whose input has come to a stage, and whose forward has not begun there.
 
     Attributes:
@@ -50,7 +50,9 @@ class TaskPrediction(NamedTuple):
 class TaskPredictor(Protocol):
     """Predicts for one stage. A wrong prediction costs time only."""
 
-    def before(self, task: Task, queue: Sequence[Waiting], told: Sequence[PendingBackward] = ()) -> TaskPrediction:
+    def before(
+        self, task: Task, queue: Sequence[WaitingSubnet], told: Sequence[PendingBackward] = ()
+    ) -> TaskPrediction:
         """Return the contexts that come after `task`, which runs now.
 
         Args:
@@ -58,11 +60,11 @@ class TaskPredictor(Protocol):
             told: what came with its gradient.
         """
 
-    def idle(self, queue: Sequence[Waiting]) -> TaskPrediction:
+    def idle(self, queue: Sequence[WaitingSubnet]) -> TaskPrediction:
         """Return the contexts that come next where nothing runs and nothing is ready, as at the start."""
 
 
-def admissible(queue: Iterable[Waiting], done: frozenset[int] = frozenset()) -> int | None:
+def admissible(queue: Iterable[WaitingSubnet], done: frozenset[int] = frozenset()) -> int | None:
     """The first of the queue that may run once the subnets `done` have stepped here (Algorithm 2); None if none may."""
     return next((subnet for subnet, waits in queue if waits <= done), None)
 
@@ -88,7 +90,9 @@ class StepAheadPredictor:
         self._now: tuple[int, bool] | None = None
         self._said = TaskPrediction()
 
-    def before(self, task: Task, queue: Sequence[Waiting], told: Sequence[PendingBackward] = ()) -> TaskPrediction:
+    def before(
+        self, task: Task, queue: Sequence[WaitingSubnet], told: Sequence[PendingBackward] = ()
+    ) -> TaskPrediction:
         if self._now == task[:2] and not told:
             return self._said
         self._now = task[:2]
@@ -96,13 +100,13 @@ class StepAheadPredictor:
         self._said = self._backward(task.subnet, others, told) if task.backward else self._forward(task.subnet, others)
         return self._said
 
-    def idle(self, queue: Sequence[Waiting]) -> TaskPrediction:
+    def idle(self, queue: Sequence[WaitingSubnet]) -> TaskPrediction:
         self._now = None
         following = admissible(queue)
         wanted = [subnet for blocked in self._blocked.values() for subnet in blocked]
         return TaskPrediction((*wanted, *([] if following is None else [following])))
 
-    def _backward(self, subnet: int, queue: Sequence[Waiting], told: Sequence[PendingBackward]) -> TaskPrediction:
+    def _backward(self, subnet: int, queue: Sequence[WaitingSubnet], told: Sequence[PendingBackward]) -> TaskPrediction:
         for blocked in self._blocked.values():
             if subnet in blocked:
                 blocked.remove(subnet)
@@ -116,7 +120,7 @@ class StepAheadPredictor:
             pending.append(PendingBackward(forward, forward))
         return TaskPrediction((forward,), tuple(pending))
 
-    def _forward(self, subnet: int, queue: Sequence[Waiting]) -> TaskPrediction:
+    def _forward(self, subnet: int, queue: Sequence[WaitingSubnet]) -> TaskPrediction:
         following = admissible(queue)
         served = self._blocked.pop(subnet, [])
         return TaskPrediction((*served, *([] if following is None else [following])))
@@ -137,11 +141,13 @@ class SimulatedPredictor:
         self._ran = set(ran)
         self._first = 0  # all before it have run
 
-    def before(self, task: Task, queue: Sequence[Waiting], told: Sequence[PendingBackward] = ()) -> TaskPrediction:
+    def before(
+        self, task: Task, queue: Sequence[WaitingSubnet], told: Sequence[PendingBackward] = ()
+    ) -> TaskPrediction:
         self._ran.add(task)
         return self.idle(queue)
 
-    def idle(self, queue: Sequence[Waiting]) -> TaskPrediction:
+    def idle(self, queue: Sequence[WaitingSubnet]) -> TaskPrediction:
         while self._first < len(self._order) and self._order[self._first] in self._ran:
             self._ran.remove(self._order[self._first])
             self._first += 1

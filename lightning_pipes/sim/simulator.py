@@ -31,7 +31,7 @@ from lightning_pipes.ir import (
     unroll_stream,
 )
 from lightning_pipes.sim.loops.dispatch import run_policy
-from lightning_pipes.sim.loops.operations import Bytes, Limit, Operations, Prices, Timed, priced_by, rank_peaks
+from lightning_pipes.sim.loops.operations import Bytes, Limit, OperationLog, Operations, Prices, priced_by, rank_peaks
 from lightning_pipes.sim.loops.queues import open_queues
 from lightning_pipes.sim.loops.static import compile_program, ends_under, run
 from lightning_pipes.sim.loops.tables import Array
@@ -167,7 +167,9 @@ def _by_policy(
     return _timeline(queues, prices, ran.timed, tuple(map(int, ran.held.peak)), policy.name)
 
 
-def _timeline(operations: Operations, prices: Prices, timed: Timed, peak: tuple[int, ...], name: str = "") -> Timeline:
+def _timeline(
+    operations: Operations, prices: Prices, timed: OperationLog, peak: tuple[int, ...], name: str = ""
+) -> Timeline:
     starts, ends, turn = timed.to_lists
     rows = sorted(zip(starts, ends, operations.ranks, turn, operations.instructions, strict=True))
     made = map(tuple.__new__, repeat(Event), [(rank, i, start, end) for start, end, rank, _, i in rows])

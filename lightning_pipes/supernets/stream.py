@@ -179,5 +179,5 @@ def loss_of_output(out: Any) -> float:
 
 def _overlapping_run(trainer: pl.Trainer) -> PipelineRun | None:
     """Return the run of an asynchronous pipeline, None for any other training."""
-    run = trainer.strategy.running if isinstance(trainer.strategy, PipelineHost) else None
+    run = trainer.strategy.current_run if isinstance(trainer.strategy, PipelineHost) else None
     return run if run is not None and run.is_asynchronous else None

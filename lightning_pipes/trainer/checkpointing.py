@@ -22,7 +22,7 @@ from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import InputError, PipelineError, short_repr
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.checkpoint.checksums import is_sharded
-from lightning_pipes.trainer.checkpoint.files import Writing, find_existing, load_mapped, local_path
+from lightning_pipes.trainer.checkpoint.files import CheckpointWriter, find_existing, load_mapped, local_path
 from lightning_pipes.trainer.checkpoint.resumable import LoaderPass, ResumableLoader, State, make_resumable
 from lightning_pipes.trainer.checkpoint.saving import Saver
 from lightning_pipes.trainer.module.deferred import has_meta
@@ -172,7 +172,7 @@ class Checkpointing:
         placement: returns where the layers of the run are now, and what was asked for; None before there is a run.
     """
 
-    def __init__(self, ranks: Ranks, sharded: bool, writing: Writing, status: RankStatus) -> None:
+    def __init__(self, ranks: Ranks, sharded: bool, writing: CheckpointWriter, status: RankStatus) -> None:
         self._ranks = ranks
         self.sharded = sharded
         self._writing = writing

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_pipes.ir import Plan
-from lightning_pipes.trainer.checkpoint.files import Writing
+from lightning_pipes.trainer.checkpoint.files import CheckpointWriter
 from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.module.capture import CacheSwitch, Interceptor
@@ -26,7 +26,7 @@ from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.module.sharding import leave_spread
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.plan.container import warn_about_outside
-from lightning_pipes.trainer.plan.deciding import Deciding
+from lightning_pipes.trainer.plan.decider import PlanDecider
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.profile_cache import find_cache
 from lightning_pipes.trainer.plan.request import RunRequest
@@ -60,7 +60,7 @@ class SetupContext:
     session: Session
     request: RunRequest
     settings: Settings
-    writing: Writing
+    writing: CheckpointWriter
     reference: ReferenceProcess | None
     start_epoch: Callable[[], None]
     patches: Patches
@@ -210,7 +210,7 @@ class ContainerSetup(ModuleSetup):
         """Return the decision by measured times."""
         _log.debug("setup: layers of %s are measured", self.path)
         shards = self._ranks.grid.replicas if self._settings.shard_optimizer else 1
-        decider = Deciding(self._trainer, self.path, self._ranks, self._settings.transport, self.profiles, shards)
+        decider = PlanDecider(self._trainer, self.path, self._ranks, self._settings.transport, self.profiles, shards)
         measured = decider.decide(request, plain)
         if self._ranks.grid.n_planned > 1:
             warn_about_outside(self._module, self.path, measured.profile)

@@ -39,7 +39,7 @@ from lightning_pipes.engine.watch.shared_store import (
 from lightning_pipes.engine.watch.trust import secret_for_children
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.active_run import ActiveRun
-from lightning_pipes.trainer.checkpoint.files import Writing
+from lightning_pipes.trainer.checkpoint.files import CheckpointWriter
 from lightning_pipes.trainer.checkpointing import Checkpointing
 from lightning_pipes.trainer.loop.connections import Idle, make_connections
 from lightning_pipes.trainer.module.checks import broadcast_random_state
@@ -72,7 +72,7 @@ class Session:
         is_connected: whether `connect` has ended, so that there are `ranks`, `replicas` and `checkpointing`.
         cut: the module as it is cut; None before that, and when the run has ended.
         layouts: of the optimizers: which parameters of the whole module this rank steps.
-        running: the run under way; None before and after it.
+        active_run: the run under way; None before and after it.
         verifier: compares first batches with those of one process, where that is wanted.
     """
 
@@ -94,7 +94,7 @@ class Session:
         self.is_connected = False
         self.cut: CutModule | None = None
         self.layouts: list[OptimizerLayout] = []
-        self.running: ActiveRun | None = None
+        self.active_run: ActiveRun | None = None
         self.verifier: Verifier | None = None
         self._needs_process_group = not private.distributed_is_initialized()
         if self._needs_process_group:
@@ -102,7 +102,7 @@ class Session:
         self.links = make_connections(trainer, grid.rank, grid.size, self._make_watch)
         self.status = RankStatus(self.links.report_failure)
 
-    def connect(self, threads: Threads, writing: Writing) -> None:
+    def connect(self, threads: Threads, writing: CheckpointWriter) -> None:
         """Connect this rank with the others. Collective."""
         grid, settings = self._grid, self._settings
         if self._needs_process_group:

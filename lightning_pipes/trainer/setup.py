@@ -16,11 +16,11 @@ from lightning_pipes.ir import PipelineError, PlanError, Policy, Schedule
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.active_run import ActiveRun
 from lightning_pipes.trainer.callbacks.schedule_tuner import add_tuner
-from lightning_pipes.trainer.loop.asynchronous import AsynchronousTraining, check_streaming
+from lightning_pipes.trainer.loop.asynchronous import AsynchronousLoop, check_streaming
 from lightning_pipes.trainer.loop.evaluation import Evaluation
-from lightning_pipes.trainer.loop.run import PipelineRun, Training
+from lightning_pipes.trainer.loop.run import PipelineRun, TrainingLoop
 from lightning_pipes.trainer.loop.stopping import StopAgreement
-from lightning_pipes.trainer.loop.synchronous import SynchronousTraining
+from lightning_pipes.trainer.loop.synchronous import SynchronousLoop
 from lightning_pipes.trainer.module.checks import check_run, equal_weights, warn_about_pieces
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_optimizers
 from lightning_pipes.trainer.module.optimizer_shards import OptimizerShards, check_shardable
@@ -275,7 +275,7 @@ def make_plans(context: SetupContext, setup: ModuleSetup, decision: Decision, ho
     return plans
 
 
-def choose_training(context: SetupContext, plans: Plans, holdings: Holdings) -> Callable[[PipelineRun], Training]:
+def choose_training(context: SetupContext, plans: Plans, holdings: Holdings) -> Callable[[PipelineRun], TrainingLoop]:
     """Return the factory of the training loop for a schedule.
 
     Raises:
@@ -292,7 +292,7 @@ def choose_training(context: SetupContext, plans: Plans, holdings: Holdings) -> 
             "use 'csp' for a supernet, or a schedule that stashes weights, such as 'pipedream' or 'dynpipe'"
         )
     if not streams:
-        return SynchronousTraining
+        return SynchronousLoop
     if settings.shard_optimizer:
         raise PlanError(
             f"schedule {schedule.name!r} steps stages apart, and shard_optimizer=True shards the steps of schedules "
@@ -303,7 +303,7 @@ def choose_training(context: SetupContext, plans: Plans, holdings: Holdings) -> 
     holders = holdings.holders
     tied = [n for n, p in named if p.requires_grad and len(holders.get(id(p), ())) > 1 and not holdings.in_one_stage(p)]
     check_streaming(context.trainer, schedule, context.ranks.grid, tied)
-    return partial(AsynchronousTraining, control=context.ranks.control, memory=memory)
+    return partial(AsynchronousLoop, control=context.ranks.control, memory=memory)
 
 
 def check_user_callbacks(context: SetupContext, plans: Plans, weights: WholeWeights) -> None:
@@ -354,7 +354,7 @@ def make_run(
     setup: ModuleSetup,
     part: LocalLayers,
     plans: Plans,
-    make_training: Callable[[PipelineRun], Training],
+    make_training: Callable[[PipelineRun], TrainingLoop],
 ) -> PipelineRun:
     """Return the run: the engine, its stages and the steps of the user."""
     _log.debug("setup: stages and engine")
@@ -387,7 +387,7 @@ def activate_run(context: SetupContext, setup: ModuleSetup, decision: Decision, 
         prediction = Prediction(decision, ranks, links.n_trainings == 1, stays, setup.profiles.forget_profile)
     uncompared, by_units = setup.explain_uncompared_loss(holdings), setup.path == WHOLE
     run.watchers = default_watchers(run, context.settings.check_loss, by_units, uncompared, prediction)
-    context.session.running = active = ActiveRun(run, stops, Evaluation(run))
+    context.session.active_run = active = ActiveRun(run, stops, Evaluation(run))
     host.setup_precision_plugin()
     if host.memory is None or not isinstance(decision.schedule, Policy):  # else layers take turns on the device
         private.optimizers_to_device(host.optimizers, ranks.device)
@@ -445,7 +445,7 @@ def wrap_hooks(
     module, callbacks, scope, part = run.cut.module, private.callbacks(trainer), run.cut.scope, run.part
     HookClipping(lambda: part.parameters, scope, part.holdings, None if run.is_asynchronous else holders, patches)
     track_hooks(module, callbacks, scope, patches)
-    OptimizersView(part.layouts, scope, patches, run.training.why_no_state, run.list_parameters, part.adopt_groups)
+    OptimizersView(part.layouts, scope, patches, run.training_loop.why_no_state, run.list_parameters, part.adopt_groups)
     step_whole = not run.is_asynchronous or isinstance(run.plans.schedule, Schedule)
     track_optimizer_steps(part.optimizers, scope, patches, step_whole)
     synchronise = partial(run.state.synchronise_ranks, pipeline, run.last_rank, run.last)

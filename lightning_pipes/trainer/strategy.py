@@ -34,7 +34,7 @@ from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, check_type
 from lightning_pipes.planning.planner import BLOCKING
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.active_run import ActiveRun
-from lightning_pipes.trainer.checkpoint.files import Writing
+from lightning_pipes.trainer.checkpoint.files import CheckpointWriter
 from lightning_pipes.trainer.checkpointing import load_model
 from lightning_pipes.trainer.loop.adopting import adopt_plan
 from lightning_pipes.trainer.loop.host import PipelineHost
@@ -50,7 +50,7 @@ from lightning_pipes.trainer.module.shared_data import Data, share_loader
 from lightning_pipes.trainer.module.weight_callbacks import restore_averages
 from lightning_pipes.trainer.module_setup import SetupContext
 from lightning_pipes.trainer.patches import Patches
-from lightning_pipes.trainer.plan.deciding import device_memory
+from lightning_pipes.trainer.plan.decider import device_memory
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.settings import AUTO, Gather, Settings, check_parts, parse_verify
@@ -204,7 +204,7 @@ class PipelineStrategy(PipelineHost):
         share_heap()
         exit_with_launcher(self._settings.heartbeat_timeout)
         self._stages = check_stages(stages, self._request, self._settings)
-        self._writing = Writing(check_type("async_checkpoint", async_checkpoint, bool))
+        self._writing = CheckpointWriter(check_type("async_checkpoint", async_checkpoint, bool))
         self.checkpoint_io = checkpoint_io
         self._session: Session | None = None
         self._spread: CutModule | None = None
@@ -387,7 +387,7 @@ class PipelineStrategy(PipelineHost):
         if cut is not None:
             cut.restore(ended)
             restore_averages(private.callbacks(cut.module.trainer), cut.module)
-            self.session.cut = self.session.running = None
+            self.session.cut = self.session.active_run = None
             self._spread = cut if cut.stays_spread else None
         private.optimizers_to_device(self.optimizers, torch.device("cpu"))
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
@@ -423,10 +423,10 @@ class PipelineStrategy(PipelineHost):
 
     def on_train_end(self) -> None:
         with self.session.status.report_errors():
-            self.running.drain()
+            self.current_run.drain()
             if self.session.verifier is not None:
                 self.session.verifier.training_ended()
-            self.running.finish_move()
+            self.current_run.finish_move()
 
     # ---- steps
 
@@ -437,7 +437,7 @@ class PipelineStrategy(PipelineHost):
             batch, arguments = _batch_and_arguments(args, kwargs)
             active = self._prepared_run
             with self._scope.suspend_hooks():  # it may be called by code of the user's
-                out = active.run.training.train(batch, arguments, self.optimizers, not self._accumulating)
+                out = active.run.training_loop.train(batch, arguments, self.optimizers, not self._accumulating)
             if self.session.verifier is not None:
                 self.session.verifier.training_step_ended(out)
             self._decision = active.run.decision or self._decision
@@ -466,8 +466,8 @@ class PipelineStrategy(PipelineHost):
         """Call the hooks around backward; the gradients were made in `training_step`."""
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         with self.session.status.report_errors(), self._scope.suspend_hooks():
-            self.running.training.give_back_gradients()
-        if self.running.is_asynchronous:  # the hooks behind it run on each stage when its gradients are there
+            self.current_run.training_loop.give_back_gradients()
+        if self.current_run.is_asynchronous:  # the hooks behind it run on each stage when its gradients are there
             return closure_loss.detach()
         closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
         if self.session.verifier is not None:
@@ -503,7 +503,7 @@ class PipelineStrategy(PipelineHost):
     def _start_epoch(self) -> None:
         self.session.checkpointing.data.epoch_starts(self._trainer)
         broadcast_random_state(self.control, self.root_device)
-        self.running.part.buffers.start_epoch()
+        self.current_run.part.buffers.start_epoch()
 
     # ---- what users and callbacks ask
 
@@ -564,13 +564,13 @@ class PipelineStrategy(PipelineHost):
     def last_timing(self) -> Timing | None:
         """Where the time of the last window went, on every rank; None before the first one has ended. Collective: all
         ranks must ask, and be at the same batch."""
-        windows = self.running.windows
+        windows = self.current_run.windows
         if not windows:
             return None
         return self.session.gather_timing(Share.from_events(windows[-1].events))
 
     @property
-    def running(self) -> PipelineRun:
+    def current_run(self) -> PipelineRun:
         """The run in progress, for the package's callbacks."""
         return self._prepared_run.run
 
@@ -586,7 +586,7 @@ class PipelineStrategy(PipelineHost):
 
     @property
     def _active_run(self) -> ActiveRun | None:
-        return None if self._session is None else self._session.running
+        return None if self._session is None else self._session.active_run
 
     @property
     def _prepared_run(self) -> ActiveRun:

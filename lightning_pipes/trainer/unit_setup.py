@@ -28,7 +28,7 @@ from lightning_pipes.trainer.module.pipelined import LEAST_FOR_STATISTICS, batch
 from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.module_setup import ModuleSetup, SetupContext
 from lightning_pipes.trainer.plan.decision import Decision
-from lightning_pipes.trainer.plan.measuring import NotMeasuredError, Together, without_loggers
+from lightning_pipes.trainer.plan.layer_profiler import CollectiveCall, NotMeasuredError, without_loggers
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.sample import (
     NoSampleError,
@@ -324,7 +324,7 @@ class UnitSetup(ModuleSetup):
             return measure_units(module, record, run, *self._repeated, device, lambda out: loss_of(out)[0])
 
         try:
-            of_ranks = Together(self._ranks.control)(measure)
+            of_ranks = CollectiveCall(self._ranks.control)(measure)
         except NotMeasuredError as why:
             rank_zero_info(f"Units of {type(module).__name__} were not measured: {why}")
             return None
@@ -341,7 +341,7 @@ class UnitSetup(ModuleSetup):
             return record_step(module, run, *self._repeated, device, choose)
 
         try:
-            merged: StepRecord = Together(self._ranks.control)(record_merged)[self._ranks.control.position]
+            merged: StepRecord = CollectiveCall(self._ranks.control)(record_merged)[self._ranks.control.position]
         except NotMeasuredError:  # the user's code runs otherwise now: units stay as they are
             return record, starts
         found = match_starts(record, merged, starts)
@@ -380,7 +380,7 @@ class UnitSetup(ModuleSetup):
             return self._record_with(batch), self._rule_out_weights(self._larger) if weighs else None
 
         try:
-            records, ruled_out = zip(*Together(self._ranks.control)(run), strict=True)
+            records, ruled_out = zip(*CollectiveCall(self._ranks.control)(run), strict=True)
             if None not in ruled_out:
                 self.ruled_out_weights = frozenset().union(*ruled_out)
             record: StepRecord = records[self._ranks.control.position]

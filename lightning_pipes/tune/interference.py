@@ -96,14 +96,14 @@ def stages(sizes: Sequence[int]) -> list[TimedStage]:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class Background:
     """Something beside a stage: its kind, and how to have it there."""
 
     kind: str
     beside: Callable[[], AbstractContextManager[object]]
 
 
-def settings(quick: bool, core: int, other: int | None) -> list[Surroundings]:
+def settings(quick: bool, core: int, other: int | None) -> list[Background]:
     """Neighbours of several kinds and intensities on the stage's core, some on the other one, quotas, and nothing."""
     wanted: list[tuple[str, dict[str, float]]] = []
     strengths = (0.4, 1.0) if quick else (0.3, 0.6, 1.0)
@@ -117,11 +117,11 @@ def settings(quick: bool, core: int, other: int | None) -> list[Surroundings]:
         wanted.append(("spin", {"core": core, "nice": 10}))
     if other is not None:
         wanted += [(kind, {"core": other}) for kind in ("memory", "cache")]
-    found = [Surroundings(kind, lambda k=kind, a=arguments: Neighbour(k, **a)) for kind, arguments in wanted]  # type: ignore[misc]
+    found = [Background(kind, lambda k=kind, a=arguments: Neighbour(k, **a)) for kind, arguments in wanted]  # type: ignore[misc]
     if why_no_quota() is None:
         shares = (0.5, 0.3) if quick else (0.6, 0.4, 0.25)
-        found += [Surroundings("quota", lambda s=share: Quota(s, weight=WEIGHT)) for share in shares]  # type: ignore[misc]
-    return found + [Surroundings(NONE, nullcontext)] * (3 if quick else 6)
+        found += [Background("quota", lambda s=share: Quota(s, weight=WEIGHT)) for share in shares]  # type: ignore[misc]
+    return found + [Background(NONE, nullcontext)] * (3 if quick else 6)
 
 
 class NeighbourWindow(NamedTuple):
@@ -144,7 +144,7 @@ class NeighbourWindow(NamedTuple):
 
 
 @dataclass
-class Collected:
+class CollectedObservations:
     """Observations of stages: the monitor's means, and seconds of a step on average. Odd and even observations of a
     stage in a setting are merged, so that there are two windows of about the same time."""
 
@@ -195,7 +195,7 @@ def collect_windows(quick: bool, seconds: float, progress: Callable[[str, float]
     cores = sorted(os.sched_getaffinity(0))
     core, other = cores[-1], cores[0] if len(cores) > 1 else None
     all_cores = set(cores)
-    chance, collected, why = random.Random(0), Collected(), why_no_quota()
+    chance, collected, why = random.Random(0), CollectedObservations(), why_no_quota()
     beside_others = f"beside the other work of this machine: {why}"
     progress("in front of the other work of this machine" if why is None else beside_others, 0.0)
     beside = settings(quick, core, other)

@@ -16,7 +16,7 @@ from lightning_pipes.ir.replication import Seconds, list_shares, replicate_plan
 from lightning_pipes.planning.planner import BLOCKING, EvenPlanner, Problem, solve_plan
 from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, FreeBytes, Interference, Observation
 from lightning_pipes.strategies.dynpipe.history import History
-from lightning_pipes.strategies.dynpipe.interference.refit import Learning
+from lightning_pipes.strategies.dynpipe.interference.refit import LearningPredictor
 from lightning_pipes.strategies.dynpipe.repartition import (
     WHOLE,
     PartitionChange,
@@ -145,7 +145,7 @@ class DynPlanner(EvenPlanner):
         every = [*alike, *((plan, look) for look in looks)][-MAX_OBSERVATIONS:]
         seen = replace(seen, profile=estimate_work(seen.profile, every, self.windows))
         assert seen.profile is not None
-        if isinstance(self.predictor, Learning):
+        if isinstance(self.predictor, LearningPredictor):
             self.predictor.observe(*Situation(seen.profile, plan, looks[-1], seen.deployment).feature_rows())
         if not self._changed(looks, seen):
             return None

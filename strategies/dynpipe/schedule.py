@@ -15,7 +15,7 @@ from lightning_pipes.ir import InputError, check_count, check_fields, check_numb
 from lightning_pipes.planning.replanning import HostedStage, Interference
 from lightning_pipes.strategies.dynpipe.choosing import StageChoice, choose_stages
 from lightning_pipes.strategies.dynpipe.interference.dataset import Dataset, cross_validated
-from lightning_pipes.strategies.dynpipe.interference.predictor import Corrected, Formula, Predictor
+from lightning_pipes.strategies.dynpipe.interference.predictor import CorrectedFormula, Formula, Predictor
 from lightning_pipes.strategies.dynpipe.meshes import Pricing
 from lightning_pipes.strategies.dynpipe.planner import DynPlanner, MemoryGuard
 from lightning_pipes.strategies.dynpipe.repartition import Search
@@ -143,11 +143,11 @@ class DynPipe(PipeDream):
             if data is not None:
                 dataset.save(data)
         found: dict[str, float] = {"windows": len(dataset)}
-        for name, model in (("formula", Formula), ("forest", Corrected)):
+        for name, model in (("formula", Formula), ("forest", CorrectedFormula)):
             score, _ = cross_validated(model, dataset.without_each(dataset.neighbours))
             found |= {f"{name}_r2": score.r2, f"{name}_mae": score.mae}
         learned = dataset.cross_pairs().sample_rows()
-        Corrected().fit(learned.rows, learned.ratios).forest.save(forest)
+        CorrectedFormula().fit(learned.rows, learned.ratios).forest.save(forest)
         return found
 
 

@@ -10,7 +10,7 @@ from lightning_pipes.strategies.jap.schedule import JAP
 from lightning_pipes.strategies.jap.solvers.proof import prove_order
 from lightning_pipes.strategies.jap.solvers.search import Effort
 from lightning_pipes.strategies.jap.solvers.solve import solve_array
-from lightning_pipes.strategies.jap.stream import Job, Streamed, stream_jobs
+from lightning_pipes.strategies.jap.stream import Job, StreamedArray, stream_jobs
 
 __all__ = [
     "JAP",
@@ -19,7 +19,7 @@ __all__ = [
     "Job",
     "RoundOrder",
     "ArraySolution",
-    "Streamed",
+    "StreamedArray",
     "problem_from_plan",
     "prove_order",
     "round_order",

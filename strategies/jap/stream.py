@@ -42,7 +42,7 @@ class Job:
             raise InputError("a job of an array needs the same spans on all stages, forward and backward")
 
 
-class Streamed(NamedTuple):
+class StreamedArray(NamedTuple):
     """An array from begin to end.
 
     Attributes:
@@ -62,7 +62,7 @@ class Streamed(NamedTuple):
 # rank 1 |..a0b0......a0==b0==..a1....c0a1==..c0==....| bubble 45.5%
 # rank 2 |....a0b0a0==b0==........a1a1==c0c0==........| bubble 45.5%
 #         - forward  = backward  . idle
-def stream_jobs(jobs: Sequence[Job], costs: Costs, resident: int | None = None) -> Streamed:
+def stream_jobs(jobs: Sequence[Job], costs: Costs, resident: int | None = None) -> StreamedArray:
     """Return all jobs from begin to end, one stage a rank.
 
     Args:
@@ -83,7 +83,7 @@ def stream_jobs(jobs: Sequence[Job], costs: Costs, resident: int | None = None) 
     for number in range(min(resident, len(jobs))):
         array.begin_batch(number)
     array.run()
-    return Streamed(Program(tuple(map(tuple, array.rows))), plan, array.now)
+    return StreamedArray(Program(tuple(map(tuple, array.rows))), plan, array.now)
 
 
 class _Running:

@@ -32,7 +32,7 @@ Allowed = tuple[tuple[int, ...], ...]
 """Of each stage the numbers of the options that it may take."""
 
 
-class Bounded(NamedTuple):
+class BoundedSearch(NamedTuple):
     """The outcome of the search.
 
     Attributes:
@@ -46,7 +46,7 @@ class Bounded(NamedTuple):
     nodes: int
 
 
-def bound_choices(choices: Choices, nodes: int = NODES) -> Bounded:
+def bound_choices(choices: Choices, nodes: int = NODES) -> BoundedSearch:
     """Return the bound after so many parts at most; equal input, equal answer, for there is no clock."""
     sizes = _sizes(choices)
     every: Allowed = tuple(tuple(range(len(options))) for options in choices.stages)
@@ -59,7 +59,7 @@ def bound_choices(choices: Choices, nodes: int = NODES) -> Bounded:
         low, _, allowed = heappop(parts)
         if allowed not in known:
             if looked == nodes:
-                return Bounded(low, tuple(starts), looked)
+                return BoundedSearch(low, tuple(starts), looked)
             looked += 1
             known[allowed] = found = _relaxed(choices, allowed, sizes)
             heappush(parts, (max(low, found[0]), next(number), allowed))
@@ -71,7 +71,7 @@ def bound_choices(choices: Choices, nodes: int = NODES) -> Bounded:
         ]
         starts[(*(_close(choices.stages[s], o, taken[s]) for s, o in enumerate(allowed)), *links)] = None
         if None not in whole:
-            return Bounded(low, tuple(starts), looked)
+            return BoundedSearch(low, tuple(starts), looked)
         for part in _split(choices, allowed, whole.index(None), taken):
             heappush(parts, (low, next(number), part))
 

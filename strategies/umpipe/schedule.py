@@ -33,7 +33,7 @@ LARGEST = 2048
 
 
 @dataclass(frozen=True)
-class Unequal(Traits):
+class UnequalMicrobatches(Traits):
     """The settings of both orders: how many micro-batches each stage makes of a batch, and each link in messages.
 
     Where nobody says so, the planner decides by what layers and links take: see `UnequalPlanner`.
@@ -76,7 +76,7 @@ class Unequal(Traits):
 
 
 @dataclass(frozen=True)
-class UMPipe(Unequal, Schedule):
+class UMPipe(UnequalMicrobatches, Schedule):
     """All forwards, then all backwards, each stage with micro-batches of its own: UMPIPE (section III), of which GPipe
     is the case that all are equal.
 
@@ -122,7 +122,7 @@ class UMPipe(Unequal, Schedule):
 
 
 @dataclass(frozen=True)
-class UM1F1B(Unequal, RulePolicy):
+class UM1F1B(UnequalMicrobatches, RulePolicy):
     """Backwards as soon as they are ready, else forwards, each stage with micro-batches of its own: the paper's
     UMPipeDream (section V-E) with one update a batch.
 

@@ -26,8 +26,8 @@ from lightning_pipes.ir import Kind, PipelineError, Plan, PlanError, Program, Sc
 from lightning_pipes.strategies.jap import round_order
 from lightning_pipes.strategies.umpipe import UM1F1B, UMPipe
 from lightning_pipes.testing.ranks import run_ranks, scale_timeout, watch_ranks
-from lightning_pipes.trainer.plan import measuring
-from lightning_pipes.trainer.plan.deciding import _profiles
+from lightning_pipes.trainer.plan import layer_profiler
+from lightning_pipes.trainer.plan.decider import _profiles
 from tests.arrays.jobs import EXCEPTIONS, LAST, UNEQUAL, Job, Net, assert_equal, told_text
 from tests.trainer.lit import quiet
 from tests.trainers import make_trainer
@@ -189,7 +189,7 @@ def in_rounds(rank: int, jobs: list[Job], size: int) -> tuple[dict[int, Any], di
     """What becomes of jobs in an array in rounds, their errors, what they are alone, the array's timeline, and the
     orders that were asked for on this rank, each with its plan, its costs, and the profile that there was."""
     quiet()
-    measuring.WORTH_MEASURING = 0.0  # layers as small as these count, in the process of this rank
+    layer_profiler.WORTH_MEASURING = 0.0  # layers as small as these count, in the process of this rank
     asked = []
 
     def order(plan: Plan, costs: CostModel) -> Program:

@@ -17,7 +17,7 @@ from lightning_pipes.engine import Engine, Item
 from lightning_pipes.ir import SENDS, Plan
 from lightning_pipes.planning.measured import Averages, StepSample
 from lightning_pipes.planning.partition import even_partition
-from lightning_pipes.planning.tuning import Effect, effect_of
+from lightning_pipes.planning.tuning import LinkEffect, effect_of
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing import namespaces, netlab
 from lightning_pipes.testing.emulated import Emulation, sleeping_layer
@@ -49,7 +49,7 @@ def test_both_ends_notice_a_cut_link(place: str, tmp_path: Path) -> None:
 MESSAGE, FAST, CRAWLING = 32 * 1024, 4e6, 16e3
 
 
-def crawl(rank: int, folder: str) -> list[tuple[Effect, float]]:
+def crawl(rank: int, folder: str) -> list[tuple[LinkEffect, float]]:
     """A step while links crawl, and one when they are fast again: what they are measured to do, and seconds of the
     message that this rank received."""
     torch.set_num_threads(1)
@@ -100,7 +100,7 @@ def test_a_link_that_falls_to_nearly_nothing_is_waited_for_and_seen(tmp_path: Pa
         found = lab.run_ranks(crawl, str(tmp_path), timeout=60)
         shaping.join()
     for (regime, crawling), (_, fast) in found:
-        assert regime is Effect.BANDWIDTH
+        assert regime is LinkEffect.BANDWIDTH
         assert crawling > 0.8 * (MESSAGE - netlab.BURST) / CRAWLING
         assert fast < 0.1 * crawling
 

@@ -1004,7 +1004,7 @@ def changes(rng: random.Random, base: Base, n: int) -> Piece:
         what, to = "layers", rng.randrange(1, BLOCKS)
         top = ("from dataclasses import replace", "", "from lightning_pipes.ir import Span", "")
         lines += [
-            "    plan = trainer.strategy.running.engine.plan",
+            "    plan = trainer.strategy.current_run.engine.plan",
             f"    plan = replace(plan, layers=(Span(0, {to}), Span({to}, {BLOCKS})))",
             "    trainer.strategy.adopt(trainer.strategy.schedule, plan=plan)",
         ]

@@ -9,7 +9,7 @@ import pytest
 from lightning_pipes.ir import Kind, PlanError, Program, ProgramError, Schedule
 from lightning_pipes.planning.candidates import Candidate
 from lightning_pipes.planning.measured import Averages
-from lightning_pipes.planning.tuning import Chooser, Effect, TuningDecision, effect_of
+from lightning_pipes.planning.tuning import CandidateRanker, LinkEffect, TuningDecision, effect_of
 from lightning_pipes.sim import load_kernel, simulate
 from lightning_pipes.strategies.deep import Deep
 from lightning_pipes.strategies.kfkb import KFKB
@@ -45,7 +45,7 @@ def seconds(c, costs):
 
 
 def exhaustive(found, current, costs, unsteady, hysteresis=0.01):
-    """What a decision should be if every step were simulated: the rules of `Chooser.decide`, one after another."""
+    """What a decision should be if every step were simulated, by the rules of `CandidateRanker.decide`."""
     times = {c: seconds(c, costs) for c in found}
     fastest = min(times.values())
     policies = [c for c in found if not isinstance(c.schedule, Schedule) and times[c] <= 1.05 * fastest]
@@ -74,8 +74,8 @@ def test_the_choice_is_that_of_simulating_everything(seed, unsteady):
         plan, costs, rng.choice([None, 10 * 2 * plan.n_stages, 10 * 3 * plan.n_stages])
     )
     current = rng.choice(found)
-    decision = Chooser().decide(found, current, given(costs, unsteady=unsteady))
-    free = decision.effect is Effect.FREE
+    decision = CandidateRanker().decide(found, current, given(costs, unsteady=unsteady))
+    free = decision.effect is LinkEffect.FREE
     assert decision.chosen.candidate == exhaustive(found, current, costs, unsteady > 0 and not free)
     assert [r.seconds for r in decision.ranked] == sorted(seconds(r.candidate, costs) for r in decision.ranked)
 
@@ -83,32 +83,32 @@ def test_the_choice_is_that_of_simulating_everything(seed, unsteady):
 def test_few_are_simulated():
     for link in (0, 5, 20, 40):
         _, costs, found = case(link * MS, stages=8, m=64)
-        assert len(Chooser().decide(found, found[0], given(costs)).ranked) < len(found) / 2
+        assert len(CandidateRanker().decide(found, found[0], given(costs)).ranked) < len(found) / 2
 
 
 def test_what_is_prepared_is_decided_alike():
     plan, costs, found = case(link=20 * MS)
-    prepared = Chooser()
+    prepared = CandidateRanker()
     prepared.prepare(KFKBPlanner().list_candidates(plan, uniform(4, 24, f=1, b=2)[1]), uniform(4, 24, f=1, b=2)[1])
     fixed = {(c.schedule, c.plan) for c in found if not isinstance(c.schedule, PerLink)}  # which costs ask for
     assert fixed <= prepared._known.keys() == prepared._verified
-    assert prepared.decide(found, found[0], given(costs)) == Chooser().decide(found, found[0], given(costs))
+    assert prepared.decide(found, found[0], given(costs)) == CandidateRanker().decide(found, found[0], given(costs))
 
 
 def test_a_free_link_stays_with_what_holds_least():
     _, costs, found = case(link=0)
-    decision = Chooser().decide(found, found[0], given(costs))
+    decision = CandidateRanker().decide(found, found[0], given(costs))
     assert not decision.has_change
     assert decision.gain == 0
-    assert decision.effect is Effect.FREE
+    assert decision.effect is LinkEffect.FREE
     deep = next(c for c in found if c.schedule == KFKB(4))
-    assert not Chooser().decide(found, deep, given(costs)).has_change  # nothing to gain
+    assert not CandidateRanker().decide(found, deep, given(costs)).has_change  # nothing to gain
 
 
 def test_a_slow_link():
     _, costs, found = case(link=20 * MS)
-    decision = Chooser().decide(found, found[0], given(costs))
-    assert decision.effect is Effect.LATENCY
+    decision = CandidateRanker().decide(found, found[0], given(costs))
+    assert decision.effect is LinkEffect.LATENCY
     assert decision.chosen.candidate.schedule == Deep(3)  # as fast as any, and holds least
     assert decision.gain == pytest.approx(1 - 1740 / 2420)
     assert str(decision) == (
@@ -122,7 +122,7 @@ def test_hysteresis(gain, switches):
     _, costs, found = case(link=20 * MS)
     best, second = found[0], found[1]
 
-    class Rigged(Chooser):
+    class Rigged(CandidateRanker):
         def _rehearsal(self, candidate):
             class Known:
                 def makespan(self, costs):
@@ -135,11 +135,11 @@ def test_hysteresis(gain, switches):
 
 def test_extrapolated_gains_have_to_be_twice_as_large():
     _, costs, found = case(link=20 * MS)
-    decision = Chooser(hysteresis=0.2).decide(found, found[0], given(costs))
+    decision = CandidateRanker(hysteresis=0.2).decide(found, found[0], given(costs))
     assert decision.has_change
     averages = given(costs)
     averages._known = {(k, s, 2): t for (k, s, _), t in averages._known.items()}  # measured with other sizes
-    unsure = Chooser(hysteresis=0.2).decide(found, found[0], averages)
+    unsure = CandidateRanker(hysteresis=0.2).decide(found, found[0], averages)
     assert unsure.ranked[0].extrapolated
     assert not unsure.has_change
 
@@ -147,24 +147,26 @@ def test_extrapolated_gains_have_to_be_twice_as_large():
 def test_unsteady_links_want_an_order_that_is_not_fixed():
     _, costs, found = case(link=20 * MS)
     two = next(c for c in found if c.schedule == KFKB(2))
-    assert not Chooser().decide(found, two, given(costs)).has_change
-    decision = Chooser().decide(found, two, given(costs, unsteady=0.8))
+    assert not CandidateRanker().decide(found, two, given(costs)).has_change
+    decision = CandidateRanker().decide(found, two, given(costs, unsteady=0.8))
     assert isinstance(decision.chosen.candidate.schedule, Ready)
-    assert not Chooser().decide(found, decision.chosen.candidate, given(costs, unsteady=0.8)).has_change
-    assert not Chooser().decide(found, decision.chosen.candidate, given(costs)).has_change  # no way back for nothing
+    assert not CandidateRanker().decide(found, decision.chosen.candidate, given(costs, unsteady=0.8)).has_change
+    assert (
+        not CandidateRanker().decide(found, decision.chosen.candidate, given(costs)).has_change
+    )  # no way back for nothing
 
 
 @pytest.mark.parametrize(
     ("link", "lag", "regime"),
     [
-        (0, 0, Effect.FREE),
-        (0.2, 0, Effect.FREE),
-        (1.3, 0.001, Effect.LATENCY),  # an engine's own overhead is no sign of sends that block
-        (5, 0, Effect.LATENCY),
-        (59, 0, Effect.LATENCY),
-        (61, 0, Effect.BANDWIDTH),
-        (20, 0.011, Effect.BLOCKING),
-        (20, 0.009, Effect.LATENCY),
+        (0, 0, LinkEffect.FREE),
+        (0.2, 0, LinkEffect.FREE),
+        (1.3, 0.001, LinkEffect.LATENCY),  # an engine's own overhead is no sign of sends that block
+        (5, 0, LinkEffect.LATENCY),
+        (59, 0, LinkEffect.LATENCY),
+        (61, 0, LinkEffect.BANDWIDTH),
+        (20, 0.011, LinkEffect.BLOCKING),
+        (20, 0.009, LinkEffect.LATENCY),
     ],
 )
 def test_regimes(link, lag, regime):
@@ -174,9 +176,9 @@ def test_regimes(link, lag, regime):
 
 def test_where_sends_block_little_is_gained():
     plan, costs, found = case(link=20 * MS)
-    free = Chooser().decide(found, found[0], given(costs))
-    decision = Chooser().decide(found, found[0], given(costs, lag=0.02))
-    assert decision.effect is Effect.BLOCKING
+    free = CandidateRanker().decide(found, found[0], given(costs))
+    decision = CandidateRanker().decide(found, found[0], given(costs, lag=0.02))
+    assert decision.effect is LinkEffect.BLOCKING
     assert 0 < decision.gain < 0.1 * free.gain
     assert decision.chosen.candidate.schedule == Deep(1)  # one more under way is all that helps
     for r in decision.ranked[:4]:
@@ -187,7 +189,7 @@ def test_where_sends_block_little_is_gained():
 def test_what_does_not_fit_any_more_is_left_at_once():
     plan, costs, found = case(link=0)
     gone = Candidate(KFKB(24), plan, (0,) * 4)
-    decision = Chooser().decide(found, gone, given(costs))
+    decision = CandidateRanker().decide(found, gone, given(costs))
     assert decision.chosen.candidate == found[0]
     assert decision.has_change
 
@@ -195,20 +197,22 @@ def test_what_does_not_fit_any_more_is_left_at_once():
 def test_nothing_to_choose_from_and_no_hysteresis():
     _, costs, found = case(link=0)
     with pytest.raises(PlanError, match="nothing to choose from"):
-        Chooser().decide([], found[0], given(costs))
+        CandidateRanker().decide([], found[0], given(costs))
     with pytest.raises(PlanError, match="hysteresis must be a share"):
-        Chooser(hysteresis=1.0)
+        CandidateRanker(hysteresis=1.0)
 
 
 def test_equal_input_equal_decision():
     _, costs, found = case(link=33 * MS)
-    decisions: list[TuningDecision] = [Chooser().decide(found, found[2], given(costs, unsteady=0.1)) for _ in range(2)]
+    decisions: list[TuningDecision] = [
+        CandidateRanker().decide(found, found[2], given(costs, unsteady=0.1)) for _ in range(2)
+    ]
     assert decisions[0] == decisions[1]
 
 
 def test_a_closed_loop_follows_the_links():
     """Steps of simulated runs go in, and what is decided runs next: on free links, slow ones, and free ones again."""
-    averages, chooser = Averages(window=2), Chooser()
+    averages, chooser = Averages(window=2), CandidateRanker()
     plan, _ = uniform(3, 12, f=1, b=1)
     current, ran = KFKB(1), []
     for link in (0, 0, 0, 30, 30, 30, 0, 0, 0):
@@ -230,7 +234,7 @@ def test_planning_takes_milliseconds():
     compiled = load_kernel() == "numba"
     for stages, m in [(4, 24), (8, 64)] if compiled else [(4, 24)]:
         plan, costs, found = case(20 * MS, stages, m)
-        chooser, averages = Chooser(), given(costs)
+        chooser, averages = CandidateRanker(), given(costs)
         chooser.prepare(found, costs)
         took = []
         for n in range(9):
@@ -257,12 +261,12 @@ def test_what_is_chosen_is_verified():
     plan, costs, found = case(link=20 * MS)
     careless = Candidate(Careless(), plan, (1,) * 4)
     with pytest.raises(ProgramError):
-        Chooser().decide([*found, careless], found[0], given(costs))
+        CandidateRanker().decide([*found, careless], found[0], given(costs))
 
 
 def test_backwards_are_split_where_links_are_slow_and_it_is_known_what_that_takes():
     plan, costs, found = case(20 * MS, split=True, memory_limit=80)
-    decision = Chooser().decide(found, found[0], given(costs))
+    decision = CandidateRanker().decide(found, found[0], given(costs))
     assert decision.chosen.candidate.plan == replace(plan, split_backward=True)
     assert max(decision.chosen.candidate.peak_bytes) <= 80
     whole = min(seconds(c, costs) for c in found if not c.plan.split_backward)
@@ -270,7 +274,7 @@ def test_backwards_are_split_where_links_are_slow_and_it_is_known_what_that_take
     assert decision.chosen.seconds < 0.95 * whole
     again = KFKBPlanner().list_candidates(decision.chosen.candidate.plan, costs, 80)  # whatever runs now
     assert set(again) == set(found)
-    assert not Chooser().decide(again, decision.chosen.candidate, given(costs)).has_change
+    assert not CandidateRanker().decide(again, decision.chosen.candidate, given(costs)).has_change
 
 
 def test_backwards_stay_whole_where_their_parts_take_too_long():
@@ -279,7 +283,7 @@ def test_backwards_stay_whole_where_their_parts_take_too_long():
     costs = replace(costs, seconds={**costs.seconds, **dear})
     found = KFKBPlanner().list_candidates(plan, costs)
     assert any(c.plan.split_backward for c in found)
-    assert not Chooser().decide(found, found[0], given(costs)).chosen.candidate.plan.split_backward
+    assert not CandidateRanker().decide(found, found[0], given(costs)).chosen.candidate.plan.split_backward
 
 
 @for_each("seed", range(20))
@@ -302,11 +306,11 @@ def test_stays_where_no_rank_stalled():
     _, costs, found = case(60 * MS)
     current = found[0]
     known = given(costs)
-    assert Chooser().decide(found, current, known).has_change
+    assert CandidateRanker().decide(found, current, known).has_change
     known._stalled.append(0.005)
     known._slack.append(1)
-    decision = Chooser().decide(found, current, known)
+    decision = CandidateRanker().decide(found, current, known)
     assert not decision.has_change
     assert (decision.slack, decision.stalled) == (1, 0.005)
     known._stalled.append(0.4)
-    assert Chooser().decide(found, current, known).has_change
+    assert CandidateRanker().decide(found, current, known).has_change

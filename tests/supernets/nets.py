@@ -158,7 +158,7 @@ class Losses(Callback, StageListener):
         self.found: dict[int, str] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        trainer.strategy.running.listeners.append(self)
+        trainer.strategy.current_run.listeners.append(self)
 
     def after_result(self, number: int, batch: Any, out: Any) -> None:
         self.found[batch[-1].id] = float(out).hex()

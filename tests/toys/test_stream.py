@@ -101,7 +101,7 @@ class Seen(Callback):
         self.losses.append(float(outputs["loss"]))
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.events = [list(w.events) for w in trainer.strategy.running.windows]
+        self.events = [list(w.events) for w in trainer.strategy.current_run.windows]
 
 
 def new_module() -> Lit:

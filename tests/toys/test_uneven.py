@@ -22,7 +22,7 @@ class Keep(Callback):
     """Keeps the trainer, and which plans ran."""
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.trainer, self.plans = trainer, [w.plan for w in trainer.strategy.running.windows]
+        self.trainer, self.plans = trainer, [w.plan for w in trainer.strategy.current_run.windows]
 
 
 def uneven(rank: int, folder: str) -> tuple[Any, Any, Any]:

@@ -45,7 +45,7 @@ class Counts(Callback):
         self.layers: set[Any] = set()
 
     def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        run = trainer.strategy.running
+        run = trainer.strategy.current_run
         self.layers.add(run.part.holdings.layers)
         for stage in run.stages.values():
             found = 1 + len(getattr(stage.weights, "_kept", ()))

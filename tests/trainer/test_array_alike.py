@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_pipes.arrays.array import JobArray
-from lightning_pipes.arrays.siblings.shared import Shared
+from lightning_pipes.arrays.siblings.shared import SharedConnections
 from lightning_pipes.arrays.siblings.sibling import RETURN_SECONDS, Sibling
 from lightning_pipes.arrays.siblings.sibling_board import Failure, PeerStore, Return
 from lightning_pipes.ir import PipelineError, PlanError
@@ -140,7 +140,7 @@ def test_connections_that_were_left_on_some_ranks_only_are_given_up() -> None:
         descriptions = [each.describe_free_controls(2) for each in ranks]
         return [each.take_control(descriptions, make(name)) for each, name in zip(ranks, "ab", strict=True)]
 
-    ranks = Shared(), Shared()
+    ranks = SharedConnections(), SharedConnections()
     first, second = meet(), meet()
     assert [c.name for c in (*first, *second)] == ["a1", "b1", "a2", "b2"]
     ranks[0].return_control(first[0])  # and not on the other rank

@@ -28,7 +28,7 @@ from lightning_pipes.ir import Kind, Plan, PlanError
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.module.unchanged import keep_unchanged
-from lightning_pipes.trainer.plan import deciding, measuring
+from lightning_pipes.trainer.plan import decider, layer_profiler
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch
 from lightning_pipes.trainer.plan.trial import Trial, Trials
@@ -96,7 +96,7 @@ class LitBefore(Lit):
 def faked(seconds: list[float], rank: int) -> Any:
     """In place of a measurement: forwards of so many seconds, backwards of twice that, whatever the rows; rank 1 is
     three times as fast where devices are not equal by name."""
-    factor = 1 / 3 if rank == 1 and deciding._device_name(torch.device("cpu")) == "another" else 1.0
+    factor = 1 / 3 if rank == 1 and decider._device_name(torch.device("cpu")) == "another" else 1.0
     seconds = [factor * s for s in seconds]
 
     def profile(self: Any, pieces: int | None, split: bool) -> ModelProfile:
@@ -136,11 +136,11 @@ def trained(rank: int, cases: dict[str, tuple[Case, dict[str, Any]]], folder: st
     results = {}
     for name, (case, replaced) in cases.items():
         with pytest.MonkeyPatch.context() as patch:
-            deciding._profiles.clear()
+            decider._profiles.clear()
             for where, value in replaced.items():
-                patch.setattr(deciding, where, partial(constant, value[rank] if isinstance(value, tuple) else value))
+                patch.setattr(decider, where, partial(constant, value[rank] if isinstance(value, tuple) else value))
             if case.trainer.get("seconds"):
-                patch.setattr(measuring.Measuring, "profile", faked(case.trainer.pop("seconds"), rank))
+                patch.setattr(layer_profiler.LayerProfiler, "profile", faked(case.trainer.pop("seconds"), rank))
                 patch.setattr(Trials, "run", as_predicted)
             decided = Decided()
             case.trainer["callbacks"] = [*case.trainer.get("callbacks", []), decided]
@@ -294,7 +294,7 @@ def watched(rank: int, strategies: list[dict[str, Any]], folder: str) -> list[An
     found = []
     same: list[bool] = []
 
-    class DrawingNothing(measuring.Measuring):
+    class DrawingNothing(layer_profiler.LayerProfiler):
         def __enter__(self) -> Any:
             self.before = plain_values(random_state(torch.device("cpu")))
             return super().__enter__()
@@ -305,10 +305,10 @@ def watched(rank: int, strategies: list[dict[str, Any]], folder: str) -> list[An
             same.append(differences(self.before, after, 0.0) == [])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measuring, "WORTH_MEASURING", 0.0)
-        patch.setattr(deciding, "Measuring", DrawingNothing)
+        patch.setattr(layer_profiler, "WORTH_MEASURING", 0.0)
+        patch.setattr(decider, "Measuring", DrawingNothing)
         for settings in strategies:
-            deciding._profiles.clear()
+            decider._profiles.clear()
             pl.seed_everything(3, verbose=False)
             module = LitBefore().double()
             decided = Decided()
@@ -531,7 +531,7 @@ class Adopts(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         strategy = trainer.strategy
-        self.counts.append(len(strategy.running.windows[-1].plan.jobs[0].forward[0]))
+        self.counts.append(len(strategy.current_run.windows[-1].plan.jobs[0].forward[0]))
         if trainer.global_step == 1:
             strategy.adopt("kfkb", 2)
         elif trainer.global_step == 2:

@@ -15,7 +15,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.engine.compute.footprint import measure_footprint
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer import module_setup, setup
-from lightning_pipes.trainer.plan import deciding, measuring
+from lightning_pipes.trainer.plan import decider, layer_profiler
 from tests.trainer.lit import quiet
 from tests.trainers import make_trainer
 
@@ -66,15 +66,15 @@ def phases(rank: int, width: int, rows: int, unit: int) -> dict[str, tuple[float
             patch.setattr(owner, name, watched)
 
         watch(setup, "equal_weights", "setup")
-        watch(measuring.Measuring, "profile", "measuring")
+        watch(layer_profiler.LayerProfiler, "profile", "measuring")
         watch(setup, "decide", "trial")
         watch(module_setup, "CutModule", "cut")
         watch(PipelineStrategy, "training_step", "batch")
         watch(PipelineStrategy, "optimizer_step", "step")
         watch(PipelineStrategy, "teardown", "end")
-        patch.setattr(measuring, "WORTH_MEASURING", 0.0)
-        patch.setattr(measuring, "SECONDS", 0.1)
-        patch.setattr(deciding, "MEASURING_SECONDS", 0.3)
+        patch.setattr(layer_profiler, "WORTH_MEASURING", 0.0)
+        patch.setattr(layer_profiler, "SECONDS", 0.1)
+        patch.setattr(decider, "MEASURING_SECONDS", 0.3)
         patch.setattr("lightning_pipes.planning.balance.WORTH_IT", 1.0)  # the cut is the even one, however busy it is
         trainer = make_trainer(strategy=PipelineStrategy("1f1b", microbatches=2, gather="all"), max_epochs=1)
         trainer.fit(LitWide(width), DataLoader(torch.randn(3 * rows, width), batch_size=rows))

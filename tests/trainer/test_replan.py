@@ -18,7 +18,7 @@ from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.ir import InputError, PlanError
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.plan import prediction
-from lightning_pipes.trainer.plan.measuring import Measuring
+from lightning_pipes.trainer.plan.layer_profiler import LayerProfiler
 from lightning_pipes.trainer.plan.trial import Trial, Trials
 from tests.trainer.lit import WIDTH, Case, Lit, differences, train
 
@@ -75,7 +75,7 @@ class Sees(Callback):
         _slow["rank"] = 0 if len(self.sizes) >= SLOW_FROM else -1  # the last stage is on the first process
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.sizes.append([span.rows for span in trainer.strategy.running.part.holdings.layers])
+        self.sizes.append([span.rows for span in trainer.strategy.current_run.part.holdings.layers])
 
 
 def faked(self: Any, pieces: int | None, split: bool) -> ModelProfile:
@@ -93,7 +93,7 @@ def as_predicted(self: Any, made: Any, *_: Any) -> Trial:
 def corrected(rank: int, folder: str) -> tuple[dict[str, Any], list[list[int]], str, float | None]:
     """A run by a profile that is wrong: what it leaves, who had how many layers, and what its report says."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Measuring, "profile", faked)
+        patch.setattr(LayerProfiler, "profile", faked)
         patch.setattr(Trials, "run", as_predicted)
         patch.setattr(prediction, "FEWEST", 4)
         patch.setattr(prediction, "MOST", 4)

@@ -47,7 +47,7 @@ class MoveLayer(pl.Callback):
     """Has the first layer of the last stage move to the first stage once, with its states."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        plan, _ = trainer.strategy.running.plans.for_rows(ROWS)
+        plan, _ = trainer.strategy.current_run.plans.for_rows(ROWS)
         if trainer.global_step == 2 and plan.layers[1].start == 4:
             trainer.strategy.adopt("1f1b", 2, with_layer(plan, 4, plan.ranks[0]))
 

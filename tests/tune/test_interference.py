@@ -18,7 +18,7 @@ from lightning_pipes.strategies.dynpipe.interference.features import RUN, WAIT
 from lightning_pipes.testing.neighbours import Neighbour
 from lightning_pipes.tune import interference
 from lightning_pipes.tune.cli import main
-from lightning_pipes.tune.interference import NONE, NeighbourWindow, Surroundings
+from lightning_pipes.tune.interference import NONE, Background, NeighbourWindow
 
 STAGE = HostedStage(1, 8, 0.01, 0.02, 1e6, 1e6, 1e5, 1e4)
 
@@ -39,7 +39,7 @@ def made_windows() -> list[NeighbourWindow]:
 def test_windows_are_measured_beside_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that computes all the time on the same core takes about half of it: the slow one is found."""
     core = max(os.sched_getaffinity(0))
-    beside = [Surroundings("spin", lambda: Neighbour("spin", core=core)), Surroundings(NONE, nullcontext)]
+    beside = [Background("spin", lambda: Neighbour("spin", core=core)), Background(NONE, nullcontext)]
     monkeypatch.setattr(interference, "settings", lambda *_: beside)
     monkeypatch.setattr(interference, "PASSES", 2)
     told: list[float] = []

@@ -230,13 +230,13 @@ class Moves(pl.Callback):
     """Has the first layer move, and back."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.moved = trainer.strategy.running.relocation.moved
+        self.moved = trainer.strategy.current_run.relocation.moved
         self.began = time.monotonic()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         strategy = trainer.strategy
         if batch_idx == 3:
-            plan = replace(strategy.running.engine.plan, layers=(Span(0, 1), Span(1, 4)))
+            plan = replace(strategy.current_run.engine.plan, layers=(Span(0, 1), Span(1, 4)))
             strategy.adopt("1f1b", plan=plan)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:

@@ -27,10 +27,10 @@ import numpy as np
 from benchmarks.harness.report import make_parser
 from lightning_pipes.planning.replanning import HostedStage
 from lightning_pipes.strategies.dynpipe.interference import Predictor
-from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset, Score, cross_validated
+from lightning_pipes.strategies.dynpipe.interference.dataset import NONE, Dataset, PredictionScore, cross_validated
 from lightning_pipes.strategies.dynpipe.interference.features import NAMES, STAGE, Array
 from lightning_pipes.strategies.dynpipe.interference.forest import train
-from lightning_pipes.strategies.dynpipe.interference.predictor import Corrected, Formula, Model, formula_of
+from lightning_pipes.strategies.dynpipe.interference.predictor import CorrectedFormula, Formula, Model, formula_of
 from lightning_pipes.tune.interference import collect_windows
 
 # ---- Predictors that the forest is compared with (S V-A): a mean, the formula with a factor, trees, a line, a
@@ -123,7 +123,7 @@ class Network(Learned):
         )
 
 
-MODELS: tuple[type[Model], ...] = (Trees, Corrected, Formula, Scaled, Linear, Network, Constant)
+MODELS: tuple[type[Model], ...] = (Trees, CorrectedFormula, Formula, Scaled, Linear, Network, Constant)
 
 
 # ---- What pipelines lose that are cut by predicted slow-downs, and not by true ones.
@@ -232,7 +232,9 @@ def _predicted(data: Dataset, problem: _Problem, now: tuple[int, ...], measured:
 
 def _known(model: Model, rows: Array) -> np.ndarray:
     return (
-        np.asarray(model.forest.is_familiar(rows)) if isinstance(model, Trees | Corrected) else np.ones(len(rows), bool)
+        np.asarray(model.forest.is_familiar(rows))
+        if isinstance(model, Trees | CorrectedFormula)
+        else np.ones(len(rows), bool)
     )
 
 
@@ -250,9 +252,9 @@ def _row(data: Dataset, problem: _Problem, now: tuple[int, ...], device: int, st
 SPLITS = ("random", "neighbour kind", "stage kind")
 
 
-def scored(data: Dataset) -> dict[str, dict[str, Score]]:
+def scored(data: Dataset) -> dict[str, dict[str, PredictionScore]]:
     """Scores of every model, by how data were split."""
-    found: dict[str, dict[str, Score]] = {}
+    found: dict[str, dict[str, PredictionScore]] = {}
     for split in SPLITS:
         found[split] = {}
         for model in MODELS:
@@ -270,7 +272,7 @@ def known_share(data: Dataset) -> dict[str, float]:
     those and of the others."""
     errors, known = [], []
     for _, learned, held in data.without_each(data.neighbours):
-        model = Corrected().fit(learned.rows, learned.ratios)
+        model = CorrectedFormula().fit(learned.rows, learned.ratios)
         errors.append(np.abs(model.predict(held.rows) - held.ratios))
         known.append(model.forest.is_familiar(held.rows))
     error, knows = np.concatenate(errors), np.concatenate(known)
@@ -284,7 +286,7 @@ def planned(data: Dataset, problems: int) -> dict[str, np.ndarray]:
     lost: dict[str, list[np.ndarray]] = {}
     for part in (kinds[::2], kinds[1::2]):
         crossed = data.select_rows(~np.isin(data.neighbours, part)).cross_pairs().sample_rows()
-        fitted = {m.name: m().fit(crossed.rows, crossed.ratios) for m in (Trees, Corrected)}
+        fitted = {m.name: m().fit(crossed.rows, crossed.ratios) for m in (Trees, CorrectedFormula)}
         held = data.select_rows(np.isin(data.neighbours, [*part, NONE]))
         for name, values in regrets(held, {"measured": None, **fitted}, problems).items():
             lost.setdefault(name, []).append(values)
@@ -324,7 +326,7 @@ def main() -> None:
     headline = report(data, 20 if options.quick else 200)
     if options.forest is not None:
         crossed = data.cross_pairs().sample_rows()
-        Corrected().fit(crossed.rows, crossed.ratios).forest.save(options.forest)
+        CorrectedFormula().fit(crossed.rows, crossed.ratios).forest.save(options.forest)
     if options.json:
         print(json.dumps(headline))
 
@@ -367,7 +369,7 @@ def report(data: Dataset, problems: int) -> dict[str, object]:
     helps = saved.mean() > 2 * error
     print(f"formula x forest saves {saved.mean():.2%} of a step, give or take {error:.2%}")
     crossed = data.cross_pairs().sample_rows()
-    seconds = replan_seconds(Predictor(Corrected().fit(crossed.rows, crossed.ratios).forest))
+    seconds = replan_seconds(Predictor(CorrectedFormula().fit(crossed.rows, crossed.ratios).forest))
     print(f"\npredictions for all 6435 partitions of 16 blocks on 8 devices: {seconds:.2f} s")
     print(
         f"on this machine a forest tells {'more' if adds else 'no more'} than the formula, and planners "

@@ -168,10 +168,10 @@ class Trace(pl.Callback):
         self.ended.append(time.monotonic())
         self.processor.append(time.process_time())
         self.losses.append(float(outputs["loss"]))
-        if trainer.strategy.running.windows:  # of a schedule that flushes
-            events = trainer.strategy.running.windows[-1].events
+        if trainer.strategy.current_run.windows:  # of a schedule that flushes
+            events = trainer.strategy.current_run.windows[-1].events
             self.busy.append(sum(e.end - e.start for e in events if e.instruction.kind in (Kind.F, Kind.B)) / 1e9)
-        self.layers.append([tuple(span) for span in trainer.strategy.running.part.holdings.layers])
+        self.layers.append([tuple(span) for span in trainer.strategy.current_run.part.holdings.layers])
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         global _slow

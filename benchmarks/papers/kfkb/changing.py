@@ -19,7 +19,7 @@ from lightning_pipes.ir import Policy, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import Candidate, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
-from lightning_pipes.planning.tuning import Chooser
+from lightning_pipes.planning.tuning import CandidateRanker
 from lightning_pipes.testing.netlab import NetLab
 
 READY_SECONDS = 8.0
@@ -127,7 +127,7 @@ class Follower:
     def __init__(self, course: Course, rank: int) -> None:
         self.adopted: list[str] = []
         self._course, self._rank = course, rank
-        self._averages, self._chooser = Averages(), Chooser()
+        self._averages, self._chooser = Averages(), CandidateRanker()
         self._source = tuning_planner(make_schedule("kfkb", k="auto"))
         self._running = Candidate(make_schedule("kfkb", k=1), course.trial.plan, ())
         self._recent: list[StepSample] = []

@@ -25,7 +25,7 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import Candidate, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.partition import even_partition
-from lightning_pipes.planning.tuning import Chooser, TuningDecision
+from lightning_pipes.planning.tuning import CandidateRanker, TuningDecision
 from lightning_pipes.sim import makespan
 from lightning_pipes.testing.emulated import EmulatedLayer, Emulation, sleeping_layer
 from lightning_pipes.testing.netlab import BURST, GOODPUT, NetLab
@@ -261,7 +261,7 @@ def agreed(rank: int, trial: Trial, mine: Sequence[StepSample]) -> tuple[TuningD
         times = [makespan(ordered(c.schedule, c.plan), c.plan, costs) for c in candidates] if trial.rivals else []
         fastest = sorted(zip(times, candidates, strict=False), key=lambda found: found[0])
         rivals = {c.schedule.name: c.schedule for _, c in reversed(fastest)}
-        told = [(Chooser().decide(candidates, current, found, base), rivals)]
+        told = [(CandidateRanker().decide(candidates, current, found, base), rivals)]
     dist.broadcast_object_list(told)
     decision, best = told[0]
     assert isinstance(decision, TuningDecision)

@@ -28,7 +28,7 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import Candidate, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.planner import Problem, solve_plan
-from lightning_pipes.planning.tuning import Chooser
+from lightning_pipes.planning.tuning import CandidateRanker
 from lightning_pipes.sim import load_kernel
 from lightning_pipes.sim.loops.kernel import KERNEL
 from lightning_pipes.testing.emulated import EmulatedLayer, request_realtime_priority, sleeping_layer
@@ -81,7 +81,7 @@ class Changes(L.Callback):
             schedule = make_schedule(name, **settings)
             change = Candidate(schedule, solve_plan(Problem(schedule, STAGES, MICROBATCHES, MICROBATCHES)), ())
             since = time.perf_counter()
-            adopt_candidate(trainer.strategy.running, change)  # type: ignore[attr-defined]
+            adopt_candidate(trainer.strategy.current_run, change)  # type: ignore[attr-defined]
             self.took.append(time.perf_counter() - since)
 
 
@@ -122,7 +122,7 @@ def choosing(stages: int, microbatches: int) -> dict[str, float]:
     source, first = tuning_planner(make_schedule("kfkb", k="auto")), make_schedule("kfkb", k=1)
     case = Situation(20, stages, microbatches)
     plan, base = case.plan, case.costs(0.0)
-    chooser, averages = Chooser(), Averages(window=1)
+    chooser, averages = CandidateRanker(), Averages(window=1)
     took: list[float] = []
 
     def timed(work: Callable[[], object]) -> None:

@@ -29,7 +29,7 @@ from benchmarks.papers.umpipe.evaluators import in_loops, one_level, two_level
 from benchmarks.papers.umpipe.networks import Tables, powers_of_two, realistic, simulated
 from lightning_pipes.strategies.umpipe.network import Network
 from lightning_pipes.strategies.umpipe.search import (
-    Evolved,
+    EvolutionResult,
     SchemeEvolution,
     SchemeSolution,
     best_equal_scheme,
@@ -73,12 +73,12 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     return [title, *form]
 
 
-def genetic(network: Network | Tables, method: str, seed: int, start: Any, generations: int = 100) -> Evolved:
+def genetic(network: Network | Tables, method: str, seed: int, start: Any, generations: int = 100) -> EvolutionResult:
     """The paper's algorithm on compiled loops; array evaluators come to the same populations."""
     return evolve_schemes(network, method, seed, SchemeEvolution(start=start, generations=generations), evaluate_genes)
 
 
-def mean_history(runs: Sequence[Evolved]) -> list[float]:
+def mean_history(runs: Sequence[EvolutionResult]) -> list[float]:
     """The best value by generation, mean over runs."""
     return [float(x) for x in np.mean([run.history for run in runs], axis=0)]
 
@@ -165,7 +165,7 @@ def expected_generations(options: int, stages: int, method: str, population: int
     return float(2 * options**genes if METHODS[method] == 2 else options ** (2 * genes)) / population
 
 
-def first_hit(run: Evolved, optimum: int) -> float:
+def first_hit(run: EvolutionResult, optimum: int) -> float:
     """Return the generation after which the optimum was there; 0 is the first one, infinity if it never was."""
     return next((float(at) for at, value in enumerate(run.history) if value == optimum), np.inf)
 

@@ -18,7 +18,7 @@ _GATHER_TIMEOUT = timedelta(minutes=5)
 """How long ranks wait for each other in the end, where no sibling says it."""
 
 
-class Shared:
+class SharedConnections:
     """Made by the first sibling that needs them, and ended with the array.
 
     Attributes:

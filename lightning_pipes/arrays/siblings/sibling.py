@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipes.arrays.siblings.baton import Runner, read_random_state, restore_random_state
-from lightning_pipes.arrays.siblings.shared import Shared
+from lightning_pipes.arrays.siblings.shared import SharedConnections
 from lightning_pipes.arrays.siblings.sibling_board import Failure, Return, SiblingFailure, error_from_peer, packed_error
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.watch.failure import FailureWatch
@@ -66,7 +66,7 @@ class Host(Protocol):
     """
 
     size: int
-    shared: Shared
+    shared: SharedConnections
 
     @property
     def is_terminated(self) -> bool:

@@ -36,7 +36,7 @@ from lightning_pipes.ir import (
     send_of,
 )
 from lightning_pipes.ir.program import shift_batches
-from lightning_pipes.sim.predictor import Waiting
+from lightning_pipes.sim.predictor import WaitingSubnet
 
 Item = tuple[int, int]
 """A job and the number of its batch in the window."""
@@ -251,7 +251,7 @@ class ReadyOrder:
                 self._entrances[stage, batch] = waits.get(first, ())
         return waits
 
-    def _waiting_batches(self, stage: int) -> list[Waiting]:
+    def _waiting_batches(self, stage: int) -> list[WaitingSubnet]:
         """Return the batches with an input on a stage, before their forward there."""
         found, span = [], self._plan.spans(Kind.F, stage)[0]
         for (at, batch), needs in self._entrances.items():
@@ -259,7 +259,7 @@ class ReadyOrder:
                 missing = () if self._deliveries is None else self._deliveries.missing_transfers(batch, stage)
                 unmet = {n.batch for n in needs if isinstance(n, Instruction) and self._ledger.is_pending(n)}
                 unmet |= {-1 if t.after is None else t.after.batch for t in missing}
-                found.append(Waiting(batch, frozenset(unmet)))
+                found.append(WaitingSubnet(batch, frozenset(unmet)))
         return found
 
     def _take_deliveries(self) -> None:

@@ -15,7 +15,7 @@ from lightning_pipes.sim.predictor import (
     StepAheadPredictor,
     Task,
     TaskPredictor,
-    Waiting,
+    WaitingSubnet,
 )
 from lightning_pipes.sim.simulator import simulate
 
@@ -23,7 +23,7 @@ PREDICTORS = ("in_turn", "algorithm_3", "simulated")
 """By what the rank itself has begun and has ready; Algorithm 3 of NASPipe; the policy's order under estimated times."""
 CONTEXTS = 8
 """How many batches ahead a simulated order is followed; what has no room is not brought."""
-Queue = Callable[[int], Sequence[Waiting]]
+Queue = Callable[[int], Sequence[WaitingSubnet]]
 """Returns the batches that wait for their forward on a stage, the first one first."""
 
 

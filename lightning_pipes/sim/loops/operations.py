@@ -110,7 +110,7 @@ class Prices:
 
 
 @dataclass(frozen=True)
-class Timed:
+class OperationLog:
     """When operations ran: lists or arrays of nanoseconds.
 
     Attributes:
@@ -133,7 +133,7 @@ class Timed:
         return starts, ends, turn
 
 
-class Numbering:
+class OperationNumbers:
     """Gives operations their group and link while they are collected."""
 
     def __init__(self, plan: Plan) -> None:

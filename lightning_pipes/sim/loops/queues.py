@@ -22,7 +22,14 @@ from lightning_pipes.ir import (
 from lightning_pipes.sim.loops import kernel
 from lightning_pipes.sim.loops.jit import rebind_globals
 from lightning_pipes.sim.loops.kernel import FORWARDS, KERNEL, OTHERS, PLENTY, WEIGHTS
-from lightning_pipes.sim.loops.operations import Bytes, Numbering, Operations, Prices, Timed, flatten_lists
+from lightning_pipes.sim.loops.operations import (
+    Bytes,
+    OperationLog,
+    OperationNumbers,
+    Operations,
+    Prices,
+    flatten_lists,
+)
 from lightning_pipes.sim.loops.tables import Beginning, Graph, Held, Queued, Ran, Status, Table
 
 EARLIEST = Rule(alternate=False)
@@ -86,7 +93,7 @@ class DispatchRun:
         left: how many could not run.
     """
 
-    timed: Timed
+    timed: OperationLog
     ready: Status
     held: Held
     left: int
@@ -118,7 +125,7 @@ def run_queues(
     waiting, low, count = map(by.copy, by.read(queues.initial_table))
     ready = Status(waiting, low, count, may_take)
     ran, turn = Ran(by.fill(n), by.fill(n)), by.fill(n)
-    run = DispatchRun(Timed(*ran, turn), ready, Held(by.copy(memory.held), by.copy(memory.held)), n)
+    run = DispatchRun(OperationLog(*ran, turn), ready, Held(by.copy(memory.held), by.copy(memory.held)), n)
     chosen = by.run.chosen if picker is None else rebind_globals(kernel.chosen, pick=picker(run))
     run.left = chosen(
         by.read(queues.table),
@@ -161,7 +168,7 @@ def open_queues(plan: Plan, batches: int) -> Queues:
     instructions += sends
     number = {i: n for n, i in enumerate(instructions)}
 
-    numbering = Numbering(plan)
+    numbering = OperationNumbers(plan)
     ranks, links, groups = [], [], []
     waiting = []
     after: list[list[int]] = [[] for _ in instructions]

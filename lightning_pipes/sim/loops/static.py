@@ -39,13 +39,20 @@ from lightning_pipes.ir.verify import check_program_matches_plan, describe_absen
 from lightning_pipes.sim.loops import kernel
 from lightning_pipes.sim.loops.jit import rebind_globals
 from lightning_pipes.sim.loops.kernel import KERNEL, LONG_AGO
-from lightning_pipes.sim.loops.operations import Bytes, Numbering, Operations, Prices, Timed, flatten_lists
+from lightning_pipes.sim.loops.operations import (
+    Bytes,
+    OperationLog,
+    OperationNumbers,
+    Operations,
+    Prices,
+    flatten_lists,
+)
 from lightning_pipes.sim.loops.queues import Queues, run_queues
 from lightning_pipes.sim.loops.tables import Array, Graph, Ran, Table, Wires
 
 
 @dataclass(frozen=True)
-class Numbered:
+class NumberedOperations:
     """Computations and sends, each after all that it waits for.
 
     Attributes:
@@ -85,7 +92,7 @@ class _Send(NamedTuple):
     groups: dict[int, int]
 
 
-def number_regular(program: Program, plan: Plan) -> Numbered | None:
+def number_regular(program: Program, plan: Plan) -> NumberedOperations | None:
     """The finite `program`, which has no transfers yet; None where the plan is not regular, or where the program can't
     run: whoever looks at each instruction says why."""
     return _Numbering(plan).run(program) if is_regular(program, plan) else None
@@ -94,11 +101,11 @@ def number_regular(program: Program, plan: Plan) -> Numbered | None:
 class _Numbering:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._found = Numbered()
+        self._found = NumberedOperations()
         self._places: dict[tuple[Kind, int, int, int], list[int]] = {}  # of messages
         self._links: dict[tuple[int, int], int] = {}
 
-    def run(self, program: Program) -> Numbered | None:
+    def run(self, program: Program) -> NumberedOperations | None:
         found = self._found
         instructions, ranks, links, groups = found.instructions, found.ranks, found.links, found.groups
         first, before, like = found.first, found.before, found.like
@@ -160,7 +167,7 @@ class _Numbering:
 
 
 @dataclass(frozen=True, eq=False)
-class Compiled(Operations):
+class CompiledProgram(Operations):
     """A lowered program: operations in an order in which each comes after all that it waits for. `table` has what they
     wait for besides their rank and link."""
 
@@ -209,7 +216,7 @@ class Compiled(Operations):
 
 
 @remember_results(8)
-def compile_program(program: Program, plan: Plan) -> Compiled:
+def compile_program(program: Program, plan: Plan) -> CompiledProgram:
     """Return the finite `program` with its transfers, ready to be timed.
 
     Raises:
@@ -219,7 +226,7 @@ def compile_program(program: Program, plan: Plan) -> Compiled:
     quick = number_regular(program, plan)
     if quick is not None:
         table = Table(Graph(quick.ranks, quick.links, quick.groups, quick.first, quick.before))
-        return Compiled(plan, tuple(quick.instructions), tuple(quick.like), tuple(quick.pairs), table)
+        return CompiledProgram(plan, tuple(quick.instructions), tuple(quick.like), tuple(quick.pairs), table)
     check_program_matches_plan(program, plan)
     lowered = lower(program, plan)
     number: dict[Instruction, int] = {}  # position in `kept`; of a receive, that of its send
@@ -228,7 +235,7 @@ def compile_program(program: Program, plan: Plan) -> Compiled:
     links: list[int] = []
     groups: list[int] = []
     before: list[list[int]] = []
-    numbering = Numbering(plan)
+    numbering = OperationNumbers(plan)
     arrived: list[list[int]] = [[] for _ in range(plan.n_ranks)]  # awaited by receives since the rank's last step
     at = [0] * plan.n_ranks
     sleepers: dict[Instruction, list[int]] = {}  # ranks that wait for an instruction
@@ -268,10 +275,10 @@ def compile_program(program: Program, plan: Plan) -> Compiled:
     if stuck:
         raise deadlock_error(number, stuck, plan, describe_absent_needs(lowered, plan, stuck.values()))
     table = Table(Graph(ranks, links, groups, *flatten_lists(before)))
-    return Compiled(plan, tuple(kept), tuple(numbering.like), numbering.link_pairs, table)
+    return CompiledProgram(plan, tuple(kept), tuple(numbering.like), numbering.link_pairs, table)
 
 
-def run(order: Compiled, prices: Prices) -> Timed:
+def run(order: CompiledProgram, prices: Prices) -> OperationLog:
     """When every operation of `order` runs."""
     n = len(order.instructions)
     if prices.crowded:
@@ -285,10 +292,10 @@ def run(order: Compiled, prices: Prices) -> Timed:
     ran = Ran(by.fill(n), by.fill(n))
     clock = by.fill(order.plan.n_ranks)
     by.run.fixed(by.read(order.table), by.read(prices.table), clock, order.make_wires(by), ran)
-    return Timed(*ran, range(n))
+    return OperationLog(*ran, range(n))
 
 
-def ends_under(order: Compiled, prices: Prices, busy: Array) -> Array:
+def ends_under(order: CompiledProgram, prices: Prices, busy: Array) -> Array:
     """When `order` ends under many costs: for each a row of `busy`, nanoseconds by group, the rest as in `prices`."""
     n, k = len(order.instructions), len(busy)
     by = KERNEL.select(n * k)

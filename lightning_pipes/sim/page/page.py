@@ -24,7 +24,7 @@ MOST_DRAWN = 10_000
 """Operations of a step that is simulated again and again; more take seconds."""
 
 
-class Simulated(Protocol):
+class SimulatedOption(Protocol):
     """A way to train: what is changed, seconds of a step, bubble (0 to 1), peak bytes if known, the line to paste."""
 
     @property
@@ -39,22 +39,22 @@ class Simulated(Protocol):
     def call(self) -> str: ...
 
 
-class Finding(Protocol):
+class SimulatedAdvice(Protocol):
     """The advice that the page shows about a run: `planning.advice.Advice` is one."""
 
     @property
     def sentence(self) -> str: ...
     @property
-    def proposed(self) -> Simulated | None: ...
+    def proposed(self) -> SimulatedOption | None: ...
     @property
-    def now(self) -> Simulated | None: ...
+    def now(self) -> SimulatedOption | None: ...
     @property
-    def changes(self) -> Sequence[Simulated]: ...
+    def changes(self) -> Sequence[SimulatedOption]: ...
     @property
     def notes(self) -> Sequence[str]: ...
 
 
-def page(record: RunRecord, finding: Finding) -> str:
+def page(record: RunRecord, finding: SimulatedAdvice) -> str:
     """Return the whole page as HTML."""
     here = files(__package__)
     title = "Pipeline run" if record.measured else "Pipeline plan"
@@ -166,7 +166,7 @@ def _described(record: RunRecord) -> str:
 # ---- tables
 
 
-def _sections(record: RunRecord, finding: Finding) -> Iterable[str]:
+def _sections(record: RunRecord, finding: SimulatedAdvice) -> Iterable[str]:
     yield _columns(_ranks(record), _stages(record))
     if record.queues_text:
         yield _section("Inputs that waited", _queues(record))
@@ -294,7 +294,7 @@ def _medians(timeline: Timeline) -> dict[tuple[Kind, int], float]:
     return {key: median(times) for key, times in found.items()}
 
 
-def _changes(finding: Finding) -> str:
+def _changes(finding: SimulatedAdvice) -> str:
     now = finding.now
     assert now is not None
     memory = now.peak_bytes is not None

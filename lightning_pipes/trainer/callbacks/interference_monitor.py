@@ -91,7 +91,7 @@ class InterferenceMonitor(PipelineCallback):
         self._own: RankState | None = None
         self._said = self._until = 0
         self._batches = 0
-        strategy.running.statistics.monitor = monitor
+        strategy.current_run.statistics.monitor = monitor
         monitor.start()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -102,7 +102,7 @@ class InterferenceMonitor(PipelineCallback):
         now = time.monotonic_ns()
         if due or now - self._said >= SAID_EVERY * 1e9:
             self._said = now
-            self._say(self.pipeline(trainer).running, self._monitor)
+            self._say(self.pipeline(trainer).current_run, self._monitor)
         if due and trainer.loggers and trainer.is_global_zero:
             self._log(trainer)
 

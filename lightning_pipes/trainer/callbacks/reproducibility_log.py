@@ -44,13 +44,13 @@ class ReproducibilityLog(PipelineCallback, StageListener):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = self.pipeline(trainer)
-        if not strategy.running.is_asynchronous:
+        if not strategy.current_run.is_asynchronous:
             raise PipelineError(
                 "ReproducibilityLog follows batches that overlap, and schedule "
                 f"{strategy.schedule.name!r} flushes after each. Take a schedule that does not flush, or leave the "
                 "callback out"
             )
-        run = self._run = strategy.running
+        run = self._run = strategy.current_run
         folder = Path(self.directory or trainer.default_root_dir) / FOLDER
         fit = strategy.broadcast(len({path.name.partition("-")[0] for path in folder.glob("*-rank*.jsonl")}))
         folder.mkdir(parents=True, exist_ok=True)

@@ -27,13 +27,13 @@ from lightning_pipes.ir import (
 )
 from lightning_pipes.planning.candidates import Candidate, TuningPlanner, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample, parts_of
-from lightning_pipes.planning.tuning import HYSTERESIS, Chooser, TuningDecision
+from lightning_pipes.planning.tuning import HYSTERESIS, CandidateRanker, TuningDecision
 from lightning_pipes.sim import load_kernel
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.adopting import adopt_candidate
 from lightning_pipes.trainer.loop.host import PipelineCallback, PipelineHost
 from lightning_pipes.trainer.loop.step_statistics import sample_of
-from lightning_pipes.trainer.plan.deciding import device_memory
+from lightning_pipes.trainer.plan.decider import device_memory
 from lightning_pipes.trainer.reports.report import Window
 from lightning_pipes.trainer.reports.stage_bytes import StageBytes, with_bytes
 
@@ -77,7 +77,7 @@ class _Order(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuningRecord:
     """One decision, as rank 0 keeps it.
 
     Attributes:
@@ -156,8 +156,8 @@ class ScheduleTuner(PipelineCallback):
             check_count("ScheduleTuner: sizes of micro-batches", size)
         self.window = check_count("ScheduleTuner: window", window)
         self.probe = check_type("ScheduleTuner: probe", probe, bool)
-        self.decisions: list[Tuned] = []
-        self._chooser = Chooser(hysteresis)
+        self.decisions: list[TuningRecord] = []
+        self._chooser = CandidateRanker(hysteresis)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = self.pipeline(trainer)
@@ -168,21 +168,21 @@ class ScheduleTuner(PipelineCallback):
         self._batches, self._read = 0, 0
         self._next = FIRST
         self.decisions.clear()
-        strategy.running.engine.set_clocks()
+        strategy.current_run.engine.set_clocks()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         self._batches += 1
         strategy = self.pipeline(trainer)
         if self._batches == 1 and strategy.global_rank == strategy.control.ranks[0]:
-            self._prepare(strategy.running.windows[-1].plan)
+            self._prepare(strategy.current_run.windows[-1].plan)
         if self._batches < self._next:
             return
         order = self._decide(strategy)
         self._next = self._batches + order.wait
         if order.set_clocks:
-            strategy.running.engine.set_clocks()
+            strategy.current_run.engine.set_clocks()
         if order.change is not None:
-            adopt_candidate(strategy.running, order.change)
+            adopt_candidate(strategy.current_run, order.change)
             strategy.schedule = order.change.schedule
         for logger in trainer.loggers:  # silent everywhere but on rank 0
             logger.log_metrics(order.metrics, trainer.global_step)
@@ -198,7 +198,7 @@ class ScheduleTuner(PipelineCallback):
     def _decide(self, strategy: PipelineHost) -> _Order:
         """Return the order of rank 0, by what all ranks have measured. Collective."""
         began = time.perf_counter()
-        run, control = strategy.running, strategy.control
+        run, control = strategy.current_run, strategy.control
         windows = list(run.windows)
         fresh = min(len(windows) - 1, self._batches - self._read, self.window)
         self._read = self._batches
@@ -237,7 +237,7 @@ class ScheduleTuner(PipelineCallback):
         decision = self._chooser.decide(candidates, current, self._averages, base)
         self._running = decision.chosen.candidate
         took = [max(s.took for s in samples) for samples in zip(*(r.steps for r in reports), strict=True)]
-        tuned = Tuned(
+        tuned = TuningRecord(
             self._batches, decision, sum(took) / len(took) / 1e9 if took else 0.0, time.perf_counter() - began
         )
         self.decisions.append(tuned)
@@ -256,7 +256,7 @@ class ScheduleTuner(PipelineCallback):
         ]
         return [min(found) for found in known] if all(known) else None
 
-    def _wait(self, step: float, tuned: Tuned) -> int:
+    def _wait(self, step: float, tuned: TuningRecord) -> int:
         """Batches until the next decision."""
         if isinstance(self.interval, timedelta):
             batches = round(self.interval.total_seconds() / step) if step else 1
@@ -285,7 +285,7 @@ def _gap(windows: Sequence[Window]) -> float:
     return (begins[-1] - begins[0]) / 1e9 / (len(begins) - 1) if len(begins) > 1 else 0.0
 
 
-def _metrics(tuned: Tuned) -> dict[str, float]:
+def _metrics(tuned: TuningRecord) -> dict[str, float]:
     decision = tuned.decision
     return {
         "tuner/predicted_ms": 1e3 * decision.chosen.seconds,

@@ -48,7 +48,7 @@ class Sum(NamedTuple):
                 raise damage_error(path, "its checksum is not the one that was written")
 
 
-class Summing:
+class ChecksumWriter:
     """A file written from start to end, with a running checksum."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -66,7 +66,7 @@ class Summing:
         return getattr(self._file, name)
 
 
-class SealedZip(Summing):
+class SealedZip(ChecksumWriter):
     """A zip file in the making that gets a seal as its comment; torch.save writes to it, then `seal` is called."""
 
     _last = b""
@@ -93,7 +93,7 @@ class SealedZip(Summing):
         super().write(_SEAL % self.sum.crc32)
 
 
-def seal(file: Summing) -> None:
+def seal(file: ChecksumWriter) -> None:
     """End a file of a form that says itself where it ends, such as a pickle."""
     file.write(_SEAL % file.sum.crc32)
 

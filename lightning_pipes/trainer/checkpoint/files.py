@@ -241,7 +241,7 @@ def load_mapped(reader: CheckpointIO, path: str | Path, weights_only: bool | Non
     return {k: v if k in ("state_dict", "optimizer_states") else copy.deepcopy(v) for k, v in whole.items()}
 
 
-class Writing:
+class CheckpointWriter:
     """How the checkpoints of a strategy are written.
 
     Attributes:

@@ -31,10 +31,10 @@ from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import PipelineError, check_type, short_repr
 from lightning_pipes.trainer.checkpoint.checksums import (
     INDEX,
+    ChecksumWriter,
     Index,
     Place,
     Sum,
-    Summing,
     damage_error,
     is_sharded,
     seal,
@@ -189,7 +189,7 @@ class _Files(FileSystem):
         """Open a new file for the writer, which only writes."""
         name = Path(path).name
         with open(path, mode.replace("w", "x")) as file:
-            made = Summing(file)
+            made = ChecksumWriter(file)
             yield made
             if name.startswith(INDEX):
                 seal(made)

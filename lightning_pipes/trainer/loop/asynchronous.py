@@ -31,7 +31,7 @@ from lightning_pipes.engine.residency.upcoming import PREDICTORS, PredictorChoic
 from lightning_pipes.ir import LayerUse, PipelineError, Plan, Policy, Schedule
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.layer_copies import Cuts, LayerCopies, LayerCosts
-from lightning_pipes.trainer.loop.run import PipelineRun, Training
+from lightning_pipes.trainer.loop.run import PipelineRun, TrainingLoop
 from lightning_pipes.trainer.loop.step_statistics import StreamStatistics, WindowRecorder
 from lightning_pipes.trainer.loop.stopping import LateAgreement, StopAgreement
 from lightning_pipes.trainer.loop.watcher import StreamedStep
@@ -53,7 +53,7 @@ from lightning_pipes.trainer.step.uses import (
 )
 
 
-class AsynchronousTraining(Training):
+class AsynchronousLoop(TrainingLoop):
     """Trains by a schedule that does not flush.
 
     Args:

@@ -45,7 +45,7 @@ class Evaluation:
         run, data = self._run, self._begin(step, context, batch, arguments)
         watchers = run.watchers.of_evaluation
         watchers.before_batch(data)
-        item = Item(self._number(), data.rows, data, training=False, use=run.training.layer_use(batch))
+        item = Item(self._number(), data.rows, data, training=False, use=run.training_loop.layer_use(batch))
         run.steps.begin_batch(training=False)
         with watchers.around_batch(data), run.part.gathered.evaluation():
             message = self._forward(step, item, batch, arguments)

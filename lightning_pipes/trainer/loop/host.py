@@ -39,7 +39,7 @@ class PipelineHost(ParallelStrategy):
 
     @property
     @abstractmethod
-    def running(self) -> PipelineRun:
+    def current_run(self) -> PipelineRun:
         """The run under way."""
 
     @property

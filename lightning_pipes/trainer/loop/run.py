@@ -43,7 +43,7 @@ from lightning_pipes.trainer.step.steps import StepResult, Steps
 _log = logging.getLogger(__name__)
 
 
-class Training(ABC):
+class TrainingLoop(ABC):
     """How a run trains: the part in which schedules that flush and those that do not differ. All of it is collective.
 
     Attributes:
@@ -131,7 +131,7 @@ class PipelineRun:
         transport: how messages travel, as `make_transport` names it.
         check_loss: find out in the first batches how losses of micro-batches are weighed.
         left_out: candidates for these weights that are ruled out already; None if none were compared.
-        training: factory of the training loop, called last.
+        make_training: factory of the training loop, called last.
         relocation: how layers move while training goes on.
 
     Attributes:
@@ -140,7 +140,7 @@ class PipelineRun:
         listeners: called at each stage's steps; see `StageListener`.
         statistics: what planners get to see of the last batches.
         relocation: the moves of layers.
-        training: trains the batches.
+        training_loop: trains the batches.
         decision: the one that first steps have called for; None while they agree with that of the run.
         watchers: checks, statistics and safety nets beside the step; whoever makes the run gives them.
         loss_weights: weighs the losses of micro-batches, on the rank of the last stage.
@@ -161,7 +161,7 @@ class PipelineRun:
         seed: int,
         transport: str,
         check_loss: bool,
-        training: Callable[[PipelineRun], Training],
+        make_training: Callable[[PipelineRun], TrainingLoop],
         relocation: str = BLOCKING,
         left_out: Collection[str] | None = None,
     ) -> None:
@@ -220,8 +220,8 @@ class PipelineRun:
         self.relocation = LayerRelocation(trainer, part, ranks.control, relocation, plans)
         self.watchers = Watchers()
         self.decision: Decision | None = None
-        self.training = training(self)
-        self.relocation.streams = self.training.streams
+        self.training_loop = make_training(self)
+        self.relocation.streams = self.training_loop.streams
         fault_point("transport.made")
 
     @contextmanager
@@ -248,7 +248,7 @@ class PipelineRun:
     def end_window(self) -> None:
         """Finish the batches under way. Collective."""
         with self.cut.scope.suspend_hooks():  # a hook may save a checkpoint
-            self.training.drain()
+            self.training_loop.drain()
 
     def drain(self) -> None:
         """Finish the batches under way, and bring weights up to date. Collective."""
@@ -268,14 +268,14 @@ class PipelineRun:
             return
         self.end_window()
         moving.stop_sending()
-        with self.training.own_gradients():  # those that are accumulated move with their layers
+        with self.training_loop.own_gradients():  # those that are accumulated move with their layers
             plans = moving.finish_move()
             self.switch_plan(*plans.for_rows(self.engine.plan.jobs[0].rows))
         moving.end(self.trainer.fit_loop.total_batch_idx + 1 if number is None else number)
 
     def make_agreement(self, stops: StopAgreement) -> Callable[[], None]:
         """Return a function by which ranks agree on stopping; layers that travel arrive before the end."""
-        agree = self.training.make_agreement(stops)
+        agree = self.training_loop.make_agreement(stops)
 
         def then_finish() -> None:
             agree()
@@ -287,7 +287,7 @@ class PipelineRun:
     @property
     def is_asynchronous(self) -> bool:
         """Whether batches overlap, so that stages step at different times."""
-        return self.training.streams
+        return self.training_loop.streams
 
     def list_parameters(self) -> dict[int, tuple[str, torch.Tensor]]:
         """Return the parameters that a hook may give an optimizer, as `CutModule.list_parameters`; none where batches
@@ -405,7 +405,7 @@ class PipelineRun:
         return "" if self.loss_weights is None else self.loss_weights.name
 
     def _batch_complete(self, number: int, item: Item) -> None:
-        self.training.batch_complete(self.stages[number], item)
+        self.training_loop.batch_complete(self.stages[number], item)
 
     def stage_bytes(self, optimizers: Sequence[Optimizer]) -> dict[int, StageBytes]:
         """Return the bytes that the stages of this rank hold, once one batch was trained."""
@@ -414,7 +414,7 @@ class PipelineRun:
 
     def settle_layers(self) -> None:
         """Give layers that took turns on the device tensors of their own again, after training."""
-        self.training.close()
+        self.training_loop.close()
 
     def close(self) -> None:
         """End the connections to the neighbours."""

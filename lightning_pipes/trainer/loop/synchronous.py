@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.loop.run import PipelineRun, Training
+from lightning_pipes.trainer.loop.run import PipelineRun, TrainingLoop
 from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.loop.watcher import TrainingStep
 from lightning_pipes.trainer.module.batches import rows_of
@@ -79,7 +79,7 @@ class FreshGradients:
         self._fresh = None
 
 
-class SynchronousTraining(Training):
+class SynchronousLoop(TrainingLoop):
     """Trains by a schedule that flushes."""
 
     def __init__(self, run: PipelineRun) -> None:

@@ -1,7 +1,7 @@
 """A loop of the user's code over the layers, `for layer in self.layers: h = layer(h, mask)`, taken as one call.
 
-While a step runs, the layers are stand-ins. Calls of all but the last are written down and return a `Pending`; the call
-of the last one is the call of the pipeline, and returns what the last layer does.
+While a step runs, the layers are stand-ins. Calls of all but the last are written down and return a `PendingResult`.
+The call of the last one is the call of the pipeline, and returns what the last layer does.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import nn
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.tape import (
     PLAIN,
-    Given,
     Key,
     LayerCall,
+    OuterValue,
     Output,
     Path,
     Tape,
@@ -36,18 +36,18 @@ class NotHereError(PipelineError, AttributeError):
     """Raised when the user's code reads the output of a layer on another rank; `hasattr` takes it for a no."""
 
 
-class Pending:
+class PendingResult:
     """A result that a layer will return: it and its entries can be handed to later layers, and nothing else."""
 
-    def __init__(self, recording: Recording, layer: int, path: Path = ()) -> None:
+    def __init__(self, recording: LoopRecording, layer: int, path: Path = ()) -> None:
         self.__dict__.update(_recording=recording, _layer=layer, _path=path)
 
-    def __getitem__(self, step: int | str) -> Pending:
+    def __getitem__(self, step: int | str) -> PendingResult:
         if not isinstance(step, (int, str)):
             raise self._not_here(f"[{step!r}]")
-        return Pending(self._recording, self._layer, (*self._path, step))
+        return PendingResult(self._recording, self._layer, (*self._path, step))
 
-    def __iter__(self) -> Iterator[Pending]:
+    def __iter__(self) -> Iterator[PendingResult]:
         caller = sys._getframe(1)
         entries = _unpacked(caller.f_code, caller.f_lasti)
         if entries is None:
@@ -72,7 +72,7 @@ class Pending:
 
 
 def _operator(name: str) -> Callable[..., Any]:
-    def refuse(self: Pending, *args: Any) -> Any:
+    def refuse(self: PendingResult, *args: Any) -> Any:
         raise self._not_here(name.strip("_"))
 
     return refuse
@@ -80,13 +80,13 @@ def _operator(name: str) -> Callable[..., Any]:
 
 for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
     for _form in (f"__{_name}__", f"__r{_name}__", f"__i{_name}__"):
-        setattr(Pending, _form, _operator(_form))
+        setattr(PendingResult, _form, _operator(_form))
 for _name in ("neg", "abs", "invert", "bool", "len", "float", "int", "lt", "le", "gt", "ge", "setitem", "contains"):
-    setattr(Pending, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(PendingResult, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-def _pending(tree: Any) -> Iterator[Pending]:
-    if type(tree) is Pending:
+def _pending(tree: Any) -> Iterator[PendingResult]:
+    if type(tree) is PendingResult:
         yield tree
     elif isinstance(tree, (list, tuple)):
         for entry in tree:
@@ -104,7 +104,7 @@ def _unpacked(code: CodeType, at: int) -> int | None:
     return None
 
 
-class Recording:
+class LoopRecording:
     """One run of the loop, as far as it has come.
 
     Args:
@@ -132,7 +132,7 @@ class Recording:
 
     def _lowered(self, thing: Any, where: str) -> Any:
         number = len(self.calls)
-        if type(thing) is Pending:
+        if type(thing) is PendingResult:
             if thing._recording is not self:
                 raise thing._not_here("another loop")
             self._last_use[thing._layer, thing._path] = number
@@ -150,7 +150,7 @@ class Recording:
             self.values[given] = dict(thing) if shared else thing
             self._last_use[given] = number
             self._alive.append(thing)
-            return Given(given)
+            return OuterValue(given)
         if isinstance(thing, PLAIN):
             return thing
         lowered = map_container(thing, lambda entry: self._lowered(entry, where))
@@ -176,7 +176,7 @@ class LayerLoop:
         self._running = running
         self._reach = reach
         self._stand_ins = [StandIn(self, number, layer) for number, layer in enumerate(layers)]
-        self._recording = Recording(name)
+        self._recording = LoopRecording(name)
 
     @property
     def stand_ins(self) -> list[Any] | None:
@@ -197,7 +197,7 @@ class LayerLoop:
                 "ended; instead of torch.utils.checkpoint set PipelineStrategy(recompute=True)"
             )
         if number == 0:
-            self._recording = Recording(self._name)
+            self._recording = LoopRecording(self._name)
         done = len(self._recording.calls)
         if number != done:
             raise PipelineError(
@@ -207,14 +207,14 @@ class LayerLoop:
             )
         self._recording.add(args, kwargs)
         if number + 1 < len(self._stand_ins):
-            return Pending(self._recording, number)
+            return PendingResult(self._recording, number)
         wanted = needed_layer_outputs()
         if wanted:
             raise PipelineError(
                 f"the model is asked for the {' and '.join(wanted)} of all layers of {self._name}, which are on "
                 f"several ranks; set {' and '.join(f'output_{w}=False' for w in wanted)}"
             )
-        recording, self._recording = self._recording, Recording(self._name)
+        recording, self._recording = self._recording, LoopRecording(self._name)
         return self._reach(recording.tape())
 
 

@@ -31,7 +31,7 @@ PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.Size, s
 
 
 @dataclass(frozen=True)
-class Given:
+class OuterValue:
     """Stands for a value that comes from outside of the loop."""
 
     number: int
@@ -88,8 +88,8 @@ class Tape:
         call = self._calls[number]
         held = {key: dict(value) if type(value) is dict else value for key, value in held.items()}  # it may be filled
 
-        def value(slot: Given | Output) -> Any:
-            return held[slot.number if isinstance(slot, Given) else (number - slot.back, slot.path)]
+        def value(slot: OuterValue | Output) -> Any:
+            return held[slot.number if isinstance(slot, OuterValue) else (number - slot.back, slot.path)]
 
         args, kwargs = fill_tree(call.args, value), fill_tree(call.kwargs, value)
         out = layer(*args, **kwargs)
@@ -136,9 +136,9 @@ class TapedLayer(nn.Module):
     __call__ = forward  # hooks are on the layer
 
 
-def fill_tree(tree: Any, value: Callable[[Given | Output], Any]) -> Any:
+def fill_tree(tree: Any, value: Callable[[OuterValue | Output], Any]) -> Any:
     """Return the tree with values where Given and Output stand for them."""
-    if isinstance(tree, (Given, Output)):
+    if isinstance(tree, (OuterValue, Output)):
         return value(tree)
     return map_container(tree, lambda entry: fill_tree(entry, value))
 

@@ -24,10 +24,10 @@ from lightning_pipes.trainer.module.batches import copy_batch, rows_of
 from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.module.pipelined import find_pipelined, list_containers, work_size
 from lightning_pipes.trainer.module.unchanged import keep_unchanged
-from lightning_pipes.trainer.plan.measuring import (
-    Measuring,
+from lightning_pipes.trainer.plan.layer_profiler import (
+    CollectiveCall,
+    LayerProfiler,
     NotMeasuredError,
-    Together,
     UnsuitableContainerError,
     without_loggers,
 )
@@ -69,7 +69,7 @@ def find_reason_for_units(
     if control.any(has_meta(module))[0] or private.has_delayed_training_data(trainer):
         return ""
     data = private.training_data(trainer)  # on all ranks: it may draw random numbers
-    together, loaded = Together(control), []
+    collective, loaded = CollectiveCall(control), []
 
     def load() -> None:
         try:
@@ -80,12 +80,12 @@ def find_reason_for_units(
         loaded.append((batch, (rows_of(batch),)))
 
     try:
-        together(load)
-        with Measuring(trainer, path, *loaded[0], device, together) as measuring:
-            measuring.check_step()
+        collective(load)
+        with LayerProfiler(trainer, path, *loaded[0], device, collective) as profiler:
+            profiler.check_step()
             whole = work_size(module)
             if whole and work_size(module.get_submodule(path)) / whole < MOST_OF_PARAMETERS:
-                inside, around, largest = measuring.count_operations()
+                inside, around, largest = profiler.count_operations()
                 if around - largest > inside:  # one large part, such as a head, is on one rank either way
                     return f"only {inside / (inside + around):.0%} of the operations of a step are in these"
     except UnsuitableContainerError as why:
@@ -108,7 +108,7 @@ def _timed(
         return None if control.position == 0 else _run(trainer, module, data, device)
 
     try:
-        found = [each for each in Together(control)(run) if each is not None]
+        found = [each for each in CollectiveCall(control)(run) if each is not None]
     except NotMeasuredError:
         return None
     paths = set.intersection(*map(set, found))

@@ -22,7 +22,7 @@ from lightning_pipes.ir import B, F, Kind, Plan, Policy, Program, Span, graph_sp
 from lightning_pipes.planning.fit import evaluate_plan
 from lightning_pipes.sim import simulate
 from lightning_pipes.trainer.plan.decision import Decision
-from lightning_pipes.trainer.plan.measuring import Measuring
+from lightning_pipes.trainer.plan.layer_profiler import LayerProfiler
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.reports.timing import Share
@@ -95,12 +95,12 @@ class Trials:
     Collective: all ranks make one, and the same calls of it.
 
     Args:
-        measuring: what the layers get, and where.
+        profiler: what the layers get, and where.
         transport: how messages will travel.
     """
 
-    def __init__(self, measuring: Measuring, ranks: Ranks, transport: str) -> None:
-        self._measuring = measuring
+    def __init__(self, profiler: LayerProfiler, ranks: Ranks, transport: str) -> None:
+        self._profiler = profiler
         self._grid = ranks.grid
         self._control = ranks.control
         self._device = ranks.device
@@ -119,11 +119,11 @@ class Trials:
         plan, order = plans.for_rows(pieces * rows)
         sizes = {part.rows for span in plan.spans(Kind.F, 0) for part in (span, *graph_spans(F(0, span), plan))}
         sizes |= {part.rows for span in plan.spans(Kind.B, 0) for part in graph_spans(B(0, span), plan)}
-        entering = {n: self._measuring.entering(n) for n in sorted(sizes)}
+        entering = {n: self._profiler.entering(n) for n in sorted(sizes)}
         holdings = Holdings(self._grid, made.ranks, made.layers)
         mine = {stage: list(range(*plan.layers[stage])) for stage in plan.stages[holdings.rank]}
         numbers = [n for layers in mine.values() for n in layers]
-        with self._measuring.there(numbers) as layers:
+        with self._profiler.there(numbers) as layers:
             by_number = dict(zip(numbers, layers, strict=True))
             stages = [
                 Stage(

@@ -18,7 +18,7 @@ from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.trust import TRUSTED, Seal
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.ranks.mesh import MOST, Mesh, MessageId, Packed, unpack_object
+from lightning_pipes.trainer.ranks.mesh import MOST, Mesh, MessageId, PackedObject, unpack_object
 
 _SLICE = timedelta(milliseconds=200)
 _PROMPT = timedelta(milliseconds=2)
@@ -297,7 +297,7 @@ class Control:
     def _send(self, source: int, group: Any, letter: MessageId, thing: Any) -> Any:
         mesh = self._mesh
         if mesh is not None:
-            packed = Packed(thing, TRUSTED)
+            packed = PackedObject(thing, TRUSTED)
             small = packed.size <= _FIRST
             mesh.send(letter, b"".join(packed.parts) if small else b"")
             self._wait(mesh, lambda: mesh.is_sent)
@@ -380,7 +380,7 @@ class Control:
 
     def _announced(self, thing: Any) -> tuple[torch.Tensor, list[int]]:
         """Return the thing's bytes, padded to the longest of all ranks, and every rank's true length."""
-        packed = Packed(thing, self._seal)
+        packed = PackedObject(thing, self._seal)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
         own = torch.tensor([packed.size], dtype=torch.int64)
         self._finish(dist.all_gather(sizes, own, group=self._group, async_op=True))
@@ -461,7 +461,7 @@ def close_all(controls: Iterable[Control]) -> None:
 
 def _message(thing: Any, seal: Seal | None) -> torch.Tensor:
     """Pack the length and bytes of an object, padded to the size of a first message."""
-    packed = Packed(thing, seal)
+    packed = PackedObject(thing, seal)
     data = torch.zeros(max(_FIRST, _LENGTH + packed.size), dtype=torch.uint8)
     data[:_LENGTH] = torch.tensor([packed.size], dtype=torch.int64).view(torch.uint8)
     packed.write(data[_LENGTH:])

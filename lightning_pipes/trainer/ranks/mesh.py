@@ -181,7 +181,7 @@ class _Peer:
 _NUMBER = struct.Struct("<q")
 
 
-class Packed:
+class PackedObject:
     """An object, ready to be written; its tensors arrive as plain tensors on the CPU.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_pipes.engine.watch.trust import TRUSTED, seal_of
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.mesh import Packed, unpack_object
+from lightning_pipes.trainer.ranks.mesh import PackedObject, unpack_object
 
 _POLL_SECONDS = 0.0005
 
@@ -27,7 +27,7 @@ class Notices:
         """Store a message, in place of an earlier one of the name; a single rank stores nothing."""
         if self._store is None:
             return
-        self._store.set(name, b"".join(Packed(message, self._seal).parts))
+        self._store.set(name, b"".join(PackedObject(message, self._seal).parts))
 
     def remove(self, name: str) -> None:
         """Delete the message if there is one."""

@@ -29,7 +29,7 @@ _MESSAGE = 1 << 20
 """Bytes up to which small tensors travel in one message."""
 
 
-class Side(NamedTuple):
+class RankInventory(NamedTuple):
     """The layers that a rank has and lacks when a run ends.
 
     Attributes:
@@ -92,12 +92,12 @@ def gather_layers(part: LocalLayers, pipeline: Control, gather: str) -> None:
                 cut.full.get_submodule(name).set_extra_state(value)
 
 
-def gather_sides(cut: CutModule, pipeline: Control) -> list[Side]:
+def gather_sides(cut: CutModule, pipeline: Control) -> list[RankInventory]:
     """Return what each rank of a pipeline has and lacks."""
-    return [Side(*side) for side in pipeline.all_gather(tuple(describe_side(cut)))]
+    return [RankInventory(*side) for side in pipeline.all_gather(tuple(describe_side(cut)))]
 
 
-def describe_side(cut: CutModule) -> Side:
+def describe_side(cut: CutModule) -> RankInventory:
     """Return what this rank has and lacks."""
     tensors = [(key, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in cut.tensors(cut.local)]
     extra = {
@@ -110,10 +110,10 @@ def describe_side(cut: CutModule) -> Side:
     with NoSubclassFunctions():  # stand-ins are in their place, whose functions take long
         missing = sum(t.nbytes for _, t in cut.tensors(foreign) if t.is_meta)
     available = int(psutil.virtual_memory().available)
-    return Side(socket.gethostname(), available, missing, cut.stays_spread, tensors, extra)
+    return RankInventory(socket.gethostname(), available, missing, cut.stays_spread, tensors, extra)
 
 
-def choose_receivers(gather: str, sides: Sequence[Side]) -> Sequence[int]:
+def choose_receivers(gather: str, sides: Sequence[RankInventory]) -> Sequence[int]:
     """Return the positions of the ranks that get the whole module.
 
     By default these are all ranks where half of the free memory of each host has room for what its ranks lack, else

@@ -81,7 +81,7 @@ class RunInfo:
     peaks: tuple[int | None, ...] = ()
 
 
-class Saved(NamedTuple):
+class ReportFiles(NamedTuple):
     """The files of a report: a picture, a trace for Perfetto, the page, and what `lightning-pipes report` reads."""
 
     picture: Path
@@ -176,7 +176,7 @@ class PipelineReport:
         with progress_bar("trying changes for the report") as told:
             return advise_run(self.record, told)
 
-    def save(self, directory: str | Path) -> Saved:
+    def save(self, directory: str | Path) -> ReportFiles:
         """Write timeline.png, measured above predicted, timeline.json for Perfetto, the page report.html, and
         run.json, from which `lightning-pipes report` writes the page again; return their paths."""
         from lightning_pipes.sim import save_chrome_trace, save_png
@@ -184,7 +184,7 @@ class PipelineReport:
 
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        saved = Saved(folder / "timeline.png", folder / "timeline.json", folder / "report.html", folder / FILE)
+        saved = ReportFiles(folder / "timeline.png", folder / "timeline.json", folder / "report.html", folder / FILE)
         save_png(self.measured, saved.picture, self.predicted)
         save_chrome_trace(self.measured, saved.trace)
         self.record.save(saved.record)

@@ -27,7 +27,7 @@ from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer.module.hidden_state import OWN, can_change
 from lightning_pipes.trainer.module.remote_tensors import HookScope, RemoteTensor
-from lightning_pipes.trainer.state.merging import Merging, Path, have_equal_values
+from lightning_pipes.trainer.state.merging import Path, ValueMerger, have_equal_values
 from lightning_pipes.trainer.state.module_entries import follow_path, read_entries, tensor_version, write_entries
 from lightning_pipes.trainer.state.module_state import ModuleState
 
@@ -45,34 +45,34 @@ Place = tuple[Any, ...]
 """Of a layer: its number, a module in it, a name. Of an object around the layers: its path, a key."""
 
 
-class Sent(NamedTuple):
+class SentValues(NamedTuple):
     """The message of a stage with values of its layers, or with one tensor twice."""
 
     out: Any
     left: dict[Place, Any]
 
 
-class Grown(NamedTuple):
+class ListGrowth(NamedTuple):
     """The entries appended to a list."""
 
     tail: list[Any]
 
 
-class Tail(NamedTuple):
+class ListTail(NamedTuple):
     """The entries of a list from `start` on."""
 
     start: int
     entries: list[Any]
 
 
-class Content(NamedTuple):
+class ObjectContent(NamedTuple):
     """The entries of an object that a layer changes in place."""
 
     entries: Any
 
 
 @dataclass(frozen=True)
-class Unsent:
+class UnsentTensor:
     """Stands for a tensor that is too large to be sent to ranks which may never look at it."""
 
     shape: tuple[int, ...]
@@ -80,13 +80,13 @@ class Unsent:
 
 
 @dataclass(frozen=True)
-class Same:
+class RepeatedTensor:
     """Stands for the tensor number `leaf` of a tree, which has it in several places."""
 
     leaf: int
 
 
-class Sharing(NamedTuple):
+class SharedStorage(NamedTuple):
     """A tensor that shares memory with another one of the tree."""
 
     tensor: Any
@@ -129,10 +129,10 @@ class LeftValues:
         self._noted: dict[Place, dict[Span, Any]] = {}
         self._whole: dict[Place, Any] = {}
         self._set_later: set[Place] = set()
-        self._unsent: dict[Place, Unsent] = {}
+        self._unsent: dict[Place, UnsentTensor] = {}
         self._changes: dict[Place, tuple[bool, Any]] = {}
         self._container = container
-        self._merging = Merging(type(module).__name__)
+        self._merging = ValueMerger(type(module).__name__)
         self._trains = True
         self._overlapping = ""
 
@@ -188,7 +188,7 @@ class LeftValues:
     def add_whole_values(self, values: Mapping[Place, Any]) -> None:
         """Add the values of layers on other ranks, but for large tensors."""
         for place, (before, whole) in values.items():
-            if not any(isinstance(leaf, Unsent) for leaf in pytree.tree_leaves((before, whole))):
+            if not any(isinstance(leaf, UnsentTensor) for leaf in pytree.tree_leaves((before, whole))):
                 self._whole.setdefault(place, whole)
                 if isinstance(self._before.get(place), RemoteTensor):
                     self._before[place] = before
@@ -202,7 +202,7 @@ class LeftValues:
             before = None if before is _ABSENT or isinstance(before, RemoteTensor) else before
             whole = self._whole.get(place)
             merged = self._merging.merge(self._path(place), before, values, [span.rows for span in spans], whole)
-            content = Content(merged) if isinstance(noted[spans[0]], Content) else merged
+            content = ObjectContent(merged) if isinstance(noted[spans[0]], ObjectContent) else merged
             self._set(place, content)
             self._changes[place] = place in self._set_later, _tail(before, content)
         if self._trains:  # what is evaluated before is compared in the first batch that is trained
@@ -218,8 +218,8 @@ class LeftValues:
         local = self._local() if changes else ()
         for place, (set_later, value) in changes.items():
             if place[0] not in local:
-                value = pytree.tree_map_only(Unsent, partial(self._stand_in, place), value)
-            elif not (set_later or isinstance(value, Tail)):
+                value = pytree.tree_map_only(UnsentTensor, partial(self._stand_in, place), value)
+            elif not (set_later or isinstance(value, ListTail)):
                 continue
             self._set(place, move_data_to_device(value, device))
 
@@ -276,7 +276,7 @@ class LeftValues:
             value = self._value(place)
             entries = watch.lists.get(place) if value is before and place not in self._in_place else None
             if entries is not None and len(value) >= len(entries) and all(map(is_, value, entries)):
-                found[place] = Grown(list(value[len(entries) :]))
+                found[place] = ListGrowth(list(value[len(entries) :]))
             else:
                 content = self._content(place)
                 content = None if content is _ABSENT else content
@@ -294,7 +294,7 @@ class LeftValues:
     def forget_lists(self, left: Mapping[Place, Any]) -> None:
         """Remove the new entries of lists once they are sent: the last stage has them."""
         for place, value in left.items():
-            if isinstance(value, Grown) and isinstance(place[0], int) and value.tail:
+            if isinstance(value, ListGrowth) and isinstance(place[0], int) and value.tail:
                 del self._value(place)[-len(value.tail) :]
 
     def put_values(self, left: Mapping[Place, Any]) -> None:
@@ -305,7 +305,7 @@ class LeftValues:
                 self._put_into_layer(place, value)
                 continue
             owner: Any = follow_path(self._module, where[0])
-            if isinstance(value, Grown):
+            if isinstance(value, ListGrowth):
                 owner.extend(value.tail)
             elif isinstance(owner, nn.Module):
                 (owner._buffers if key in owner._buffers else owner.__dict__)[key] = value
@@ -316,18 +316,18 @@ class LeftValues:
 
     def _put_into_layer(self, place: Place, value: Any) -> None:
         own = self._value(place, _ABSENT)
-        if isinstance(value, Grown) and self._active:
+        if isinstance(value, ListGrowth) and self._active:
             own[:] = [*self._before.setdefault(place, list(own)), *value.tail]
-        elif isinstance(value, Grown):
+        elif isinstance(value, ListGrowth):
             own.extend(value.tail)
-        elif isinstance(value, Unsent):
+        elif isinstance(value, UnsentTensor):
             self._unsent[place] = value
             if place[0] not in self._local():
                 self._assign(place, self._stand_in(place, value))
         else:
             kept = own
-            if isinstance(value, Content):
-                kept = Content(_read_entries(own))
+            if isinstance(value, ObjectContent):
+                kept = ObjectContent(_read_entries(own))
                 self._in_place.add(place)
             if self._active:
                 self._before.setdefault(place, kept)
@@ -382,10 +382,10 @@ class LeftValues:
         """Merge one value by what `end_batch` has found out about it."""
         merge = self._merging.merge_unchecked if self._trains else partial(self._merging.merge, whole=None)
         path, kinds = self._path(place), {type(value) for value in values}
-        if kinds == {Grown}:
-            return Grown(merge(path, None, [value.tail for value in values], rows))
+        if kinds == {ListGrowth}:
+            return ListGrowth(merge(path, None, [value.tail for value in values], rows))
         merged = merge(path, self._content_before(place), [*map(_entries_of, values)], rows)
-        return Content(merged) if kinds == {Content} else merged
+        return ObjectContent(merged) if kinds == {ObjectContent} else merged
 
     def _path(self, place: Place) -> Path:
         parts = (self._container, *place) if isinstance(place[0], int) else place
@@ -406,7 +406,7 @@ class LeftValues:
             return _copy_entries(value) if place in self._in_place else list(value)
         if place not in self._in_place:
             return value
-        return value.detach().clone() if isinstance(value, torch.Tensor) else Content(_read_entries(value))
+        return value.detach().clone() if isinstance(value, torch.Tensor) else ObjectContent(_read_entries(value))
 
     def _set(self, place: Place, content: Any) -> None:
         """Give a place this content; an object that is changed in place stays the same."""
@@ -424,9 +424,9 @@ class LeftValues:
         part = self._full[number].get_submodule(name)
         if content is _ABSENT:
             vars(part).pop(key, None)
-        elif isinstance(content, Tail):
+        elif isinstance(content, ListTail):
             self._value(place)[content.start :] = content.entries
-        elif isinstance(content, Content):
+        elif isinstance(content, ObjectContent):
             write_entries(self._value(place), _copy_entries(content.entries))
         else:
             (part._buffers if key in part._buffers else part.__dict__)[key] = content
@@ -434,7 +434,7 @@ class LeftValues:
     def _has(self, place: Place, put: Any, before: int) -> bool:
         """Return whether a place has the value that was put there, unchanged."""
         value = self._value(place)
-        if isinstance(put, Content):
+        if isinstance(put, ObjectContent):
             return _have_equal_entries(_read_entries(value), put.entries)
         return value is put and (not isinstance(put, torch.Tensor) or tensor_version(put) == before)
 
@@ -450,7 +450,7 @@ class LeftValues:
         number, name, key = place
         return key in self._full[number].get_submodule(name)._buffers
 
-    def _stand_in(self, place: Place, unsent: Unsent) -> torch.Tensor:
+    def _stand_in(self, place: Place, unsent: UnsentTensor) -> torch.Tensor:
         number, name, key = place
         like = torch.empty(unsent.shape, dtype=unsent.dtype, device="meta")
         return RemoteTensor.make_like(like, f"{key!r} of layer {number}{name and f', {name}'}", self._scope)
@@ -476,7 +476,7 @@ class _Mark:
             return self._copy
         if isinstance(self._entries, list):
             return self._copy if self._rewritten else self._entries
-        return Content(self._copy)
+        return ObjectContent(self._copy)
 
     def is_changed(self, value: Any) -> bool:
         """Return whether the value is another one than before."""
@@ -557,7 +557,7 @@ def _have_equal_entries(a: Any, b: Any) -> bool:
 
 
 def _entries_of(content: Any) -> Any:
-    return content.entries if isinstance(content, Content) else content
+    return content.entries if isinstance(content, ObjectContent) else content
 
 
 def _tail(before: Any, content: Any) -> Any:
@@ -566,18 +566,18 @@ def _tail(before: Any, content: Any) -> Any:
         return content
     kept = isinstance(before, list) and len(content) >= len(before) and all(map(is_, content, before))
     start = len(before) if kept else 0
-    return Tail(start, content[start:])
+    return ListTail(start, content[start:])
 
 
-def _sendable(tensor: torch.Tensor) -> torch.Tensor | Unsent:
-    return tensor.detach() if tensor.nbytes <= _SMALL else Unsent(tuple(tensor.shape), tensor.dtype)
+def _sendable(tensor: torch.Tensor) -> torch.Tensor | UnsentTensor:
+    return tensor.detach() if tensor.nbytes <= _SMALL else UnsentTensor(tuple(tensor.shape), tensor.dtype)
 
 
 def _may_count(value: Any) -> bool:
     """Return whether a value is a number, or something that is changed in place."""
     if isinstance(value, torch.Tensor):
         return not (value.ndim or value.requires_grad)
-    return isinstance(value, (int, float, Content, Unsent))
+    return isinstance(value, (int, float, ObjectContent, UnsentTensor))
 
 
 def _fits(content: torch.Tensor, value: Any) -> bool:
@@ -592,8 +592,8 @@ def join_values(left: Mapping[Place, Any], more: Mapping[Place, Any]) -> dict[Pl
     joined = dict(left)
     for place, value in more.items():
         before = joined.get(place)
-        grown = isinstance(before, Grown) and isinstance(value, Grown)
-        joined[place] = Grown([*before.tail, *value.tail]) if grown else value  # type: ignore[union-attr]
+        grown = isinstance(before, ListGrowth) and isinstance(value, ListGrowth)
+        joined[place] = ListGrowth([*before.tail, *value.tail]) if grown else value  # type: ignore[union-attr]
     return joined
 
 
@@ -606,7 +606,7 @@ def pack_message(out: Any, left: dict[Place, Any]) -> Any:
     if isinstance(out, torch.Tensor) and not left:
         _refuse_distributed(out)
         return out
-    leaves, spec = pytree.tree_flatten(Sent(out, left))
+    leaves, spec = pytree.tree_flatten(SentValues(out, left))
     seen: dict[Any, int] = {}
     stored: dict[int, list[torch.Tensor]] = {}
     changed = bool(left)
@@ -615,13 +615,13 @@ def pack_message(out: Any, left: dict[Place, Any]) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_meta:
             continue
         if id(leaf) in seen:
-            leaves[at], changed = Same(seen[id(leaf)]), True
+            leaves[at], changed = RepeatedTensor(seen[id(leaf)]), True
             continue
         seen[id(leaf)] = at
         if leaf.numel():
             others = stored.setdefault(leaf.untyped_storage().data_ptr(), [])
             if any(_overlap(_geometry(leaf), _geometry(other)) for other in others):
-                leaves[at], changed = Sharing(leaf), True
+                leaves[at], changed = SharedStorage(leaf), True
             others.append(leaf)
     return pytree.tree_unflatten(leaves, spec) if changed else out
 
@@ -637,12 +637,12 @@ def _refuse_distributed(leaf: object) -> None:
 def unpack_message(received: Any) -> tuple[Any, dict[Place, Any], list[torch.Tensor]]:
     """Return the input of the layers, values left by earlier ones, and the tensors that shared memory with
     others on the rank that sent them."""
-    if not isinstance(received, Sent):
+    if not isinstance(received, SentValues):
         return received, {}, []
-    leaves, spec = pytree.tree_flatten(received, is_leaf=lambda node: isinstance(node, Sharing))
-    sharing = [leaf.tensor for leaf in leaves if isinstance(leaf, Sharing)]
-    leaves = [leaf.tensor if isinstance(leaf, Sharing) else leaf for leaf in leaves]
-    leaves = [leaves[leaf.leaf] if isinstance(leaf, Same) else leaf for leaf in leaves]
+    leaves, spec = pytree.tree_flatten(received, is_leaf=lambda node: isinstance(node, SharedStorage))
+    sharing = [leaf.tensor for leaf in leaves if isinstance(leaf, SharedStorage)]
+    leaves = [leaf.tensor if isinstance(leaf, SharedStorage) else leaf for leaf in leaves]
+    leaves = [leaves[leaf.leaf] if isinstance(leaf, RepeatedTensor) else leaf for leaf in leaves]
     whole = pytree.tree_unflatten(leaves, spec)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] if sharing else []
     return whole.out, whole.left, tensors
@@ -704,7 +704,7 @@ def _changes(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> dict[Place,
         kept = before.get(path)
         if isinstance(content, list) and isinstance(kept, list):
             if len(content) > len(kept) and all(map(is_, content, kept)) and _can_travel(content[len(kept) :]):
-                found[path, "append"] = Grown(content[len(kept) :])
+                found[path, "append"] = ListGrowth(content[len(kept) :])
         elif isinstance(content, dict) and isinstance(kept, dict):
             for key, value in content.items():
                 if value is not kept.get(key, found) and not _equal(value, kept.get(key)) and _can_travel(value):

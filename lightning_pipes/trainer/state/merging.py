@@ -21,7 +21,7 @@ def format_path(path: Path) -> str:
     return "self" + "".join(kinds[kind].format(key) for kind, key in path)
 
 
-class Merging:
+class ValueMerger:
     """Merges values of micro-batches: equal ones stay, numbers become their mean over samples, lists grow by one
     merged entry, tensors and lists with an entry for each sample are joined.
 

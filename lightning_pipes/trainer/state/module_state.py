@@ -33,7 +33,7 @@ from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer.module.hidden_state import can_change
 from lightning_pipes.trainer.module.remote_tensors import RemoteTensor
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.state.merging import Merging, Path, format_path
+from lightning_pipes.trainer.state.merging import Path, ValueMerger, format_path
 from lightning_pipes.trainer.state.module_entries import (
     HIDDEN_NAMES,
     MISSING,
@@ -233,7 +233,7 @@ class ModuleState:
         self._skipped = {id(layer) for layer in layers}
         self._shared = frozenset(shared)
         self._device = device
-        self._merging = Merging(type(module).__name__)
+        self._merging = ValueMerger(type(module).__name__)
         self._holders: list[_Holder] = []
         self._known: dict[int, tuple[torch.Tensor, int, torch.Tensor | None]] = {}
         self._unstable: set[int] = set()

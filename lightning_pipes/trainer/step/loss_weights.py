@@ -45,7 +45,7 @@ class WeighsMicrobatches(Protocol):
 
 
 @dataclass(frozen=True)
-class Amounts:
+class WeightAmounts:
     """Amounts by which one candidate weighs the micro-batches of a batch.
 
     Attributes:
@@ -63,7 +63,7 @@ class Amounts:
         return self.of(span) / self.total if self.total else 0.0
 
 
-def find_candidates(module: pl.LightningModule, batch: Any, rows: int, spans: Iterable[Span]) -> list[Amounts]:
+def find_candidates(module: pl.LightningModule, batch: Any, rows: int, spans: Iterable[Span]) -> list[WeightAmounts]:
     """Return the candidates for weights of micro-batches, the likeliest first.
 
     They are the module's own weights, samples, tokens, and none.
@@ -72,14 +72,14 @@ def find_candidates(module: pl.LightningModule, batch: Any, rows: int, spans: It
     if isinstance(module, WeighsMicrobatches):
         cut = make_cutter(batch, rows)
         own = cache(lambda span: float(module.microbatch_weight(cut(span))))
-        found.append(Amounts(OWN, own, sum(map(own, spans))))
-    found.append(Amounts(SAMPLES, lambda span: span.rows, rows))
+        found.append(WeightAmounts(OWN, own, sum(map(own, spans))))
+    found.append(WeightAmounts(SAMPLES, lambda span: span.rows, rows))
     for where, tensor in sample_tensors(batch, rows):
         if tensor.dtype is torch.bool or ("mask" in where and not tensor.is_floating_point()):
             found += _tokens(f"entries of {where}", "that are not 0", tensor, 0)
         elif tensor.dtype in (torch.int64, torch.int32):
             found += _tokens(f"labels in {where}", "that are not -100", tensor, IGNORED)
-    return [*found, Amounts(SUMS, lambda span: 1.0, 1.0)]
+    return [*found, WeightAmounts(SUMS, lambda span: 1.0, 1.0)]
 
 
 def sample_tensors(batch: Any, rows: int, where: str = "batch") -> Iterator[tuple[str, torch.Tensor]]:
@@ -99,7 +99,7 @@ def sample_tensors(batch: Any, rows: int, where: str = "batch") -> Iterator[tupl
         yield from sample_tensors(part, rows, place)
 
 
-def _tokens(what: str, which: str, tensor: torch.Tensor, ignored: int) -> Iterator[Amounts]:
+def _tokens(what: str, which: str, tensor: torch.Tensor, ignored: int) -> Iterator[WeightAmounts]:
     """Entries of a tensor that count, those after the first of each sequence, and samples that have any of them."""
     counted = tensor != ignored
     shifts = tensor.ndim == 2 and tensor.size(1) > 1
@@ -116,10 +116,10 @@ def _tokens(what: str, which: str, tensor: torch.Tensor, ignored: int) -> Iterat
         yield _counted(f"samples with {what} {which}{after}", some)
 
 
-def _counted(name: str, numbers: Sequence[int]) -> Amounts:
+def _counted(name: str, numbers: Sequence[int]) -> WeightAmounts:
     """Return the amounts of numbers for each sample."""
     ends = [0, *accumulate(numbers)]
-    return Amounts(name, lambda span: ends[span.stop] - ends[span.start], ends[-1])
+    return WeightAmounts(name, lambda span: ends[span.stop] - ends[span.start], ends[-1])
 
 
 class BatchWeights:
@@ -139,8 +139,8 @@ class BatchWeights:
 
     def __init__(
         self,
-        every: Sequence[Amounts],
-        found: Sequence[Amounts],
+        every: Sequence[WeightAmounts],
+        found: Sequence[WeightAmounts],
         spans: Sequence[Span],
         undecided: bool,
         logs: Mapping[LogKey, str],
@@ -311,7 +311,7 @@ class LossWeights:
                 self._unsure.add(key)
         weights.logs = self._by(weights.every)
 
-    def _by(self, every: Sequence[Amounts]) -> dict[LogKey, str]:
+    def _by(self, every: Sequence[WeightAmounts]) -> dict[LogKey, str]:
         """Return the likeliest candidates of logged values: the usual one, samples, the loss's own."""
         order = [EXTREME, *(e.name for e in sorted(every, key=lambda e: (e.name != SAMPLES, e.name != self.name)))]
         left = {
@@ -336,7 +336,7 @@ class LossWeights:
             self._looks_again -= 1
             self._looks_for_logs = 1
 
-    def _logs_disagree(self, every: Sequence[Amounts], spans: Sequence[Span]) -> bool:
+    def _logs_disagree(self, every: Sequence[WeightAmounts], spans: Sequence[Span]) -> bool:
         possible = {frozenset(names) for names in self._logs.values()}
         left = ([each for each in every if each.name in names] for names in possible)
         return any(candidates_differ(each, spans) for each in left if each)
@@ -350,7 +350,7 @@ class LossWeights:
         """Take samples from the next batch on."""
         self._looks = 0
 
-    def _name(self, chosen: Amounts) -> None:
+    def _name(self, chosen: WeightAmounts) -> None:
         if chosen.name != self.name and (self.name or chosen.name != SAMPLES):
             rank_zero_info(f"The losses of micro-batches are weighed by {chosen.name}, as the loss of a whole batch is")
         self.name = chosen.name
@@ -367,7 +367,7 @@ def _is_named(call: LogCall) -> bool:
     return bool(value.any()) if isinstance(value, torch.Tensor) else bool(value)
 
 
-def candidates_differ(found: Sequence[Amounts], spans: Sequence[Span]) -> bool:
+def candidates_differ(found: Sequence[WeightAmounts], spans: Sequence[Span]) -> bool:
     """Return whether candidates give a batch's micro-batches different weights."""
     first = [found[0].loss_share(span) for span in spans]
     return any(

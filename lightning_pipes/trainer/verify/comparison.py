@@ -15,7 +15,7 @@ import torch
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import Span
 from lightning_pipes.trainer.module.proxy import Layers
-from lightning_pipes.trainer.verify.record import OUTSIDE, Key, Phase
+from lightning_pipes.trainer.verify.record import OUTSIDE, Phase, ValueKey
 
 GRADIENTS = (Phase.GRADIENT, Phase.STEP_GRADIENT)
 _NOISE = 10.0
@@ -35,7 +35,7 @@ class Rounding:
     largest: Mapping[Phase, float]
 
     @classmethod
-    def from_record(cls, values: Mapping[Key, Any], cast: torch.dtype | None) -> Rounding:
+    def from_record(cls, values: Mapping[ValueKey, Any], cast: torch.dtype | None) -> Rounding:
         """Return the rounding of a record; `cast` is the type of autocast operations, if there are any."""
         eps = 0.0 if cast is None else torch.finfo(cast).eps
         largest = dict.fromkeys(Phase, 0.0)
@@ -57,7 +57,7 @@ class Rounding:
         return float(eps ** (2 / 3) * scale + noise)
 
 
-def _tensors(values: Mapping[Key, Any]) -> Iterator[tuple[Key, torch.Tensor]]:
+def _tensors(values: Mapping[ValueKey, Any]) -> Iterator[tuple[ValueKey, torch.Tensor]]:
     for key, value in values.items():
         for part in value.values() if isinstance(value, dict) else [value]:
             if isinstance(part, torch.Tensor):
@@ -77,7 +77,7 @@ class Difference:
     """
 
     number: int
-    key: Key
+    key: ValueKey
     ours: str
     theirs: str
     where: str = ""
@@ -119,7 +119,7 @@ class Comparison:
         self._before.clear()
 
     def compare_values(
-        self, number: int, ours: Mapping[Key, Any], theirs: Mapping[Key, Any], rounding: Rounding
+        self, number: int, ours: Mapping[ValueKey, Any], theirs: Mapping[ValueKey, Any], rounding: Rounding
     ) -> list[Difference]:
         """Return the differences among the values of both."""
         found = []
@@ -128,7 +128,7 @@ class Comparison:
             found += [] if difference is None else [difference]
         return found
 
-    def _compare(self, number: int, key: Key, ours: Any, theirs: Any, rounding: Rounding) -> Difference | None:
+    def _compare(self, number: int, key: ValueKey, ours: Any, theirs: Any, rounding: Rounding) -> Difference | None:
         if isinstance(ours, dict):
             return self._compare_spans(number, key, ours, theirs, rounding)
         if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (ours, theirs)):
@@ -144,7 +144,7 @@ class Comparison:
     def _compare_spans(
         self,
         number: int,
-        key: Key,
+        key: ValueKey,
         ours: Mapping[Span, torch.Tensor],
         theirs: Mapping[Span, torch.Tensor],
         rounding: Rounding,
@@ -162,7 +162,7 @@ class Comparison:
         return None
 
     def _compare_tensors(
-        self, number: int, key: Key, ours: torch.Tensor, theirs: torch.Tensor, rounding: Rounding
+        self, number: int, key: ValueKey, ours: torch.Tensor, theirs: torch.Tensor, rounding: Rounding
     ) -> Difference | None:
         self.compared += 1
         if ours.shape != theirs.shape:
@@ -203,7 +203,7 @@ class Comparison:
         return 4 * noise * torch.maximum((ours - before).abs(), (theirs - before).abs())
 
     def _describe(
-        self, number: int, key: Key, ours: torch.Tensor, theirs: torch.Tensor, apart: torch.Tensor
+        self, number: int, key: ValueKey, ours: torch.Tensor, theirs: torch.Tensor, apart: torch.Tensor
     ) -> Difference:
         place = int(apart.reshape(-1).argmax())
         wrong = int((apart > 0).sum())

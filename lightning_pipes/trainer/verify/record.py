@@ -35,7 +35,7 @@ class Phase(IntEnum):
     LOG = 11
 
 
-class Key(NamedTuple):
+class ValueKey(NamedTuple):
     """The place of a value: its kind, the number of the layer, and its name."""
 
     phase: Phase
@@ -54,18 +54,18 @@ class Record:
     """
 
     number: int
-    values: dict[Key, Any] = field(default_factory=dict)
+    values: dict[ValueKey, Any] = field(default_factory=dict)
     complete: bool = True
 
     def add(self, phase: Phase, layer: int, name: str, value: Any) -> None:
         """Keep a value; of a tensor a copy on the CPU."""
-        self.values[Key(phase, layer, name)] = copy_value(value)
+        self.values[ValueKey(phase, layer, name)] = copy_value(value)
 
     def layers(self) -> list[int]:
         """Return the numbers of the layers that have values, `OUTSIDE` first."""
         return sorted({key.layer for key in self.values})
 
-    def of_layer(self, layer: int) -> dict[Key, Any]:
+    def of_layer(self, layer: int) -> dict[ValueKey, Any]:
         """Return the values of one layer."""
         return {key: value for key, value in self.values.items() if key.layer == layer}
 
@@ -85,7 +85,7 @@ def tensors_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterato
             yield "input" + pytree.keystr(path[1:]), leaf
 
 
-class Parts:
+class ModuleParts:
     """The layers of a module and the rest of it, by the names of its state dict.
 
     Args:
@@ -203,7 +203,7 @@ class LayerInputs:
                 return
             record, span = found
             for name, tensor in tensors_of_call(args, kwargs):
-                parts = record.values.setdefault(Key(Phase.INPUT, number, name), {})
+                parts = record.values.setdefault(ValueKey(Phase.INPUT, number, name), {})
                 if span not in parts:
                     parts[span] = copy_value(tensor)
 

@@ -40,11 +40,11 @@ from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.verify.comparison import Rounding
 from lightning_pipes.trainer.verify.record import (
     OUTSIDE,
-    Key,
     LayerInputs,
-    Parts,
+    ModuleParts,
     Phase,
     Record,
+    ValueKey,
     add_results,
     add_settings,
 )
@@ -90,14 +90,14 @@ class Answer:
 
     number: int
     layer: int
-    values: Mapping[Key, Any]
+    values: Mapping[ValueKey, Any]
     rounding: Rounding
     notes: Sequence[str] = ()
     last: bool = False
 
 
 @dataclass(frozen=True)
-class Ended:
+class ReferenceEnded:
     """The reference has come to its end.
 
     Attributes:
@@ -123,14 +123,14 @@ class ReferenceProcess:
         self._folder = folder
         self._pid = pid
         self._connection = connection
-        self._ended: Ended | None = None
+        self._ended: ReferenceEnded | None = None
 
     def send(self, order: Order) -> None:
         """Have it train another batch."""
         with suppress(OSError):  # `receive` says why
             self._connection.send(order)
 
-    def receive(self, check: Callable[[], object]) -> Answer | Ended:
+    def receive(self, check: Callable[[], object]) -> Answer | ReferenceEnded:
         """Return its next answer.
 
         Args:
@@ -143,8 +143,8 @@ class ReferenceProcess:
                 check()
             answer = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
-            answer = Ended("it was killed, as the kernel does where memory is short")
-        if isinstance(answer, Ended):
+            answer = ReferenceEnded("it was killed, as the kernel does where memory is short")
+        if isinstance(answer, ReferenceEnded):
             self._ended = answer
         return answer  # type: ignore[no-any-return]
 
@@ -173,7 +173,7 @@ def fork_reference(strategy: Strategy, trainer: pl.Trainer, module: pl.Lightning
         here.close()
         _become_reference(strategy, trainer, module, there, folder.name)
     except BaseException as error:
-        _leave(there, Ended(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        _leave(there, ReferenceEnded(f"{type(error).__name__}: {error}", traceback.format_exc()))
     return None
 
 
@@ -208,7 +208,7 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def _leave(connection: Connection, last: Ended) -> NoReturn:
+def _leave(connection: Connection, last: ReferenceEnded) -> NoReturn:
     try:
         connection.send_bytes(pickle.dumps(last))
     finally:
@@ -256,7 +256,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         self._record: Record | None = None
         self._order: Order | None = None
         self._span = Span(0, 0)
-        self._parts: Parts | None = None
+        self._parts: ModuleParts | None = None
         self._notes: list[str] = []
         self._cast: torch.dtype | None = None
 
@@ -267,7 +267,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         assert module is not None
         reason = no_room_for(module)
         if reason:
-            _leave(self._connection, Ended(reason, too_large=True))
+            _leave(self._connection, ReferenceEnded(reason, too_large=True))
         super().setup(trainer)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -279,7 +279,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         if number != order.number:
             _leave(
                 self._connection,
-                Ended(f"it trains batch {number} where the pipeline trains batch {order.number}"),
+                ReferenceEnded(f"it trains batch {number} where the pipeline trains batch {order.number}"),
             )
         if self._parts is None:
             self._parts = self._watch(module, order.path)
@@ -323,14 +323,14 @@ class ReferenceStrategy(SingleDeviceStrategy):
         call_after(module, "on_train_batch_end", lambda *_, **__: self._send())
 
     def on_train_end(self) -> None:
-        _leave(self._connection, Ended("its training ends after fewer batches"))
+        _leave(self._connection, ReferenceEnded("its training ends after fewer batches"))
 
     def on_exception(self, exception: BaseException) -> None:
         text = "".join(traceback.format_exception(exception))
-        _leave(self._connection, Ended(f"{type(exception).__name__}: {exception}", text))
+        _leave(self._connection, ReferenceEnded(f"{type(exception).__name__}: {exception}", text))
 
     def teardown(self) -> None:
-        _leave(self._connection, Ended("its training ends after fewer batches"))
+        _leave(self._connection, ReferenceEnded("its training ends after fewer batches"))
 
     # ---- what is kept
 
@@ -341,7 +341,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
             os._exit(0)
         return order
 
-    def _watch(self, module: pl.LightningModule, path: str) -> Parts:
+    def _watch(self, module: pl.LightningModule, path: str) -> ModuleParts:
         container = module.get_submodule(path)
         names = list(container._modules)
         layers = {n: layer for n, layer in enumerate(container._modules.values()) if layer is not None}
@@ -349,7 +349,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
             layer.register_forward_pre_hook(self._entering(number), prepend=True)
         LayerInputs(layers, lambda: None if self._record is None or not self._span.rows else (self._record, self._span))
         layers[len(names) - 1].register_forward_hook(self._leaving, always_call=True)
-        return Parts(module, path, layers, names)
+        return ModuleParts(module, path, layers, names)
 
     def _entering(self, number: int) -> Callable[..., None]:
         def enter(*_: Any) -> None:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.ir import Span
 from lightning_pipes.trainer.module.batches import join
-from lightning_pipes.trainer.verify.record import Key, Phase, copy_value
+from lightning_pipes.trainer.verify.record import Phase, ValueKey, copy_value
 from lightning_pipes.trainer.verify.sample_draws import SampleDraws
 
 
@@ -48,8 +48,8 @@ class LayerSlices:
             table.clear()
 
     def compare_with(
-        self, draws: SampleDraws, rows: int, gradients: Mapping[Key, torch.Tensor], prefix: Callable[[int], str]
-    ) -> tuple[dict[Key, Any], dict[Key, Any]]:
+        self, draws: SampleDraws, rows: int, gradients: Mapping[ValueKey, torch.Tensor], prefix: Callable[[int], str]
+    ) -> tuple[dict[ValueKey, Any], dict[ValueKey, Any]]:
         """Return the values of the layers in the pipeline, and their values for the batch alone.
 
         Args:
@@ -57,8 +57,8 @@ class LayerSlices:
             gradients: of the weights here.
             prefix: the name of a layer in the module.
         """
-        ours: dict[Key, Any] = {}
-        theirs: dict[Key, Any] = {}
+        ours: dict[ValueKey, Any] = {}
+        theirs: dict[ValueKey, Any] = {}
         whole = Span(0, rows)
         for number, layer in self._layers.items():
             spans = sorted(self._inputs[number])
@@ -74,11 +74,11 @@ class LayerSlices:
                 outputs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
                 self._differentiate(outputs, self._gradients[number])
             for place, leaf in enumerate(outputs):
-                key = Key(Phase.OUTPUT, number, f"output {place}")
+                key = ValueKey(Phase.OUTPUT, number, f"output {place}")
                 ours[key] = {span: self._outputs[number][span][place] for span in spans}
                 theirs[key] = {whole: copy_value(leaf)}
             for name, parameter in alone.named_parameters():
-                key = Key(Phase.GRADIENT, number, f"{prefix(number)}.{name}")
+                key = ValueKey(Phase.GRADIENT, number, f"{prefix(number)}.{name}")
                 if key in gradients and parameter.grad is not None:
                     ours[key], theirs[key] = gradients[key], copy_value(parameter.grad)
         return ours, theirs

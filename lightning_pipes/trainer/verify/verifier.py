@@ -34,16 +34,16 @@ from lightning_pipes.trainer.verify.comparison import (
 )
 from lightning_pipes.trainer.verify.record import (
     OUTSIDE,
-    Key,
     LayerInputs,
-    Parts,
+    ModuleParts,
     Phase,
     Record,
+    ValueKey,
     add_results,
     add_settings,
     join_names,
 )
-from lightning_pipes.trainer.verify.reference import Answer, Ended, Order, ReferenceProcess, call_after
+from lightning_pipes.trainer.verify.reference import Answer, Order, ReferenceEnded, ReferenceProcess, call_after
 from lightning_pipes.trainer.verify.sample_draws import SampleDraws
 from lightning_pipes.trainer.verify.slices import LayerSlices
 
@@ -88,7 +88,7 @@ class Verifier(StageListener):
         self._comparison = Comparison(self._rank)
         self._records: dict[int, Record] = {}
         self._current: tuple[Record, Span] | None = None
-        self._stepping: dict[int, Key] = {}
+        self._stepping: dict[int, ValueKey] = {}
         self._batches = 0
         self._over = False
         self._slices: LayerSlices | None = None
@@ -97,7 +97,7 @@ class Verifier(StageListener):
         cut = run.cut
         names = list(cut.full._modules)
         local = {n: layer for n, layer in enumerate(cut.full) if n in cut.local}
-        self._parts = Parts(cut.module, cut.path, local, names)
+        self._parts = ModuleParts(cut.module, cut.path, local, names)
         layers = dict(enumerate(cut.full)) if run.is_asynchronous else local  # a stream may run others' layers here
         self._inputs = LayerInputs(layers, lambda: self._current)
         weights = Record(-1)
@@ -146,7 +146,7 @@ class Verifier(StageListener):
         for key, parameter in self._stage_tensors(stage, item, nn.Parameter):
             if parameter.grad is not None:
                 record.add(Phase.GRADIENT, *key, parameter.grad)
-            self._stepping[id(parameter)] = Key(Phase.STEP_GRADIENT, *key)
+            self._stepping[id(parameter)] = ValueKey(Phase.STEP_GRADIENT, *key)
         self._stepped_record = record
 
     def after_optimizer_step(self, stage: Stage, item: Item) -> None:
@@ -280,10 +280,10 @@ class Verifier(StageListener):
         while True:
             received = None if self._reference is None else self._reference.receive(control.watch.check)
             answer = control.broadcast(received, source)
-            if isinstance(answer, Ended) and answer.too_large:
+            if isinstance(answer, ReferenceEnded) and answer.too_large:
                 self._turn_to_slices(answer.reason)
                 return False
-            if isinstance(answer, Ended):
+            if isinstance(answer, ReferenceEnded):
                 self._report(f"the plain process beside it ended in batch {record.number}: {answer.reason}")
                 return True
             found += self._compare_part(record, answer, known)
@@ -335,14 +335,14 @@ class Verifier(StageListener):
             self._report(describe_difference(first, (), self._run.cut.full))
         return first is not None
 
-    def _carry_weights(self, record: Record, known: set[Key]) -> None:
+    def _carry_weights(self, record: Record, known: set[ValueKey]) -> None:
         """Give a batch of a stream the weights of this rank that no stage has stepped for it."""
         own = record.values
         self._weights |= {key: value for key, value in own.items() if key.phase is Phase.WEIGHT}
         self._weights = {key: value for key, value in self._weights.items() if key in own or key not in known}
         own |= self._weights
 
-    def _compare_part(self, record: Record, answer: Answer, known: set[Key]) -> list[Difference]:
+    def _compare_part(self, record: Record, answer: Answer, known: set[ValueKey]) -> list[Difference]:
         ours, theirs = record.of_layer(answer.layer), answer.values
         found = self._comparison.compare_values(record.number, ours, theirs, answer.rounding)
         missing = _gradients(theirs).keys() - ours.keys() if record.complete else set()
@@ -392,7 +392,7 @@ class Verifier(StageListener):
         self.close()
 
 
-def _one_sided(ours: Mapping[Key, Any], theirs: Mapping[Key, Any], key: Key) -> tuple[str, str]:
+def _one_sided(ours: Mapping[ValueKey, Any], theirs: Mapping[ValueKey, Any], key: ValueKey) -> tuple[str, str]:
     here, there = (format_value(values[key]) if key in values else "none" for values in (ours, theirs))
     return here, there
 
@@ -401,7 +401,7 @@ def _size(gradient: torch.Tensor) -> str:
     return f"one of size {float(gradient.norm()):.4g}"
 
 
-def _gradients(values: Mapping[Key, Any]) -> dict[Key, Any]:
+def _gradients(values: Mapping[ValueKey, Any]) -> dict[ValueKey, Any]:
     return {key: value for key, value in values.items() if key.phase in GRADIENTS}
 
 

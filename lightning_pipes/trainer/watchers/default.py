@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning_pipes.ir import Kind, PipelineError
-from lightning_pipes.trainer.loop.asynchronous import AsynchronousTraining
+from lightning_pipes.trainer.loop.asynchronous import AsynchronousLoop
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import Around, EvaluationWatcher, Step, TrainingStep, Watcher, Watchers
 from lightning_pipes.trainer.module.checks import warn_about_small_batch
@@ -48,7 +48,7 @@ class OneStep(Watcher):
 class HookChanges(Watcher):
     """Compares parameters that batches under way use before and after the hooks between two batches."""
 
-    def __init__(self, training: AsynchronousTraining) -> None:
+    def __init__(self, training: AsynchronousLoop) -> None:
         self._training = training
 
     def before_batch(self, step: TrainingStep) -> None:
@@ -160,12 +160,12 @@ def default_watchers(
         uncompared: why the loss of no batch is compared; empty where it is.
         prediction: of the steps of the run; None where there is none.
     """
-    training = run.training
+    training = run.training_loop
     watchers: list[Watcher] = [
         LayersInPlace(run),
         SameBatch(run),  # before anything that depends on the batch: ranks with other batches would wait for ever
     ]
-    if isinstance(training, AsynchronousTraining):
+    if isinstance(training, AsynchronousLoop):
         watchers += [OneStep(run), HookChanges(training), StreamReplanning(run, training), OverlapWarning(run)]
     else:
         watchers += [Replanning(run)]

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_pipes.cost.units import bytes_text
 from lightning_pipes.planning.replanning import FreeBytes
 from lightning_pipes.trainer.loop.adopting import adopt_cut
-from lightning_pipes.trainer.loop.asynchronous import AsynchronousTraining
+from lightning_pipes.trainer.loop.asynchronous import AsynchronousLoop
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.step_statistics import batches_left
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher
@@ -54,7 +54,7 @@ class Replanning(Watcher):
 class StreamReplanning(Replanning):
     """Replans where batches overlap: the planner answers once all ranks are known to have told what they have seen."""
 
-    def __init__(self, run: PipelineRun, training: AsynchronousTraining) -> None:
+    def __init__(self, run: PipelineRun, training: AsynchronousLoop) -> None:
         super().__init__(run)
         self._training = training
         self._seen_by = run.plans

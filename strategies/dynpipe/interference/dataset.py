@@ -29,7 +29,7 @@ LEARNED = 3000
 _DEVICE_COLUMNS = len(NAMES) - len(STAGE)
 
 
-class Score(NamedTuple):
+class PredictionScore(NamedTuple):
     """Errors of predicted ratios against measured ones: the share of their variance that is explained, 1 at best and
     below 0 for what is worse than their mean; and the mean of the absolute error."""
 
@@ -134,16 +134,16 @@ class Dataset:
             raise InputError(f"{short_repr(str(path))} can't be read as a dataset: {error}") from error
 
 
-def score_predictions(truth: Array, predicted: Array) -> Score:
+def score_predictions(truth: Array, predicted: Array) -> PredictionScore:
     """How good predictions are."""
     variance = float(((truth - truth.mean()) ** 2).sum())
     r2 = 1 - float(((truth - predicted) ** 2).sum()) / variance if variance else float("nan")
-    return Score(r2, float(np.abs(truth - predicted).mean()))
+    return PredictionScore(r2, float(np.abs(truth - predicted).mean()))
 
 
 def cross_validated(
     model: type[Model], parts: Iterator[tuple[str, Dataset, Dataset]]
-) -> tuple[Score, dict[str, Score]]:
+) -> tuple[PredictionScore, dict[str, PredictionScore]]:
     """Return the cross-validated score of a model over all parts; and of each part."""
     truths, guesses, each = [], [], {}
     for name, learned, scored in parts:

@@ -39,7 +39,7 @@ class Formula(Model):
         return formula_of(rows)
 
 
-class Corrected(Model):
+class CorrectedFormula(Model):
     """The formula, times a factor that a forest has learned."""
 
     name: ClassVar[str] = "formula x forest"

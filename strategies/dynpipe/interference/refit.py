@@ -35,14 +35,14 @@ _log = logging.getLogger(__name__)
 
 
 @runtime_checkable
-class Learning(Interference, Protocol):
+class LearningPredictor(Interference, Protocol):
     """A predictor that wants to be told how much stages were slowed down."""
 
     def observe(self, rows: Rows, ratios: Sequence[float]) -> None:
         """Stages ran on devices as seen, and took `ratios` times as long as alone."""
 
 
-class Refitted:
+class RefittedPredictor:
     """A predictor that is trained anew after `every` rows that it has observed, in another process of a lower
     priority. Training goes on meanwhile.
 
@@ -70,7 +70,7 @@ class Refitted:
         self, first: Predictor | None = None, every: int = 100, after: int = 20, most: int = 1000, trees: int = 128
     ) -> None:
         for name, value in (("every", every), ("after", after), ("most", most), ("trees", trees)):
-            check_count(f"Refitted: {name}", value)
+            check_count(f"RefittedPredictor: {name}", value)
         self.predictor = first
         self.refits = 0
         self._every, self._after, self._most, self._trees = max(every, _LEAST), after, most, trees
@@ -86,7 +86,7 @@ class Refitted:
         return self.predictor.predict(rows)
 
     def observe(self, rows: Rows, ratios: Sequence[float]) -> None:
-        """See `Learning.observe`. A ratio that is no positive number says nothing."""
+        """See `LearningPredictor.observe`. A ratio that is no positive number says nothing."""
         for row, ratio in zip(feature_table(rows), ratios, strict=True):
             if not (math.isfinite(ratio) and ratio > 0):
                 continue

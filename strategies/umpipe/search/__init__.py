@@ -7,11 +7,11 @@ from lightning_pipes.strategies.umpipe.search.exact import (
     local_greedy,
     search_optimum,
 )
-from lightning_pipes.strategies.umpipe.search.genetic import Evolved, SchemeEvolution, evolve_schemes
+from lightning_pipes.strategies.umpipe.search.genetic import EvolutionResult, SchemeEvolution, evolve_schemes
 from lightning_pipes.strategies.umpipe.search.kernel import load_loops
 
 __all__ = [
-    "Evolved",
+    "EvolutionResult",
     "SchemeEvolution",
     "SchemeSolution",
     "evaluate_schemes",

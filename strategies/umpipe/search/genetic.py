@@ -52,7 +52,7 @@ class SchemeEvolution:
 
 
 @dataclass(frozen=True)
-class Evolved:
+class EvolutionResult:
     """The end of an evolution.
 
     Attributes:
@@ -72,7 +72,7 @@ def evolve_schemes(
     seed: int = 0,
     settings: SchemeEvolution | None = None,
     evaluator: Evaluator = evaluate_genes,
-) -> Evolved:
+) -> EvolutionResult:
     """Return the best scheme of a population that evolves (A2).
 
     With two chromosomes, forward genes C and backward genes D are parents for what they are worth themselves: four
@@ -95,7 +95,9 @@ def evolve_schemes(
         history.append(int(population.values.sum(axis=0).min()))
     best = int(population.values.sum(axis=0).argmin())
     apart = population.values.argmin(axis=1)
-    return Evolved(population.make_solution(best, best), population.make_solution(*apart.tolist()), tuple(history))
+    return EvolutionResult(
+        population.make_solution(best, best), population.make_solution(*apart.tolist()), tuple(history)
+    )
 
 
 class _Population:

@@ -9,14 +9,14 @@ from lightning_pipes.sim.predictor import (
     StepAheadPredictor,
     Task,
     TaskPrediction,
-    Waiting,
+    WaitingSubnet,
     admissible,
 )
 
 
-def queue(**waits: set[int]) -> list[Waiting]:
+def queue(**waits: set[int]) -> list[WaitingSubnet]:
     """q0={1} waits for 1, and so on."""
-    return [Waiting(int(name[1:]), frozenset(each)) for name, each in waits.items()]
+    return [WaitingSubnet(int(name[1:]), frozenset(each)) for name, each in waits.items()]
 
 
 def forward(subnet: int, k: int = 0) -> Task:

@@ -12,7 +12,7 @@ from benchmarks.papers.csp.emulation.stream import Ran, Rules, run
 from benchmarks.papers.csp.emulation.swapped import ahead, in_turn, nothing, one_step, order_of, swapped
 from benchmarks.papers.csp.emulation.swapping import Residents
 from benchmarks.papers.csp.emulation.systems import bsp, stale_reads
-from lightning_pipes.sim.predictor import PendingBackward, Task, TaskPrediction, Waiting
+from lightning_pipes.sim.predictor import PendingBackward, Task, TaskPrediction, WaitingSubnet
 
 STAGES = 4
 SPACE = Space("small", 16, 24, NLP)
@@ -83,10 +83,12 @@ class Wrong:
     def __init__(self, placed: Placed) -> None:
         self._last = len(placed.subnets) - 1
 
-    def before(self, task: Task, queue: Sequence[Waiting], told: Sequence[PendingBackward] = ()) -> TaskPrediction:
+    def before(
+        self, task: Task, queue: Sequence[WaitingSubnet], told: Sequence[PendingBackward] = ()
+    ) -> TaskPrediction:
         return TaskPrediction((self._last - task.subnet % 7,))
 
-    def idle(self, queue: Sequence[Waiting]) -> TaskPrediction:
+    def idle(self, queue: Sequence[WaitingSubnet]) -> TaskPrediction:
         return TaskPrediction((self._last,))
 
 

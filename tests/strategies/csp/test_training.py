@@ -60,7 +60,7 @@ class Cut(Callback):
     """Into how many micro-batches batches were cut."""
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        events = [e.instruction for window in trainer.strategy.running.windows for e in window.events]
+        events = [e.instruction for window in trainer.strategy.current_run.windows for e in window.events]
         self.microbatches = len({i.span for i in events if i.kind is Kind.F})
 
 

@@ -54,7 +54,7 @@ class Watch(pl.Callback):
         self.held: list[tuple[int, int]] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        window = trainer.strategy.running.windows[-1]
+        window = trainer.strategy.current_run.windows[-1]
         stage = window.events[-1].instruction.stage
         mine = Program((tuple(e.instruction for e in window.events if e.instruction.kind in HOLDING),))
         stage = mine.head[0][0].stage
@@ -256,7 +256,7 @@ def test_who_still_updates_may_have_messages_already():
 
 class TestWait:
     def wait(self, interval, step, seconds):
-        return ScheduleTuner(interval)._wait(step, schedule_tuner.Tuned(1, None, step, seconds))  # type: ignore[arg-type]
+        return ScheduleTuner(interval)._wait(step, schedule_tuner.TuningRecord(1, None, step, seconds))  # type: ignore[arg-type]
 
     def test_batches(self):
         assert self.wait(50, step=1.0, seconds=0.01) == 50

@@ -13,7 +13,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.sim.shown.training_record import Curves
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.plan.measuring import Measuring
+from lightning_pipes.trainer.plan.layer_profiler import LayerProfiler
 from lightning_pipes.trainer.plan.trial import Trial, Trials
 from tests.trainer.lit import Lit, data, quiet
 from tests.trainers import make_trainer
@@ -52,16 +52,16 @@ class Watches(pl.Callback):
         self._lacks = lacks
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        trainer.strategy.running.statistics.monitor = Fake(self._lacks if trainer.global_rank else ())
+        trainer.strategy.current_run.statistics.monitor = Fake(self._lacks if trainer.global_rank else ())
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.windows.append(len(trainer.strategy.running.windows))
-        statistics, plan = trainer.strategy.running.statistics, trainer.strategy.running.engine.plan
+        self.windows.append(len(trainer.strategy.current_run.windows))
+        statistics, plan = trainer.strategy.current_run.statistics, trainer.strategy.current_run.engine.plan
         self.timed = next((look.layers for look in statistics.recall_plan(plan)), self.timed)
-        self.layers.append([span.rows for span in trainer.strategy.running.part.holdings.layers])
+        self.layers.append([span.rows for span in trainer.strategy.current_run.part.holdings.layers])
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        trainer.strategy.running.statistics.monitor = None
+        trainer.strategy.current_run.statistics.monitor = None
 
 
 def faked(self: Any, *_: Any) -> ModelProfile:
@@ -94,7 +94,7 @@ def train(rank: int, lacks: str) -> tuple[list[int], list[list[int]], list[str],
 
 def all_three(rank: int) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Measuring, "profile", faked)
+        patch.setattr(LayerProfiler, "profile", faked)
         patch.setattr(Trials, "run", as_predicted)
         return [train(rank, lacks) for lacks in (*LACKS, "unguarded")]
 

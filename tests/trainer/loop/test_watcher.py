@@ -108,7 +108,7 @@ class Unwatched(Callback):
     """Takes all watchers away."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        trainer.strategy.running.watchers = Watchers()
+        trainer.strategy.current_run.watchers = Watchers()
 
 
 def runs(rank: int, folder: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:

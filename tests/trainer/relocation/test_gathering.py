@@ -15,7 +15,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.relocation.gathering import (
-    Side,
+    RankInventory,
     choose_receivers,
     group_tensors,
     pack_tensors,
@@ -112,8 +112,8 @@ def test_parameters_are_the_same_objects(way: str) -> None:
     assert all(found[f"{way}, same objects"] for found in pipeline())
 
 
-def side(host: str, available: int, missing: int, spread: bool = False) -> Side:
-    return Side(host, available, missing, spread, (), {})
+def side(host: str, available: int, missing: int, spread: bool = False) -> RankInventory:
+    return RankInventory(host, available, missing, spread, (), {})
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def side(host: str, available: int, missing: int, spread: bool = False) -> Side:
         ("none", [side("a", 100, 20), side("a", 100, 30)], []),
     ],
 )
-def test_by_default_as_memory_allows(gather: str, sides: list[Side], receivers: list[int]) -> None:
+def test_by_default_as_memory_allows(gather: str, sides: list[RankInventory], receivers: list[int]) -> None:
     assert [*choose_receivers(gather, sides)] == receivers
 
 

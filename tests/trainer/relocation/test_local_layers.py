@@ -64,7 +64,7 @@ class Moves(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
         strategy = trainer.strategy
-        plan = strategy.running.windows[-1].plan
+        plan = strategy.current_run.windows[-1].plan
         self.trained.append(tuple(span.start for span in plan.layers[1:]))
         ends = (0, *self.cuts[len(self.trained) % len(self.cuts)], plan.layers[-1].stop)
         strategy.adopt(strategy.schedule, plan=replace(plan, layers=tuple(Span(a, b) for a, b in pairwise(ends))))
@@ -179,10 +179,10 @@ class Adopts(Callback):
             except PlanError as error:
                 self.error = str(error)
             layers = (Span(0, self.start), Span(self.start, 9))
-            strategy.adopt("pipedream_2bw", plan=replace(strategy.running.engine.plan, layers=layers))
+            strategy.adopt("pipedream_2bw", plan=replace(strategy.current_run.engine.plan, layers=layers))
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.held = trainer.strategy.running.part.holdings.local
+        self.held = trainer.strategy.current_run.part.holdings.local
 
 
 def streaming(rank: int, folder: str) -> list[Any]:

@@ -80,28 +80,28 @@ class Acts(Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         bulk_transfer.GATE_SECONDS = 1000.0
-        loop, self.relocation = trainer.fit_loop, trainer.strategy.running.relocation
+        loop, self.relocation = trainer.fit_loop, trainer.strategy.current_run.relocation
         # Where all wait for parcels of an earlier move that a busy machine has left late, nothing is held.
         hold = lambda: loop.total_batch_idx < self.until and not self.relocation.arriving  # noqa: E731
-        trainer.strategy.running.part.bulk_transfer.set_gate(hold)
+        trainer.strategy.current_run.part.bulk_transfer.set_gate(hold)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         case, strategy, number = self.case, trainer.strategy, trainer.fit_loop.total_batch_idx
-        self.layers = strategy.running.part.holdings.layers
+        self.layers = strategy.current_run.part.holdings.layers
         time.sleep(case.slow)
         if number in case.held and case.relocation != "blocking":
             self.until = case.held[number]
         if number in case.free or (trainer.is_last_batch and case.relocation == "buffered"):
             self.until = -1
         if number in case.cuts:
-            plan = strategy.running.engine.plan
+            plan = strategy.current_run.engine.plan
             ends = (0, *case.cuts[number], LAYERS)
             plan = replace(plan, layers=tuple(Span(a, b) for a, b in pairwise(ends)))
             strategy.adopt(strategy.schedule, plan=plan)
         if number == case.stopped and trainer.global_rank == 1:
             trainer.should_stop = True
         if number == case.meddles:
-            for layer in strategy.running.part.cut.layers.values():
+            for layer in strategy.current_run.part.cut.layers.values():
                 for p in layer.parameters():
                     p.data.mul_(0.5)  # torch does not count this as a change
         if number in case.saved:

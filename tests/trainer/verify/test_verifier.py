@@ -231,7 +231,7 @@ class Watches(pl.Callback):
         if trainer.world_size == 1:  # the reference
             return
         hooks = [len(layer._forward_pre_hooks) for layer in pl_module.model]
-        run = trainer.strategy.running
+        run = trainer.strategy.current_run
         children = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
         if batch_idx < 2:
             assert any(hooks)

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from lightning_pipes.sim.predictor import PendingBackward, Task, TaskPrediction, Waiting
+from lightning_pipes.sim.predictor import PendingBackward, Task, TaskPrediction, WaitingSubnet
 
 
 class Nothing:
     """Predicts nothing: layers are loaded when they are needed."""
 
-    def before(self, task: Task, queue: Sequence[Waiting], told: Sequence[PendingBackward] = ()) -> TaskPrediction:
+    def before(
+        self, task: Task, queue: Sequence[WaitingSubnet], told: Sequence[PendingBackward] = ()
+    ) -> TaskPrediction:
         return TaskPrediction()
 
-    def idle(self, queue: Sequence[Waiting]) -> TaskPrediction:
+    def idle(self, queue: Sequence[WaitingSubnet]) -> TaskPrediction:
         return TaskPrediction()
 
 
@@ -33,13 +35,15 @@ class InTurn:
         self._microbatches = microbatches
         self._begun: dict[int, int] = {}  # tasks that have run, by subnet, in the order in which they began
 
-    def before(self, task: Task, queue: Sequence[Waiting], told: Sequence[PendingBackward] = ()) -> TaskPrediction:
+    def before(
+        self, task: Task, queue: Sequence[WaitingSubnet], told: Sequence[PendingBackward] = ()
+    ) -> TaskPrediction:
         ran = self._begun[task.subnet] = self._begun.get(task.subnet, 0) + 1
         if ran == 2 * self._microbatches:
             del self._begun[task.subnet]
         return self.idle(queue)
 
-    def idle(self, queue: Sequence[Waiting]) -> TaskPrediction:
+    def idle(self, queue: Sequence[WaitingSubnet]) -> TaskPrediction:
         doing = [subnet for subnet, ran in self._begun.items() if ran % self._microbatches]
         back = [subnet for subnet, ran in self._begun.items() if not ran % self._microbatches]
         forwards = [subnet for subnet, waits in queue if not waits]

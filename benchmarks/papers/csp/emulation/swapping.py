@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.papers.csp.emulation.spaces import Placed
 from benchmarks.papers.csp.emulation.stream import Rules
-from lightning_pipes.sim.predictor import PendingBackward, Task, TaskPredictor, Waiting
+from lightning_pipes.sim.predictor import PendingBackward, Task, TaskPredictor, WaitingSubnet
 
 # ---- Which layers a stage's device holds, what to load next and what to drop for it.
 
@@ -302,13 +302,13 @@ class Swapping:
         at.wanted = tuple(z for z in said.wanted if z != y)
         at.telling = said.pending
 
-    def queue(self, stage: int) -> list[Waiting]:
+    def queue(self, stage: int) -> list[WaitingSubnet]:
         """Subnets that have not begun on the stage: those whose input has come, and then those that will."""
         at = self.at[stage]
         until = min(at.oldest + self.rules.depth, self.n)
         unbegun = [y for y in range(at.oldest, until) if not self.begun[stage][0][y]]
         unbegun.sort(key=lambda y: not self.here[stage][0][y])
-        return [Waiting(y, self.waits[y][stage]) for y in unbegun]
+        return [WaitingSubnet(y, self.waits[y][stage]) for y in unbegun]
 
     def move(self, stage: int) -> None:
         """Begins the next load, if something is to be loaded."""

@@ -15,7 +15,7 @@ from lightning_pipes.planning.replanning import HostedStage, Interference
 from lightning_pipes.strategies.dynpipe.interference import Forest, Predictor
 from lightning_pipes.strategies.dynpipe.interference.features import NAMES, RUN, WAIT, feature_table, predict_by_formula
 from lightning_pipes.strategies.dynpipe.interference.forest import train
-from lightning_pipes.strategies.dynpipe.interference.predictor import Corrected, Formula
+from lightning_pipes.strategies.dynpipe.interference.predictor import CorrectedFormula, Formula
 from lightning_pipes.testing.ranks import scale_timeout
 
 BUSY = "host.machine_busy_share"
@@ -44,7 +44,7 @@ def data(rows: int = 400, seed: int = 0):
 @pytest.fixture(scope="module")
 def predictor() -> Predictor:
     pairs, ratios = data()
-    return Predictor(Corrected().fit(feature_table(pairs), ratios).forest)
+    return Predictor(CorrectedFormula().fit(feature_table(pairs), ratios).forest)
 
 
 def test_a_row():
@@ -132,7 +132,7 @@ def test_where_the_scheduler_counts_nothing_the_forest_is_alone():
     pairs, ratios = data()
     blind = [({BUSY: seen[BUSY]}, stage) for seen, stage in pairs]
     rows = feature_table(blind)
-    alone = Corrected().fit(rows, ratios).predict(rows)
+    alone = CorrectedFormula().fit(rows, ratios).predict(rows)
     np.testing.assert_allclose(alone, Trees().fit(rows, ratios).predict(rows))
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from lightning_pipes.ir import InputError
 from lightning_pipes.planning.replanning import HostedStage, Interference
-from lightning_pipes.strategies.dynpipe.interference import Predictor, Refitted, refit
+from lightning_pipes.strategies.dynpipe.interference import Predictor, RefittedPredictor, refit
 from lightning_pipes.strategies.dynpipe.interference.features import NAMES, RUN, WAIT, feature_table
 from lightning_pipes.strategies.dynpipe.interference.forest import train
-from lightning_pipes.strategies.dynpipe.interference.predictor import Corrected
-from lightning_pipes.strategies.dynpipe.interference.refit import Learning
+from lightning_pipes.strategies.dynpipe.interference.predictor import CorrectedFormula
+from lightning_pipes.strategies.dynpipe.interference.refit import LearningPredictor
 
 BUSY = "host.machine_busy_share"
 
@@ -49,8 +49,8 @@ def here(monkeypatch):
 
 
 def test_it_learns_from_what_it_is_told():
-    refitted = Refitted(every=100, after=10, trees=16)
-    assert isinstance(refitted, Learning)
+    refitted = RefittedPredictor(every=100, after=10, trees=16)
+    assert isinstance(refitted, LearningPredictor)
     assert isinstance(refitted, Interference)
     pairs, ratios = rows(110)
     assert not refitted.predict(pairs).known.any()
@@ -69,7 +69,7 @@ def test_every_rank_has_the_same_forest(here):
     pairs, ratios = rows(120)
     found = []
     for _ in range(2):
-        refitted = Refitted(every=100, after=5, trees=8)
+        refitted = RefittedPredictor(every=100, after=5, trees=8)
         refitted.observe(pairs, ratios)
         found.append(refitted.predict(pairs).ratios)
         refitted.close()
@@ -78,14 +78,14 @@ def test_every_rank_has_the_same_forest(here):
 
 def test_the_better_one_on_the_newest_rows_stays(here):
     pairs, ratios = rows(400)
-    good = Predictor(Corrected().fit(feature_table(pairs), np.array(ratios)).forest, spread=0.7)
+    good = Predictor(CorrectedFormula().fit(feature_table(pairs), np.array(ratios)).forest, spread=0.7)
     few, truth = rows(60, seed=3)
-    kept = Refitted(good, every=60, after=1, trees=2)
+    kept = RefittedPredictor(good, every=60, after=1, trees=2)
     kept.observe(*(few + few[:1], truth + truth[:1]))
     assert (kept.predictor, kept.refits) == (good, 0)
     kept.close()
     others, elsewhere = rows(60, seed=3, factor=5.0)  # another machine, on which all of it is wrong
-    changed = Refitted(good, every=60, after=1, trees=2)
+    changed = RefittedPredictor(good, every=60, after=1, trees=2)
     changed.observe(others + others[:1], elsewhere + elsewhere[:1])
     assert changed.refits == 1
     assert changed.predictor is not None
@@ -94,7 +94,7 @@ def test_the_better_one_on_the_newest_rows_stays(here):
 
 
 def test_rare_rows_are_kept_longest():
-    refitted = Refitted(every=10_000, most=30)
+    refitted = RefittedPredictor(every=10_000, most=30)
     pairs, _ = rows(100)
     refitted.observe(pairs, [8.0, 8.0, *(98 * [1.1])])
     kept = sorted(ratio for kept in refitted._bins.values() for _, _, ratio in kept)
@@ -102,7 +102,7 @@ def test_rare_rows_are_kept_longest():
 
 
 def test_what_says_nothing_is_left_out():
-    refitted = Refitted()
+    refitted = RefittedPredictor()
     pairs, _ = rows(3)
     refitted.observe(pairs, [float("nan"), 0.0, float("inf")])
     assert refitted._seen == 0
@@ -110,7 +110,7 @@ def test_what_says_nothing_is_left_out():
 
 def test_a_training_that_fails_is_said_once(monkeypatch, caplog):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    refitted = Refitted(every=20, after=1, trees=2)
+    refitted = RefittedPredictor(every=20, after=1, trees=2)
     pairs, ratios = rows(80)
     with caplog.at_level(logging.WARNING):
         refitted.observe(pairs, ratios)
@@ -121,7 +121,7 @@ def test_a_training_that_fails_is_said_once(monkeypatch, caplog):
 
 
 def test_nothing_is_left_of_one_that_is_under_way():
-    refitted = Refitted(every=20, after=100)
+    refitted = RefittedPredictor(every=20, after=100)
     refitted.observe(*rows(30))
     assert refitted._fit is not None
     process = refitted._fit.training._process
@@ -131,5 +131,5 @@ def test_nothing_is_left_of_one_that_is_under_way():
 
 @pytest.mark.parametrize("name", ["every", "after", "most", "trees"])
 def test_mistakes(name):
-    with pytest.raises(InputError, match=f"Refitted: {name} must be at least 1, got 0"):
-        Refitted(**{name: 0})
+    with pytest.raises(InputError, match=f"RefittedPredictor: {name} must be at least 1, got 0"):
+        RefittedPredictor(**{name: 0})

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.plan import deciding, measuring, sample
+from lightning_pipes.trainer.plan import decider, layer_profiler, sample
 from lightning_pipes.trainer.plan.sample import example_batch
 from tests.trainer.lit import differences, quiet
 from tests.trainers import make_trainer
@@ -109,9 +109,9 @@ TRAINERS: dict[str, dict[str, Any]] = {"all": {}, "overfit": {"overfit_batches":
 def measured(rank: int, folder: str) -> dict[str, Any]:
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measuring, "WORTH_MEASURING", 0.0)
+        patch.setattr(layer_profiler, "WORTH_MEASURING", 0.0)
         for name, trainer in TRAINERS.items():
-            deciding._profiles.clear()
+            decider._profiles.clear()
             found[name] = fitted(f"{folder}/{rank}/{name}", 2, trainer)
     return found
 
@@ -217,7 +217,7 @@ def slow(rank: int, wrong: bool) -> tuple[list[tuple[float, float]], list[int], 
 
     with pytest.MonkeyPatch.context() as patch:
         if wrong:
-            patch.setattr(measuring.Measuring, "profile", profile)
+            patch.setattr(layer_profiler.LayerProfiler, "profile", profile)
         module = LitSlow()
         trainer = make_trainer(strategy=PipelineStrategy(microbatches=4), max_steps=2)
         trainer.fit(module, DataLoader(torch.ones(8, WIDTH), batch_size=8))
@@ -284,7 +284,7 @@ def test_devices_with_neighbours_while_layers_are_measured_do_not_count() -> Non
     def slowed(factor: float) -> ModelProfile:
         return one.scaled([factor] * 3)
 
-    found = deciding.undisturbed_profile([slowed(2.5), slowed(2.5), slowed(2.5), one, slowed(1.05)])
+    found = decider.undisturbed_profile([slowed(2.5), slowed(2.5), slowed(2.5), one, slowed(1.05)])
     for layer, wanted in zip(found.layers, one.layers, strict=True):
         assert layer.forward[-1][1] == pytest.approx(1.01 * wanted.forward[-1][1])
         assert layer.backward[-1][1] == pytest.approx(1.01 * wanted.backward[-1][1])

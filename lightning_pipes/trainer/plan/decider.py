@@ -29,7 +29,7 @@ from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.module.tape import describe_layer
 from lightning_pipes.trainer.plan.decision import Decision
-from lightning_pipes.trainer.plan.measuring import Measuring, NotMeasuredError, Together
+from lightning_pipes.trainer.plan.layer_profiler import CollectiveCall, LayerProfiler, NotMeasuredError
 from lightning_pipes.trainer.plan.profile_cache import MeasuredRun, ProfileCache, describe_module
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch, expected_batches
@@ -58,8 +58,8 @@ depends on; the same in all processes. A reason is kept as text: an error would 
 raised."""
 
 
-class Deciding:
-    """Collective: all ranks make one, and the same calls of it.
+class PlanDecider:
+    """Decides how a module is cut by what its layers take. Collective: all ranks make one, and the same calls of it.
 
     Args:
         path: the pipelined container in the Trainer's module.
@@ -89,7 +89,7 @@ class Deciding:
         layers = trainer.lightning_module.get_submodule(path)
         assert isinstance(layers, Layers)
         self._layers = layers
-        self._together = Together(ranks.control)
+        self._collective = CollectiveCall(ranks.control)
         self._who = ranks.grid.pipelines[0][-1]
 
     def decide(self, request: RunRequest, plain: Decision) -> Decision:
@@ -140,7 +140,7 @@ class Deciding:
             )
         data = private.training_data(self._trainer)  # on all ranks: it may draw random numbers
         sampled: list[tuple[int, Any]] = []
-        self._together(lambda: sampled.append(self._sample(request, data)))
+        self._collective(lambda: sampled.append(self._sample(request, data)))
         (rows, batch) = sampled[0]
         sizes = request.microbatch_rows(rows, self._grid.length)
         pieces = None if request.chooses else -(-rows // max(sizes))
@@ -156,7 +156,7 @@ class Deciding:
             *(() if self._shards == 1 else (self._shards,)),
         )
         known = _profiles.get(key)
-        if not all(self._together(lambda: known is not None)):
+        if not all(self._collective(lambda: known is not None)):
             known = None
         if isinstance(known, str):
             raise NotMeasuredError(known, quiet=True)
@@ -169,15 +169,15 @@ class Deciding:
             return self._planned(request, plain, profile, rows, deployment)
         begun = time.monotonic()
         try:
-            with Measuring(self._trainer, self._path, batch, sizes, self._device, self._together) as measuring:
-                own = with_sharded_states(measuring.profile(pieces, request.splits_backward), self._shards)
+            with LayerProfiler(self._trainer, self._path, batch, sizes, self._device, self._collective) as profiler:
+                own = with_sharded_states(profiler.profile(pieces, request.splits_backward), self._shards)
                 profile, speeds = self._merged(own, undisturbed_profile if request.may_replan else ModelProfile.mean_of)
                 deployment = self._deployment(plain, speeds)
                 if not plain.schedule.flushes:  # which is tried batch by batch only
                     made = self._planned(request, plain, profile, rows, deployment)
                 else:
                     trials = partial(self._seconds_left, begun, expected_batches(self._trainer, data))
-                    made = self._tried(request, plain, profile, rows, deployment, measuring, trials)
+                    made = self._tried(request, plain, profile, rows, deployment, profiler, trials)
         except NotMeasuredError as why:
             if why.quiet:
                 _profiles[key] = str(why)
@@ -264,7 +264,7 @@ class Deciding:
         profile: ModelProfile,
         rows: int,
         deployment: Deployment,
-        measuring: Measuring,
+        profiler: LayerProfiler,
         seconds_left: Callable[[float | None], float],
     ) -> Decision:
         """Return the decision by a profile that was corrected by steps of the pipeline: the fastest of what was tried.
@@ -272,7 +272,7 @@ class Deciding:
         A layer in a pipeline may take other times than it has alone: ranks share memory and caches, and messages take
         processor time.
         """
-        trials = Trials(measuring, self._ranks, self._transport)
+        trials = Trials(profiler, self._ranks, self._transport)
         tried: list[tuple[float, Decision]] = []
         said: list[str] = []
         while True:

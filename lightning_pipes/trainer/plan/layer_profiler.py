@@ -65,8 +65,8 @@ class UnsuitableContainerError(NotMeasuredError):
     """Why the step can't have the layers of a container in a pipeline, the same on all ranks."""
 
 
-class Together:
-    """Collective: all ranks make one, and the same calls of it.
+class CollectiveCall:
+    """Calls a function on all ranks, and fails on all where it fails on one.
 
     Args:
         control: of all ranks.
@@ -117,7 +117,7 @@ class OperationCounts(NamedTuple):
     largest: int
 
 
-class Measuring:
+class LayerProfiler:
     """Runs the training step and layers of a whole module; nothing of it is to be seen after its `with` block.
 
     Collective: all ranks make one, and the same calls of it, at the same time, so that each computes with its threads
@@ -128,7 +128,7 @@ class Measuring:
         batch: as a loader gives it; of at least so many samples as are measured.
         rows: the numbers of samples to measure, ascending.
         device: layers are moved there, one after the other.
-        together: has all ranks do the same.
+        collective: has all ranks do the same.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Measuring:
         batch: Any,
         rows: Sequence[int],
         device: torch.device,
-        together: Together,
+        collective: CollectiveCall,
     ) -> None:
         self._trainer = trainer
         self._module = module = trainer.lightning_module
@@ -149,7 +149,7 @@ class Measuring:
         self._batch = batch
         self._rows = tuple(rows)
         self._device = device
-        self._together = together
+        self._collective = collective
         self._interceptor = Interceptor(f"self.{path}", isinstance(full, nn.ModuleList), CacheSwitch(module))
         self._taped = [TapedLayer(layer, n, lambda *_: None) for n, layer in enumerate(full)]
         with_number = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
@@ -159,7 +159,7 @@ class Measuring:
         self._writes = False
         """Whether the forward of a layer has changed its weights."""
 
-    def __enter__(self) -> Measuring:
+    def __enter__(self) -> LayerProfiler:
         with ExitStack() as stack:
             stack.enter_context(forked_rng(self._device))
             stack.enter_context(keep_unchanged(self._module, skip=self._full))  # each layer while it runs
@@ -168,7 +168,7 @@ class Measuring:
             stack.enter_context(self._trainer.precision_plugin.train_step_context())
             stack.enter_context(self._intercept_layers())
             stack.enter_context(torch.enable_grad())
-            self._together(self._prepare)
+            self._collective(self._prepare)
             self._undo = stack.pop_all()
         return self
 
@@ -198,13 +198,13 @@ class Measuring:
         for n in self._rows[:-1]:
             try:
                 entering[n] = self.entering(n)
-                self._together(partial(self._forward, entering[n], leaving))
+                self._collective(partial(self._forward, entering[n], leaving))
                 around[n] = self._around(n, leaving)
             except NotMeasuredError:  # as batch normalisation has it, which needs more than one sample
                 entering.pop(n, None)
                 notes[LEAST_ROWS] = n + 1
         found: list[ModelProfile] = []
-        self._together(lambda: found.append(self._layers(entering, split)))
+        self._collective(lambda: found.append(self._layers(entering, split)))
         return replace(_with_ends(found[0], around, entering), notes=notes)
 
     def check_step(self) -> None:
@@ -214,7 +214,7 @@ class Measuring:
             NotMeasuredError: the user's code failed on any rank.
             UnsuitableContainerError: it does not call the layers once and in order, or uses them otherwise.
         """
-        self._together(lambda: self._run_step(self._run_layers))
+        self._collective(lambda: self._run_step(self._run_layers))
 
     def _run_layers(self, x: Any) -> Any:
         with torch.no_grad():
@@ -226,7 +226,7 @@ class Measuring:
     def _run_step(self, run_layers: Callable[[Any], Any]) -> None:
         rows = max(self._rows)
         x = run_layers(_leaves(self._capture(rows), False))
-        if not self._logs or self._together.is_alone:
+        if not self._logs or self._collective.is_alone:
             y, step = _leaves(x, True), named_step(self._module, "training_step")
             self._interceptor.run_with_answer(step, lambda _: y, self._part(rows), *self._arguments, apart=True)
 
@@ -236,7 +236,7 @@ class Measuring:
         Raises:
             NotMeasuredError: the user's code failed on any rank.
         """
-        counted = self._together(self._count_operations)
+        counted = self._collective(self._count_operations)
         return max(counted, key=lambda each: each.around)  # where loggers write, the code behind the layers did not run
 
     def _count_operations(self) -> OperationCounts:
@@ -273,7 +273,7 @@ class Measuring:
             NotMeasuredError: the user's code failed on any rank.
         """
         found: list[Any] = []
-        self._together(lambda: found.append(_leaves(self._capture(rows), False)))
+        self._collective(lambda: found.append(_leaves(self._capture(rows), False)))
         return found[0]
 
     @contextmanager
@@ -338,7 +338,7 @@ class Measuring:
         """Run the layers at least once. Short times are taken again: on a busy machine one may be much too long."""
         seconds = float("inf")
         for _ in range(1 + REPEATS):
-            found = self._together(forward)
+            found = self._collective(forward)
             seconds = min(seconds, sum(found) / len(found))
             step = 3 * seconds * (pieces or 0)
             if pieces is None or step > 10 * WORTH_MEASURING:
@@ -350,7 +350,7 @@ class Measuring:
     def _around(self, rows: int, leaving: Sequence[Any]) -> _Around:
         """Run the step around the layers, with the one output in `leaving`."""
         found = _Around()
-        self._together(partial(self._run_around, rows, leaving[0], found))
+        self._collective(partial(self._run_around, rows, leaving[0], found))
         return found
 
     def _run_around(self, rows: int, leaving: Any, found: _Around) -> None:
