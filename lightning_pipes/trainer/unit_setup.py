@@ -104,7 +104,9 @@ class UnitSetup(ModuleSetup):
                 f"{' and '.join(refused)} does not work with these. Leave it out, or put the layers into one "
                 "nn.Sequential: PipelineStrategy(module='path.to.it')"
             )
-        self._n_stages = stages = len(self._request.schedule.place_stages(self._ranks.grid.length))
+        ranks = self._ranks.grid.length
+        self._request = context.links.complete_request(self._request, ranks)
+        self._n_stages = stages = len(self._request.schedule.place_stages(ranks))
         private_transformers.install_output_hooks(module)
         self.end: BatchEnd | None = None
         """The end of the step that runs on whole batches; None where each micro-batch has a loss."""
@@ -139,7 +141,7 @@ class UnitSetup(ModuleSetup):
                 f"schedule {request.schedule.name!r} cuts a batch alike for all stages, for "
                 f"{type(self._module).__name__} is cut by units"
             )
-        return decision
+        return self._context.links.agree_on_decision(self._module, decision, lambda: decision)
 
     def index_parameters(self, holdings: Holdings) -> None:
         """Tell `holdings` the stages that use each parameter."""
@@ -512,8 +514,6 @@ def find_refused(context: SetupContext) -> list[str]:
         refused.append("recompute=True (torch.utils.checkpoint in the module does)")
     if request.replanner is not None:
         refused.append("replan")
-    if context.shares_ranks:
-        refused.append("a job array on shared ranks")
     if context.settings.verify.batches:
         refused.append("verify")
     if not (isinstance(request.partition, str) or names_modules(request.partition)):

@@ -67,7 +67,7 @@ class Job:
     schedule: str | Schedule = "jap"
     recompute: bool = False
     microbatches: int | None = 2
-    partition: tuple[int, ...] = ()
+    partition: tuple[int, ...] | tuple[str, ...] = ()
     gpu: bool = False
 
     def __call__(self) -> Any:

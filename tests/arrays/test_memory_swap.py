@@ -72,6 +72,22 @@ def test_states_leave_between_forward_and_backward_that_recomputes() -> None:
         assert found.bytes_in > 0
 
 
+def cut_by_units(rank: int) -> tuple[list[Any], list[Any]]:
+    """Siblings of units that take turns, by schedules of their own, and each alone."""
+    quiet()
+    orders = (("jap", 8), ("1f1b", 16), ("zero_bubble", 5))
+    jobs = [Job(n, epochs=1, schedule=s, batch=b, partition=("layers.3",)) for n, (s, b) in enumerate(orders)]
+    together = JobArray[Any](3, memory=poisoned(BIG, None, 2)).run(jobs)
+    alone = [outcome.value for job in jobs for outcome in JobArray[Any](1).run([job])]
+    return [each.value for each in sorted(together, key=lambda each: each.index)], alone
+
+
+def test_siblings_that_are_cut_by_units_are_what_they_are_alone() -> None:
+    for together, alone in run_ranks(cut_by_units, 2, timeout=60):
+        for a, b in zip(together, alone, strict=True):
+            assert_equal(a, b)
+
+
 def peer_memory(bandwidth: float, peer_bandwidth: float) -> MemorySwap:
     """Two slots, and a peer with room for three of four states."""
     return poisoned(BIG, None, 2, bandwidth, True, "in_turn", "cpu", 100_000, peer_bandwidth)
