@@ -22,7 +22,14 @@ from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import InputError, PipelineError, short_repr
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.checkpoint.checksums import is_sharded
-from lightning_pipes.trainer.checkpoint.files import CheckpointWriter, find_existing, load_mapped, local_path
+from lightning_pipes.trainer.checkpoint.files import (
+    AtomicCheckpointIO,
+    CheckpointWriter,
+    find_existing,
+    load,
+    load_mapped,
+    local_path,
+)
 from lightning_pipes.trainer.checkpoint.resumable import LoaderPass, ResumableLoader, State, make_resumable
 from lightning_pipes.trainer.checkpoint.saving import Saver
 from lightning_pipes.trainer.module.deferred import has_meta
@@ -40,6 +47,11 @@ if TYPE_CHECKING:
 
 KEY = "lightning_pipes"
 """Where a checkpoint has what other strategies do not know of."""
+_NAMES = "names"
+"""Where the part of a failing rank has the names of its parameters, by optimizer."""
+_MEETING_SECONDS = 6.0
+"""How long a failing rank waits for the others before it writes its part: those that are blocked are ended then."""
+_WRITING_SECONDS = 600.0
 _log = logging.getLogger(__name__)
 
 
@@ -92,6 +104,7 @@ class TrainingData:
             private.ignore_warnings(".*your dataloader is not resumable.*")
         set_random_state(state["random"], self._device)
         if not state["between_epochs"]:
+            private.forget_unfinished_batch(trainer)
             private.finish_batch(trainer, state["validation_follows"])
             return
         private.begin_epoch(trainer)
@@ -169,6 +182,7 @@ class Checkpointing:
         sharded: in parts.
         container: the path of what the last run has cut; random numbers depend on which layers are counted.
         shards: has the parts of optimizer states that this replica steps; None where states are whole.
+        joins_parts: the parts that ranks write after a failure become whole checkpoints; True until one did not.
         placement: returns where the layers of the run are now, and what was asked for; None before there is a run.
     """
 
@@ -183,6 +197,8 @@ class Checkpointing:
         self.data = TrainingData(ranks.device, ranks.control.position == 0)
         self.container: str | None = None
         self.placement: Callable[[], Placement] | None = None
+        self.joins_parts = True
+        self._after_failure = 0
         self._resumed: str | None = None
         self._placed: Placement | None = None
         self._parts: ShardedCheckpoint | None = None
@@ -262,14 +278,74 @@ class Checkpointing:
                 write = partial(self._writing.io.save_checkpoint, storage_options=storage_options)
                 self._saver.save(checkpoint, path, write, background)
 
-    def save_alone(
-        self, checkpoint: dict[str, Any], path: str | Path, trainer: pl.Trainer, storage_options: Any | None
+    def save_after_failure(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        trainer: pl.Trainer,
+        cut: CutModule,
+        layouts: Sequence[OptimizerLayout],
+        step: str | None,
+        storage_options: Any | None,
     ) -> None:
-        """A rank that fails can't ask the others for their parts: it writes its own, to a file of its own, `path` with
-        `.rank1of2` at its end."""
+        """Write the part of this rank, to `path` with `.rank1of2` at its end, as collective calls may not end now.
+
+        Where all ranks come here soon, after the same `step`, the first one joins their parts to a whole checkpoint.
+
+        Args:
+            checkpoint: what this rank has.
+            layouts: of the optimizers.
+            step: a text that is the same on ranks whose parts belong together; None where parts are never joined.
+        """
         self._add_place(checkpoint, trainer)
-        grid = self._ranks.grid
-        self._writing.io.save_checkpoint(checkpoint, f"{path}.rank{grid.rank}of{grid.size}", storage_options)
+        grid, watch = self._ranks.grid, self._ranks.control.watch
+        paths = [f"{path}.rank{rank}of{grid.size}" for rank in range(grid.size)]
+        part = {**checkpoint, _NAMES: [layout.names for layout in layouts]}
+        self._after_failure += 1
+        topic, place = f"checkpoint {self._after_failure}", f"{step} {path}"
+        if step is None or self.sharded or self.shards is not None or storage_options is not None:
+            self.joins_parts = False
+        if type(self._writing.io) is not AtomicCheckpointIO or local_path(path) is None:
+            self.joins_parts = False
+        if self.joins_parts:
+            self.joins_parts = {*watch.exchange_texts(topic, place, _MEETING_SECONDS)} == {place}
+        if grid.position > 0 and self.joins_parts:
+            local = cut.local_state(outside=False)
+            part["state_dict"] = {key: value for key, value in checkpoint["state_dict"].items() if key in local}
+        try:
+            self._writing.io.save_checkpoint(part, paths[grid.rank], storage_options)
+        except BaseException:
+            watch.exchange_texts(f"{topic} written", "no", 0.0)
+            raise
+        if not self.joins_parts:
+            return
+        self.joins_parts = {*watch.exchange_texts(f"{topic} written", "yes", _WRITING_SECONDS)} == {"yes"}
+        if grid.rank == 0 and self.joins_parts:
+            self._join_parts(checkpoint, [paths[rank] for rank in grid.pipeline], path, cut, layouts)
+            for name in paths:
+                self._writing.io.remove_checkpoint(name)
+        watch.exchange_texts(f"{topic} joined", "", _WRITING_SECONDS)  # what started the ranks may end all of them
+
+    def _join_parts(
+        self,
+        checkpoint: dict[str, Any],
+        paths: Sequence[str],
+        path: str | Path,
+        cut: CutModule,
+        layouts: Sequence[OptimizerLayout],
+    ) -> None:
+        parts = [load(Path(name), map_location="cpu", mmap=True, weights_only=False) for name in paths]
+        checkpoint["state_dict"] = cut.in_order([part["state_dict"] for part in parts])
+        for number, (layout, local) in enumerate(zip(layouts, checkpoint.get("optimizer_states", []), strict=False)):
+            states = [
+                {
+                    part[_NAMES][number][n]: state
+                    for n, state in part["optimizer_states"][number].get("state", {}).items()
+                }
+                for part in reversed(parts)
+            ]
+            checkpoint["optimizer_states"][number] = layout.whole_state(local, states)
+        self._writing.io.save_checkpoint(checkpoint, path)
 
     def _add_place(self, checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
         fault_point("checkpoint")

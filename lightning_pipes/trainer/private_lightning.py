@@ -337,6 +337,14 @@ def finish_batch(trainer: pl.Trainer, validate: bool) -> None:
         epoch._batches_that_stepped += 1
 
 
+def forget_unfinished_batch(trainer: pl.Trainer) -> None:
+    """Let the batch that failed before a checkpoint have the number that it had, by which its random numbers differ."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    if batches.total.ready > batches.total.processed:
+        for counter in (batches.total, batches.current):
+            counter.ready = counter.started = counter.processed
+
+
 def begin_epoch(trainer: pl.Trainer) -> None:
     """Let a run that resumes between two epochs begin the next as any other: with a new pass over the data.
 

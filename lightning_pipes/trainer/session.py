@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
 
 from lightning_pipes.engine.private_torch import default_store
 from lightning_pipes.engine.watch.failure import FailureWatch
@@ -56,6 +58,42 @@ from lightning_pipes.trainer.verify.verifier import Verifier
 _log = logging.getLogger(__name__)
 
 
+class StepCount:
+    """The optimizer steps of this rank: whether parts of a checkpoint belong together that ranks write after a failure.
+
+    The weights of a rank are those after a whole number of steps, unless it fails within one.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._parameters: list[torch.Tensor] = []
+        self._versions: list[int] = []
+
+    @contextmanager
+    def count_step(self) -> Iterator[None]:
+        """Count the step that the block takes, unless it raises."""
+        yield
+        self._steps += 1
+        self._parameters, self._versions = [], []
+
+    def follow(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return `closure`, after which the optimizer changes its parameters."""
+
+        def compute() -> Any:
+            result = closure()
+            self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self._versions = [p._version for p in self._parameters]
+            return result
+
+        return compute
+
+    def describe(self) -> str:
+        """Return a text that is the same on ranks that have taken the same steps, and no other's within one."""
+        if self._versions == [p._version for p in self._parameters]:
+            return f"after {self._steps} steps"
+        return f"in step {self._steps + 1} of rank {dist.get_rank()}"
+
+
 class Session:
     """The time from `setup_environment` of a strategy to the next one: connections, and common decisions.
 
@@ -73,6 +111,7 @@ class Session:
         cut: the module as it is cut; None before that, and when the run has ended.
         layouts: of the optimizers: which parameters of the whole module this rank steps.
         active_run: the run under way; None before and after it.
+        steps: the optimizer steps of this rank.
         verifier: compares first batches with those of one process, where that is wanted.
     """
 
@@ -96,6 +135,7 @@ class Session:
         self.layouts: list[OptimizerLayout] = []
         self.active_run: ActiveRun | None = None
         self.verifier: Verifier | None = None
+        self.steps = StepCount()
         self._needs_process_group = not private.distributed_is_initialized()
         if self._needs_process_group:
             self._open_store()

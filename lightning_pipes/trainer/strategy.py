@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -477,8 +478,15 @@ class PipelineStrategy(PipelineHost):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         step = super().optimizer_step
         shards = self.session.checkpointing.shards
-        with self.session.status.report_errors(), nullcontext() if shards is None else shards.restore_after():
-            return self._prepared_run.step(self, optimizer, closure, lambda c: step(optimizer, c, *args, **kwargs))
+        steps = self.session.steps
+        with (
+            self.session.status.report_errors(),
+            nullcontext() if shards is None else shards.restore_after(),
+            steps.count_step(),
+        ):
+            return self._prepared_run.step(
+                self, optimizer, steps.follow(optimizer, closure), lambda c: step(optimizer, c, *args, **kwargs)
+            )
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -648,23 +656,38 @@ class PipelineStrategy(PipelineHost):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint. A rank that fails can't ask the others for their parts: it writes its own, to a file of
-        its own, `filepath` with `.rank1of2` at its end.
+        """Write a checkpoint.
+
+        Ranks that fail write their parts, which the first one joins where all are alive and have taken the same steps.
         """
         if self._session is None or not self._session.is_connected:  # nothing has run yet, and the module is whole
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         checkpointing, current = self._session.checkpointing, self._active_run
         if self._down and current is not None and self.world_size > 1:
-            checkpointing.save_alone(checkpoint, filepath, self._trainer, storage_options)
+            session, run = self._session, current.run
+            raised = sys.exc_info()[1]
+            if raised is not None:
+                session.status.report_failure(raised)  # others may wait for this rank, and are to save their parts, too
+            may_join = session.links.n_trainings == 1 and not run.is_asynchronous and not has_shards(self._module)
+            may_join = may_join and not run.relocation.under_way
+            checkpointing.save_after_failure(
+                checkpoint,
+                filepath,
+                self._trainer,
+                run.cut,
+                session.layouts,
+                session.steps.describe() if may_join else None,
+                storage_options,
+            )
             return
         training = current is not None and current.run.fitting and not self._down
         cut = self._cut or self._spread
         checkpointing.save(checkpoint, filepath, self._trainer, cut, training, storage_options)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint, unless this rank is failing: what it writes then does not replace a whole one."""
-        if self.is_global_zero and not self._down:
+        """Remove a checkpoint, unless this rank has failed and its part does not replace a whole one."""
+        if self.is_global_zero and (not self._down or self.session.checkpointing.joins_parts):
             self.session.checkpointing.remove(filepath)
 
     # ---- what ranks decide together; every stage holds the same values, so averages are over replicas

@@ -319,13 +319,29 @@ def test_everybody_ends_when_one_fails(module, rank, how, said):
         assert "a bad day" in outcomes[rank].error
 
 
-def test_a_failing_rank_can_save_its_part():
-    """A checkpoint written because of an exception must not wait for ranks that are not there."""
+class FailingInAStep(LitOutside):
+    """Raises on one rank when it has stepped, and the other has or has not."""
+
+    def configure_optimizers(self) -> Any:
+        made = super().configure_optimizers()
+
+        def fail(*_: Any) -> None:
+            if self.trainer.global_rank == 1:
+                raise ValueError("a bad day")
+
+        made["optimizer"].register_step_post_hook(fail)
+        return made
+
+
+def test_ranks_within_a_step_save_their_parts():
+    """Weights before and after a step don't belong together."""
     folder = mkdtemp()
     saver = ModelCheckpoint(folder, filename="last", save_on_exception=True)
-    more = {"callbacks": [Failing(1, "raise"), saver], "enable_checkpointing": True}
-    outcomes = watch_ranks(fit, 2, LitOutside, 2, {}, more, timeout=30)
+    saver._last_global_step_saved = -1  # none, while Lightning thinks that it has saved the weights before all steps
+    more = {"callbacks": [saver], "enable_checkpointing": True}
+    outcomes = watch_ranks(fit, 2, FailingInAStep, 2, {}, more, timeout=30)
     assert all(o.error and o.seconds < scale_timeout(SOON) for o in outcomes)
+    assert "last.ckpt" not in os.listdir(folder)
     parts = [name for name in os.listdir(folder) if "rank1of2" in name]
     assert parts
     state = torch.load(os.path.join(folder, parts[0]), weights_only=False)["state_dict"]

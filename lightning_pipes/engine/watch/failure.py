@@ -243,6 +243,31 @@ class FailureWatch:
             time.sleep(POLL_SECONDS / 4)
         self.check()
 
+    def exchange_texts(self, topic: str, text: str, timeout: float) -> list[str]:
+        """Return the texts of all ranks on a topic, after a failure; none if a rank has ended or sends no text in time.
+
+        Args:
+            topic: is new in this run.
+            timeout: seconds.
+        """
+        found: list[str] = []
+        if self._store is not None:
+            thread = threading.Thread(target=self._exchange, args=(topic, text, timeout, found), daemon=True)
+            thread.start()  # the store may be stopped, and block it
+            thread.join(timeout + POLL_SECONDS)
+        return list(found)
+
+    def _exchange(self, topic: str, text: str, timeout: float, found: list[str]) -> None:
+        keys, until = [str(rank) for rank in range(len(self._others) + 1)], time.monotonic() + timeout
+        with suppress(RuntimeError):  # the store has ended
+            store = sub_store_of(self._store, f"{self._prefix}/{topic}")
+            store.set(str(self._rank), text)
+            while not store.check(keys):
+                if time.monotonic() > until or any(map(self.has_ended, self._others)):
+                    return
+                time.sleep(POLL_SECONDS / 10)
+            found.extend(store.get(key).decode() for key in keys)
+
     def raise_reason(self) -> None:
         """Raise PeerFailure once a failure is known that explains another error; return after a second if there is
         none."""

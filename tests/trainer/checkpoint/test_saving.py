@@ -51,14 +51,14 @@ def troubled(rank: int, folder: str, strategy: dict[str, Any], in_trouble: int, 
     fit(Path(folder), strategy, [Trouble(in_trouble, how)])
 
 
-def resumed(rank: int, cases: list[tuple[Path, dict[str, Any]]]) -> list[list[str]]:
-    """Where the runs that go on from the checkpoints after two steps differ from the uninterrupted one."""
+def resumed(rank: int, cases: list[tuple[Path, dict[str, Any]]], steps: int = 2) -> list[list[str]]:
+    """Where the runs that go on from the checkpoints after so many steps differ from the uninterrupted one."""
     with TemporaryDirectory() as folder:
         whole = fit(Path(folder) / "whole", {}, [])
         found = []
         for number, (path, strategy) in enumerate(cases):
             part = fit(Path(folder) / str(number), strategy, [], path)
-            found.append(differences(part, {**whole, "outputs": whole["outputs"][2:]}, tolerance=0.0))
+            found.append(differences(part, {**whole, "outputs": whole["outputs"][steps:]}, tolerance=0.0))
     return found
 
 
@@ -126,12 +126,18 @@ def failing(rank: int, folder: str, strategy: dict[str, Any]) -> None:
     fit(Path(folder), strategy, [BadDay()], callbacks=[saver])
 
 
-@pytest.mark.parametrize("strategy", [{}, {**SHARDED, **ASYNC}])
-def test_the_parts_of_a_failing_run_replace_nothing(strategy, tmp_path):
-    outcomes = watch_ranks(failing, 2, str(tmp_path), strategy, timeout=30)
+def test_the_parts_of_a_failing_run_replace_nothing(tmp_path):
+    outcomes = watch_ranks(failing, 2, str(tmp_path), {**SHARDED, **ASYNC}, timeout=30)
     assert all("a bad day" in outcome.error and outcome.seconds < scale_timeout(SOON) for outcome in outcomes)
     parts = {f"{name}.ckpt.rank{rank}of2" for name in ("step=4", "last-step=4") for rank in (0, 1)}
     assert set(os.listdir(tmp_path)) == {"step=3.ckpt", "last-step=3.ckpt", *parts}
+
+
+def test_ranks_after_the_same_step_join_their_parts_where_one_fails(tmp_path):
+    outcomes = watch_ranks(failing, 2, str(tmp_path), ASYNC, timeout=30)
+    assert all("a bad day" in outcome.error and outcome.seconds < scale_timeout(SOON) for outcome in outcomes)
+    assert set(os.listdir(tmp_path)) == {"step=3.ckpt", "step=4.ckpt", "last-step=4.ckpt"}  # as in one process
+    assert run_ranks(resumed, 2, [(tmp_path / "step=4.ckpt", {})], 4, timeout=100) == [[[]], [[]]]
 
 
 class Slow(AtomicCheckpointIO):
