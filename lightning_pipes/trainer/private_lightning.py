@@ -46,6 +46,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
+from lightning_pipes.engine.compute.rng import comparable_state, random_state, set_random_state
+
 distributed_is_initialized = _distributed_is_initialized
 default_backend = _get_default_process_group_backend_for_device
 init_distributed = _init_dist_connection
@@ -236,15 +238,24 @@ def training_loaders(trainer: pl.Trainer) -> list[Any]:
 
 def training_data(trainer: pl.Trainer) -> Any:
     """The data that train_dataloader returns. If Lightning has not asked for it yet it will get the same object when it
-    does, once, so that the hook is not called again; `forget_training_data` takes that back."""
+    does, once, so that the hook is not called again; `forget_training_data` takes that back.
+
+    Random numbers that the hook draws are drawn when Lightning asks, where no others are drawn before.
+    """
     fit = trainer.fit_loop
     if fit._combined_loader is not None:
         return fit._combined_loader.iterables
     source = fit._data_source
+    device = trainer.strategy.root_device
+    before = random_state(device)
     data = _request_dataloader(source)
+    after = random_state(device)
+    set_random_state(before, device)
 
     def given() -> Any:
         forget_training_data(trainer)
+        if comparable_state(random_state(device)) == comparable_state(before):
+            set_random_state(after, device)
         return data
 
     source.__dict__["dataloader"] = given

@@ -99,6 +99,29 @@ class _WithData(pl.LightningModule):
         return None
 
 
+@pytest.mark.parametrize("drawn", [0, 1])
+def test_random_numbers_of_a_hook_that_is_asked_ahead_are_drawn_when_lightning_asks(drawn):
+    class Drawing(_WithData):
+        def train_dataloader(self) -> Any:
+            return DataLoader(torch.rand(8), batch_size=2)
+
+    made = []
+    for ahead in (False, True):
+        t, module = trainer(), Drawing()
+        t.strategy.connect(module)
+        module.trainer = t
+        t._data_connector.attach_data(module)
+        torch.manual_seed(7)
+        if ahead:
+            private.training_data(t)
+        before = torch.rand(drawn)
+        t.fit_loop.setup_data()
+        made.append((before, t.fit_loop._combined_loader.iterables.dataset, torch.rand(1)))
+    (_, data, after), (_, data_ahead, after_ahead) = made
+    assert torch.equal(made[0][0], made[1][0])
+    assert torch.equal(data, data_ahead) == torch.equal(after, after_ahead) == (not drawn)
+
+
 def test_data_source_and_request_dataloader():
     """Asked for ahead, the hook is called once; Lightning gets the same loader, with what its arguments were."""
     t, module = trainer(), _WithData()
