@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -54,7 +55,7 @@ from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.plan.decider import device_memory
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.request import RunRequest
-from lightning_pipes.trainer.plan.settings import AUTO, Gather, Settings, check_parts, parse_verify
+from lightning_pipes.trainer.plan.settings import AUTO, PLAN_VARIABLE, Gather, Settings, check_parts, parse_verify
 from lightning_pipes.trainer.plan.stages import check_stages, choose_stages
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.ranks import Grid
@@ -361,6 +362,13 @@ class PipelineStrategy(PipelineHost):
     def take_decision(self, decision: Decision) -> None:
         """Run by a decision from now on."""
         self._decision, self.schedule = decision, decision.schedule
+        file = os.environ.get(PLAN_VARIABLE)
+        if file and self._trainer.state.fn == TrainerFn.FITTING:
+            if self.is_global_zero:
+                decision.save_pieces(file)
+            sys.stdout.flush()
+            self.control.barrier()
+            os._exit(0)  # on all ranks alike: `lightning-pipes plan` has what it asked for
 
     def teardown(self) -> None:
         fault_point("teardown")
@@ -711,6 +719,7 @@ class PipelineStrategy(PipelineHost):
     # ---- failures
 
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         if isinstance(exception, SIGTERMException):
             as_terminated(exception)
             atexit.register(skip_final_gc)

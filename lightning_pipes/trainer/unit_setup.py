@@ -27,7 +27,7 @@ from lightning_pipes.trainer.module.hidden_state import NoHiddenState
 from lightning_pipes.trainer.module.pipelined import LEAST_FOR_STATISTICS, batch_statistics
 from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.module_setup import ModuleSetup, SetupContext
-from lightning_pipes.trainer.plan.decision import Decision
+from lightning_pipes.trainer.plan.decision import Decision, Piece
 from lightning_pipes.trainer.plan.layer_profiler import CollectiveCall, NotMeasuredError, without_loggers
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.sample import (
@@ -112,6 +112,7 @@ class UnitSetup(ModuleSetup):
         """The end of the step that runs on whole batches; None where each micro-batch has a loss."""
         self._larger: Any = None
         self._unexplained = ""
+        self._pieces: tuple[Piece, ...] = ()
         self._layout = self._lay_units(self._request, stages)
         if self._unexplained and self.end is None:
             rank_zero_warn(self._unexplained)
@@ -141,6 +142,7 @@ class UnitSetup(ModuleSetup):
                 f"schedule {request.schedule.name!r} cuts a batch alike for all stages, for "
                 f"{type(self._module).__name__} is cut by units"
             )
+        decision = replace(decision, pieces=self._pieces)
         return self._context.links.agree_on_decision(self._module, decision, lambda: decision)
 
     def index_parameters(self, holdings: Holdings) -> None:
@@ -204,6 +206,7 @@ class UnitSetup(ModuleSetup):
             f"Stages after the first begin at {listed}; of the {'time' if seconds else 'operations'} the stages have "
             f"{', '.join(f'{share:.0%}' for share in shares)}"
         )
+        self._pieces = borders.list_pieces(starts)
         if end is None:
             return UnitLayout.from_record(*self._merge(record, starts))
         merged, (*found, border) = self._merge(record, (*starts, end))

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
 
 from lightning_pipes.cost import Deployment, ModelProfile
-from lightning_pipes.ir import Policy, Schedule, Span
+from lightning_pipes.ir import Kind, Policy, Schedule, Span
 from lightning_pipes.planning.balance import BalancedPlanner
 from lightning_pipes.planning.fit import evaluate_plan
 from lightning_pipes.planning.planner import BLOCKING, Planner, Problem, Solution, planner_of
 from lightning_pipes.trainer.plan.plans import Plans
+
+
+class Piece(NamedTuple):
+    """A layer, or a unit, with its stage and cost, for people.
+
+    Attributes:
+        stage: that runs it.
+        seconds: that a micro-batch takes in it, forward and backward; None where they are unknown.
+        share: of a step that it takes, by time or by operations; None where it is unknown.
+        bytes: that cross the border in front of it, if a stage begins here.
+    """
+
+    stage: int
+    name: str
+    seconds: float | None = None
+    share: float | None = None
+    bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -27,6 +47,7 @@ class Decision:
         table: what was compared, for people.
         cut: why batches are cut as they are, for people; empty where the planner says nothing.
         profile: of the layers, where they were measured.
+        pieces: what is cut, unit by unit; none for layers, which `save_pieces` lists.
         deployment: devices, links and memory, where they were asked for.
         movable: whether its layers may go to other stages where first steps contradict the profile.
         least: the fewest samples that a micro-batch is to have, as far as the module says it; the profile may know
@@ -48,6 +69,23 @@ class Decision:
     deployment: Deployment | None = None
     movable: bool = False
     least: int = 1
+    pieces: tuple[Piece, ...] = ()
+
+    def save_pieces(self, path: str) -> None:
+        """Write the layers or units of the stages, for `lightning-pipes plan`."""
+        Path(path).write_text(json.dumps([piece._asdict() for piece in self.pieces or self._list_layers()]))
+
+    def _list_layers(self) -> list[Piece]:
+        placed = [(stage, n) for stage, span in enumerate(self.layers) for n in range(span.start, span.stop)]
+        if self.profile is None:
+            return [Piece(stage, str(n)) for stage, n in placed]
+        profile, rows = self.profile, self.rows or self.profile.least_rows
+        seconds = [sum(profile.seconds(kind, n, rows) for kind in (Kind.F, Kind.B)) for _, n in placed]
+        names = [profile.layers[n].name for _, n in placed]
+        return [
+            Piece(stage, name, each, each / (sum(seconds) or 1))
+            for (stage, _), name, each in zip(placed, names, seconds, strict=True)
+        ]
 
     @classmethod
     def from_solution(cls, solution: Solution, movable: bool) -> Decision:

@@ -197,6 +197,8 @@ class Verify(NamedTuple):
 WARN = "warn"
 VERIFY_VARIABLE = "LIGHTNING_PIPES_VERIFY"
 """The environment variable that stands for `verify` where the strategy leaves it out."""
+PLAN_VARIABLE = "LIGHTNING_PIPES_PLAN"
+"""The environment variable that names a file for the cut of a training, which ends when that is decided."""
 WARNED_BATCHES = 2
 """Batches that verify="warn" compares."""
 

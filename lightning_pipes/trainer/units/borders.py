@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from itertools import accumulate
@@ -11,6 +12,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_pipes.ir import PlanError
+from lightning_pipes.trainer.plan.decision import Piece
 from lightning_pipes.trainer.units.recording import StepRecord
 
 _NEAR = 0.1
@@ -40,6 +42,7 @@ class Borders:
             for name in unit.weights:
                 uses[name].append(number)
         self._uses = uses
+        self._has_seconds = bool(seconds)
         costs = seconds or [unit.operations + 1 for unit in record.units]
         costs = [0.0 if unit.pure else cost for unit, cost in zip(record.units, costs, strict=True)]
         self._before = [0.0, *accumulate(costs)]
@@ -71,6 +74,20 @@ class Borders:
     def share(self, start: int, stop: int) -> float:
         """Return the share of a step's cost that units from `start` to `stop` have."""
         return (self._before[stop] - self._before[start]) / (self._before[-1] or 1)
+
+    def list_pieces(self, starts: Sequence[int]) -> tuple[Piece, ...]:
+        """Return the units with their stages, which begin at `starts`."""
+        stages = [bisect_right(starts, n) - 1 for n in range(len(self._record.units))]
+        return tuple(
+            Piece(
+                stage,
+                unit.name,
+                self._before[n + 1] - self._before[n] if self._has_seconds else None,
+                self.share(n, n + 1),
+                self.bytes(n) if n in starts[1:] else None,
+            )
+            for n, (stage, unit) in enumerate(zip(stages, self._record.units, strict=True))
+        )
 
     def choose(self, stages: int, end: int | None = None) -> tuple[int, ...]:
         """Return the first unit of each stage, so that stages cost about as much.

@@ -21,6 +21,7 @@ class Command:
         positionals: names of its positional arguments, in order.
         flags: by name, a placeholder for the value (empty for a switch) and a help text.
         defaults: overrides that repeat a default and that Hydra does not know.
+        optional: whether all positionals may be left out.
         script: whether its last positional is a Python script, which gets the rest of the command line.
         translate: converts an override into Hydra's form.
         run: runs the command, given settings, positionals and flags.
@@ -34,6 +35,7 @@ class Command:
     positionals: tuple[str, ...] = ()
     flags: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     defaults: frozenset[str] = frozenset()
+    optional: bool = False
     script: bool = False
     translate: Callable[[str], str] = lambda override: override
 

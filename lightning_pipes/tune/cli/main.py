@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(command: Command, options: argparse.Namespace) -> int:
     overrides = [word for word in options.settings if "=" in word]
     words = [word for word in options.settings if "=" not in word]
-    if len(words) != len(command.positionals):
+    if len(words) != len(command.positionals) and (words or not command.optional):
         expected = " ".join(command.positionals) or "settings only, as name=value"
         print(
             f"lightning-pipes {command.name} takes {expected}; got {' '.join(words) or 'nothing'}. "
@@ -103,9 +103,11 @@ def _parser(command: Command) -> argparse.ArgumentParser:
 
 
 def _positional_usage(command: Command) -> list[str]:
+    settings = ["[name=value ...]", "[options]"]
     if command.script:
-        return ["[options]", *command.positionals, "[its arguments]"]
-    return [*command.positionals, "[name=value ...]", "[options]"]
+        of_script = ["[options]", *command.positionals, "[its arguments]"]
+        return [*settings, "or", *of_script] if command.optional else of_script
+    return [*command.positionals, *settings]
 
 
 def _defaults(config: str) -> str:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from lightning_pipes.cost import Cluster, Deployment, ModelProfile
 from lightning_pipes.cost.units import bytes_text, seconds_text
-from lightning_pipes.ir import MAX_FORWARDS, InputError, check_count
+from lightning_pipes.ir import MAX_FORWARDS, InputError, PipelineError, check_count
 from lightning_pipes.planning.advice import Advice, Change
 from lightning_pipes.planning.auto import Choice, Option, choose_option
 from lightning_pipes.planning.fit import evaluate_plan
@@ -37,8 +44,13 @@ from lightning_pipes.tune.cli.sources import (
     translate_model_override,
 )
 
+_MOST_LINES = 40
+
 
 def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> None:
+    if words:
+        _plan_script(words[0], options)
+        return
     profile = require_profile(cfg, "plan")
     if cfg.ranks > len(profile.layers):
         raise InputError(f"ranks={cfg.ranks}: the model has {len(profile.layers)} layers, and each rank needs one")
@@ -77,6 +89,71 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     print(f"    {hydra_overrides(arguments)}")
     for line in lines:
         print(line)
+
+
+def _plan_script(script: str, options: argparse.Namespace) -> None:
+    """Run a script until its module is cut, and draw the layers or units of each stage.
+
+    Raises:
+        InputError: there is no such script, or settings are given, too.
+        PipelineError: it has cut nothing.
+    """
+    from lightning_pipes.trainer.plan.settings import PLAN_VARIABLE  # which takes long
+
+    given = [word for word in options.settings if "=" in word] + [
+        flag for flag in ("png", "html") if options.__dict__[flag]
+    ]
+    if given:
+        raise InputError(f"{given[0]} is for a plan by a profile; {script} itself says what it trains on")
+    if not Path(script).is_file():
+        raise InputError(f"{script}: there is no such script")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "pieces.json"
+        env = os.environ | {PLAN_VARIABLE: str(file)}
+        status = subprocess.run([sys.executable, script, *options.arguments], env=env).returncode
+        if not file.exists():
+            raise PipelineError(
+                f"{script} has cut no module (it ended with status {status}); use "
+                "Trainer(strategy=PipelineStrategy(...)) in it, and fit"
+            )
+        pieces = json.loads(file.read_text())
+    if options.json:
+        print_json({"stages": max(piece["stage"] for piece in pieces) + 1, "pieces": pieces})
+    else:
+        print(f"\n{format_table(_draw_pieces(pieces))}")
+
+
+def _draw_pieces(pieces: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return the lines of a table of layers or units, with the borders between stages."""
+    deepest = max(piece["name"].count(".") for piece in pieces) + 1
+    depth = next((d for d in range(deepest, 1, -1) if len(_group_pieces(pieces, d)) <= _MOST_LINES), 1)
+    groups = _group_pieces(pieces, depth)
+    largest = max(sum(piece["share"] or 0 for piece in group) for group in groups)
+    lines: list[dict[str, str]] = []
+    number = 0
+    for group in groups:
+        first, share = group[0], sum(piece["share"] or 0 for piece in group)
+        if number and first["stage"] != int(lines[-1]["stage"]):
+            crossing = "" if first["bytes"] is None else f" {bytes_text(first['bytes'])} cross "
+            lines.append({"stage": "", "units": "", "name": f"----{crossing}----"})
+        known = all(piece["seconds"] is not None for piece in group)
+        lines.append(
+            {
+                "stage": str(first["stage"]),
+                "units": str(number) if len(group) == 1 else f"{number}-{number + len(group) - 1}",
+                "name": first["name"] if len(group) == 1 else ".".join(first["name"].split(".")[:depth]) + "...",
+                "time": seconds_text(1e9 * sum(piece["seconds"] for piece in group)) if known else "",
+                "of a step": "" if first["share"] is None else f"{share:.1%}",
+                "": "#" * round(24 * share / largest) if largest else "",
+            }
+        )
+        number += len(group)
+    return lines
+
+
+def _group_pieces(pieces: Sequence[Mapping[str, Any]], depth: int) -> list[list[Mapping[str, Any]]]:
+    """Return groups of consecutive pieces, by stage and by the first `depth` names of their paths."""
+    return [list(found) for _, found in groupby(pieces, lambda p: (p["stage"], p["name"].split(".")[:depth]))]
 
 
 def _sentence(choice: Choice, timeline: Timeline, cfg: DictConfig, reduce: float) -> str:
@@ -177,15 +254,21 @@ def _change(option: Option, run: Timeline | None = None) -> Change:
 COMMAND = Command(
     "plan",
     "Chooses schedule, micro-batches, recomputation and partition for a model on a cluster, within its memory, by\n"
-    "simulating what might be fastest.",
+    "simulating what might be fastest.\n\n"
+    "With a SCRIPT that trains by a PipelineStrategy: draws the layers that it cuts, or the units of a module without\n"
+    "a container of layers, their times, and the borders that the training has chosen. It ends before its first batch.",
     [
         "lightning-pipes plan profile=profile.json ranks=4 batch=64",
         "lightning-pipes plan model=GPT-2-345M device=A100-40G ranks=8 batch=64 schedule=auto memory=16GiB",
         "lightning-pipes plan model=GPT-2-1.5B ranks=16 batch=128 cluster=dgx_a100 replicas=4 --html plan.html",
         "lightning-pipes plan profile=profile.json ranks=4 batch=64 schedule=kfkb schedule.k=4 microbatches=[8,16]",
+        "lightning-pipes plan train.py --lr 0.1",
     ],
     run,
     config="plan",
+    positionals=("SCRIPT",),
+    optional=True,
+    script=True,
     flags=PICTURES,
     translate=translate_model_override,
     defaults=frozenset({"schedule=auto", "schedule=null", "cluster=null"}),

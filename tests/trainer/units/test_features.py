@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,8 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PlanError
-from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from lightning_pipes.trainer import unit_setup
+from lightning_pipes.trainer.plan.settings import PLAN_VARIABLE
 from tests.trainer.lit import WIDTH, data, differences, plain_values, quiet
 from tests.trainers import make_trainer
 
@@ -304,3 +306,24 @@ def test_replicas_of_two_stages_are_replicas_of_one(tmp_path: Path) -> None:
     alone = run_ranks(train_replicas, 2, 1, str(tmp_path), timeout=120)
     for rank, found in enumerate(run_ranks(train_replicas, 4, 2, str(tmp_path), timeout=120)):
         compare(alone[rank // 2], found, f"rank {rank}")
+
+
+def train_briefly(rank: int) -> None:
+    quiet()
+    pl.seed_everything(3, verbose=False)
+    strategy = PipelineStrategy(partition=["fc4"], check_loss=False)
+    make_trainer(strategy=strategy, precision="64-true").fit(ByHand().double(), DataLoader(data(), batch_size=8))
+    print("trained")
+
+
+def test_a_training_that_is_asked_for_its_cut_ends_with_it(tmp_path: Path) -> None:
+    """Units are in the order of `forward`. Two of eight samples cross, twice: the skip and the layers' result."""
+    file = tmp_path / "cut.json"
+    watch_ranks(train_briefly, 2, env={PLAN_VARIABLE: str(file)}, timeout=60)
+    pieces = json.loads(file.read_text())
+    called = [piece["name"] for piece in pieces if piece["name"].startswith(("fc", "back", "head"))]
+    assert called == ["fc1", "fc2", "fc3", "fc4", "fc5", "back", "head"]
+    stages = {piece["name"]: piece["stage"] for piece in pieces}
+    assert [stages[name] for name in called] == [0, 0, 0, 1, 1, 1, 1]
+    assert sum(piece["share"] for piece in pieces) == pytest.approx(1)
+    assert [piece["bytes"] for piece in pieces if piece["bytes"] is not None] == [2 * 2 * WIDTH * 8]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from lightning_pipes.tune.cli.plan import _draw_pieces
 from tests.tune.cli.calls import Say, found, refused
 
 
@@ -71,3 +73,50 @@ class TestPlan:
     )
     def test_mistakes(self, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert refused(capsys, "plan", *arguments).startswith(said)
+
+
+class TestPlanOfAScript:
+    """A script that writes what a training writes."""
+
+    def test_borders_are_drawn_between_the_units_of_two_stages(self, say: Say, tmp_path: Path) -> None:
+        script = tmp_path / "train.py"
+        script.write_text(
+            "import json, os, sys\n"
+            "names = ['net.first.a', 'net.first.b', 'net.second.a', 'relu']\n"
+            "def row(n):\n"
+            "    return dict(stage=n // 2, name=names[n], seconds=n / 1e3, share=n / 6, bytes=[None, 4096][n == 2])\n"
+            "json.dump([row(n) for n in range(4)] * int(sys.argv[1]), open(os.environ['LIGHTNING_PIPES_PLAN'], 'w'))\n"
+        )
+        lines = say("plan", str(script), "1").strip().splitlines()
+        assert [line.split()[:3] for line in lines[1:]] == [
+            ["0", "0", "net.first.a"],
+            ["0", "1", "net.first.b"],
+            ["----", "4", "KiB"],
+            ["1", "2", "net.second.a"],
+            ["1", "3", "relu"],
+        ]
+        assert ("2 ms" in lines[4], "33.3%" in lines[4], lines[4].count("#")) == (True, True, 16)
+        assert len(json.loads(say("plan", "--json", str(script), "2"))["pieces"]) == 8
+
+    def test_units_of_one_module_are_a_line_where_there_are_many(self) -> None:
+        pieces = [
+            {
+                "stage": n // 60,
+                "name": f"net.{n // 20}.{n}",
+                "seconds": 1e-3,
+                "share": 0.01,
+                "bytes": 8 if n == 60 else None,
+            }
+            for n in range(100)
+        ]
+        lines = _draw_pieces(pieces)
+        assert [line["units"] for line in lines] == ["0-19", "20-39", "40-59", "", "60-79", "80-99"]
+        assert lines[0]["name"] == "net.0..."
+        assert [line["of a step"] for line in lines if line["stage"]] == ["20.0%"] * 5
+
+    def test_what_can_not_be_drawn(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        script = tmp_path / "train.py"
+        script.write_text("")
+        assert "has cut no module" in refused(capsys, "plan", str(script))
+        assert "there is no such script" in refused(capsys, "plan", str(tmp_path / "none.py"))
+        assert "ranks=2 is for a plan by a profile" in refused(capsys, "plan", "ranks=2", str(script))
