@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from lightning_pipes.cost import Deployment, ModelProfile
 from lightning_pipes.ir import Kind, Policy, Schedule, Span
@@ -16,7 +15,8 @@ from lightning_pipes.planning.planner import BLOCKING, Planner, Problem, Solutio
 from lightning_pipes.trainer.plan.plans import Plans
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True)
+class Piece:
     """A layer, or a unit, with its stage and cost, for people.
 
     Attributes:
@@ -73,7 +73,7 @@ class Decision:
 
     def save_pieces(self, path: str) -> None:
         """Write the layers or units of the stages, for `lightning-pipes plan`."""
-        Path(path).write_text(json.dumps([piece._asdict() for piece in self.pieces or self._list_layers()]))
+        Path(path).write_text(json.dumps([asdict(piece) for piece in self.pieces or self._list_layers()]))
 
     def _list_layers(self) -> list[Piece]:
         placed = [(stage, n) for stage, span in enumerate(self.layers) for n in range(span.start, span.stop)]
