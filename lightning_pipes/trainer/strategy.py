@@ -695,8 +695,10 @@ class PipelineStrategy(PipelineHost):
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint, unless this rank has failed and its part does not replace a whole one."""
-        if self.is_global_zero and (not self._down or self.session.checkpointing.joins_parts):
-            self.session.checkpointing.remove(filepath)
+        if self._session is None or not self._session.is_connected:  # nothing has run yet
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero and (not self._down or self._session.checkpointing.joins_parts):
+            self._session.checkpointing.remove(filepath)
 
     # ---- what ranks decide together; every stage holds the same values, so averages are over replicas
 

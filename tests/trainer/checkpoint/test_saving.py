@@ -24,6 +24,7 @@ from lightning_pipes.trainer.checkpoint.saving import Saver, snapshot_state
 from lightning_pipes.trainer.module.checks import check_async
 from tests.trainer.checkpoint.runs import OneRank, fit
 from tests.trainer.lit import differences
+from tests.trainers import make_trainer
 
 SOON = 12.0
 """Seconds from the start of the processes, of which starting takes one or two."""
@@ -138,6 +139,13 @@ def test_ranks_after_the_same_step_join_their_parts_where_one_fails(tmp_path):
     assert all("a bad day" in outcome.error and outcome.seconds < scale_timeout(SOON) for outcome in outcomes)
     assert set(os.listdir(tmp_path)) == {"step=3.ckpt", "step=4.ckpt", "last-step=4.ckpt"}  # as in one process
     assert run_ranks(resumed, 2, [(tmp_path / "step=4.ckpt", {})], 4, timeout=100) == [[[]], [[]]]
+
+
+def test_a_checkpoint_is_removed_before_anything_has_run(tmp_path):
+    path = tmp_path / "step=1.ckpt"
+    path.touch()
+    make_trainer(strategy=PipelineStrategy()).strategy.remove_checkpoint(path)
+    assert not path.exists()
 
 
 class Slow(AtomicCheckpointIO):
