@@ -68,19 +68,25 @@ class Rounds(Generic[S]):
             self._rows = json.loads(told)
         if working and self._rows:
             _, engine = next(iter(working.values()))
-            blocks = [block for stage in engine.plan.stages[engine.rank] for block in self._rows[stage]]
-            self._row.extend((working[i][0], Kind.B if backward else Kind.F) for i, backward in blocks if i in working)
+            row = self._rows[engine.rank]
+            self._row.extend((working[i][0], Kind.B if backward else Kind.F) for i, backward in row if i in working)
 
     def _find_rows(self, siblings: Sequence[S], plans: Mapping[int, Plan]) -> list[list[tuple[int, bool]]]:
-        """Return the blocks of each stage in order: the number of a sibling, and whether it goes backward."""
+        """Return the blocks of each rank in order: the number of a sibling, and whether it goes backward. Where a rank
+        has several stages, a sibling runs its own blocks there in the order of its batch."""
         if not siblings:
             return []
         first = plans[siblings[0].index]
         plan = replace(first, jobs=tuple(plans[s.index].jobs[0] for s in siblings))
         program = self._order(plan, self._measured_costs(siblings[0], plan))
+        if len(program.head) != len(plan.stages):
+            raise PlanError(
+                f"the order of a round has {len(program.head)} rows, and the {plan.n_stages} stages of siblings are on "
+                f"{len(plan.stages)} ranks; it needs a row for each rank. Give siblings a schedule with one stage a "
+                "rank, which round_order is for, or leave rounds out"
+            )
         return [
-            [(siblings[i.job].index, i.kind is Kind.B) for i in program.head[stage] if i.kind is not Kind.STEP]
-            for stage in range(plan.n_stages)
+            [(siblings[i.job].index, i.kind is Kind.B) for i in row if i.kind is not Kind.STEP] for row in program.head
         ]
 
     def _measured_costs(self, sibling: S, plan: Plan) -> CostModel:

@@ -22,7 +22,7 @@ from lightning_pipes.arrays.siblings.sibling_board import SiblingFailure
 from lightning_pipes.cost import CostModel
 from lightning_pipes.cost.layer import at_rows
 from lightning_pipes.engine.watch.failure import PeerFailure
-from lightning_pipes.ir import Kind, PipelineError, Plan, PlanError, Program, Schedule
+from lightning_pipes.ir import B, F, Kind, PipelineError, Plan, PlanError, Program, Schedule
 from lightning_pipes.strategies.jap import round_order
 from lightning_pipes.strategies.umpipe import UM1F1B, UMPipe
 from lightning_pipes.testing.ranks import run_ranks, scale_timeout, watch_ranks
@@ -251,15 +251,46 @@ def test_rounds_go_on_without_those_that_fail_or_end() -> None:
 def test_what_rounds_refuse() -> None:
     with pytest.raises(PlanError, match="leave out memory"):
         JobArray(2, rounds=round_order, memory=MemorySwap(device_bytes=1 << 30))
-    for text in run_ranks(cut_in_rounds, 2, timeout=60):
+    for text in run_ranks(cut_in_rounds, 2, Job(0), timeout=60):
         assert "a sibling cuts its own into 2; set microbatches=1" in text
+    for text in run_ranks(cut_in_rounds, 2, Job(0, schedule="hanayo", microbatches=1), timeout=60):
+        assert "the order of a round has 4 rows, and the 4 stages of siblings are on 2 ranks" in text
 
 
-def cut_in_rounds(rank: int) -> str:
+def cut_in_rounds(rank: int, job: Job) -> str:
     quiet()
     with pytest.raises((PlanError, PeerFailure)) as caught:  # one rank may hear of it from the other
-        list(JobArray(2, rounds=round_order).run([Job(0), Job(1)]))
+        list(JobArray(2, rounds=round_order).run([job, job]))
     return str(caught.value)
+
+
+def in_waves(plan: Plan, costs: CostModel) -> Program:
+    """The order of two siblings with two stages on each of two ranks: forwards, then backwards, of one after the other;
+    the second rank begins with what it has first."""
+    spans = [cut.forward[0][0] for cut in plan.jobs]
+    rows = []
+    for first, last in ((0, 3), (1, 2)):
+        row = [F(s, span, job) for s in (first, last) for job, span in enumerate(spans)]
+        rows.append((*row, *(B(s, span, job) for s in (last, first) for job, span in enumerate(spans))))
+    return Program(tuple(rows))
+
+
+def several_stages(rank: int) -> tuple[Any, ...]:
+    quiet()
+    jobs = [Job(n, batch=20, schedule="hanayo", microbatches=1) for n in range(2)]
+    array = JobArray[Any](2, rounds=in_waves)
+    found = [o.value for o in sorted(array.run(jobs), key=lambda o: o.index)]
+    return found, [o.value for job in jobs for o in JobArray(2).run([job])], array.timeline
+
+
+def test_rounds_of_several_stages_a_rank() -> None:
+    for values, alone, timeline in run_ranks(several_stages, 2, timeout=90):
+        for value, expected in zip(values, alone, strict=True):
+            assert_equal(value, expected)
+        rows = [[(i.kind, i.stage, i.job) for i in row if i.kind is not Kind.STEP] for row in timeline.program().head]
+        for row, (first, last) in zip(rows, ((0, 3), (1, 2)), strict=True):
+            forward = [(Kind.F, s, job) for s in (first, last) for job in range(2)]
+            assert row[:8] == [*forward, *((Kind.B, s, job) for s in (last, first) for job in range(2))]
 
 
 HARMS = ["everywhere", "one rank", "hook on one rank", "after fit", "loss"]

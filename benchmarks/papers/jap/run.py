@@ -35,6 +35,7 @@ from lightning_pipes.ir import B, Cut, F, Kind, Plan, Program, Schedule, Span
 from lightning_pipes.sim import simulate
 from lightning_pipes.sim.timeline import Timeline
 from lightning_pipes.strategies.gpipe import GPipe
+from lightning_pipes.strategies.hanayo import Hanayo
 from lightning_pipes.strategies.jap import Job, RoundOrder, round_order, stream_jobs
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.emulated import EmulatedLayer, request_realtime_priority
@@ -305,16 +306,18 @@ class Took:
     steady: Steady
 
 
-def array(case: Case, rounds: Order | None = None, size: int | None = None) -> Took:
+def array(case: Case, rounds: Order | None = None, size: int | None = None, single: Single | None = None) -> Took:
     """All siblings together.
 
     Args:
         rounds: see `JobArray`.
         size: of the array; by default all siblings at a time.
+        single: how each sibling is cut and ordered; by default a stage a rank.
     """
     started = time.monotonic()
     jobs: JobArray[None] = JobArray(size or case.siblings, progress=False, rounds=rounds)
-    for outcome in jobs.run(partial(fit, case, n, measured=rounds is not None) for n in range(case.siblings)):
+    measured = rounds is not None and single is None
+    for outcome in jobs.run(partial(fit, case, n, single, measured) for n in range(case.siblings)):
         if outcome.error is not None:
             raise outcome.error
     assert jobs.timeline is not None
@@ -464,7 +467,7 @@ def order_like(schedule: Schedule) -> Order:
     """Return the order of rounds in which a schedule for one job takes whole batches of jobs for micro-batches."""
 
     def order(plan: Plan, costs: CostModel) -> Program:
-        rows = schedule.program(Plan.even(plan.n_stages, len(plan.jobs))).head
+        rows = schedule.program(Plan.even(plan.n_stages, len(plan.jobs), ranks=plan.ranks)).head
         kinds = {Kind.F: F, Kind.B: B}
         return Program(
             tuple(
@@ -480,12 +483,14 @@ def order_like(schedule: Schedule) -> Order:
     return order
 
 
+ARHANAYO = "ArHanayo, one wave"
 SCHEMES: dict[str, tuple[Order | None, int | None]] = {
     "no rounds (ours)": (None, None),
     "rounds, searched": (round_order, None),
     "rounds, genetic": (RoundOrder("genetic"), None),
     "ArGPipe": (order_like(GPipe()), None),
     "Ar1F1B": (order_like(OneFOneB()), None),
+    ARHANAYO: (order_like(Hanayo()), None),
     "Vanilla, one job at a time": (None, 1),
 }
 """By name the order of rounds, and the siblings at a time. BPipe orders as 1F1B does; that it lends memory needs an
@@ -502,7 +507,8 @@ def rank_of_schemes(rank: int, case: Case, turns: int) -> dict[str, list[float]]
     for _ in range(turns):
         for name, (rounds, size) in SCHEMES.items():
             dist.barrier()
-            found[name].append(array(case, rounds, size).computing)
+            single = Single(Hanayo(), 1, 2 * case.ranks, 0.0) if name == ARHANAYO else None
+            found[name].append(array(case, rounds, size, single).computing)
     return found
 
 
@@ -516,7 +522,12 @@ def compare_schemes(case: Case, turns: int) -> tuple[list[str], dict[str, float]
         "turns; seconds from first to last computation, and over ours",
         *(f"  {name:28} {seconds:6.2f} {seconds / ours:6.2f}" for name, seconds in medians.items()),
     ]
-    keys = {"searched": "rounds, searched", "argpipe": "ArGPipe", "vanilla": "Vanilla, one job at a time"}
+    keys = {
+        "searched": "rounds, searched",
+        "argpipe": "ArGPipe",
+        "arhanayo": ARHANAYO,
+        "vanilla": "Vanilla, one job at a time",
+    }
     return lines, {f"{key}_over_ours": medians[name] / ours for key, name in keys.items()}
 
 

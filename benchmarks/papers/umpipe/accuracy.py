@@ -1,19 +1,21 @@
 """Accuracy over epochs with the schemes of the paper's table 7, beside the unsplit run (figure 10).
 
-    python benchmarks/papers/umpipe/accuracy.py [--epochs N] [--picture FILE]
+    python benchmarks/papers/umpipe/accuracy.py [--network mnist|cifar ...] [--double] [--quick] [--json]
 
-The paper's network for MNIST (four 3 x 3 convolutions with 20, 40, 80 and 160 channels, and a linear layer), a layer on
-each of five processes, batches of 64, on the images of handwritten digits that scikit-learn brings along: MNIST and
-CIFAR10 themselves would have to be loaded from the internet. One process trains the same without a pipeline.
+The paper's networks (four 3 x 3 convolutions and a linear layer), a layer on each of five processes, batches of 64. One
+process trains the same without a pipeline. MNIST and CIFAR10 themselves would have to be loaded from the internet.
+Their stand-ins are the handwritten digits that scikit-learn brings along: as they are for MNIST, and for CIFAR10 made
+of its shape (3, 32, 32), larger, in a random colour on another one, with noise. That network halves its images after
+each convolution.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import logging
-import warnings
+import json
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -22,30 +24,60 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.harness.silence import QUIET
+from benchmarks.harness.report import Panel, Picture, Report, make_parser, run_parts
+from benchmarks.harness.silence import QUIET, hush
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
 
-SCHEMES = {
-    "GPipe-2": (2, 2, 2, 2, 2),
-    "U1": (2, 2, 2, 1, 2),
-    "U2": (2, 2, 1, 2, 1),
-    "U3": (2, 2, 2, 2, 4),
-    "U4": (2, 8, 4, 1, 1),
-    "U5": (4, 2, 4, 8, 1),
+
+class Case(NamedTuple):
+    """A network of the paper.
+
+    Attributes:
+        channels: of images, and after each convolution.
+        schemes: micro-batches of each layer, by name.
+    """
+
+    channels: tuple[int, ...]
+    schemes: dict[str, tuple[int, ...]]
+
+
+CASES = {
+    "mnist": Case(
+        (1, 20, 40, 80, 160),
+        {
+            "GPipe-2": (2, 2, 2, 2, 2),
+            "U1": (2, 2, 2, 1, 2),
+            "U2": (2, 2, 1, 2, 1),
+            "U3": (2, 2, 2, 2, 4),
+            "U4": (2, 8, 4, 1, 1),
+            "U5": (4, 2, 4, 8, 1),
+        },
+    ),
+    "cifar": Case(
+        (3, 16, 32, 64, 128),
+        {
+            "GPipe-2": (2, 2, 2, 2, 2),
+            "U1": (2, 2, 1, 2, 2),
+            "U2": (2, 2, 1, 1, 2),
+            "U3": (2, 1, 2, 2, 1),
+            "U4": (8, 2, 1, 1, 1),
+            "U5": (2, 2, 4, 2, 2),
+        },
+    ),
 }
-CHANNELS = (1, 20, 40, 80, 160)
 
 
 class LitDigits(pl.LightningModule):
     """The network, and the accuracy on held-out images after every epoch."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: tuple[int, ...]) -> None:
         super().__init__()
+        pool = [nn.MaxPool2d(2)] if channels[0] == 3 else []
         convolutions = [
-            nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.ReLU()) for a, b in itertools.pairwise(CHANNELS)
+            nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.ReLU(), *pool) for a, b in itertools.pairwise(channels)
         ]
-        head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(CHANNELS[-1], 10))
+        head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels[-1], 10))
         self.model = nn.Sequential(*convolutions, head)
         self.accuracies: list[float] = []
 
@@ -65,23 +97,32 @@ class LitDigits(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def data(train: bool) -> DataLoader[tuple[torch.Tensor, ...]]:
+def in_colours(images: torch.Tensor) -> torch.Tensor:
+    """Images of CIFAR10's shape: (n, 1, 8, 8) to (n, 3, 32, 32), in random colours, with noise."""
+    generator = torch.Generator().manual_seed(2)
+    shape = F.interpolate(images, 32, mode="bilinear")
+    ink, paper = torch.rand(2, len(images), 3, 1, 1, generator=generator)
+    noise = torch.randn(len(images), 3, 32, 32, generator=generator)
+    return torch.lerp(paper.expand_as(noise), ink.expand_as(noise), shape) + 0.1 * noise
+
+
+def data(network: str, train: bool) -> DataLoader[tuple[torch.Tensor, ...]]:
     """Four fifths of the images to train, shuffled by a seed; the others are one batch."""
     images, digits = load_digits(return_X_y=True)
     x, y = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16, torch.tensor(digits)
+    x = in_colours(x) if network == "cifar" else x
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     part = order[: len(x) * 4 // 5] if train else order[len(x) * 4 // 5 :]
     shuffled = torch.Generator().manual_seed(1)
     return DataLoader(TensorDataset(x[part], y[part]), 64 if train else len(part), shuffle=train, generator=shuffled)
 
 
-def accuracies(rank: int, scheme: tuple[int, ...] | None, epochs: int) -> list[float]:
+def accuracies(rank: int, network: str, scheme: tuple[int, ...] | None, epochs: int, double: bool) -> list[float]:
     """After each epoch."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    hush()
     pl.seed_everything(0, verbose=False)
     torch.set_num_threads(1)
-    module = LitDigits()
+    module = LitDigits(CASES[network].channels)
     partition = list(range(1, len(scheme or ())))
     strategy = PipelineStrategy("umpipe", schedule_args={"forward": scheme}, partition=partition) if scheme else "auto"
     trainer = pl.Trainer(
@@ -89,36 +130,43 @@ def accuracies(rank: int, scheme: tuple[int, ...] | None, epochs: int) -> list[f
         devices=len(scheme) if scheme else 1,
         strategy=strategy,
         max_epochs=epochs,
+        precision="64-true" if double else "32-true",
         **QUIET,
     )
-    trainer.fit(module, data(True), data(False))
+    trainer.fit(module, data(network, True), data(network, False))
     return module.accuracies
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--picture", type=Path)
-    options = parser.parse_args()
-    found = {"unsplit": run_ranks(accuracies, 1, None, options.epochs, timeout=600)[0]}
-    for name, scheme in SCHEMES.items():
-        found[name] = run_ranks(accuracies, len(scheme), scheme, options.epochs, timeout=600)[0]
-        last = found[name]
+def compare_schemes(network: str, epochs: int, double: bool) -> Report:
+    """Train the network unsplit and with each scheme."""
+    found = {"unsplit": run_ranks(accuracies, 1, network, None, epochs, double, timeout=600)[0]}
+    bits = 64 if double else 32
+    report = Report([f"{network}, {epochs} epochs, {bits} bits: accuracy, unsplit {found['unsplit'][-1]:.4f}"])
+    for name, scheme in CASES[network].schemes.items():
+        last = found[name] = run_ranks(accuracies, len(scheme), network, scheme, epochs, double, timeout=600)[0]
         apart = max(abs(a - b) for a, b in zip(last, found["unsplit"], strict=True))
-        print(
-            f"{name:8} {scheme}: {last[-1]:.4f} after {len(last)} epochs, unsplit {found['unsplit'][-1]:.4f}; never "
-            f"further apart than {apart:.4f}",
-            flush=True,
-        )
-    if options.picture:
-        import matplotlib.pyplot as plt
+        report.lines.append(f"{name:8} {scheme}: {last[-1]:.4f}; never further apart from unsplit than {apart:.4f}")
+        report.keys |= {f"{network}_{name}": last[-1], f"{network}_{name}_apart": apart}
+    report.keys[f"{network}_unsplit"] = found["unsplit"][-1]
+    title = f"{network}, five stages, the paper's schemes"
+    report.picture = Picture(title, [Panel(title, "epoch", "accuracy", list(range(1, epochs + 1)), found)])
+    return report
 
-        figure, axes = plt.subplots(figsize=(7, 4))
-        for name, values in found.items():
-            axes.plot(range(1, len(values) + 1), values, label=name, alpha=0.7)
-        axes.set(xlabel="epoch", ylabel="accuracy", title="Digits, five stages, the paper's schemes")
-        axes.legend()
-        figure.savefig(options.picture, dpi=120)
+
+def main() -> None:
+    parser = make_parser(__doc__, "3 epochs in place of 20")
+    parser.add_argument("--network", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--double", action="store_true", help="in double precision, where rounding decides nothing")
+    parser.add_argument("--pictures", type=Path, help="a folder for a picture of each network")
+    options = parser.parse_args()
+    parts = {name: partial(_train_all, name, options.double) for name in CASES}
+    keys = run_parts(parts, options.network, options.quick, options.pictures)
+    if options.json:
+        print(json.dumps({name: round(value, 4) for name, value in keys.items()}))
+
+
+def _train_all(network: str, double: bool, quick: bool) -> Report:
+    return compare_schemes(network, 3 if quick else 20, double)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from lightning_pipes.ir import Policy, Schedule
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.strategies.umpipe import UM1F1B, UMPipe
+from lightning_pipes.testing.emulated import request_realtime_priority
 from lightning_pipes.testing.ranks import run_ranks
 
 EQUAL = (1, 2, 4, 8)
@@ -65,6 +66,8 @@ def train(
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Return the seconds of steps by schedule, and the sum of all weights after each."""
     hush()
+    request_realtime_priority()
+    torch.set_num_threads(1)
     data = torch.randn((steps + SKIPPED) * ROWS, LAYERS["convolution"][1], generator=torch.Generator().manual_seed(1))
     seconds: dict[str, list[float]] = {name: [] for name in schedules}
     sums = {}

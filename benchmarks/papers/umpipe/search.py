@@ -247,24 +247,29 @@ def f6(quick: bool) -> Report:
         "compiled over chunks": evaluate_genes,
     }
     keys: dict[str, float] = {}
-    for stages in (10, 20):
+    populations = (10, 100) if quick else (10, 25, 50, 75, 100)
+    cases = [(stages, [(batch, 100) for batch in batches]) for stages in (10, 20)]
+    cases += [(stages, [(512, population) for population in populations]) for stages in (10, 20)]
+    for part, (stages, points) in zip("abcd", cases, strict=True):
+        by_batch = part in "ab"
+        x = [batch if by_batch else population for batch, population in points]
         curves: dict[str, list[float]] = {name: [] for name in evaluators}
-        for batch in batches:
+        for batch, population in points:
             small = simulated(stages, batch).network
             for name, evaluator in evaluators.items():
-                curves[name].append(
-                    _generations_of(
-                        small, evaluator, 100, 1 if evaluator is one_level else 2 if evaluator is in_loops else 12
-                    )
-                )
+                times = 1 if evaluator is one_level else 2 if evaluator is in_loops else 12
+                curves[name].append(_generations_of(small, evaluator, population, times))
         loops = curves["loops over samples (DGAP)"]
         rows = [
             [name, *(f"{x:.3g} s" for x in curve), f"{loops[-1] / curve[-1]:.0f}x"] for name, curve in curves.items()
         ]
-        title = f"F6: evaluating 101 random generations of 100 individuals, N = {stages}, by P"
-        lines += [*table(title, ["evaluator", *map(str, batches), f"at {batches[-1]}"], rows), ""]
-        panels.append(Panel(f"{stages} stages, 100 individuals", "batch", "seconds", list(batches), curves, True))
-        if stages == 20:
+        what = f"100 individuals, N = {stages}, by P" if by_batch else f"N = {stages}, P = 512, by individuals"
+        title = f"F6 ({part}): evaluating 101 random generations, {what}"
+        lines += [*table(title, ["evaluator", *map(str, x), f"at {x[-1]}"], rows), ""]
+        fixed = "100 individuals" if by_batch else "batch 512"
+        label = "batch" if by_batch else "individuals"
+        panels.append(Panel(f"{stages} stages, {fixed}", label, "seconds", x, curves, True))
+        if part == "b":
             keys["two_level_ratio"] = round(loops[-1] / curves["two levels (TiDGAP)"][-1], 1)
     lines.append(
         "The paper, on an RTX 3060 Ti: TiDGAP 0.8-0.9 s (N = 10), 1.5-1.8 s (N = 20), which is 163 and 226 times"
