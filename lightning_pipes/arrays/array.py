@@ -66,8 +66,8 @@ class JobArray(Generic[T]):
         progress: whether to show on rank 0 how far the siblings are; by default where standard error is a terminal.
         memory: lets weights and optimizers of more siblings take part than the device has room for.
         rounds: says in which order each rank computes a batch of every sibling, whole, by the measured times of the
-            stages; `round_order` needs one stage a rank. Nobody's next batch begins before all are over, as in the paper. Rank 0 asks it for all
-            ranks. For comparison: without, siblings go on as soon as they can.
+            stages; `round_order` needs one stage a rank. Nobody's next batch begins before all are over, as in the
+            paper. Rank 0 asks it for all ranks. For comparison: without, siblings go on as soon as they can.
 
     Attributes:
         size: siblings at a time, as far as it is decided.
