@@ -306,7 +306,7 @@ def watched(rank: int, strategies: list[dict[str, Any]], folder: str) -> list[An
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer_profiler, "WORTH_MEASURING", 0.0)
-        patch.setattr(decider, "Measuring", DrawingNothing)
+        patch.setattr(decider, "LayerProfiler", DrawingNothing)
         for settings in strategies:
             decider._profiles.clear()
             pl.seed_everything(3, verbose=False)

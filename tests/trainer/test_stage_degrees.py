@@ -87,7 +87,7 @@ class Shares(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if isinstance(trainer.strategy, PipelineStrategy):
-            self.seen.append(list_shares(trainer.strategy.running.engine.plan))
+            self.seen.append(list_shares(trainer.strategy.current_run.engine.plan))
 
 
 def fit(
