@@ -5,7 +5,7 @@ re-partitioning costs by how often something changes (figure 18).
     python benchmarks/papers/dynpipe/figures.py [--only loss|staleness|effective|disturbed] [--json]
 
 Four emulated stages, 16 layers, a batch of 8 micro-batches takes about 0.8 s; devices have neighbours as of
-`testing.neighbourhood.visitors`, light, or heavy, which is three times as many. Losses are those of the network of
+`neighbourhood.visiting_slowdown`, light, or heavy, which is three times as many. Losses are those of the network of
 staleness.py beside this file on digits, whose gradients are as old as the schedule has them: each batch costs the
 simulated seconds of its step. A restart takes RESTART seconds, as published, and comes at the end of an epoch only.
 """
@@ -23,13 +23,13 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from benchmarks.papers.dynpipe.neighbourhood import Neighbourhood, layered_model, visiting_slowdown
 from benchmarks.papers.dynpipe.planner import EPOCH, LOOK, RESTART, Run, Trace, trained
 from benchmarks.papers.dynpipe.staleness import LAYERS, RATE, batches, lags, loss_of, network
 from lightning_pipes.cost import Link
 from lightning_pipes.ir import Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.memory import held_rows, stage_bytes
-from lightning_pipes.testing.neighbourhood import Neighbourhood, layered_model, visiting_slowdown
 
 RANKS, BATCHES = 4, 2000
 LOADS = {"light": 0.2, "heavy": 0.6}

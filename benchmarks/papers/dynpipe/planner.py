@@ -17,6 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.harness.report import make_parser
+from benchmarks.papers.dynpipe.neighbourhood import (
+    Neighbourhood,
+    Slowdown,
+    layered_model,
+    rare_slowdown,
+    visiting_slowdown,
+)
 from lightning_pipes.cost import Cluster, Link
 from lightning_pipes.cost.zoo import named_profile
 from lightning_pipes.ir import Plan, Schedule
@@ -30,13 +37,6 @@ from lightning_pipes.strategies.dynpipe.planner import move_seconds
 from lightning_pipes.strategies.dynpipe.repartition import Windows, find_partition, partitions_of
 from lightning_pipes.strategies.dynpipe.situation import Situation
 from lightning_pipes.strategies.dynpipe.theory import Iterations
-from lightning_pipes.testing.neighbourhood import (
-    Neighbourhood,
-    Slowdown,
-    layered_model,
-    rare_slowdown,
-    visiting_slowdown,
-)
 
 Array = npt.NDArray[np.float64]
 LOOK = 10

@@ -82,12 +82,13 @@ def find_reason_for_units(
     try:
         collective(load)
         with LayerProfiler(trainer, path, *loaded[0], device, collective) as profiler:
-            profiler.check_step()
             whole = work_size(module)
-            if whole and work_size(module.get_submodule(path)) / whole < MOST_OF_PARAMETERS:
-                inside, around, largest = profiler.count_operations()
-                if around - largest > inside:  # one large part, such as a head, is on one rank either way
-                    return f"only {inside / (inside + around):.0%} of the operations of a step are in these"
+            if not whole or work_size(module.get_submodule(path)) / whole >= MOST_OF_PARAMETERS:
+                profiler.check_step()
+                return ""
+            inside, around, largest = profiler.count_operations()  # which checks the step, too
+            if around - largest > inside:  # one large part, such as a head, is on one rank either way
+                return f"only {inside / (inside + around):.0%} of the operations of a step are in these"
     except UnsuitableContainerError as why:
         return str(why)
     except NotMeasuredError:

@@ -142,8 +142,7 @@ class PlanDecider:
         sampled: list[tuple[int, Any]] = []
         self._collective(lambda: sampled.append(self._sample(request, data)))
         (rows, batch) = sampled[0]
-        sizes = request.microbatch_rows(rows, self._grid.length)
-        pieces = None if request.chooses else -(-rows // max(sizes))
+        sizes, pieces = self._choose_sizes(request, rows)
         key = (
             _structure(module, self._layers, batch),
             (
@@ -162,11 +161,36 @@ class PlanDecider:
             raise NotMeasuredError(known, quiet=True)
         if known is None:
             known = self._measured_before(key)
-        if known is not None:
+        if known is None:
+            made, speeds, deployment = self._measure(request, plain, data, batch, rows, key)
+        else:
             profile, speeds = known
             deployment = self._deployment(plain, speeds)
-            self._keep_run(profile, speeds, rows, deployment)
-            return self._planned(request, plain, profile, rows, deployment)
+            made = self._planned(request, plain, profile, rows, deployment)
+        assert made.profile is not None
+        self._keep_run(made.profile, speeds, rows, deployment)
+        return made
+
+    def _choose_sizes(self, request: RunRequest, rows: int) -> tuple[Sequence[int], int | None]:
+        """Return the numbers of samples to measure, and the micro-batches of a batch; None where these are open."""
+        sizes = request.microbatch_rows(rows, self._grid.length)
+        return sizes, None if request.chooses else -(-rows // max(sizes))
+
+    def _measure(
+        self, request: RunRequest, plain: Decision, data: Any, batch: Any, rows: int, key: tuple[Any, ...]
+    ) -> tuple[Decision, list[float], Deployment]:
+        """Measure layers and try cuts; return the decision, the speed of each process, and the devices.
+
+        Args:
+            data: the loader of the run.
+            batch: the samples to measure with.
+            rows: samples of a batch of the run.
+            key: of the profile that is kept.
+
+        Raises:
+            NotMeasuredError: there is nothing to measure.
+        """
+        sizes, pieces = self._choose_sizes(request, rows)
         begun = time.monotonic()
         try:
             with LayerProfiler(self._trainer, self._path, batch, sizes, self._device, self._collective) as profiler:
@@ -186,8 +210,7 @@ class PlanDecider:
         _profiles[key] = made.profile, speeds
         if self._control.position == 0 and set(speeds) == {1.0}:
             self._cache.keep_profile((*key, self._control.size), made.profile)
-        self._keep_run(made.profile, speeds, rows, deployment)
-        return made
+        return made, speeds, deployment
 
     def _keep_run(self, profile: ModelProfile, speeds: list[float], rows: int, deployment: Deployment) -> None:
         """Keep the measured run for the choice of stages in later runs, where devices are alike."""

@@ -231,10 +231,10 @@ class LayerProfiler:
             self._interceptor.run_with_answer(step, lambda _: y, self._part(rows), *self._arguments, apart=True)
 
     def count_operations(self) -> OperationCounts:
-        """Return the floating-point operations of one forward of the step, of products and convolutions alone.
+        """Check the step, and return the floating-point operations of its forward: of products and convolutions alone.
 
         Raises:
-            NotMeasuredError: the user's code failed on any rank.
+            NotMeasuredError, UnsuitableContainerError: as `check_step`.
         """
         counted = self._collective(self._count_operations)
         return max(counted, key=lambda each: each.around)  # where loggers write, the code behind the layers did not run

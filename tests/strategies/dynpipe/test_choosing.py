@@ -9,6 +9,7 @@ from itertools import combinations, product
 
 import pytest
 
+from benchmarks.papers.dynpipe.neighbourhood import layered_model
 from lightning_pipes.cost import Cluster, Link
 from lightning_pipes.ir import InputError
 from lightning_pipes.strategies.dynpipe.choosing import (
@@ -22,7 +23,6 @@ from lightning_pipes.strategies.dynpipe.choosing import (
 )
 from lightning_pipes.strategies.dynpipe.meshes import DeviceMesh, Pricing, list_meshes
 from lightning_pipes.strategies.dynpipe.theory import Iterations
-from lightning_pipes.testing.neighbourhood import layered_model
 from tests.cases import for_each
 
 SECONDS = (1.0, 2.0, 0.5, 1.5, 3.0, 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.papers.dynpipe.neighbourhood import Neighbourhood, constant_slowdown, layered_model
 from lightning_pipes.ir import Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.replanning import Observation
@@ -9,7 +10,6 @@ from lightning_pipes.strategies.dynpipe.history import History
 from lightning_pipes.strategies.dynpipe.partitions import all_partitions
 from lightning_pipes.strategies.dynpipe.repartition import Windows
 from lightning_pipes.strategies.dynpipe.situation import Situation
-from lightning_pipes.testing.neighbourhood import Neighbourhood, constant_slowdown, layered_model
 
 EVEN, MOVED = (Span(0, 4), Span(4, 8)), (Span(0, 5), Span(5, 8))
 

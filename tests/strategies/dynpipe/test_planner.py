@@ -10,6 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.papers.dynpipe.neighbourhood import (
+    Neighbourhood,
+    Slowdown,
+    constant_slowdown,
+    layered_model,
+    rare_slowdown,
+)
 from lightning_pipes.cost import CostModel, Link, ModelProfile
 from lightning_pipes.ir import Kind, Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
@@ -20,13 +27,6 @@ from lightning_pipes.strategies.dynpipe import DynPipe, DynPlanner
 from lightning_pipes.strategies.dynpipe.planner import move_seconds
 from lightning_pipes.strategies.dynpipe.repartition import Windows
 from lightning_pipes.strategies.dynpipe.situation import Situation
-from lightning_pipes.testing.neighbourhood import (
-    Neighbourhood,
-    Slowdown,
-    constant_slowdown,
-    layered_model,
-    rare_slowdown,
-)
 from tests.cases import for_each
 
 SOME = (1.0, 1.3, 0.7, 1.0, 1.1, 0.9, 1.2, 0.8, 1.0, 1.0)

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.papers.dynpipe.neighbourhood import Neighbourhood, constant_slowdown, layered_model
 from lightning_pipes.cost import Link
 from lightning_pipes.ir import Kind
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.strategies.dynpipe.partitions import all_partitions, spans_of
 from lightning_pipes.strategies.dynpipe.repartition import Windows, step_bounds
 from lightning_pipes.strategies.dynpipe.situation import Situation
-from lightning_pipes.testing.neighbourhood import Neighbourhood, constant_slowdown, layered_model
 from tests.cases import for_each
 
 
