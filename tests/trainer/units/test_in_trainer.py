@@ -53,10 +53,19 @@ def test_two_stages_are_one_process(name: str, trained: list[dict[str, Any]], tm
     compare(trained, name, train_zoo(name, 0, str(tmp_path)))
 
 
+@pytest.fixture(scope="module")
+def trained_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By case, what a pipeline of one rank has."""
+    folder = str(tmp_path_factory.mktemp("one"))
+    (paths,) = run_ranks(train_many, 1, [(name, settings_of(name)) for name in DRAWING], 1, folder, timeout=300)
+    return dict(zip(DRAWING, map(read_result, paths), strict=True))
+
+
 @pytest.mark.parametrize("name", DRAWING)
-def test_random_numbers_do_not_depend_on_the_borders(name: str, trained: list[dict[str, Any]], tmp_path: Path) -> None:
-    (alone,) = run_ranks(train_many, 1, [(name, settings_of(name))], 1, str(tmp_path), timeout=120)
-    compare(trained, name, read_result(alone[0]))
+def test_random_numbers_do_not_depend_on_the_borders(
+    name: str, trained: list[dict[str, Any]], trained_alone: dict[str, Any]
+) -> None:
+    compare(trained, name, trained_alone[name])
 
 
 @pytest.mark.slow
