@@ -24,15 +24,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), os.enviro
 os.environ["LIGHTNING_PIPES_PROFILES"] = ""
 """Each test measures anew: no profiles of earlier ones are kept."""
 
-LATE = (
-    *("encodings.idna", "torch.profiler", "torch.distributed.fsdp", "torch.distributed.tensor"),
-    *(
-        f"lightning_pipes.strategies.{name}"
-        for name in ("deep", "kfkb", "one_f_one_b", "per_link", "ready", "zero_bubble")
-    ),
-    *("hydra", "optuna", "tests.compat.rows", "tests.trainer.lit"),
-)
-"""Modules that each rank would import by itself, in up to half a second."""
+LATE = ("torch.profiler", "torch.distributed.fsdp", "torch.distributed.tensor", "hydra", "optuna", "tests.compat.rows")
+"""Modules that ranks would import by themselves, in up to half a second."""
 
 QUICK = ("ir", "cost", "sim", "planning")
 """Rooms whose tests come late: they are many and short, so all workers end at the same time."""
@@ -84,7 +77,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     if (ranks := sys.modules.get("lightning_pipes.testing.ranks")) is not None:
-        ranks.PRELOAD += [name for name in LATE if name in sys.modules]
+        ranks.PRELOAD += [*(name for name in LATE if name in sys.modules), "tests.warm"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
