@@ -150,6 +150,7 @@ class Clipping:
     NORM = "_get_total_norm"
     BY_NORM = "_clip_grads_with_norm_"
     BY_VALUE = "clip_grad_value_"
+    WHOLE = "clip_grad_norm_"
 
     @classmethod
     def around(cls, name: str, function: Callable[..., Any]) -> Callable[[], None]:

@@ -83,6 +83,11 @@ class SetupContext:
         return self.trainer.state.fn == TrainerFn.FITTING
 
     @property
+    def is_manual(self) -> bool:
+        """Whether the run trains by steps that call backward and optimizers themselves."""
+        return self.is_fitting and not self.module.automatic_optimization
+
+    @property
     def ranks(self) -> Ranks:
         """This rank among the others."""
         return self.session.ranks

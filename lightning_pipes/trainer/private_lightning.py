@@ -88,6 +88,11 @@ def plain_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
+def lightning_optimizers(trainer: pl.Trainer) -> list[LightningOptimizer]:
+    """Return what `self.optimizers()` gives to the user's step."""
+    return list(trainer.strategy._lightning_optimizers)
+
+
 def forget_optimizers(strategy: Strategy) -> None:
     """Take away the optimizers and schedulers of an earlier run."""
     strategy._reset_optimizers_and_schedulers()

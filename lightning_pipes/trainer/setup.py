@@ -18,6 +18,7 @@ from lightning_pipes.trainer.active_run import ActiveRun
 from lightning_pipes.trainer.callbacks.schedule_tuner import add_tuner
 from lightning_pipes.trainer.loop.asynchronous import AsynchronousLoop, check_streaming
 from lightning_pipes.trainer.loop.evaluation import Evaluation
+from lightning_pipes.trainer.loop.manual import ManualLoop
 from lightning_pipes.trainer.loop.run import PipelineRun, TrainingLoop
 from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.loop.synchronous import SynchronousLoop
@@ -185,7 +186,11 @@ def choose_cut(context: SetupContext) -> tuple[str, UnitSetup | None]:
         PlanError, PipelineError: it can't be cut so.
     """
     settings, module, trainer = context.settings, context.module, context.trainer
-    if names_modules(context.request.partition) or (settings.loss == BATCH and settings.module is None):
+    if (
+        context.is_manual
+        or names_modules(context.request.partition)
+        or (settings.loss == BATCH and settings.module is None)
+    ):
         return WHOLE, None
     refused = settings.module is not None or settings.degrees or find_refused(context)
     try:
@@ -292,7 +297,7 @@ def choose_training(context: SetupContext, plans: Plans, holdings: Holdings) -> 
             "use 'csp' for a supernet, or a schedule that stashes weights, such as 'pipedream' or 'dynpipe'"
         )
     if not streams:
-        return SynchronousLoop
+        return ManualLoop if context.is_manual else SynchronousLoop
     if settings.shard_optimizer:
         raise PlanError(
             f"schedule {schedule.name!r} steps stages apart, and shard_optimizer=True shards the steps of schedules "

@@ -40,6 +40,7 @@ from lightning_pipes.trainer.checkpoint.files import CheckpointWriter
 from lightning_pipes.trainer.checkpointing import load_model
 from lightning_pipes.trainer.loop.adopting import adopt_plan
 from lightning_pipes.trainer.loop.host import PipelineHost
+from lightning_pipes.trainer.loop.manual import ManualLoop
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.stopping import as_terminated
 from lightning_pipes.trainer.module.capture import named_step
@@ -472,7 +473,11 @@ class PipelineStrategy(PipelineHost):
             return output
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Call the hooks around backward; the gradients were made in `training_step`."""
+        """Call the hooks around backward; the gradients were made in `training_step`, or are made here by a step that
+        calls it."""
+        training_loop = self.current_run.training_loop
+        if isinstance(training_loop, ManualLoop):
+            return training_loop.run_backward(self.precision_plugin, closure_loss, args, kwargs)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         with self.session.status.report_errors(), self._scope.suspend_hooks():
             self.current_run.training_loop.give_back_gradients()
@@ -484,11 +489,12 @@ class PipelineStrategy(PipelineHost):
         return closure_loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        step = super().optimizer_step
-        shards = self.session.checkpointing.shards
+        step, training_loop = super().optimizer_step, self.current_run.training_loop
+        shards, closure = self.session.checkpointing.shards, training_loop.resume_step(closure)
         steps = self.session.steps
         with (
             self.session.status.report_errors(),
+            training_loop.pause_step(),
             nullcontext() if shards is None else shards.restore_after(),
             steps.count_step(),
         ):

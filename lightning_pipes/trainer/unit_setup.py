@@ -19,6 +19,7 @@ from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Span
 from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer import private_transformers
+from lightning_pipes.trainer.loop.manual import idle_optimizers
 from lightning_pipes.trainer.module.batches import copy_batch, make_cutter, rows_of
 from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.checks import warn_about_module
@@ -56,10 +57,12 @@ from lightning_pipes.trainer.step.uses import ChoosesLayers
 from lightning_pipes.trainer.units.batch_end import Axes, BatchEnd, SampleTrace, find_axes
 from lightning_pipes.trainer.units.borders import Borders, match_starts, merge_units
 from lightning_pipes.trainer.units.cut import WHOLE, UnitCut, weights_of_stages
+from lightning_pipes.trainer.units.joint_step import JointStep
 from lightning_pipes.trainer.units.lazy_step import Crossing, LazyStep
 from lightning_pipes.trainer.units.recording import StepRecord, UnitLayout, find_atomic, record_step
 from lightning_pipes.trainer.units.steps import UnitSteps, stage_modules
 from lightning_pipes.trainer.units.timing import measure_units
+from lightning_pipes.trainer.units.weight_groups import WeightGroups
 
 T = TypeVar("T")
 
@@ -98,6 +101,9 @@ class UnitSetup(ModuleSetup):
                 "may be on several ranks; register them on modules without children"
             )
         refused = find_refused(context)
+        if context.is_manual:
+            check_manual(context, refused)
+            self._request = replace(self._request, microbatches=1, schedule=find_schedule("gpipe", {}))
         if refused:
             raise PlanError(
                 f"{owner} has no one container of layers that is called in order, so it is cut by units, and "
@@ -164,31 +170,25 @@ class UnitSetup(ModuleSetup):
         assert isinstance(cut, UnitCut)
         state = ModuleState(module, stage_modules(module, layout), frozenset(), device)
         precision, rank = self._context.host.precision_plugin, part.holdings.rank
-        return UnitSteps(module, precision, plan, rank, seed, device, state, cut, layout, self.end)
+        joint = None
+        if self._context.is_manual:
+            ranks = [part.holdings.global_ranks[each] for each in plan.ranks]
+            joint = JointStep(module, layout, plan.ranks.index(rank), device, self._ranks.pipeline, ranks)
+        return UnitSteps(module, precision, plan, rank, seed, device, state, cut, layout, self.end, joint)
 
     def _lay_units(self, request: RunRequest, stages: int) -> UnitLayout:
         """Return the cut of the recorded step; where nothing is trained the last stage has all weights."""
         if not self._context.is_fitting or self._trainer.limit_train_batches == 0 or stages == 1:
             return self._undivided(stages)
         record = self._record(request, stages)
-        ranks = self._ranks.control.ranks
-        names = self._ranks.control.all_gather([unit.name for unit in record.units])
-        for rank, other in zip(ranks, names, strict=True):
-            if other != names[0]:
-                at = next((n for n, pair in enumerate(zip(names[0], other, strict=False)) if pair[0] != pair[1]), -1)
-                raise PipelineError(
-                    f"training_step runs otherwise on rank {rank} than on rank {ranks[0]}, from unit {at} on, with the "
-                    "same samples. Control flow must depend on the batch, on weights and on random numbers of torch "
-                    "alone"
-                )
+        self._check_same(record)
+        if self._context.is_manual:
+            return self._group_weights(record, request, stages)
         seconds = self._measure(record) if request.partition == AUTO else None
         borders = Borders(record, seconds)
         if names_modules(request.partition):
             if len(request.partition) != stages - 1:
-                raise PlanError(
-                    f"partition names {len(request.partition)} modules, and {stages} stages need {stages - 1}: one at "
-                    "which each stage after the first begins"
-                )
+                raise _wrong_number(request.partition, stages)
             starts = borders.at(request.partition)
             end = self._find_end(record, borders, starts[-1], request)
         else:
@@ -213,6 +213,40 @@ class UnitSetup(ModuleSetup):
         layout = UnitLayout.from_record(merged, tuple(found))
         self._check_end(layout, border)
         return layout
+
+    def _check_same(self, record: StepRecord) -> None:
+        """Compare the records of all ranks. Collective.
+
+        Raises:
+            PipelineError: they differ.
+        """
+        ranks = self._ranks.control.ranks
+        names = self._ranks.control.all_gather([unit.name for unit in record.units])
+        for rank, other in zip(ranks, names, strict=True):
+            if other != names[0]:
+                at = next((n for n, pair in enumerate(zip(names[0], other, strict=False)) if pair[0] != pair[1]), -1)
+                raise PipelineError(
+                    f"training_step runs otherwise on rank {rank} than on rank {ranks[0]}, from unit {at} on, with the "
+                    "same samples. Control flow must depend on the batch, on weights and on random numbers of torch "
+                    "alone"
+                )
+
+    def _group_weights(self, record: StepRecord, request: RunRequest, stages: int) -> UnitLayout:
+        """Return the layout of a step that all stages run together. Collective."""
+        groups = WeightGroups(self._module, record)
+        if names_modules(request.partition):
+            if len(request.partition) != stages - 1:
+                raise _wrong_number(request.partition, stages)
+            starts = groups.find_borders(request.partition)
+        else:
+            starts = groups.choose_borders(stages)
+        shares = [groups.share(a, b) for a, b in zip(starts, (*starts[1:], None), strict=True)]
+        rank_zero_info(
+            f"{type(self._module).__name__} optimizes manually: each batch is one micro-batch, stages take turns, and "
+            f"have {', '.join(f'{share:.0%}' for share in shares)} of the weights"
+        )
+        merged, _ = self._merge(record, groups.list_turns(starts))
+        return groups.make_layout(merged, starts)
 
     def _find_end(self, record: StepRecord, borders: Borders, after: int, request: RunRequest) -> int | None:
         """Return the unit from which on a step runs on the whole batch; None where it has none. Collective.
@@ -343,7 +377,7 @@ class UnitSetup(ModuleSetup):
         choose = partial(merge_units, module, record, starts)
 
         def record_merged() -> StepRecord:
-            return record_step(module, run, *self._repeated, device, choose)
+            return record_step(module, run, *self._repeated, device, choose, self._context.is_manual)
 
         try:
             merged: StepRecord = CollectiveCall(self._ranks.control)(record_merged)[self._ranks.control.position]
@@ -416,7 +450,7 @@ class UnitSetup(ModuleSetup):
         batch = private.on_device(self._trainer, batch)
         run = partial(self._run_without_trace, True)
         self._repeated = named_step(module, "training_step"), partial(copy_batch, batch), self._step_arguments()
-        return record_step(module, run, *self._repeated, device)
+        return record_step(module, run, *self._repeated, device, differentiates=self._context.is_manual)
 
     def _step_arguments(self) -> tuple[Any, ...]:
         """Return what the step takes beside the batch."""
@@ -429,6 +463,8 @@ class UnitSetup(ModuleSetup):
             stack.enter_context(forked_rng(device))
             for context in (keep_unchanged(module), recorded(module), without_loggers()):
                 stack.enter_context(context)
+            if self._context.is_manual:
+                stack.enter_context(idle_optimizers(self._trainer, module))
             stack.enter_context(self._trainer.precision_plugin.train_step_context())
             stack.enter_context(torch.enable_grad())
             seed_all(self._settings.seed, device, everything=True)
@@ -501,6 +537,40 @@ def _named(module: nn.Module, paths: Collection[str]) -> dict[str, nn.Module]:
 def _has_hooked_parts(part: nn.Module) -> bool:
     """Return whether a module has parts of its own, and backward hooks around all of them."""
     return next(part.children(), None) is not None and bool(backward_hooks(part))
+
+
+def _wrong_number(partition: Any, stages: int) -> PlanError:
+    return PlanError(
+        f"partition names {len(partition)} modules, and {stages} stages need {stages - 1}: one at which each stage "
+        "after the first begins"
+    )
+
+
+def check_manual(context: SetupContext, refused: Sequence[str]) -> None:
+    """Refuse settings that don't work with a step that calls backward itself. All ranks get the same.
+
+    Args:
+        refused: those that work with no module that is cut by units.
+
+    Raises:
+        PlanError: the run asks for one of them.
+    """
+    settings, schedule, microbatches = context.settings, context.request.schedule, context.request.microbatches
+    asked = {
+        f"schedule {schedule.name!r}": not schedule.flushes,
+        "a job array on shared ranks": context.shares_ranks,
+        f"microbatches={microbatches}": (microbatches or 1) > 1,
+        "loss='batch'": settings.loss == BATCH,
+        f"data_parallel={settings.data_parallel}": settings.replicas > 1,
+        f"module={settings.module!r}": bool(settings.module),
+    }
+    found = [*refused, *(each for each, is_asked in asked.items() if is_asked)]
+    if found:
+        raise PlanError(
+            f"{type(context.module).__name__} optimizes manually: its step calls backward for whole batches, on stages "
+            f"that take turns, and {' and '.join(found)} can't be had with that. Leave it out, or set "
+            "automatic_optimization = True and return the loss"
+        )
 
 
 def find_refused(context: SetupContext) -> list[str]:

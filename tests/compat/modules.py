@@ -215,9 +215,23 @@ class LateFinder(LearningRateFinder):
 
 
 class LitManual(Lit):
+    """Accumulates gradients and clips them by itself, with two optimizers."""
+
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.manual_backward(loss / 2)
+        if batch_idx % 2:
+            for optimizer in self.optimizers():
+                self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(part.parameters(), lr=0.02) for part in (self.model[:3], self.model[3:])]
 
 
 class Net(nn.Module):

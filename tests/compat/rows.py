@@ -605,8 +605,9 @@ optimizers(
 optimizers(
     "manual optimization",
     module=m.LitManual,
-    refused="uses manual optimization",
-    reason="the step would call backward while other stages wait for the batch",
+    strategy=ONE,
+    evaluate=True,
+    resume=True,
 )
 
 # ---- the model

@@ -98,12 +98,6 @@ class Pooled(Lit):
         return self.model((x.mean(0, keepdim=True), None))
 
 
-class Manual(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class Searching(Lit):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.parameters())
@@ -193,7 +187,6 @@ BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (VectorLoss, {}, "returned a loss of shape (4,)"),
     (Detached, {}, "returned a loss that nothing can be trained by"),
     (Pooled, {}, "gets shapes (1, 6) for 5 samples; axis 0 of a tensor must count samples"),
-    (Manual, {}, "uses manual optimization"),
     (Searching, {}, "LBFGS runs training_step several times"),
     (Lit, {"transport": "nccl"}, "transport 'nccl' needs tensors on a GPU, not on cpu"),
     (TwoArguments, {}, "with 2 positional arguments"),

@@ -46,6 +46,8 @@ class Evaluation:
         watchers = run.watchers.of_evaluation
         watchers.before_batch(data)
         item = Item(self._number(), data.rows, data, training=False, use=run.training_loop.layer_use(batch))
+        if run.steps.joint is not None:
+            return self._evaluate_jointly(data)
         run.steps.begin_batch(training=False)
         with watchers.around_batch(data), run.part.gathered.evaluation():
             message = self._forward(step, item, batch, arguments)
@@ -54,6 +56,18 @@ class Evaluation:
         watchers.after_batch(data)
         with context():
             run.replay.replay_calls(logged)
+        return move_data_to_device(out, run.device)
+
+    def _evaluate_jointly(self, data: EvaluationStep) -> Any:
+        """Run one batch on all stages together."""
+        run = self._run
+        around, weights = run.watchers.of_evaluation.around_batch(data), run.cut.scope.module_view(True)
+        with around, data.context(), recorded(run.cut.module) as calls, weights:
+            out = run.steps.joint.run_together(data.step, data.batch, data.arguments, calls)
+        data.last_mark = run.control.broadcast(data.mark, run.last_rank)
+        run.watchers.of_evaluation.after_batch(data)
+        with data.context():
+            run.replay.replay_calls(calls if run.trainer.state.fn != TrainerFn.PREDICTING else [])
         return move_data_to_device(out, run.device)
 
     def _begin(

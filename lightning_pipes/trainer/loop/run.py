@@ -78,6 +78,14 @@ class TrainingLoop(ABC):
     def give_back_gradients(self) -> None:
         """Put the gradients where the optimizer looks for them."""
 
+    def pause_step(self) -> AbstractContextManager[None]:
+        """Run the block, which steps an optimizer, at the same place of a step on all stages."""
+        return nullcontext()
+
+    def resume_step(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return the user's `closure` as it runs in a step that is paused."""
+        return closure
+
     def own_gradients(self) -> AbstractContextManager[None]:
         """Give parameters their accumulated gradients in the block."""
         return nullcontext()

@@ -77,11 +77,6 @@ def check_async(found: Iterable[pl.Callback]) -> None:
 def check_module(module: pl.LightningModule, fitting: bool) -> None:
     """Raise PipelineError for a module that can't be trained in a pipeline."""
     owner = type(module).__name__
-    if fitting and not module.automatic_optimization:
-        raise PipelineError(
-            f"{owner} uses manual optimization; its training_step would call backward and step while other stages "
-            "still wait for the batch. Set automatic_optimization = True and return the loss"
-        )
     if fitting and is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise PipelineError(
             f"{owner}.training_step takes dataloader_iter; a pipeline needs the batch itself: training_step(batch)"
@@ -136,7 +131,7 @@ def warn_about_module(module: pl.LightningModule, full: Layers | None) -> None:
             f"{_listed(copies)}: a module like the pipelined one. A hook that averages one into the other, as "
             "for a teacher, is refused: each process has the weights of its own stages, and this one needs all"
         )
-    if is_overridden("backward", module):
+    if is_overridden("backward", module) and module.automatic_optimization:
         rank_zero_warn(
             f"{type(module).__name__}.backward is not called: every stage runs its own part of the backward pass"
         )

@@ -215,7 +215,7 @@ class RemoteTensor(torch.Tensor):
             return _one_by_one(func, args, kwargs)
         if name in _RANDOM:
             _draw(func, args, kwargs, first._scope.device)
-        written = _written(name, args, kwargs)
+        written = find_written(name, args, kwargs)
         if written:
             if any(not isinstance(t, RemoteTensor) for t in written):
                 first.refuse_use("writes into a tensor of this rank what it has of")
@@ -355,7 +355,7 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
     return None if results[0] is None else [entry for result in results for entry in result]
 
 
-def _written(name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
+def find_written(name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Return the tensors that a function of that name writes to."""
     if kwargs.get("out") is not None:
         return [t for t in pytree.tree_leaves(kwargs["out"]) if isinstance(t, torch.Tensor)]

@@ -248,9 +248,19 @@ class LogReplay:
             value = call.value
             if isinstance(value, MetricState):
                 value = self._restored(value)
+            elif isinstance(value, _Seen):  # all ranks have run the step to its end
+                self._log_seen(call, value)
+                continue
             elif isinstance(value, torch.Tensor):
                 value = value.to(self._module.device)
             self._module.log(call.name, value, **call.options)
+
+    def _log_seen(self, call: LogCall, seen: _Seen) -> None:
+        """Log a metric of this rank as it was when the step logged it."""
+        updates, last = metric_counts(seen.metric)
+        set_metric_counts(seen.metric, updates, seen.last)
+        self._module.log(call.name, seen.metric, **call.options)
+        set_metric_counts(seen.metric, updates, last)
 
     def _packed(self, call: LogCall) -> Any:
         if not isinstance(call.value, _Seen):

@@ -260,6 +260,8 @@ class Steps:
     runs_whole_evaluation: ClassVar[bool] = False
     """Whether the stages run an evaluation step as a whole, each its part; else around the layers."""
     ends_whole = False
+    joint: Any = None
+    """Runs steps that call backward themselves, on all stages together; see `JointStep`."""
     """Whether the loss is computed once for all samples of a batch."""
     show_version: Callable[[WeightVersion], AbstractContextManager[None]] | None = None
     """See `Stage`."""

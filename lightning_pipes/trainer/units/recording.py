@@ -88,15 +88,22 @@ class StepRecord:
         return any(unit.writes for unit in self.units)
 
 
-_DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 """Functions that go through the graph of other units."""
 
 
 class Recorder(TracedStep):
-    """Runs a step as it is, on a whole module, and writes it down."""
+    """Runs a step as it is, on a whole module, and writes it down.
 
-    def __init__(self, module: nn.Module, atomic: Mapping[str, nn.Module], device: torch.device) -> None:
+    Args:
+        differentiates: whether the step may call backward.
+    """
+
+    def __init__(
+        self, module: nn.Module, atomic: Mapping[str, nn.Module], device: torch.device, differentiates: bool = False
+    ) -> None:
         super().__init__(module, atomic, (), device)
+        self._differentiates = differentiates
         named = (*module.named_parameters(), *module.named_buffers())
         self._names = {id(t): name for name, t in named}
         self._flops = _Operations()  # type: ignore[no-untyped-call]
@@ -158,7 +165,9 @@ class Recorder(TracedStep):
         return out
 
     def run_unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
-        if function in _DIFFERENTIATING:
+        if function in DIFFERENTIATING and self._differentiates and function is not torch.autograd.grad:
+            return function(*args, **kwargs)
+        if function in DIFFERENTIATING and not self._differentiates:
             raise PipelineError(
                 f"a step calls torch's {name} between its modules, and each stage has only a part of the graph from "
                 "loss to weights. Return the loss instead, or train in one process what needs gradients in its loss"
@@ -173,7 +182,7 @@ class Recorder(TracedStep):
         self._kept.append((ran.out, ran.read))
         for tensor in made:
             self._left.pop(id(tensor), None)
-        weights = self.placed(path, ran.read)
+        weights = [] if function in DIFFERENTIATING else self.placed(path, ran.read)
         self.units.append(ran.done)
         if path is not None and not ran.done.pure and _holds_tensors(ran.done.out):
             self.hidden.add(path)
@@ -268,6 +277,7 @@ def record_step(
     arguments: Sequence[Any],
     device: torch.device,
     choose: Callable[[Collection[str]], Mapping[str, nn.Module]] | None = None,
+    differentiates: bool = False,
 ) -> StepRecord:
     """Return the record of a step.
 
@@ -279,13 +289,14 @@ def record_step(
         step: takes the batch and `arguments`.
         batch: returns the batch anew.
         choose: returns the modules whose calls are units, without those that can't be; by default all without children.
+        differentiates: whether the step may call backward.
 
     Raises:
         PipelineError: the step can't be cut into units.
     """
     hidden: set[str] = set()
     for _ in range(_TRIES):
-        recorder = Recorder(module, (choose or partial(find_atomic, module))(hidden), device)
+        recorder = Recorder(module, (choose or partial(find_atomic, module))(hidden), device, differentiates)
         record = run(partial(_record, recorder, step, batch, arguments))
         if not recorder.hidden:
             return record

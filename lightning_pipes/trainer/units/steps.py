@@ -23,6 +23,7 @@ from lightning_pipes.trainer.step.logs import recorded
 from lightning_pipes.trainer.step.steps import EvaluationBatch, Steps
 from lightning_pipes.trainer.units.batch_end import BatchEnd, DeferredLoss
 from lightning_pipes.trainer.units.cut import UnitCut
+from lightning_pipes.trainer.units.joint_step import JointStep
 from lightning_pipes.trainer.units.lazy_step import Crossing, LazyStep
 from lightning_pipes.trainer.units.recording import UnitLayout
 
@@ -34,6 +35,7 @@ class UnitSteps(Steps):
 
     Args:
         end: what runs once on the whole batch, on the last stage; None where each micro-batch has a loss.
+        joint: runs steps that call backward themselves; None where Lightning does.
     """
 
     runs_whole_evaluation = True
@@ -50,6 +52,7 @@ class UnitSteps(Steps):
         cut: UnitCut,
         layout: UnitLayout,
         end: BatchEnd | None,
+        joint: JointStep | None,
     ) -> None:
         interceptor = Interceptor("self")
         left = LeftValues(module, {}, lambda: (), state, cut.scope)
@@ -60,6 +63,7 @@ class UnitSteps(Steps):
         self._layout = layout
         self._end, self.ends_whole = end, end is not None
         self._lazy: dict[tuple[int, bool], LazyStep] = {}
+        self.joint = joint
         self._waiting: dict[Item, dict[Span, tuple[Crossing, list[torch.Tensor | None]]]] = {}
 
     def stage_body(self, number: int) -> Body:

@@ -51,6 +51,19 @@ class Values:
         """Return the value of that key."""
         return self._held[key]
 
+    @property
+    def next_key(self) -> int:
+        """The key that the next value gets."""
+        return self._next
+
+    def holds(self, key: int) -> bool:
+        """Return whether the value of that key may still be asked for."""
+        return key in self._held
+
+    def lies_in(self, key: int, memory: Collection[int | None]) -> bool:
+        """Return whether the value of that key lies in memory that begins at one of these places."""
+        return key in self._held and (where := storage_of(self._held[key])) is not None and where in memory
+
     def meet(self, tensors: Iterable[torch.Tensor]) -> None:
         """Number the tensors that no unit has made: those of the batch, buffers, and what the user's code holds."""
         for tensor in tensors:
@@ -65,8 +78,7 @@ class Values:
 
     def taint(self, number: int) -> int:
         """Make a pure tensor a value, for a unit of one stage has changed it, and return its key."""
-        tensor = self._pure[number]
-        return self._add(tensor)
+        return self.add_value(self._pure[number])
 
     def sharing_pure(self, tensor: torch.Tensor) -> list[int]:
         """Return the numbers of the pure tensors that lie in the memory of `tensor`, itself included."""
@@ -95,7 +107,7 @@ class Values:
             )
         on_host = tensor.device.type == "cpu" and host.type != "cpu"
         return Made(
-            self._add(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, on_host, tensor.requires_grad
+            self.add_value(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, on_host, tensor.requires_grad
         )
 
     def stand_for(self, out: Any, device: torch.device, weight: Callable[[str], torch.Tensor]) -> Any:
@@ -135,7 +147,8 @@ class Values:
     def _references(self, key: int) -> int:
         return count_python_references(self._held[key])
 
-    def _add(self, tensor: torch.Tensor) -> int:
+    def add_value(self, tensor: torch.Tensor) -> int:
+        """Number a value, and return its key."""
         key = self._next
         self._register(key, tensor)
         return key

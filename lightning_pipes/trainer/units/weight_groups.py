@@ -1,0 +1,139 @@
+"""Which stage has which weights where all stages run a step together: each weight is on one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from torch import nn
+
+from lightning_pipes.ir import PlanError
+from lightning_pipes.trainer.units.recording import StepRecord, UnitLayout
+
+_NEAR = 0.1
+"""How far a border may be from the ideal place, as a share of a stage's weights."""
+
+
+class WeightGroups:
+    """The weights of a recorded step in groups that stay together, in the order in which the step uses them.
+
+    Weights stay together that a unit uses at a time, or a checkpoint, which runs again as a whole.
+    """
+
+    def __init__(self, module: nn.Module, record: StepRecord) -> None:
+        self._module = module
+        self._record = record
+        parent: dict[str, str] = {}
+
+        def find(name: str) -> str:
+            while parent.setdefault(name, name) != name:
+                name = parent[name]
+            return name
+
+        held: str | None = None
+        for unit in record.units:
+            names = sorted(unit.weights) + ([held] if unit.held and held else [])
+            for one, other in pairwise(names):
+                parent[find(other)] = find(one)
+            held = (names[0] if names else held) if unit.held else None
+        firsts = list(dict.fromkeys(find(name) for unit in record.units for name in sorted(unit.weights)))
+        self._number = {name: firsts.index(find(name)) for name in parent}
+        sizes = {name: p.numel() for name, p in (*module.named_parameters(), *module.named_buffers())}
+        self._sizes = [0] * len(firsts)
+        for name, number in self._number.items():
+            self._sizes[number] += sizes.get(name, 0)
+        self._uses = [self._number[min(unit.weights)] for unit in record.units if unit.weights]
+
+    def choose_borders(self, stages: int) -> tuple[int, ...]:
+        """Return the first group of each stage, such that stages have about as many weights.
+
+        Near each ideal place the border is taken that the step crosses least often.
+
+        Raises:
+            PlanError: there are too few groups.
+        """
+        if len(self._sizes) < stages:
+            raise PlanError(
+                f"the weights that training_step uses can be had in {len(self._sizes)} parts, too few for {stages} "
+                "stages: take fewer processes, or split modules that have many weights into several"
+            )
+        before, starts = [0, *accumulate(self._sizes)], [0]
+        for stage in range(1, stages):
+            left = stages - stage
+            goal = before[starts[-1]] + (before[-1] - before[starts[-1]]) / (left + 1)
+            options = range(starts[-1] + 1, len(self._sizes) - left + 1)
+            off = {border: abs(before[border] - goal) / (before[-1] or 1) * stages for border in options}
+            near = [border for border in options if off[border] <= max(_NEAR, min(off.values()))]
+            starts.append(min(near, key=lambda border: (self._crossings(border), off[border])))
+        return tuple(starts)
+
+    def find_borders(self, places: Sequence[str]) -> tuple[int, ...]:
+        """Return the first group of each stage, where stages after the first begin at the modules `places`.
+
+        Raises:
+            PlanError: the step does not enter such a module, or not in this order.
+        """
+        starts = [0]
+        for place in places:
+            entered = self._record.entered.get(place)
+            if entered is None:
+                known = ", ".join(repr(path) for path in list(self._record.entered)[:20])
+                raise PlanError(f"a stage is to begin at {place!r}, which the step does not call; it calls {known}")
+            used = (unit.weights for unit in self._record.units[entered:] if unit.weights)
+            first = next((self._number[min(weights)] for weights in used), None)
+            if first is None or first <= starts[-1]:
+                raise PlanError(
+                    f"a stage is to begin at {place!r}, whose weights are used no later than those of the stage "
+                    "before; name modules in the order in which the step first calls them"
+                )
+            starts.append(first)
+        return tuple(starts)
+
+    def share(self, start: int, stop: int | None) -> float:
+        """Return the share of the weights that groups from `start` to `stop` have."""
+        return sum(self._sizes[start:stop]) / (sum(self._sizes) or 1)
+
+    def list_turns(self, starts: Sequence[int]) -> tuple[int, ...]:
+        """Return the units at which another stage begins to compute."""
+        found, now = [0], 0
+        for number, unit in enumerate(self._record.units):
+            stage = _stage_at(starts, self._number[min(unit.weights)]) if unit.weights else now
+            if stage != now:
+                found.append(number)
+            now = stage
+        return tuple(found)
+
+    def make_layout(self, record: StepRecord, starts: Sequence[int]) -> UnitLayout:
+        """Return the layout of the stages.
+
+        Weights that the step did not use are with the others of their module, else on the last stage.
+
+        Args:
+            record: of the same step, perhaps with fewer units.
+        """
+        last = len(starts) - 1
+        placed = {name: _stage_at(starts, number) for name, number in self._number.items()}
+        named = {id(t): name for name, t in (*self._module.named_parameters(), *self._module.named_buffers())}
+        for path in record.atomic:
+            part = self._module.get_submodule(path)
+            names = [named[id(t)] for t in (*part.parameters(), *part.buffers())]
+            stage = next((placed[name] for name in names if name in placed), last)
+            for name in names:
+                placed.setdefault(name, stage)
+        for name, _ in self._module.named_parameters():
+            placed.setdefault(name, last)
+        return UnitLayout(
+            (0,) * len(starts),
+            (),
+            record.atomic,
+            record.drawing | ({*record.atomic} - {unit.name for unit in record.units}),
+            {name: (stage,) for name, stage in placed.items()},
+            clones=True,
+        )
+
+    def _crossings(self, border: int) -> int:
+        return sum((a < border) != (b < border) for a, b in pairwise(self._uses))
+
+
+def _stage_at(starts: Sequence[int], group: int) -> int:
+    return max(stage for stage, start in enumerate(starts) if start <= group)
