@@ -326,6 +326,11 @@ class Checkpointing:
                 self._writing.io.remove_checkpoint(name)
         watch.exchange_texts(f"{topic} joined", "", _WRITING_SECONDS)  # what started the ranks may end all of them
 
+    def meet_after_failure(self) -> None:
+        """Wait until the other ranks are here, too, or seconds have passed."""
+        self._after_failure += 1
+        self._ranks.control.watch.exchange_texts(f"checkpoint {self._after_failure}", "", _MEETING_SECONDS)
+
     def _join_parts(
         self,
         checkpoint: dict[str, Any],

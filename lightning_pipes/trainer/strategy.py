@@ -418,7 +418,7 @@ class PipelineStrategy(PipelineHost):
             self._module.to(self.root_device)
 
     def process_dataloader(self, dataloader: object) -> object:
-        if self._session is None or not self._session.is_connected:
+        if self._session is None or not self._session.is_connected or self._session.status.error is not None:
             return dataloader  # a loop is asked for its data, and nothing runs
         if isinstance(dataloader, DataLoader) and private.seeded_workers(dataloader):
             rank = self.grid.replica  # the same on all stages
@@ -637,12 +637,18 @@ class PipelineStrategy(PipelineHost):
         return self.session.checkpointing.model_state(cut)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load the checkpoint from rank 0's path: Lightning's tuner names its file at random in each process."""
-        self.session.status.check()
+        """Load the checkpoint from rank 0's path: Lightning's tuner names its file at random in each process.
+
+        A search for a learning rate loads its file while its error is on the way, too, and removes it.
+        """
+        if sys.exc_info()[1] is None:
+            self.session.status.check()
         checkpointing = self.session.checkpointing
         checkpointing.finish(self._down)
         path, running = self.broadcast(checkpoint_path), self._active_run is not None
         checkpoint = checkpointing.load(path, weights_only, self._module, running, super().load_checkpoint)
+        if self._down:
+            checkpointing.meet_after_failure()
         self.barrier()  # whoever removes it afterwards must not be too early
         return checkpoint
 

@@ -16,7 +16,7 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins import TransformerEnginePrecision
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -340,6 +340,24 @@ def test_ranks_within_a_step_save_their_parts():
     state = torch.load(os.path.join(folder, parts[0]), weights_only=False)["state_dict"]
     assert "model.0.0.weight" in state
     assert "model.8.weight" not in state
+
+
+class FailingSearch(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.learning_rate = 0.1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            raise ValueError("a bad day")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_search_that_fails_leaves_no_file_and_raises_its_error(tmp_path):
+    more = {"callbacks": [LearningRateFinder(num_training_steps=5)], "default_root_dir": str(tmp_path)}
+    outcomes = watch_ranks(fit, 2, FailingSearch, 2, {}, more, timeout=30)
+    assert all("ValueError: a bad day" in o.error and "can't go on together" not in o.error for o in outcomes)
+    assert os.listdir(tmp_path) == []
 
 
 class Normal(Lit):
