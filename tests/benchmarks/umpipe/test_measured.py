@@ -12,12 +12,16 @@ from benchmarks.papers.umpipe.measured import (
     BANDWIDTH,
     LATENCY,
     Curve,
+    classifying_layer,
     cnn_layers,
+    drawn_cnn_layers,
     gpt_layers,
     measure_layers,
     network_from_curves,
     vgg_layers,
 )
+
+ONE_IMAGE = torch.ones(1, 1, 28, 28)
 
 
 class Spinning(nn.Module):
@@ -55,8 +59,9 @@ def test_networks_have_stages_and_links_in_the_order_of_their_direction():
         (gpt_layers(8, words=20), torch.ones(2, 3, dtype=torch.long), 14, (2, 3, 20)),
         (vgg_layers(2), torch.ones(2, 3, 32, 32), 16, (2, 10)),
         (cnn_layers(20), torch.ones(2, 3, 32, 32), 20, (2, 128, 1, 1)),
+        ([*drawn_cnn_layers(4), classifying_layer(drawn_cnn_layers(4)[-1][0].out_channels)], ONE_IMAGE, 5, (1, 10)),
     ],
-    ids=["gpt", "vgg", "cnn"],
+    ids=["gpt", "vgg", "cnn", "drawn"],
 )
 def test_layers_are_those_of_the_papers_networks(layers, x, stages, out):
     assert len(layers) == stages
