@@ -35,6 +35,11 @@ class Traits:
         """Whether backward runs as I and W."""
         return False
 
+    @property
+    def predicts_weights(self) -> bool:
+        """Whether forwards read weights that are extrapolated by momentum to the update of their batch."""
+        return False
+
     def place_stages(self, n_ranks: int) -> tuple[int, ...]:
         """Return the rank of each stage; by default one stage a rank, in order."""
         return tuple(range(n_ranks))

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from lightning_pipes.cost import Cluster, ModelProfile
 from lightning_pipes.cost.units import parse_bytes, parse_setting
-from lightning_pipes.ir import InputError, check_count, check_fields, check_number, check_type
+from lightning_pipes.ir import InputError, check_count, check_number, check_type
 from lightning_pipes.planning.replanning import HostedStage, Interference
 from lightning_pipes.strategies.dynpipe.choosing import StageChoice, choose_stages
 from lightning_pipes.strategies.dynpipe.interference.dataset import Dataset, cross_validated
@@ -46,6 +46,7 @@ class DynPipe(PipeDream):
             such mark. An InterferenceMonitor has to see it.
         memory_drop: the share of the free memory that may go within `every` batches, or batches stop overlapping; None
             for any.
+        predict: as with `pipedream`.
     """
 
     every: int = 10
@@ -60,7 +61,7 @@ class DynPipe(PipeDream):
     name: ClassVar[str] = "dynpipe"
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         for name in ("every", "windows", "horizon"):
             check_count(f"{self.name}: {name}", getattr(self, name))
         check_number(f"{self.name}: gain", self.gain, "a share of a step, 0 to 1", lambda x: 0 <= x < 1)

@@ -15,6 +15,7 @@ from lightning_pipes.ir import (
     PlanError,
     Program,
     Schedule,
+    check_fields,
     check_one_stage_a_rank,
 )
 from lightning_pipes.ir.program import Row
@@ -30,13 +31,26 @@ class PipeDream(Schedule):
     numbers, for one micro-batch a batch. With m of them, the weights of a batch are those that its first one read, and
     only ceil((p - 1 - s) / m) updates are missed; one version more is kept.
 
+    Attributes:
+        predict: a batch reads weights W - s lr v, extrapolated by the momentum v of the optimizer over the s updates
+            that come before its own one, in place of W (SpecTrain, Chen et al. 2018, arXiv:1809.02839; with Adam as in
+            XPipe, Guan et al. 2019, arXiv:1911.04610).
+
     Raises:
         PlanError: a rank has several stages, spans differ between stages or directions, backward is split, or there
             are several jobs.
     """
 
+    predict: bool = False
     name: ClassVar[str] = "pipedream"
     flushes: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def predicts_weights(self) -> bool:
+        return self.predict
 
     def weight_versions(self, plan: Plan) -> tuple[int, ...]:
         """Return the weight versions that live on each stage."""

@@ -1,8 +1,9 @@
 """The paper's experiments with DynPipe in virtual time, small: time to a loss beside neighbours against four baselines
-(table II), staleness and memory by the number of stages (figure 2), the share of time that trains (figure 17), and what
-re-partitioning costs by how often something changes (figure 18).
+(table II), iteration times, throughput and losses over time without, under light and under heavy traces (figures 3, 11
+and 12), staleness and memory by the number of stages (figure 2), what a neighbour of 10 to 40 % costs (figure 14), the
+share of time that trains (figure 17), and what re-partitioning costs by how often something changes (figure 18).
 
-    python benchmarks/papers/dynpipe/figures.py [--only loss|staleness|effective|disturbed] [--json]
+    python benchmarks/papers/dynpipe/figures.py [--only NAME] [--json]
 
 Four emulated stages, 16 layers, a batch of 8 micro-batches takes about 0.8 s; devices have neighbours as of
 `neighbourhood.visiting_slowdown`, light, or heavy, which is three times as many. Losses are those of the network of
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from functools import cache
@@ -23,7 +25,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from benchmarks.papers.dynpipe.neighbourhood import Neighbourhood, layered_model, visiting_slowdown
+from benchmarks.papers.dynpipe.neighbourhood import Neighbourhood, constant_slowdown, layered_model, visiting_slowdown
 from benchmarks.papers.dynpipe.planner import EPOCH, LOOK, RESTART, Run, Trace, trained
 from benchmarks.papers.dynpipe.staleness import LAYERS, RATE, batches, lags, loss_of, network
 from lightning_pipes.cost import Link
@@ -31,8 +33,8 @@ from lightning_pipes.ir import Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.memory import held_rows, stage_bytes
 
-RANKS, BATCHES = 4, 2000
-LOADS = {"light": 0.2, "heavy": 0.6}
+RANKS, BATCHES, SAMPLES = 4, 2000, 16
+LOADS = {"quiet": 0.0, "light": 0.2, "heavy": 0.6}
 STAY = 600.0
 TARGETS = 750, 1500
 """The losses to reach are those that training with fresh gradients has after so many batches."""
@@ -50,7 +52,7 @@ def world(name: str, trace: Trace, ranks: int = RANKS) -> Neighbourhood:
     profile = layered_model(
         (np.random.default_rng(5).uniform(0.7, 1.3, 16) * 5e-3).tolist(), edge=2e5, weights=4 * 10**6
     )
-    return Neighbourhood(profile, schedule, ranks, 16, 8, trace.slowdown, Link(bandwidth=1.25e9))
+    return Neighbourhood(profile, schedule, ranks, SAMPLES, 8, trace.slowdown, Link(bandwidth=1.25e9))
 
 
 def visited(load: str, seed: int = 3) -> Trace:
@@ -86,8 +88,9 @@ STALE = {"1f1b": (0,) * LAYERS, "pipedream_2bw": (1,) * LAYERS, "pipedream": tup
 """How old gradients are, by schedule and layer."""
 
 
-def to_a_loss(load: str) -> dict[str, float]:
-    """Seconds to each target of the baselines and of DynPipe."""
+@cache
+def runs_of(load: str) -> dict[str, tuple[Run, str]]:
+    """Return the run of each system under a trace, and the schedule that says how stale its gradients are."""
     runs: dict[str, tuple[Run, str]] = {}
     for name, label in (("1f1b", "PipeDream-Flush"), ("pipedream", "PipeDream"), ("pipedream_2bw", "2BW")):
         runs[label] = trained(world(name, visited(load)), BATCHES, True, ("never",))["never"], name
@@ -97,7 +100,13 @@ def to_a_loss(load: str) -> dict[str, float]:
         "DynPipe": (moved["dynpipe"], "pipedream"),
         "oracle": (moved["oracle"], "pipedream"),
     }
-    found = {}
+    return runs
+
+
+def to_a_loss(load: str) -> dict[str, float]:
+    """Seconds to each target of the baselines and of DynPipe."""
+    found: dict[str, float] = {}
+    runs = runs_of(load)
     print(f"\nseconds to a loss, {load} trace ({LOADS[load]:g} neighbours a device, each for {STAY:g} batches)")
     for label, (run, name) in runs.items():
         ends, took = [*accumulate(run.seconds)], []
@@ -110,6 +119,40 @@ def to_a_loss(load: str) -> dict[str, float]:
         print(f"{label:16}{cells}   {ends[-1] / BATCHES:6.3f} s a batch, {run.moves} re-plans")
     print(f"{'':16}" + "".join(f"{f'loss {n}':>10}" for n in TARGETS))
     return {f"{load}_vs_{name}": seconds / found["DynPipe"] for name, seconds in found.items() if name != "DynPipe"}
+
+
+def curves(loads: Sequence[str]) -> dict[str, float]:
+    """Iteration times, samples a second, and the loss after each quarter of the time that Flush takes."""
+    found: dict[str, float] = {}
+    heads = "".join(f"{f'loss at {n}/4':>12}" for n in range(1, 5))
+    print(f"\n{'trace':6}{'':16}{'median':>9}{'nine in ten':>13}{'samples/s':>11}{heads}")
+    for load in loads:
+        runs = runs_of(load)
+        whole = sum(runs["PipeDream-Flush"][0].seconds)
+        for label, (run, name) in runs.items():
+            median, most = np.quantile(run.seconds, (0.5, 0.9))
+            rate = SAMPLES * BATCHES / sum(run.seconds)
+            ends, known = [*accumulate(run.seconds)], losses(STALE[name], BATCHES)
+            counts = [max(SMOOTHED, bisect_right(ends, whole * n / 4)) for n in range(1, 5)]
+            cells = "".join(f"{statistics.fmean(known[n - SMOOTHED : n]):12.4f}" for n in counts)
+            print(f"{load:6}{label:16}{median:7.3f} s{most:11.3f} s{rate:11.1f}{cells}")
+            found[f"{load}_rate_{label}"] = rate
+    return found
+
+
+def sensitivity(shares: Sequence[float]) -> dict[str, float]:
+    """Seconds of a batch where a neighbour takes so much of one device for good, moved or not, over quiet ones."""
+    found: dict[str, float] = {}
+    quiet = float(np.median(runs_of("quiet")["PipeDream"][0].seconds))
+    print(f"\n{'a neighbour takes':>18} {'never':>8} {'dynpipe':>8} {'oracle':>8}")
+    for share in shares:
+        factors = [1 / (1 - share) if rank == 1 else 1.0 for rank in range(RANKS)]
+        there = world("dynpipe", Trace(constant_slowdown(factors, since=200)))
+        runs = trained(there, BATCHES // 2, True, ("never", "dynpipe", "oracle"))
+        late = {name: float(np.median(run.seconds[-200:])) / quiet for name, run in runs.items()}
+        print(f"{share:17.0%} " + " ".join(f"{each:8.3f}" for each in late.values()))
+        found |= {f"share_{share:.0%}_{name}": each for name, each in late.items()}
+    return found
 
 
 def staleness() -> dict[str, float]:
@@ -168,13 +211,17 @@ def disturbed(every: Sequence[int]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("loss", "staleness", "effective", "disturbed"))
+    parser.add_argument("--only", choices=("loss", "curves", "staleness", "sensitivity", "effective", "disturbed"))
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, float] = {}
     if options.only in (None, "loss"):
         found |= to_a_loss("light") | to_a_loss("heavy")
+    if options.only in (None, "curves"):
+        found |= curves([*LOADS])
+    if options.only in (None, "sensitivity"):
+        found |= sensitivity((0.1, 0.2, 0.3, 0.4))
     if options.only in (None, "staleness"):
         found |= staleness()
     if options.only in (None, "effective"):

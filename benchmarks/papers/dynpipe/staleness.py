@@ -3,7 +3,8 @@ constants that were estimated in a few steps, and beside the curve through some 
 
 A network of linear layers on handwritten digits, each layer in a stage as far from the end as there are stages after
 it; the gradient of a batch is taken by weights as old as a pipeline without flushes has them, in one process. Counted
-are batches until the mean squared gradient of the last ones has fallen to a target.
+are batches until the mean squared gradient of the last ones has fallen to a target. At last with momentum: weights as
+they are, and extrapolated by it to the update of their batch (`predict=True`).
 
     python benchmarks/papers/dynpipe/staleness.py [--quick] [--json]
 """
@@ -33,6 +34,7 @@ LAYERS, WIDTH, ROWS = 8, 64, 64
 RATE = 0.5
 SHARE = 0.01
 """The target: so much of the squared gradient at the start."""
+MOMENTUM, RATES = 0.9, (0.01, 0.03, 0.05)
 MOST = 4000
 """Batches after which a run has failed to get there."""
 MEAN = 20
@@ -76,18 +78,26 @@ def lags(stages: int) -> list[int]:
     return [stages - 1 - layer * stages // LAYERS for layer in range(LAYERS)]
 
 
-def taken(stages: int, target: float, seed: int) -> float:
+def taken(
+    stages: int, target: float, seed: int, rate: float = RATE, momentum: float = 0.0, predict: bool = False
+) -> float:
     """Batches until the target; infinite where it is not reached."""
     now = [p.detach().clone() for layer in network(seed) for p in layer.parameters()]
-    old: deque[list[torch.Tensor]] = deque([now], maxlen=stages)
+    still = [torch.zeros_like(w) for w in now]
+    old: deque[tuple[list[torch.Tensor], list[torch.Tensor]]] = deque([(now, still)], maxlen=stages)
     squares: deque[float] = deque(maxlen=MEAN)
     for number, (x, y) in enumerate(batches(seed), 1):
-        used = [old[max(-1 - lag, -len(old))][2 * n + k] for n, lag in enumerate(lags(stages)) for k in (0, 1)]
-        used = [w.requires_grad_() for w in used]
+        used = []
+        for n, lag in enumerate(lags(stages)):
+            behind = min(lag, len(old) - 1)
+            weights, speeds = old[-1 - behind]
+            for k in (2 * n, 2 * n + 1):
+                ahead = behind * rate * speeds[k] if predict else 0.0
+                used.append((weights[k] - ahead).detach().requires_grad_())
         gradients = torch.autograd.grad(loss_of(used, x, y), used)
         squares.append(sum(float(g.square().sum()) for g in gradients))
-        now = [(w - RATE * g).detach() for w, g in zip(old[-1], gradients, strict=True)]
-        old.append(now)
+        speeds = [momentum * v + g for v, g in zip(old[-1][1], gradients, strict=True)]
+        old.append(([w - rate * v for w, v in zip(old[-1][0], speeds, strict=True)], speeds))
         mean = statistics.fmean(squares)
         if len(squares) == MEAN and mean <= target:
             return number
@@ -150,10 +160,21 @@ def main() -> None:
     failed = [s for s in measured if s not in reached]
     print(f"the curve through {FITTED} stages is off by up to {worst:.0%} on others that get there; never: {failed}")
     print(f"the bound of the theory is finite below {theory.most_stages:.2f} stages at this rate")
+    keys: dict[str, float] = {}
+    print(f"with a momentum of {MOMENTUM}: batches as they are, and predicted")
+    for rate in RATES:
+        for stages in (2, 4, 8):
+            both = [
+                statistics.median(taken(stages, target, seed, rate, MOMENTUM, predict) for seed in seeds)
+                for predict in (False, True)
+            ]
+            print(f"rate {rate:5} {stages:3} stages " + "".join(f"{each:9.0f}" for each in both))
+            keys |= {f"stale_{rate}_{stages}": both[0], f"predicted_{rate}_{stages}": both[1]}
     if options.json:
         rise = reached[max(reached)] / measured[1]
-        keys = {"fitted_error": worst, "rise": rise, "reached": max(reached), "fitted_most": fitted.most_stages}
-        print(json.dumps(keys | {"theory_most": theory.most_stages}))
+        keys |= {"fitted_error": worst, "rise": rise, "reached": max(reached), "fitted_most": fitted.most_stages}
+        keys |= {"theory_most": theory.most_stages}
+        print(json.dumps({name: each for name, each in keys.items() if math.isfinite(each)}))
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ class Executor:
         self._late: dict[tuple[int, int], LateWeights] = {}
         self._rows_left: dict[tuple[int, int, int], int] = {}  # rows without weight gradients so far
         self._steps: Counter[tuple[int, int]] = Counter()
+        self._updates: Counter[tuple[int, int]] = Counter()  # of each stage in this window
         self._last_arrival: dict[tuple[int, Kind], int] = {}
 
     def add(self, item: Item, batch: int) -> None:
@@ -100,7 +101,7 @@ class Executor:
             self._send(i, span)
         else:
             stage = self._stages[i.stage, i.job]
-            version = self._version_of(stage, i) if item.training else None
+            version = self._version_of(stage, i, item) if item.training else None
             with stage.compute_context(i.kind, item, version):
                 started = time.monotonic_ns()
                 self._compute(i, item, span)
@@ -166,7 +167,7 @@ class Executor:
 
     def _forward(self, i: Instruction, item: Item) -> None:
         stage, last = self._stages[i.stage, i.job], self._is_last(i.stage)
-        version = self._version_of(stage, i) if item.training else None
+        version = self._version_of(stage, i, item) if item.training else None
         for part, kept in self._runs(i, item):
             received, flags = (None, ()) if i.stage == 0 else self._buffer_of(Kind.RF, i).take_span(part)
             wanted: autograd.Flags = ()
@@ -201,12 +202,18 @@ class Executor:
             return [(whole, kept)]
         return [(part, [part]) for part in kept]
 
-    def _version_of(self, stage: Stage, i: Instruction) -> WeightVersion | None:
+    def _version_of(self, stage: Stage, i: Instruction, item: Item) -> WeightVersion | None:
         """Return the weights that the first forward of this batch read: the whole batch uses the same weights."""
         batch = (i.stage, i.job, i.batch)
         if batch not in self._versions:
             late = self._late.get((i.stage, i.job))
-            self._versions[batch] = stage.weights.current_version() if late is None else late.make_version(i.batch)
+            if late is not None:
+                self._versions[batch] = late.make_version(i.batch)
+            elif stage.predict is not None:
+                missed = i.batch - self._updates[i.stage, i.job]
+                self._versions[batch] = stage.weights.predict_version(missed, stage.predict(item))
+            else:
+                self._versions[batch] = stage.weights.current_version()
         return self._versions[batch]
 
     def _take_saved(self, i: Instruction, item: Item, span: Span) -> Records:
@@ -244,6 +251,7 @@ class Executor:
         if stage.step is not None:
             stage.step(item)
         stage.weights.after_update()
+        self._updates[i.stage, i.job] += 1
         if late is not None:
             late.after_step(i.batch)
         batch = (i.stage, i.job, i.batch)

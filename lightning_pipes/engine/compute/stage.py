@@ -24,7 +24,7 @@ from lightning_pipes.engine.compute.rng import (
     stream_seed,
 )
 from lightning_pipes.engine.compute.spans import Item
-from lightning_pipes.engine.compute.weights import BuffersBefore, LateWeights, WeightVersion, WeightVersions
+from lightning_pipes.engine.compute.weights import BuffersBefore, Change, LateWeights, WeightVersion, WeightVersions
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.engine.residency.mirrors import MirroredLayers, Mirrors
@@ -170,6 +170,8 @@ class Stage:
         self.device = torch.device("cpu")
         self.clock: Callable[[int, int, float], None] | None = None
         """Gets the number of each layer, the samples, and the seconds of its forward in training."""
+        self.predict: Callable[[Item], Change] | None = None
+        """Predicts updates of the weights that a batch reads before them; None has it read the weights as they are."""
         self.recomputing = False
         """Whether the body runs for the second time on the same samples."""
         self.weights = WeightVersions(self.layers, max_versions=1)

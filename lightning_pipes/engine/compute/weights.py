@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,6 +28,8 @@ from lightning_pipes.engine.residency.layer_memory import VersionMemory
 from lightning_pipes.ir import LayerUse, PipelineError
 
 _NOTHING = nullcontext()
+Change = Callable[[nn.Parameter], torch.Tensor | None]
+"""Returns the predicted change of a parameter by an update; None where nothing is known."""
 
 
 @dataclass(eq=False)
@@ -62,24 +64,40 @@ class WeightVersions:
         self.max_versions = max_versions
         self._layers = layers
         self._newest: WeightVersion | None = None
+        self._predicted: dict[int, WeightVersion] = {}
 
     def current_version(self) -> WeightVersion | None:
         """Return the version to read now; None stands for the live parameters."""
         if self.max_versions == 1:
             return None
         if self._newest is None:
-            with torch.no_grad():
-                self._newest = WeightVersion(
-                    {
-                        number: {
-                            name: nn.Parameter(self._read(p), requires_grad=p.requires_grad)
-                            for name, p in layer.named_parameters()
-                        }
-                        for number, layer in self._layers.items()
-                    },
-                    key=self._next_key(),
-                )
+            self._newest = self._make_version(self._read)
         return self._newest
+
+    def predict_version(self, updates: int, change: Change) -> WeightVersion | None:
+        """Return the version to read now, extrapolated over the updates before that of its reader.
+
+        Args:
+            updates: how many.
+            change: returns the change of a parameter by one of them.
+        """
+        if self.max_versions == 1 or not updates:
+            return self.current_version()
+        if updates not in self._predicted:
+            self._predicted[updates] = self._make_version(
+                lambda p: self._read(p) if (each := change(p)) is None else p.detach() + updates * each
+            )
+        return self._predicted[updates]
+
+    def _make_version(self, read: Callable[[nn.Parameter], torch.Tensor]) -> WeightVersion:
+        with torch.no_grad():
+            copies = {
+                number: {
+                    name: nn.Parameter(read(p), requires_grad=p.requires_grad) for name, p in layer.named_parameters()
+                }
+                for number, layer in self._layers.items()
+            }
+        return WeightVersion(copies, key=self._next_key())
 
     def on_device(self, version: WeightVersion | None) -> AbstractContextManager[None]:
         """Return the context of a computation that reads `version`: its weights are on the device."""
@@ -103,6 +121,7 @@ class WeightVersions:
     def after_update(self) -> None:
         """Note that the live parameters have changed."""
         self._newest = None
+        self._predicted.clear()
 
     def _read(self, live: nn.Parameter) -> torch.Tensor:
         return live.detach().clone()

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
+from lightning_pipes.engine.compute.weights import Change
 from lightning_pipes.engine.residency.layer_memory import LayerMemory, StateMemory, VersionMemory
 from lightning_pipes.engine.residency.mirrors import BulkTreeTransport
 from lightning_pipes.engine.residency.upcoming import PREDICTORS, PredictorChoice
@@ -36,6 +37,7 @@ from lightning_pipes.trainer.loop.step_statistics import StreamStatistics, Windo
 from lightning_pipes.trainer.loop.stopping import LateAgreement, StopAgreement
 from lightning_pipes.trainer.loop.watcher import StreamedStep
 from lightning_pipes.trainer.module.batches import rows_of
+from lightning_pipes.trainer.module.optimizers import check_momentum, predict_change
 from lightning_pipes.trainer.module.remote_tensors import RemoteTensor
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.notices import Notices
@@ -76,6 +78,8 @@ class AsynchronousLoop(TrainingLoop):
         self._run = run
         self._all = control
         self._memory: LayerMemory | None = None
+        if run.plans.schedule.predicts_weights:
+            check_prediction(run, memory)
         if memory is not None and isinstance(run.plans.schedule, Schedule):
             check_stash(run)
             run.engine.stash(VersionMemory(memory, run.device))
@@ -123,6 +127,7 @@ class AsynchronousLoop(TrainingLoop):
         self._ordering = run.plans
         self.throttled = False
         self._optimizers: Sequence[Optimizer] = ()
+        self._groups: dict[int, tuple[int, int]] = {}  # by id of a parameter, its optimizer and its group there
         self._last_number = -1
         self._steps: PartialSteps | None = None  # of this window: layers move between windows
         self.unstepped: dict[int, Item] = {}
@@ -176,6 +181,10 @@ class AsynchronousLoop(TrainingLoop):
                 run.switch_plan(*plans.for_rows(step.rows))
             self.between.forget_layers()
             self._steps = None
+            self._groups.clear()
+            if run.plans.schedule.predicts_weights:
+                for stage in run.stages.values():
+                    stage.predict = self._predict_changes
             run.state.remember_state()
         if self._optimizers is not optimizers:
             self._optimizers, self._steps = optimizers, None
@@ -183,12 +192,33 @@ class AsynchronousLoop(TrainingLoop):
                 self._mirroring.trains_by(optimizers)
             for optimizer in optimizers:
                 private.expect_late_steps(optimizer)
+            if run.plans.schedule.predicts_weights:
+                check_momentum(map(private.plain_optimizer, optimizers), run.plans.schedule.name)
         self._last_number = step.number
         step.settings = [settings_of(o) for o in optimizers]
         step.samples = run.lists.find_lists(step.batch, step.rows)
         step.began_with = run.state.capture_state() if self._hooked else None
         run.weigh_losses(step)
         step.use = use_of(run.cut.module, run.cut.full, step.batch, engine.plan)
+
+    def _predict_changes(self, item: Item) -> Change:
+        """Return what predicts updates of parameters, by the settings that the batch's own one will have."""
+        optimizers = [private.plain_optimizer(o) for o in self._optimizers]
+        if not self._groups:
+            self._groups = {
+                id(p): (k, n)
+                for k, o in enumerate(optimizers)
+                for n, g in enumerate(o.param_groups)
+                for p in g["params"]
+            }
+
+        def predict(parameter: nn.Parameter) -> torch.Tensor | None:
+            if id(parameter) not in self._groups:
+                return None
+            k, n = self._groups[id(parameter)]
+            return predict_change(optimizers[k], item.data.settings[k][n], parameter)
+
+        return predict
 
     def _inject(self, step: StreamedStep) -> None:
         """Add the batch to those under way."""
@@ -580,6 +610,25 @@ def check_turns(run: PipelineRun) -> None:
             f"{run.plans.schedule.name!r} splits backward: weight gradients need the layers where the input gradients "
             "had them. Leave MemorySwap out, or split_backward"
         )
+
+
+def check_prediction(run: PipelineRun, memory: StateMemory | None) -> None:
+    """Refuse runs in which weights can't be predicted.
+
+    Raises:
+        PipelineError: versions are not copied, or batches come before an update that are not counted as updates.
+    """
+    refused = {
+        "MemorySwap": memory is not None,
+        "accumulate_grad_batches": run.trainer.accumulate_grad_batches > 1,
+        "relocation='buffered'": run.relocation.delays_steps,
+    }
+    for what, given in refused.items():
+        if given:
+            raise PipelineError(
+                f"schedule {run.plans.schedule.name!r} with predict=True extrapolates copies of the weights over one "
+                f"update for each batch, which {what} prevents; leave one of them out"
+            )
 
 
 def check_stash(run: PipelineRun) -> None:

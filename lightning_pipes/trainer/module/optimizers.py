@@ -23,6 +23,39 @@ NamedParameter = tuple[str, torch.Tensor]
 """A parameter with its name in the whole module."""
 
 
+def check_momentum(optimizers: Iterable[Optimizer], schedule: str) -> None:
+    """Refuse optimizers whose updates can't be predicted.
+
+    Raises:
+        PipelineError: one has no momentum, or is none that `predict_change` knows.
+    """
+    for optimizer in optimizers:
+        known = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+        if not known or not all(group.get("momentum", 1) for group in optimizer.param_groups):
+            raise PipelineError(
+                f"schedule {schedule!r} with predict=True extrapolates weights by momentum, and "
+                f"{type(optimizer).__name__} has none that is known; use SGD with a momentum, Adam or AdamW, or leave "
+                "predict out"
+            )
+
+
+def predict_change(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the change of a parameter by the next update if its momentum stays; None before the first one.
+
+    Decay of weights is left out.
+    """
+    state = optimizer.state.get(parameter, {})
+    rate = -group["lr"]
+    if state.get("momentum_buffer") is not None:
+        return rate * state["momentum_buffer"]  # type: ignore[no-any-return]
+    if "exp_avg" not in state:
+        return None
+    (beta1, beta2), steps = group["betas"], float(state["step"])
+    square = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
+    scale = (square / (1 - beta2**steps)).sqrt() + group["eps"]
+    return rate / (1 - beta1**steps) * state["exp_avg"] / scale  # type: ignore[no-any-return]
+
+
 class OptimizerLayout:
     """Which parameters an optimizer has: on one process, and on this rank.
 

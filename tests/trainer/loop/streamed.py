@@ -33,6 +33,8 @@ class Streamed:
     options: dict[str, Any] = field(default_factory=dict)
     callbacks: Callable[[str], list[Any]] = lambda folder: []
     replicas: int = 1
+    schedule_args: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = "adamw"
 
 
 def loaders(rows: int = 4) -> tuple[DataLoader[Any], DataLoader[Any]]:
@@ -45,11 +47,26 @@ def delays(case: Streamed) -> list[int]:
     return [-(-(case.ranks - 1 - s) // case.microbatches) for s in range(case.ranks)]
 
 
+def extrapolate(
+    stage: nn.Module, now: dict[str, Any], before: dict[str, Any], optimizer: torch.optim.Optimizer, at: int, n: int
+) -> dict[str, Any]:
+    """Weights `now`, after `at` updates, before update n if all others are like the last one, but for its decay of
+    weights, at the rate of batch n."""
+    groups = {id(p): g for g in optimizer.param_groups for p in g["params"]}
+    found = {}
+    for name, p in stage.named_parameters():
+        group = groups[id(p)]
+        then, rate = (group["initial_lr"] * 0.5 ** (k // 2) for k in (at - 1, n))
+        last = now[name] - (1 - then * group["weight_decay"]) * before[name]
+        found[name] = now[name] + (n - at) * rate / then * last
+    return found
+
+
 def stale(case: Streamed, batches: int, flushes: set[int]) -> dict[str, Any]:
     """Batch n goes through stage s with the weights after n - delay updates, but none older than the last flush.
     `flushes` are the batches after which everything is finished."""
     pl.seed_everything(3, verbose=False)
-    module = Lit().double()
+    module = Lit(optimizer=case.optimizer).double()
     optimizer, scheduler = (
         (c := module.configure_optimizers())["optimizer"],
         c["lr_scheduler"]["scheduler"],
@@ -64,7 +81,10 @@ def stale(case: Streamed, batches: int, flushes: set[int]) -> dict[str, Any]:
     for n, (x, y) in enumerate(given):
         read = []
         for s, (stage, delay) in enumerate(zip(stages, delays(case), strict=True)):
-            weights = old[max(since, n - delay)][s]
+            at = max(since, n - delay)
+            weights = old[at][s]
+            if case.schedule_args.get("predict") and at:
+                weights = extrapolate(stage, weights, old[at - 1][s], optimizer, at, n)
             read.append({name: w.clone().requires_grad_() for name, w in weights.items()})
             x = functional_call(stage, read[s], (x,))
         loss = F.cross_entropy(x, y) / several
@@ -111,10 +131,14 @@ def fit(
 ) -> Any:
     quiet()
     pl.seed_everything(3, verbose=False)
-    module = (module or Lit()).double()
+    module = (module or Lit(optimizer=case.optimizer)).double()
     keeper, seen = Keeper(), Seen()
     strategy = PipelineStrategy(
-        case.schedule, case.microbatches, partition=partition or CUTS[case.ranks], data_parallel=case.replicas
+        case.schedule,
+        case.microbatches,
+        partition=partition or CUTS[case.ranks],
+        data_parallel=case.replicas,
+        schedule_args=case.schedule_args,
     )
     trainer = make_trainer(
         devices=case.ranks * case.replicas,

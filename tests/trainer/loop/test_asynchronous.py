@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from math import isnan
 from pathlib import Path
@@ -56,6 +57,10 @@ CASES = {
     "replicas": Streamed("pipedream", 2, 1, {"max_epochs": 2}, replicas=2),
     "replicas, accumulated": Streamed("pipedream", 2, 2, {"max_epochs": 1, "accumulate_grad_batches": 2}, replicas=2),
 }
+for optimizer in ("adamw", "sgd"):
+    CASES[f"predicted, {optimizer}"] = replace(
+        CASES["pipedream on 4"], schedule_args={"predict": True}, optimizer=optimizer, options={"max_epochs": 2}
+    )
 CASES["2bw on 4"].options["gradient_clip_algorithm"] = "value"
 
 
@@ -74,6 +79,8 @@ EXPECTED = {  # batches, and after which of them everything is finished
     "pipedream on 2": (18, {9, 18}),
     "pipedream on 4": (18, {5, 9, 14, 18}),
     "several micro-batches": (14, {9, 14}),
+    "predicted, adamw": (18, {9, 18}),
+    "predicted, sgd": (18, {9, 18}),
     "2bw on 2": (18, {9, 18}),
     "2bw on 4": (13, {9, 13}),
     "2bw on 1": (9, {9}),
@@ -145,14 +152,20 @@ def test_resumes_from_a_checkpoint() -> None:
 REFUSED = {
     "outlet.weight": ({}, LitOutside),
     "model.0.weight": ({}, LitTied),
+    "accumulate_grad_batches": ({"accumulate_grad_batches": 2}, Lit),
 }
 
 
 def refusals(rank: int) -> list[str]:
     said = []
     for options, kind in REFUSED.values():
+        predict = {"predict": kind is Lit}
         try:
-            fit(Streamed("pipedream", 2, 1, {"max_epochs": 1, **options}), mkdtemp(), module=kind())
+            fit(
+                Streamed("pipedream", 2, 1, {"max_epochs": 1, **options}, schedule_args=predict),
+                mkdtemp(),
+                module=kind(),
+            )
             said.append("")
         except PipelineError as error:
             said.append(str(error))
@@ -164,7 +177,7 @@ def test_refuses_what_needs_all_stages_at_one_batch() -> None:
         for what, message in zip(REFUSED, said, strict=True):
             assert what in message
             assert "pipedream" in message
-            assert "1f1b" in message
+            assert "1f1b" in message or "predict=True" in message
 
 
 def failing(rank: int) -> None:

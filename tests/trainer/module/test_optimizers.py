@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.capture import Interceptor
-from lightning_pipes.trainer.module.optimizers import OptimizerLayout, parameter_names
+from lightning_pipes.trainer.module.optimizers import OptimizerLayout, check_momentum, parameter_names, predict_change
 from lightning_pipes.trainer.module.pipelined import CutModule
 from tests.trainer.lit import Lit
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "maximize": True}),
+        (torch.optim.Adam, {}),
+        (torch.optim.AdamW, {"amsgrad": True, "weight_decay": 0.0}),
+    ],
+)
+def test_a_predicted_update_is_the_last_one(kind: Any, settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(5, dtype=torch.float64))
+    optimizer = kind([weight], lr=0.1, **settings)
+    check_momentum([optimizer], "pipedream")
+    assert predict_change(optimizer, optimizer.param_groups[0], weight) is None
+    for scale in (3.0, 1.0, 0.1):
+        before, weight.grad = weight.detach().clone(), scale * torch.randn(5, dtype=torch.float64)
+        optimizer.step()
+        change = predict_change(optimizer, {**optimizer.param_groups[0], "lr": 0.2}, weight)
+        torch.testing.assert_close(change, 2 * (weight.detach() - before), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
+def test_refuses_to_predict_without_momentum(kind: Any) -> None:
+    with pytest.raises(PipelineError, match="extrapolates weights by momentum"):
+        check_momentum([kind([torch.nn.Parameter(torch.zeros(1))], lr=0.1)], "pipedream")
 
 
 def test_optimizer_keeps_groups_and_loses_foreign_parameters():
