@@ -96,7 +96,7 @@ class LitBefore(Lit):
 def faked(seconds: list[float], rank: int) -> Any:
     """In place of a measurement: forwards of so many seconds, backwards of twice that, whatever the rows; rank 1 is
     three times as fast where devices are not equal by name."""
-    factor = 1 / 3 if rank == 1 and decider._device_name(torch.device("cpu")) == "another" else 1.0
+    factor = 1 / 3 if rank == 1 and decider._name_device(torch.device("cpu")) == "another" else 1.0
     seconds = [factor * s for s in seconds]
 
     def profile(self: Any, pieces: int | None, split: bool) -> ModelProfile:
@@ -152,7 +152,7 @@ def trained(rank: int, cases: dict[str, tuple[Case, dict[str, Any]]], folder: st
 
 
 MOVED = {"strategy": {"microbatches": 4}}
-SLOW_RANK = {"_device_name": ("one", "another")}  # by global rank
+SLOW_RANK = {"_name_device": ("one", "another")}  # by global rank
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "slow first": (Case(LitOutside, **MOVED, trainer={"seconds": one_slow(0)}), {}),
     "slow last": (Case(Lit, **MOVED, trainer={"seconds": one_slow(8)}), {}),

@@ -55,7 +55,7 @@ def find_container(trainer: pl.Trainer, module: pl.LightningModule, control: Con
     seconds = None
     fitting = trainer.state.fn == TrainerFn.FITTING and trainer.limit_train_batches != 0
     if fitting and control.size > 1 and len(list_containers(module)) > 1:
-        seconds = _timed(trainer, module, control, device)
+        seconds = _time_containers(trainer, module, control, device)
     return find_pipelined(module, None, seconds)
 
 
@@ -96,7 +96,7 @@ def find_reason_for_units(
     return ""
 
 
-def _timed(
+def _time_containers(
     trainer: pl.Trainer, module: pl.LightningModule, control: Control, device: torch.device
 ) -> dict[str, float] | None:
     """Seconds of the containers that a step runs layer by layer, once; the same on all ranks, None where it can't run.
@@ -106,7 +106,7 @@ def _timed(
     data = private.training_data(trainer)  # on all ranks: it may draw random numbers
 
     def run() -> dict[str, float] | None:
-        return None if control.position == 0 else _run(trainer, module, data, device)
+        return None if control.position == 0 else _time_step(trainer, module, data, device)
 
     try:
         found = [each for each in CollectiveCall(control)(run) if each is not None]
@@ -116,7 +116,7 @@ def _timed(
     return {path: sum(each[path] for each in found) / len(found) for path in sorted(paths)} or None
 
 
-def _run(trainer: pl.Trainer, module: pl.LightningModule, data: Any, device: torch.device) -> dict[str, float]:
+def _time_step(trainer: pl.Trainer, module: pl.LightningModule, data: Any, device: torch.device) -> dict[str, float]:
     clocks = [Clock(path, list(module.get_submodule(path).children()), device) for path, _ in list_containers(module)]
     with ExitStack() as stack:
         stack.enter_context(forked_rng(device))
@@ -135,7 +135,7 @@ def _run(trainer: pl.Trainer, module: pl.LightningModule, data: Any, device: tor
         for _ in range(RUNS):  # the first run may take longer, and so may any on a busy machine
             with ExitStack() as running:
                 for clock in clocks:
-                    running.enter_context(clock.running())
+                    running.enter_context(clock.time_step())
                 module.training_step(copy_batch(batch), *arguments)
     return {clock.path: clock.least for clock in clocks if clock.in_order}
 
@@ -160,8 +160,8 @@ class Clock:
         return self._called == list(range(len(self._layers)))
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """The block is one step."""
+    def time_step(self) -> Iterator[None]:
+        """Time the step that the block runs."""
         seconds, begun, self._called = 0.0, 0.0, []
 
         def before(*_: Any, number: int) -> None:
@@ -188,7 +188,7 @@ def warn_about_outside(module: pl.LightningModule, path: str, profile: ModelProf
     """Say so where most of the work is not in the layers that are cut: by time where a profile is known, else by
     parameters."""
     if profile is not None:
-        inside, of = _share(profile), "the time of a step"
+        inside, of = _measure_share(profile), "the time of a step"
     else:
         whole = work_size(module)
         inside, of = (
@@ -210,7 +210,7 @@ def warn_about_outside(module: pl.LightningModule, path: str, profile: ModelProf
     )
 
 
-def _share(profile: ModelProfile) -> float:
+def _measure_share(profile: ModelProfile) -> float:
     """Return the share of a step's time that layers take."""
     rows = profile.layers[0].forward[-1][0]
     times = [profile.layer_arrays.seconds_at(kind, rows) for kind in (Kind.F, Kind.B)]

@@ -102,27 +102,27 @@ class PlanDecider:
             return plain
         if not plain.schedule.flushes and not request.may_replan:
             reason = f"{plain.schedule.name} does not flush between batches, so there is no step to balance"
-            return self._kept(request, plain, reason, quiet=True)
+            return self._keep_even_cut(request, plain, reason, quiet=True)
         with _log_if_slow(f"Measuring the layers of self.{self._path}, to cut them by time", self._control):
             try:
-                made = self._measured(request, plain)
+                made = self._decide_by_times(request, plain)
             except NotMeasuredError as why:
-                return self._kept(request, plain, str(why), why.quiet)
+                return self._keep_even_cut(request, plain, str(why), why.quiet)
             except PlanError as error:
                 if request.chooses:
                     raise PlanError(f"schedule='auto': {error}") from None
-                return self._kept(request, plain, str(error), False)
+                return self._keep_even_cut(request, plain, str(error), False)
         rank_zero_info("\n".join(filter(None, [made.table, made.why, made.cut])))
         return made
 
-    def _kept(self, request: RunRequest, plain: Decision, reason: str, quiet: bool) -> Decision:
+    def _keep_even_cut(self, request: RunRequest, plain: Decision, reason: str, quiet: bool) -> Decision:
         what = f"Schedule {plain.schedule.name!r} runs, its layers" if request.chooses else "The layers are"
         stay = ", and stay where they are for want of their times" if request.may_replan else ""
         if not quiet or stay:
             rank_zero_info(f"{what} cut evenly by parameters{stay}: {reason}")
         return replace(plain, why=reason)
 
-    def _measured(self, request: RunRequest, plain: Decision) -> Decision:
+    def _decide_by_times(self, request: RunRequest, plain: Decision) -> Decision:
         """Return the decision by times.
 
         Raises:
@@ -140,17 +140,17 @@ class PlanDecider:
             )
         data = private.training_data(self._trainer)  # on all ranks: it may draw random numbers
         sampled: list[tuple[int, Any]] = []
-        self._collective(lambda: sampled.append(self._sample(request, data)))
+        self._collective(lambda: sampled.append(self._load_sample(request, data)))
         (rows, batch) = sampled[0]
         sizes, pieces = self._choose_sizes(request, rows)
         key = (
-            _structure(module, self._layers, batch),
+            _describe_structure(module, self._layers, batch),
             (
                 sizes,
                 pieces,
                 request.splits_backward,
                 str(self._trainer.precision_plugin.precision),
-                _device_name(self._device),
+                _name_device(self._device),
             ),
             *(() if self._shards == 1 else (self._shards,)),
         )
@@ -160,13 +160,13 @@ class PlanDecider:
         if isinstance(known, str):
             raise NotMeasuredError(known, quiet=True)
         if known is None:
-            known = self._measured_before(key)
+            known = self._find_profile(key)
         if known is None:
             made, speeds, deployment = self._measure(request, plain, data, batch, rows, key)
         else:
             profile, speeds = known
-            deployment = self._deployment(plain, speeds)
-            made = self._planned(request, plain, profile, rows, deployment)
+            deployment = self._make_deployment(plain, speeds)
+            made = self._plan(request, plain, profile, rows, deployment)
         assert made.profile is not None
         self._keep_run(made.profile, speeds, rows, deployment)
         return made
@@ -195,13 +195,15 @@ class PlanDecider:
         try:
             with LayerProfiler(self._trainer, self._path, batch, sizes, self._device, self._collective) as profiler:
                 own = with_sharded_states(profiler.profile(pieces, request.splits_backward), self._shards)
-                profile, speeds = self._merged(own, undisturbed_profile if request.may_replan else ModelProfile.mean_of)
-                deployment = self._deployment(plain, speeds)
+                profile, speeds = self._merge_profiles(
+                    own, undisturbed_profile if request.may_replan else ModelProfile.mean_of
+                )
+                deployment = self._make_deployment(plain, speeds)
                 if not plain.schedule.flushes:  # which is tried batch by batch only
-                    made = self._planned(request, plain, profile, rows, deployment)
+                    made = self._plan(request, plain, profile, rows, deployment)
                 else:
-                    trials = partial(self._seconds_left, begun, expected_batches(self._trainer, data))
-                    made = self._tried(request, plain, profile, rows, deployment, profiler, trials)
+                    trials = partial(self._count_seconds_left, begun, expected_batches(self._trainer, data))
+                    made = self._try_cuts(request, plain, profile, rows, deployment, profiler, trials)
         except NotMeasuredError as why:
             if why.quiet:
                 _profiles[key] = str(why)
@@ -218,7 +220,7 @@ class PlanDecider:
             run = MeasuredRun(profile, rows, deployment.pipeline.inside)
             self._cache.keep_run(describe_module(self._trainer.lightning_module), run)
 
-    def _measured_before(self, key: tuple[Any, ...]) -> tuple[ModelProfile, list[float]] | None:
+    def _find_profile(self, key: tuple[Any, ...]) -> tuple[ModelProfile, list[float]] | None:
         """Return the profile that an earlier run has kept on devices alike, and their speeds; None if there is none."""
         first = self._control.position == 0
         found = self._cache.find_profile((*key, self._control.size)) if first else None
@@ -231,7 +233,7 @@ class PlanDecider:
         _profiles[key] = profile, [1.0] * self._control.size
         return _profiles[key]  # type: ignore[return-value]
 
-    def _sample(self, request: RunRequest, loader: Any) -> tuple[int, Any]:
+    def _load_sample(self, request: RunRequest, loader: Any) -> tuple[int, Any]:
         """How many samples a batch has, and a batch of as many of them as will be measured.
 
         Raises:
@@ -244,24 +246,24 @@ class PlanDecider:
         with forked_rng(self._device):
             return rows, example_batch(loader, request.sample_rows(rows, self._grid.length))
 
-    def _merged(
+    def _merge_profiles(
         self, own: ModelProfile, merge: Callable[[Sequence[ModelProfile]], ModelProfile]
     ) -> tuple[ModelProfile, list[float]]:
         """Merge the profiles of all processes by `merge`; return the speed of each relative to one, too.
 
         Devices of one name are equally fast.
         """
-        names, profiles = zip(*self._control.all_gather((_device_name(self._device), own)), strict=True)
+        names, profiles = zip(*self._control.all_gather((_name_device(self._device), own)), strict=True)
         speeds = [1.0] * len(profiles)
         if len(set(names)) > 1:
-            seconds = [_seconds(profile) for profile in profiles]
+            seconds = [_sum_seconds(profile) for profile in profiles]
             mine = seconds[self._control.ranks.index(self._who)]
             speeds = [mine / each for each in seconds]
             speeds = [1.0 if 1 - SPEED_TOLERANCE < speed < 1 + SPEED_TOLERANCE else speed for speed in speeds]
         alike = [p.scaled([speed] * len(p.layers), speed, speed) for p, speed in zip(profiles, speeds, strict=True)]
         return merge(alike), speeds
 
-    def _planned(
+    def _plan(
         self, request: RunRequest, plain: Decision, profile: ModelProfile, rows: int, deployment: Deployment
     ) -> Decision:
         """Return the decision by a profile, made by one rank.
@@ -280,7 +282,7 @@ class PlanDecider:
             raise PlanError(made)
         return made
 
-    def _tried(
+    def _try_cuts(
         self,
         request: RunRequest,
         plain: Decision,
@@ -299,10 +301,10 @@ class PlanDecider:
         tried: list[tuple[float, Decision]] = []
         said: list[str] = []
         while True:
-            made = self._planned(request, plain, profile, rows, deployment)
+            made = self._plan(request, plain, profile, rows, deployment)
             m = min(made.plans().microbatches, rows)
             size = -(-rows // m)
-            known = [_what_runs(made) == _what_runs(earlier) for _, earlier in tried]
+            known = [_list_choices(made) == _list_choices(earlier) for _, earlier in tried]
             left = seconds_left(made.computing if tried else None)
             if tried and left <= 0:  # by corrected times, which first steps of the run look at
                 return replace(made, why="\n".join([*said, made.why]))
@@ -311,15 +313,15 @@ class PlanDecider:
             trial = trials.run(made, m, size, deployment, left)
             tried.append((trial.measured / (m * size), made))
             if trial.is_contradicted:
-                said.append(_contradiction(made, trial))
+                said.append(_describe_contradiction(made, trial))
             profile = profile.scaled(trial.factors(made.layers))
         if tried:
             best = min(tried, key=lambda each: each[0])[1]
-            if _what_runs(best) != _what_runs(made):
+            if _list_choices(best) != _list_choices(made):
                 made = best.predicted(profile)
         return replace(made, why="\n".join([*said, made.why]))
 
-    def _seconds_left(self, begun: float, batches: float, step: float | None) -> float:
+    def _count_seconds_left(self, begun: float, batches: float, step: float | None) -> float:
         """Return the seconds that are left for trials, the same on all ranks.
 
         Args:
@@ -330,7 +332,7 @@ class PlanDecider:
         allowed = MEASURING_SECONDS if step is None else min(MEASURING_SECONDS, MEASURING_SHARE * batches * step)
         return float(min(self._control.all_gather(begun + allowed - time.monotonic())))
 
-    def _deployment(self, plain: Decision, speeds: list[float]) -> Deployment:
+    def _make_deployment(self, plain: Decision, speeds: list[float]) -> Deployment:
         """Return the devices and links of a pipeline, in the order of its ranks; of replicas the worst.
 
         Args:
@@ -344,12 +346,12 @@ class PlanDecider:
             same = [pipeline[at] for pipeline in grid.pipelines]
             limits = [memory[rank] for rank in same if memory[rank] is not None]
             devices.append(Device(min(limits, default=None), min(speeds[rank] for rank in same)))
-        links = self._links(order)
+        links = self._measure_links(order)
         slowest = min(links.values(), key=lambda link: link.bandwidth)
         cluster = Cluster(tuple(devices), inside=slowest, links=links)
         return Deployment(cluster, grid.replicas, (slowest,) * length if grid.replicas > 1 else ())
 
-    def _links(self, order: list[int]) -> dict[tuple[int, int], Link]:
+    def _measure_links(self, order: list[int]) -> dict[tuple[int, int], Link]:
         """Between neighbours, as messages will travel; where replicas differ, the slowest."""
         plan = Plan.even(len(order), 1)
         rank = order.index(self._grid.position)
@@ -367,11 +369,11 @@ class PlanDecider:
         return found
 
 
-def _what_runs(made: Decision) -> tuple[Any, ...]:
+def _list_choices(made: Decision) -> tuple[Any, ...]:
     return made.schedule, made.microbatches, made.recompute, made.ranks, made.layers
 
 
-def _contradiction(made: Decision, trial: Trial) -> str:
+def _describe_contradiction(made: Decision, trial: Trial) -> str:
     cuts = [span.start for span in made.layers[1:]]
     return (
         f"A trial with stages that begin at layers {cuts} took {seconds_text(1e9 * trial.measured)}, and "
@@ -388,7 +390,7 @@ def with_sharded_states(profile: ModelProfile, shards: int) -> ModelProfile:
 
 def undisturbed_profile(profiles: Sequence[ModelProfile]) -> ModelProfile:
     """Return the mean profile of devices that are alike, as fast as the fastest of them: others have neighbours."""
-    seconds = [_seconds(profile) for profile in profiles]
+    seconds = [_sum_seconds(profile) for profile in profiles]
     shares = [min(seconds) / each for each in seconds]
     shares = [share if share < 1 - SPEED_TOLERANCE else 1.0 for share in shares]
     return ModelProfile.mean_of(
@@ -396,7 +398,7 @@ def undisturbed_profile(profiles: Sequence[ModelProfile]) -> ModelProfile:
     )
 
 
-def _seconds(profile: ModelProfile) -> float:
+def _sum_seconds(profile: ModelProfile) -> float:
     """Return the seconds of all layers for the largest measured number of samples."""
     rows = profile.layers[0].forward[-1][0]
     kinds = (Kind.F, Kind.B)
@@ -408,14 +410,14 @@ def device_memory(device: torch.device) -> int | None:
     return int(USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 
-def _device_name(device: torch.device) -> str:
+def _name_device(device: torch.device) -> str:
     """Equal for devices that are as fast as each other."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU of {socket.gethostname()}, {torch.get_num_threads()} threads"
 
 
-def _structure(module: nn.Module, full: Layers, batch: Any) -> tuple[Any, ...]:
+def _describe_structure(module: nn.Module, full: Layers, batch: Any) -> tuple[Any, ...]:
     """Return everything that the times of layers depend on, besides the device."""
     layers = tuple(describe_layer(layer, number) for number, layer in enumerate(full))
     return (

@@ -190,22 +190,22 @@ class LayerProfiler:
             NotMeasuredError: a batch is too short for cuts to matter, or the user's code failed.
         """
         most = max(self._rows)
-        entering = {most: self.entering(most)}
+        entering = {most: self.capture_input(most)}
         leaving: list[Any] = []
-        self._check_worth_it(lambda: self._forward(entering[most], leaving), pieces)
-        around = {most: self._around(most, leaving)}
+        self._check_worth_it(lambda: self._time_forward(entering[most], leaving), pieces)
+        around = {most: self._time_around(most, leaving)}
         notes = {}
         for n in self._rows[:-1]:
             try:
-                entering[n] = self.entering(n)
-                self._collective(partial(self._forward, entering[n], leaving))
-                around[n] = self._around(n, leaving)
+                entering[n] = self.capture_input(n)
+                self._collective(partial(self._time_forward, entering[n], leaving))
+                around[n] = self._time_around(n, leaving)
             except NotMeasuredError:  # as batch normalisation has it, which needs more than one sample
                 entering.pop(n, None)
                 notes[LEAST_ROWS] = n + 1
         found: list[ModelProfile] = []
-        self._collective(lambda: found.append(self._layers(entering, split)))
-        return replace(_with_ends(found[0], around, entering), notes=notes)
+        self._collective(lambda: found.append(self._profile_layers(entering, split)))
+        return replace(_add_ends(found[0], around, entering), notes=notes)
 
     def check_step(self) -> None:
         """Run the step once with its layers one after the other, and the code behind them where no logger writes.
@@ -219,16 +219,16 @@ class LayerProfiler:
     def _run_layers(self, x: Any) -> Any:
         with torch.no_grad():
             for layer in self._taped:
-                with self._there(layer):
+                with self._place_layer(layer):
                     x = layer(x)
         return x
 
     def _run_step(self, run_layers: Callable[[Any], Any]) -> None:
         rows = max(self._rows)
-        x = run_layers(_leaves(self._capture(rows), False))
+        x = run_layers(_detach_tensors(self._capture(rows), False))
         if not self._logs or self._collective.is_alone:
-            y, step = _leaves(x, True), named_step(self._module, "training_step")
-            self._interceptor.run_with_answer(step, lambda _: y, self._part(rows), *self._arguments, apart=True)
+            y, step = _detach_tensors(x, True), named_step(self._module, "training_step")
+            self._interceptor.run_with_answer(step, lambda _: y, self._take_rows(rows), *self._arguments, apart=True)
 
     def count_operations(self) -> OperationCounts:
         """Check the step, and return the floating-point operations of its forward: of products and convolutions alone.
@@ -266,24 +266,24 @@ class LayerProfiler:
         functions = around - parts.total()  # which are called with weights of the module
         return OperationCounts(inside, around, max([functions, *parts.values()]))
 
-    def entering(self, rows: int) -> Any:
+    def capture_input(self, rows: int) -> Any:
         """Return the input of the layers for so many samples.
 
         Raises:
             NotMeasuredError: the user's code failed on any rank.
         """
         found: list[Any] = []
-        self._collective(lambda: found.append(_leaves(self._capture(rows), False)))
+        self._collective(lambda: found.append(_detach_tensors(self._capture(rows), False)))
         return found[0]
 
     @contextmanager
-    def there(self, layers: Sequence[int]) -> Iterator[list[nn.Module]]:
+    def place_layers(self, layers: Sequence[int]) -> Iterator[list[nn.Module]]:
         """Move layers to the device for the block.
 
         Their weights are copied only if a layer has written to some.
         """
         with ExitStack() as stack:
-            yield [stack.enter_context(self._there(self._taped[n], weights=self._writes)) for n in layers]
+            yield [stack.enter_context(self._place_layer(self._taped[n], weights=self._writes)) for n in layers]
 
     @contextmanager
     def _intercept_layers(self) -> Iterator[None]:
@@ -301,14 +301,16 @@ class LayerProfiler:
             self._module.to(self._device)  # the layers are not registered now
         self._batch = private.on_device(self._trainer, self._batch)
 
-    def _part(self, rows: int) -> Any:
+    def _take_rows(self, rows: int) -> Any:
         return copy_batch(take_samples(self._batch, Span(0, rows), rows_of(self._batch)))
 
     def _capture(self, rows: int) -> Any:
-        return self._interceptor.capture(named_step(self._module, "training_step"), self._part(rows), *self._arguments)
+        return self._interceptor.capture(
+            named_step(self._module, "training_step"), self._take_rows(rows), *self._arguments
+        )
 
     @contextmanager
-    def _there(self, layer: nn.Module, weights: bool = True) -> Iterator[nn.Module]:
+    def _place_layer(self, layer: nn.Module, weights: bool = True) -> Iterator[nn.Module]:
         """Move one layer to the device for the block, and restore it afterwards; all of them may not fit."""
         with keep_unchanged(layer, weights=weights) as changed:
             if self._device.type != "cpu":
@@ -316,7 +318,7 @@ class LayerProfiler:
             yield layer
         self._writes = self._writes or bool(changed)
 
-    def _forward(self, x: Any, leaving: list[Any]) -> float:
+    def _time_forward(self, x: Any, leaving: list[Any]) -> float:
         """Seconds of all layers; what comes out is all that `leaving` holds afterwards."""
         x = pytree.tree_map_only(torch.Tensor, torch.clone, x)
         known: dict[Any, float] = {}
@@ -324,10 +326,10 @@ class LayerProfiler:
         with torch.no_grad():
             for number, layer in enumerate(self._taped):
                 kind = identify_layer(layer.layer, number, x)
-                with self._there(layer):
+                with self._place_layer(layer):
                     if kind not in known:
                         layer(x)  # the first run may take longer
-                        known[kind], x = self._timed(partial(layer, x))
+                        known[kind], x = self._time_call(partial(layer, x))
                     else:
                         x = layer(x)
                 seconds += known[kind]
@@ -347,7 +349,7 @@ class LayerProfiler:
                 what = f"a batch takes its layers about {1e3 * step:.1f} ms, too little to balance"
                 raise NotMeasuredError(what, quiet=True)
 
-    def _around(self, rows: int, leaving: Sequence[Any]) -> _Around:
+    def _time_around(self, rows: int, leaving: Sequence[Any]) -> _Around:
         """Run the step around the layers, with the one output in `leaving`."""
         found = _Around()
         self._collective(partial(self._run_around, rows, leaving[0], found))
@@ -355,7 +357,7 @@ class LayerProfiler:
 
     def _run_around(self, rows: int, leaving: Any, found: _Around) -> None:
         for repeat in range(-1, AROUND):
-            forward, x = self._timed(lambda: self._capture(rows))
+            forward, x = self._time_call(lambda: self._capture(rows))
             backward = self._backward([t for t in tensors_in(x) if t.requires_grad])
             after, after_backward = self._run_after(rows, leaving) if not self._logs else self._stand_in_for_after(x)
             if repeat >= 0:
@@ -367,7 +369,7 @@ class LayerProfiler:
 
     def _run_after(self, rows: int, leaving: Any) -> tuple[float, float]:
         begun = 0.0
-        y, part = _leaves(leaving, True), self._part(rows)
+        y, part = _detach_tensors(leaving, True), self._take_rows(rows)
 
         def answer(_: Any) -> Any:
             nonlocal begun
@@ -385,24 +387,24 @@ class LayerProfiler:
 
     def _stand_in_for_after(self, x: Any) -> tuple[float, float]:
         """Keep this rank busy while others run code that must not run here."""
-        with torch.no_grad(), self._there(self._taped[0]) as layer:
-            layer(_leaves(x, False))
+        with torch.no_grad(), self._place_layer(self._taped[0]) as layer:
+            layer(_detach_tensors(x, False))
         return 0.0, 0.0
 
     def _backward(self, tensors: Sequence[torch.Tensor]) -> float:
         if not tensors:
             return 0.0
         ones = [torch.ones_like(t) for t in tensors]
-        return self._timed(lambda: torch.autograd.backward(tensors, ones))[0]
+        return self._time_call(lambda: torch.autograd.backward(tensors, ones))[0]
 
-    def _timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
+    def _time_call(self, work: Callable[[], Any]) -> tuple[float, Any]:
         wait_for_device(self._device)
         begun = time.perf_counter()
         result = work()
         wait_for_device(self._device)
         return time.perf_counter() - begun, result
 
-    def _layers(self, entering: Mapping[int, Any], split: bool) -> ModelProfile:
+    def _profile_layers(self, entering: Mapping[int, Any], split: bool) -> ModelProfile:
         names = [f"{name} {type(layer).__name__}" for name, layer in self._full.named_children()]
         optimizers = self._trainer.strategy.optimizers
         optimizer = private.plain_optimizer(optimizers[0]) if optimizers else None
@@ -411,7 +413,7 @@ class LayerProfiler:
         found: list[LayerProfile] = []
         for number, (layer, name) in enumerate(zip(self._taped, names, strict=True)):
             kind = (bool(number), *(identify_layer(layer.layer, number, x) for x in values.values()))
-            with self._there(layer):
+            with self._place_layer(layer):
                 if kind not in known:
                     known[kind] = profile_layers(
                         [layer],
@@ -440,7 +442,7 @@ def without_loggers() -> Iterator[None]:
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
 
-def _leaves(tree: Any, trained: bool) -> Any:
+def _detach_tensors(tree: Any, trained: bool) -> Any:
     """Return the same values without their history; with `trained` gradients are made for them."""
 
     def leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -449,7 +451,7 @@ def _leaves(tree: Any, trained: bool) -> Any:
     return pytree.tree_map_only(torch.Tensor, leaf, tree)
 
 
-def _with_ends(profile: ModelProfile, around: Mapping[int, _Around], entering: Mapping[int, Any]) -> ModelProfile:
+def _add_ends(profile: ModelProfile, around: Mapping[int, _Around], entering: Mapping[int, Any]) -> ModelProfile:
     def end(name: str, seen: Mapping[int, tuple[list[float], list[float]]]) -> LayerProfile:
         forward, backward = (
             tuple((n, median(both[way])) for n, both in sorted(seen.items()) if both[way]) for way in (0, 1)

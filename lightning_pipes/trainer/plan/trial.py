@@ -119,11 +119,11 @@ class Trials:
         plan, order = plans.for_rows(pieces * rows)
         sizes = {part.rows for span in plan.spans(Kind.F, 0) for part in (span, *graph_spans(F(0, span), plan))}
         sizes |= {part.rows for span in plan.spans(Kind.B, 0) for part in graph_spans(B(0, span), plan)}
-        entering = {n: self._profiler.entering(n) for n in sorted(sizes)}
+        entering = {n: self._profiler.capture_input(n) for n in sorted(sizes)}
         holdings = Holdings(self._grid, made.ranks, made.layers)
         mine = {stage: list(range(*plan.layers[stage])) for stage in plan.stages[holdings.rank]}
         numbers = [n for layers in mine.values() for n in layers]
-        with self._profiler.there(numbers) as layers:
+        with self._profiler.place_layers(numbers) as layers:
             by_number = dict(zip(numbers, layers, strict=True))
             stages = [
                 Stage(

@@ -198,7 +198,7 @@ def test_layers_in_order() -> None:
     found = []
     for order in ([0, 1, 2], [2, 1, 0], [0, 1], [0, 1, 2, 0, 1, 2]):
         clock = Clock("", layers, torch.device("cpu"))
-        with clock.running():
+        with clock.time_step():
             for n in order:
                 layers[n](x)
         found.append(clock.in_order)
