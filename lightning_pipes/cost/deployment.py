@@ -79,7 +79,7 @@ class Deployment:
         if self.replicas == 1:
             return np.zeros_like(size)
         link, n = self.rings[rank], self.replicas
-        return 2 * (n - 1) * (size / n / link.bandwidth + count_buckets(size) * link.latency)
+        return 2 * (n - 1) * (link.send_seconds(size / n) + count_buckets(size) * link.latency)
 
     def exposed_seconds(self, rank: int, size: Array, backward: Array) -> Array:
         """Return the seconds of the all-reduce that backward does not hide. Buckets leave during `backward` seconds,

@@ -6,9 +6,15 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from lightning_pipes.ir import InputError, Kind, Plan, check_fields
 from lightning_pipes.ir.checks import lookup_name
+
+Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
 
 LONGEST = 1e9
 """The longest time in seconds, thirty years. Sums of many such times must fit 64 bits of nanoseconds."""
@@ -55,7 +61,7 @@ class Link:
         if self.latency >= LONGEST or self.burst_seconds >= LONGEST:
             raise InputError(f"a link's latency, and burst / bandwidth, are below {LONGEST:g} s; got {self}")
 
-    def send_seconds(self, size: float) -> float:
+    def send_seconds(self, size: Amount) -> Amount:
         """Return the seconds that a message of `size` bytes occupies the link at its bandwidth, without latency."""
         return size / self.bandwidth
 
@@ -63,7 +69,7 @@ class Link:
         """Return the seconds that a message of `size` bytes occupies the link at least, where its bucket is full."""
         return max(size / self.peak, (size - self.burst) / self.bandwidth, 0.0)
 
-    def message_seconds(self, size: float) -> float:
+    def message_seconds(self, size: Amount) -> Amount:
         """Return the seconds from the start of a message of `size` bytes to its arrival, at the link's bandwidth."""
         return self.send_seconds(size) + self.latency
 

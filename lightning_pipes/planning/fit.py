@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pipes.cost import Cluster, CostModel, Deployment, Device, Link, ModelProfile
+from lightning_pipes.cost import FREE, Cluster, CostModel, Deployment, Device, Link, ModelProfile
 from lightning_pipes.cost.deployment import as_deployment
 from lightning_pipes.ir import Kind, Plan, PlanError, Policy, Program, Schedule, Span
 from lightning_pipes.planning.memory import cannot_fit, held_rows, peak_bytes, stage_bytes
@@ -305,9 +305,9 @@ def both_seconds(profile: ModelProfile, plan: Plan, rows: int, again: bool) -> A
 def edge_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> Array:
     """Seconds that a micro-batch's message occupies the slowest link between stages, if a stage begins at layer i."""
     rows = max(span.rows for span in plan.spans(Kind.F, 0))
-    slowest = min((link.bandwidth for link in _links(plan, cluster).values()), default=float("inf"))
+    slowest = min(_links(plan, cluster).values(), key=lambda link: link.bandwidth, default=FREE)
     cuts = range(len(profile.layers) + 1)
-    return np.array([profile.edge_bytes(cut) * rows / slowest for cut in cuts])
+    return np.array([slowest.send_seconds(profile.edge_bytes(cut) * rows) for cut in cuts])
 
 
 def _allowed(

@@ -69,11 +69,11 @@ class Pricing:
         inside = self.cluster.inside
         if mesh.tensor > 1:
             size = self._between(self._outputs) * self.rows / mesh.data
-            each = (mesh.tensor - 1) / mesh.tensor * size / inside.bandwidth
+            each = inside.send_seconds((mesh.tensor - 1) / mesh.tensor * size)
             work = work + 2 * (each + self._count * self.microbatches * inside.latency)
         if mesh.data > 1:
             size = self._between(self.profile.layer_arrays.layer_values("averaged")) / mesh.tensor
-            work = work + 2 * (mesh.data - 1) * (size / mesh.data / inside.bandwidth + inside.latency)
+            work = work + 2 * (mesh.data - 1) * inside.message_seconds(size / mesh.data)
         return np.where(self._count > 0, work, np.inf)
 
     def transfer_seconds(self, cut: int, before: DeviceMesh, after: DeviceMesh, across: bool) -> float:
