@@ -1,4 +1,4 @@
-"""Measuring the layers of a module whole, before it is cut, around the user's own training_step, on all ranks."""
+"""Times and bytes of the layers of a whole module, measured around the user's own training_step, on all ranks."""
 
 from __future__ import annotations
 
