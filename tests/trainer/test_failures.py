@@ -417,6 +417,19 @@ def test_a_copy_of_the_layers_warns():
         warn_about_module(module, module.model)
 
 
+def test_a_weight_that_trains_below_an_adapter_warns():
+    module = LitOutside()
+    layer = nn.Module()  # as peft's layers are
+    layer.base_layer, layer.lora_A, layer.adapter_layer_names = nn.Linear(6, 6), nn.Linear(6, 2), ("lora_A",)
+    module.model[1] = layer
+    with pytest.warns(UserWarning, match=r"^model\.1\.base_layer\.weight: trains although it has an adapter of peft"):
+        warn_about_module(module, module.model)
+    layer.base_layer.weight.requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_about_module(module, module.model)
+
+
 def test_spectral_norm_warns():
     module = Lit()
     nn.utils.parametrizations.spectral_norm(module.model[2][0])

@@ -150,6 +150,8 @@ class LitGPT(pl.LightningModule):
 
     def shard(self, model: GPT) -> None:
         replicas, shards = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
+        if self.how == "swapped":
+            replicas, shards = shards, replicas
         if shards.size() > 1:
             columns = ["attention.query", "attention.key", "attention.value", "up"]
             plan = {name: ColwiseParallel() for name in columns}
@@ -358,6 +360,16 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"data_parallel": 2}, {"how": "tied"}, r"layers.0.up.weight and self.model.layers.3.up.weight were one parameter"),
     ({"data_parallel": 2, "schedule": "pipedream"}, {}, r"and schedule 'pipedream' steps stages apart; use a schedule"),
     ({"data_parallel": 2}, {"how": "grad_norm"}, r"DTensor, as .*grad_norm does .* torch.nn.utils.get_total_norm, and"),
+    (
+        {"data_parallel": 2},
+        {"how": "swapped"},
+        r"over data_parallel by parallelize_module, .*mesh\['tensor_parallel'\]",
+    ),
+    (
+        {"tensor_parallel": 2},
+        {"how": "swapped"},
+        r"over tensor_parallel by fully_shard; .*device_mesh\['data_parallel'\]",
+    ),
     ({"data_parallel": 2, "shard_optimizer": True}, {}, r"and shard_optimizer=True shards states that are sharded"),
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 
 import lightning.pytorch as pl
@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 from lightning_pipes.engine.compute.reducer import is_distributed
 from lightning_pipes.engine.compute.rng import random_state, set_random_state
 from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.module.hidden_state import is_packed
 from lightning_pipes.trainer.module.pipelined import INCOMPLETE, SPREAD, batch_statistics
 from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.private_lightning import callbacks, spectral_norms
@@ -131,10 +132,25 @@ def warn_about_module(module: pl.LightningModule, full: Layers | None) -> None:
             f"{_listed(copies)}: a module like the pipelined one. A hook that averages one into the other, as "
             "for a teacher, is refused: each process has the weights of its own stages, and this one needs all"
         )
+    trained = list(_names_under_adapters(module))
+    if trained:
+        rank_zero_warn(
+            f"{_listed(trained)}: trains although it has an adapter of peft, so each process keeps its gradients and "
+            "optimizer states; freeze it by requires_grad_(False), or merge the adapter to train without one"
+        )
     if is_overridden("backward", module) and module.automatic_optimization:
         rank_zero_warn(
             f"{type(module).__name__}.backward is not called: every stage runs its own part of the backward pass"
         )
+
+
+def _names_under_adapters(module: nn.Module) -> Iterator[str]:
+    """Yield names of weights that train in layers that have an adapter of peft; it may train their biases."""
+    for name, part in module.named_modules():
+        base = getattr(part, "base_layer", None) if getattr(part, "adapter_layer_names", ()) else None
+        for leaf, weight in base.named_parameters() if isinstance(base, nn.Module) else ():
+            if weight.requires_grad and not leaf.endswith("bias"):
+                yield f"{name}.base_layer.{leaf}"
 
 
 def _copies(module: pl.LightningModule, full: nn.Module) -> list[str]:
@@ -234,6 +250,16 @@ def _take_over(tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, object]
         raise PipelineError(
             f"the ranks have built different modules: names, shapes or types are not those of rank 0{where}. "
             "Build the module from settings and seeds that are the same on every rank"
+        )
+    packed = [name for name, tensor in tensors.items() if is_packed(tensor) and not tensor.is_meta]
+    own = {name: checksum_tensors([tensors[name]]) for name in packed}
+    first = control.broadcast(own, control.ranks[0])
+    unequal = [name for name in own if own[name] != first.get(name)]
+    if any(control.any(bool(unequal))):
+        where = f": {', '.join(unequal[:5])}" if unequal else ""
+        raise PipelineError(
+            f"the ranks have built different weights of types that keep more than values, as quantised ones do{where}. "
+            "Make them from the same file or the same seed on every rank"
         )
     on_meta = control.any(*(tensors[name].is_meta for name in expected)) if expected else []
     for name, meta in zip(expected, on_meta, strict=True):

@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from lightning_pipes.engine.compute.reducer import is_distributed
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.batches import checksum_batch
 from lightning_pipes.trainer.ranks.control import Control
@@ -35,6 +36,11 @@ CONTAINERS = (list, tuple, dict, set, deque)
 _SKIPPED = {*sys.stdlib_module_names, "torch", "numpy", "lightning", "torchmetrics"}
 OWN = set(vars(pl.LightningModule()))
 """Names that nn.Module and LightningModule keep for themselves."""
+
+
+def is_packed(tensor: torch.Tensor | None) -> bool:
+    """Return whether a weight is of a type of its own, as quantised ones, which have scales in attributes."""
+    return isinstance(tensor, nn.Parameter) and type(tensor) is not nn.Parameter and not is_distributed(tensor)
 
 
 @dataclass

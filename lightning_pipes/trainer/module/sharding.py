@@ -44,9 +44,12 @@ def check_shards(module: pl.LightningModule, mesh: DeviceMesh | None) -> None:
     """Refuse shards that do not fit the mesh or the layers.
 
     Raises:
-        PipelineError: a parameter is sharded over another mesh or over stages, or unevenly over tensor-parallel ranks.
+        PipelineError: a parameter is sharded over another mesh, over stages, over the other dimension of the mesh, or
+            unevenly over tensor-parallel ranks.
     """
     owner = type(module).__name__
+    units = [part for part in module.modules() if is_fully_sharded(part)]
+    managed = {id(part._parameters.get(leaf)) for unit in units for part, leaf, _ in managed_parameters(unit)}
     sharded: Iterable[tuple[str, Any]] = ((n, p) for n, p in module.named_parameters() if is_distributed(p))
     for name, parameter in sharded:
         found = parameter.device_mesh
@@ -66,6 +69,11 @@ def check_shards(module: pl.LightningModule, mesh: DeviceMesh | None) -> None:
             raise PipelineError(
                 f"{where} of other processes than this run's; take the mesh from self.device_mesh in configure_model"
             )
+        over_replicas, is_unit = is_sharded_over(parameter, DATA_PARALLEL), id(parameter) in managed
+        if over_replicas != is_unit:
+            function = "parallelize_module, and replicas have other samples" if over_replicas else "fully_shard"
+            right = TENSOR_PARALLEL if over_replicas else DATA_PARALLEL
+            raise PipelineError(f"{where} by {function}; hand self.device_mesh[{right!r}] to it")
         for dimension, placement in zip(names, parameter.placements, strict=True):
             if dimension == TENSOR_PARALLEL and placement.is_shard(1):
                 _check_columns(f"{owner}.{name}", parameter.shape[1], found[dimension].size())

@@ -64,6 +64,7 @@ def keep_unchanged(
     left_out = set() if skip is None else set(skip.parameters())
     own = [p for p in root.parameters() if p not in left_out]
     parameters = [(p, p.data, p.grad, _copy(p) if weights and not is_distributed(p) else None) for p in own]
+    kept += [(p, _content(p)) for p in own if not is_distributed(p)]  # quantised weights have their scales there
     states = [(generator, state_of(generator)) for generator in _generators(things.values())]
     tensors = {id(t): (t, _copy(t)) for thing in things.values() for t in _tensors(thing)}
     for parameter, *_ in parameters:

@@ -25,7 +25,7 @@ from torchmetrics import Metric
 from lightning_pipes.engine.compute.reducer import is_distributed
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import PipelineError, Span
-from lightning_pipes.trainer.module.hidden_state import OWN, can_change
+from lightning_pipes.trainer.module.hidden_state import OWN, can_change, is_packed
 from lightning_pipes.trainer.module.remote_tensors import HookScope, RemoteTensor
 from lightning_pipes.trainer.state.merging import Path, ValueMerger, have_equal_values
 from lightning_pipes.trainer.state.module_entries import follow_path, read_entries, tensor_version, write_entries
@@ -242,7 +242,8 @@ class LeftValues:
             watch.around = self._state.object_ids()
             for number in new:
                 for name, part in self._full[number].named_modules():
-                    if not isinstance(part, Metric) and id(part) not in self._shared:
+                    own_state = isinstance(part, Metric) or any(map(is_packed, part._parameters.values()))
+                    if not own_state and id(part) not in self._shared:
                         watch.modules.append((number, name, part, *_look(part, watch.around)))
         if new or self._outside:
             watch.outside = self._state.read_objects()
