@@ -13,6 +13,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
+from lightning_pipes.cost import ModelProfile
+from lightning_pipes.cost.layer import LayerProfile
+from lightning_pipes.engine.compute.profiler import optimizer_state
 from lightning_pipes.engine.compute.rng import RngUse, forked_rng, seed_all
 from lightning_pipes.engine.private_torch import backward_hooks
 from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Span
@@ -61,11 +64,13 @@ from lightning_pipes.trainer.units.joint_step import JointStep
 from lightning_pipes.trainer.units.lazy_step import Crossing, LazyStep
 from lightning_pipes.trainer.units.recording import StepRecord, UnitLayout, find_atomic, record_step
 from lightning_pipes.trainer.units.steps import UnitSteps, stage_modules
-from lightning_pipes.trainer.units.timing import measure_units
+from lightning_pipes.trainer.units.timing import measure_units, shortest
 from lightning_pipes.trainer.units.weight_groups import WeightGroups
 
 T = TypeVar("T")
 
+PARTS = 8
+"""Parts for each stage, where units may move from rank to rank."""
 MANY_ROWS = 4096
 """Samples of a batch that shows whether all stages cut it alike."""
 
@@ -119,6 +124,12 @@ class UnitSetup(ModuleSetup):
         self._larger: Any = None
         self._unexplained = ""
         self._pieces: tuple[Piece, ...] = ()
+        self._moves = self._request.replanner is not None or (
+            self._request.may_replan and not self._request.schedule.flushes
+        )
+        self._profile: ModelProfile | None = None
+        self._starts: tuple[int, ...] = tuple(range(stages))
+        """The part of the layout with which each stage begins."""
         self._layout = self._lay_units(self._request, stages)
         if self._unexplained and self.end is None:
             rank_zero_warn(self._unexplained)
@@ -127,14 +138,15 @@ class UnitSetup(ModuleSetup):
 
     def decide(self) -> Decision:
         """Return the decision: a layer for each stage."""
-        stages, ranks, request = self._layout.n_stages, self._ranks.grid.length, self._request
+        parts, ranks, request = self._layout.n_stages, self._ranks.grid.length, self._request
         if self.end is not None:
             request = replace(request, schedule=find_schedule("gpipe", {}))
         elif self._settings.loss == BATCH:
             request = replace(request, microbatches=1)
         least = LEAST_FOR_STATISTICS if batch_statistics(self._module) else 1
-        partition = PARAMETERS if stages == 1 else list(range(1, stages))
-        decision = replace(request, partition=partition).unmeasured([1] * stages, ranks, least)
+        partition = PARAMETERS if len(self._starts) == 1 else list(self._starts[1:])
+        decision = replace(request, partition=partition).unmeasured([1] * parts, ranks, least)
+        decision = replace(decision, profile=self._profile)
         (cut,) = decision.plans().for_rows(MANY_ROWS)[0].jobs
         spans = {*cut.forward, *cut.backward, *cut.forward_links, *cut.backward_links}
         if len(spans) > 1:
@@ -143,7 +155,7 @@ class UnitSetup(ModuleSetup):
                 "micro-batches on different stages or links, and where modules are cut by units all need the same. "
                 "Give one number, by PipelineStrategy(microbatches=...), or put the layers into one nn.Sequential"
             )
-        if planner_of(request.schedule).wants_profile:
+        if planner_of(request.schedule).wants_profile and not self._moves:
             rank_zero_info(
                 f"schedule {request.schedule.name!r} cuts a batch alike for all stages, for "
                 f"{type(self._module).__name__} is cut by units"
@@ -162,7 +174,7 @@ class UnitSetup(ModuleSetup):
 
     def cut(self, local: Sequence[int]) -> UnitCut:
         """Return the module with the weights of the `local` stages alone."""
-        return UnitCut(self._module, self._layout, self._weights, local, self._ranks.device)
+        return UnitCut(self._module, self._layout, self._weights, local, self._ranks.device, self._moves)
 
     def make_steps(self, part: LocalLayers, plan: Plan, seed: int) -> UnitSteps:
         """Return what runs the user's steps on the stages of this rank."""
@@ -170,11 +182,11 @@ class UnitSetup(ModuleSetup):
         assert isinstance(cut, UnitCut)
         state = ModuleState(module, stage_modules(module, layout), frozenset(), device)
         precision, rank = self._context.host.precision_plugin, part.holdings.rank
-        joint = None
+        joint, holdings = None, part.holdings
         if self._context.is_manual:
             ranks = [part.holdings.global_ranks[each] for each in plan.ranks]
             joint = JointStep(module, layout, plan.ranks.index(rank), device, self._ranks.pipeline, ranks)
-        return UnitSteps(module, precision, plan, rank, seed, device, state, cut, layout, self.end, joint)
+        return UnitSteps(module, precision, plan, rank, seed, device, state, cut, layout, self.end, joint, holdings)
 
     def _lay_units(self, request: RunRequest, stages: int) -> UnitLayout:
         """Return the cut of the recorded step; where nothing is trained the last stage has all weights."""
@@ -184,7 +196,8 @@ class UnitSetup(ModuleSetup):
         self._check_same(record)
         if self._context.is_manual:
             return self._group_weights(record, request, stages)
-        seconds = self._measure(record) if request.partition == AUTO else None
+        times = self._measure(record) if request.partition == AUTO or self._moves else None
+        seconds = [forward + backward for forward, backward in times] if times is not None else None
         borders = Borders(record, seconds)
         if names_modules(request.partition):
             if len(request.partition) != stages - 1:
@@ -207,6 +220,16 @@ class UnitSetup(ModuleSetup):
             f"{', '.join(f'{share:.0%}' for share in shares)}"
         )
         self._pieces = borders.list_pieces(starts)
+        if self._moves:
+            cuts = (*starts, *borders.choose(min(PARTS * stages, borders.count_possible() + 1)))
+            parts = tuple(sorted({*cuts}))
+            self._starts = tuple(parts.index(start) for start in starts)
+            layout = UnitLayout.from_record(*self._merge(record, parts))
+            if times is None:
+                rank_zero_info(f"Units of {type(self._module).__name__} stay where they are for want of their times")
+            else:
+                self._profile = self._make_profile(borders, parts, times, layout)
+            return layout
         if end is None:
             return UnitLayout.from_record(*self._merge(record, starts))
         merged, (*found, border) = self._merge(record, (*starts, end))
@@ -266,6 +289,8 @@ class UnitSetup(ModuleSetup):
             why = "data_parallel is more than 1"
         elif self._n_stages > self._ranks.grid.length or not request.schedule.flushes:
             why = f"schedule {request.schedule.name!r} has several stages on a rank, or does not flush"
+        elif self._moves:
+            why = "replan moves units"
         else:
             axes = self._trace_samples(record.atomic)
             possible = range(after + 1, min(len(axes) + 1, len(record.units)))
@@ -352,14 +377,38 @@ class UnitSetup(ModuleSetup):
                 "PipelineStrategy(microbatches=1)"
             )
 
-    def _measure(self, record: StepRecord) -> list[float] | None:
-        """Return the seconds of each unit; None where a step can't be measured. Collective."""
+    def _make_profile(
+        self, borders: Borders, parts: Sequence[int], times: Sequence[tuple[float, float]], layout: UnitLayout
+    ) -> ModelProfile:
+        """Return the times and bytes of each part, which begin at the units `parts`: times grow with the samples."""
+        optimizers, rows = self._context.host.optimizers, self._rows
+        weights, layers = weights_of_stages(self._module, layout), []
+        for number, (start, stop) in enumerate(zip(parts, (*parts[1:], len(times)), strict=True)):
+            forward, backward = (sum(each) for each in zip(*times[start:stop], strict=True))
+            part = weights[number]
+            trained = [p for p in part.parameters() if p.requires_grad]
+            crossing = borders.bytes(stop) if stop < len(times) else 0
+            layers.append(
+                LayerProfile(
+                    layout.names[layout.starts[number]],
+                    ((0, 0.0), (rows, forward)),
+                    ((0, 0.0), (rows, backward)),
+                    weight_bytes=sum(t.nbytes for t in (*part.parameters(), *part.buffers())),
+                    gradient_bytes=sum(p.nbytes for p in trained),
+                    optimizer_bytes=sum(t.nbytes for t in optimizer_state(part, optimizers[0] if optimizers else None)),
+                    output=((0, 0.0), (rows, float(crossing))),
+                )
+            )
+        return ModelProfile(tuple(layers))
+
+    def _measure(self, record: StepRecord) -> list[tuple[float, float]] | None:
+        """Return the seconds of each unit, forward and backward; None where a step can't be measured. Collective."""
         module, device = self._module, self._ranks.device
 
-        def run(work: Callable[[], list[float]]) -> list[float]:
+        def run(work: Callable[[], list[tuple[float, float]]]) -> list[tuple[float, float]]:
             return self._run_without_trace(True, work)
 
-        def measure() -> list[float] | None:
+        def measure() -> list[tuple[float, float]] | None:
             return measure_units(module, record, run, *self._repeated, device, lambda out: loss_of(out)[0])
 
         try:
@@ -368,7 +417,7 @@ class UnitSetup(ModuleSetup):
             rank_zero_info(f"Units of {type(module).__name__} were not measured: {why}")
             return None
         known = [seconds for seconds in of_ranks if seconds is not None]
-        return [min(each) for each in zip(*known, strict=True)] if len(known) == len(of_ranks) else None
+        return shortest(*known) if len(known) == len(of_ranks) else None
 
     def _merge(self, record: StepRecord, starts: tuple[int, ...]) -> tuple[StepRecord, tuple[int, ...]]:
         """Return a record in which modules that no border divides are one unit each, and its borders. Collective."""
@@ -449,6 +498,7 @@ class UnitSetup(ModuleSetup):
             module.to(device)
         batch = private.on_device(self._trainer, batch)
         run = partial(self._run_without_trace, True)
+        self._rows = rows_of(batch)
         self._repeated = named_step(module, "training_step"), partial(copy_batch, batch), self._step_arguments()
         return record_step(module, run, *self._repeated, device, differentiates=self._context.is_manual)
 
@@ -559,6 +609,7 @@ def check_manual(context: SetupContext, refused: Sequence[str]) -> None:
     asked = {
         f"schedule {schedule.name!r}": not schedule.flushes,
         "a job array on shared ranks": context.shares_ranks,
+        "replan": context.request.replanner is not None,
         f"microbatches={microbatches}": (microbatches or 1) > 1,
         "loss='batch'": settings.loss == BATCH,
         f"data_parallel={settings.data_parallel}": settings.replicas > 1,
@@ -581,12 +632,8 @@ def find_refused(context: SetupContext) -> list[str]:
         refused.append(f"schedule {AUTO!r} (a named one does)")
     elif isinstance(schedule, Policy) and not schedule.flushes and isinstance(context.module, ChoosesLayers):
         refused.append(f"layers_of_batch with schedule {schedule.name!r}, for units are not the layers that it names")
-    elif request.may_replan and not schedule.flushes and request.replanner is None:
-        refused.append(f"schedule {schedule.name!r}, which moves layers ('pipedream' does, and moves none)")
     if request.recompute:
         refused.append("recompute=True (torch.utils.checkpoint in the module does)")
-    if request.replanner is not None:
-        refused.append("replan")
     if context.settings.verify.batches:
         refused.append("verify")
     if not (isinstance(request.partition, str) or names_modules(request.partition)):

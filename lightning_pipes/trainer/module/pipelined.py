@@ -312,6 +312,10 @@ class CutModule:
         names = list(self.full._modules)
         return tuple(f"{self.path}.{names[number]}." for number in self.local)
 
+    def layer_prefix(self, layer: int) -> str:
+        """Return the prefix of a layer's weights in the user's module."""
+        return f"{self.path}.{list(self.full._modules)[layer]}."
+
     def local_state(self, outside: bool) -> dict[str, Any]:
         """This rank's part of the state dict: its layers, and with `outside` what is not pipelined."""
         inside = f"{self.path}."

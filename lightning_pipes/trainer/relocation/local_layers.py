@@ -165,7 +165,7 @@ class LocalLayers:
         return next((group for group, names in groups if self._prefix(layer) + name in names), None)
 
     def _prefix(self, layer: int) -> str:
-        return f"{self.cut.path}.{list(self.cut.full._modules)[layer]}."
+        return self.cut.layer_prefix(layer)
 
     def _connect_gradients(self) -> None:
         own = self.holdings.stages

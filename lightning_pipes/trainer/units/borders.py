@@ -71,6 +71,10 @@ class Borders:
         changed = (k for k in live if self._record.memory.get(k) in shared)
         return not any(self._written.get(key, -1) >= border for key in changed)
 
+    def count_possible(self) -> int:
+        """Return the number of places where a step can be cut."""
+        return sum(map(self.is_possible, range(1, len(self._record.units))))
+
     def share(self, start: int, stop: int) -> float:
         """Return the share of a step's cost that units from `start` to `stop` have."""
         return (self._before[stop] - self._before[start]) / (self._before[-1] or 1)

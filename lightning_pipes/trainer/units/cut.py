@@ -14,6 +14,7 @@ from torch import nn
 from lightning_pipes.engine.allocator import release_free_memory
 from lightning_pipes.engine.compute.weights import WeightVersion
 from lightning_pipes.engine.private_torch import unsaved_buffers
+from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.ir import PlanError
 from lightning_pipes.trainer.module.pipelined import INCOMPLETE, CutModule, on_meta
 from lightning_pipes.trainer.module.remote_tensors import HookScope, ParameterSlot, RemoteParameters
@@ -56,6 +57,7 @@ class UnitCut(CutModule):
         full: the weights of each stage, as `weights_of_stages` gives them.
         local: the stages of this rank.
         device: of this rank.
+        moves: whether weights may go to other ranks later.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class UnitCut(CutModule):
         full: nn.ModuleList,
         local: Collection[int],
         device: torch.device,
+        moves: bool = False,
     ) -> None:
         self.module = module
         self.path = WHOLE
@@ -73,6 +76,7 @@ class UnitCut(CutModule):
         self.local = sorted(local)
         self.scope = HookScope(device)
         self.stays_spread = False
+        self._moves = moves
         self._stages_of = layout.stages_of
         self._absent = RemoteParameters(self.scope)
         named = (*module.named_parameters(), *module.named_buffers())
@@ -82,15 +86,11 @@ class UnitCut(CutModule):
             for key, table, name, tensor in _places(module)
             if (stages := self._stages(tensor))
         ]
-        here = {id(s.tensor) for s in self._slots if {*self._stages(s.tensor)} & {*self.local}}
-        foreign = [slot for slot in self._slots if id(slot.tensor) not in here]
-        self._absent.add(foreign)
-        self._foreign_keys = {slot.key for slot in foreign}
+        here = self._find_local()
+        self._absent.add([slot for slot in self._slots if id(slot.tensor) not in here])
         self._hidden: list[tuple[dict[str, Any], list[tuple[str, Any]]]] = []
-        self._owners: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
-        for slot in self._slots:
-            if id(slot.tensor) in here:
-                self._owners[id(slot.tensor)].append((module.get_submodule(slot.key.rpartition(".")[0]), slot.name))
+        self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
+        self._note_places(here)
         self._hide()
         self.scope.module_view = self.show_weights
         release_free_memory()
@@ -99,15 +99,56 @@ class UnitCut(CutModule):
         """Nothing can take the place of the module itself."""
 
     def check_arrival(self, layer: int) -> None:
-        """Refuse a move.
+        """Check an arrival of the weights of a part.
 
         Raises:
-            PlanError: always.
+            PlanError: they are those of a whole stage, or there is a copy of them.
         """
-        raise PlanError(
-            f"stage {layer} can't change its rank: {type(self.module).__name__} is cut by units, whose weights stay. "
-            "Leave out what moves layers, as replan, or put the layers into one nn.Sequential"
-        )
+        if not self._moves:
+            raise PlanError(
+                f"stage {layer} can't change its rank: {type(self.module).__name__} is cut by units into one part for "
+                "each stage. Have PipelineStrategy(replan=True), or 'dynpipe', cut it into several"
+            )
+        super().check_arrival(layer)
+
+    def hold(self, local: Collection[int], arrived: Mapping[int, LayerState], device: torch.device) -> None:
+        """Take the weights of the `local` parts: those that have `arrived`, on `device`, and those that stay."""
+        with self.show_weights():
+            leaving = {*self.local} - {*local}
+            self.local = sorted(local)
+            saved = {id(slot.tensor) for slot in self._slots}
+            for number, state in arrived.items():
+                part, values = self.full[number], dict(state.tensors_on(device))
+                names = {id(t): name for name, t in (*part.named_parameters(), *part.named_buffers())}
+                slots = (slot for slot in self._absent.slots if slot.layer == number)
+                self._absent.take_back(
+                    number, {id(slot.table[slot.name]): values[names[id(slot.tensor)]] for slot in slots}
+                )
+                state.put(part, device)
+                for name, buffer in part.named_buffers():
+                    if id(buffer) not in saved:
+                        self.module.get_buffer(name).data = values[name]
+            here = self._find_local()
+            self._absent.add(slot for slot in self._slots_of(leaving) if id(slot.tensor) not in here)
+            self._note_places(here)
+            self._set_parameters((p, p) for number in arrived for p in self.full[number].parameters())
+
+    def layer_prefix(self, layer: int) -> str:
+        """Return the prefix of a part's weights, which have their whole names."""
+        return ""
+
+    def _find_local(self) -> set[int]:
+        """Return the ids of the weights and saved buffers of this rank."""
+        return {id(slot.tensor) for slot in self._slots if {*self._stages(slot.tensor)} & {*self.local}}
+
+    def _note_places(self, here: Collection[int]) -> None:
+        """Note the keys of other ranks, and the places of this rank's parameters in the module."""
+        self._foreign_keys = {slot.key for slot in self._absent.slots}
+        self._owners = defaultdict(list)
+        for slot in self._slots:
+            if id(slot.tensor) in here:
+                owner = self.module.get_submodule(slot.key.rpartition(".")[0])
+                self._owners[id(slot.tensor)].append((owner, slot.name))
 
     @contextmanager
     def show_weights(self, whole: bool = True) -> Iterator[None]:
@@ -184,7 +225,10 @@ class UnitCut(CutModule):
         self._absent.put_back()
         for slot in self._absent.slots:
             whole = ended and not (self.stays_spread and slot.tensor.untyped_storage().nbytes() == 0)
-            slot.table[slot.name] = slot.tensor if whole else on_meta(slot.table[slot.name])
+            back = slot.tensor if whole else on_meta(slot.table[slot.name])
+            slot.table[slot.name] = back
+            if isinstance(back, nn.Parameter):  # nn.LSTM has a list of its own
+                setattr(self.module.get_submodule(slot.key.rpartition(".")[0]), slot.name, back)
         if self._absent.slots and (not ended or self.stays_spread):
             self.module.__dict__[INCOMPLETE] = True
 

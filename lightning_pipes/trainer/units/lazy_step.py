@@ -41,14 +41,18 @@ class LazyStep(TracedStep):
     Args:
         module: the user's module, with the weights of this stage.
         stage: its number.
+        last: the last part of the layout that it has; by default the part of its number.
     """
 
-    def __init__(self, module: nn.Module, layout: UnitLayout, stage: int, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, layout: UnitLayout, stage: int, device: torch.device, last: int | None = None
+    ) -> None:
         super().__init__(module, layout.modules(module), layout.drawing, device)
         self._layout = layout
         self._stage = stage
-        self._ends = stage == layout.n_stages - 1
-        self._border = layout.border_of(stage)
+        last = stage if last is None else last
+        self._ends = last == layout.n_stages - 1
+        self._border = layout.border_of(last)
         self._received: Crossing = ((), Trace())
         self._as_recorded = True
         self._watched: list[tuple[torch.Tensor, int]] = []

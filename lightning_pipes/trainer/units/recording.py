@@ -371,7 +371,7 @@ def _is_atomic(part: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """The stages of a recorded step.
+    """The stages of a recorded step. Where weights may move, these are parts, of which a stage has several in a row.
 
     Attributes:
         starts: the first unit of each stage.

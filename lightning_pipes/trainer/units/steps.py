@@ -17,6 +17,7 @@ from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.module.batches import copy_batch
 from lightning_pipes.trainer.module.capture import Interceptor, named_step
+from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.state.left_values import LeftValues
 from lightning_pipes.trainer.state.module_state import ModuleState
 from lightning_pipes.trainer.step.logs import recorded
@@ -36,6 +37,7 @@ class UnitSteps(Steps):
     Args:
         end: what runs once on the whole batch, on the last stage; None where each micro-batch has a loss.
         joint: runs steps that call backward themselves; None where Lightning does.
+        holdings: say which parts of the layout each stage has.
     """
 
     runs_whole_evaluation = True
@@ -53,6 +55,7 @@ class UnitSteps(Steps):
         layout: UnitLayout,
         end: BatchEnd | None,
         joint: JointStep | None,
+        holdings: Holdings,
     ) -> None:
         interceptor = Interceptor("self")
         left = LeftValues(module, {}, lambda: (), state, cut.scope)
@@ -60,9 +63,9 @@ class UnitSteps(Steps):
         self._cut = cut
         self._final = max(plan.stages[rank])
         self.show_version = cut.show_version
-        self._layout = layout
+        self._layout, self._holdings = layout, holdings
         self._end, self.ends_whole = end, end is not None
-        self._lazy: dict[tuple[int, bool], LazyStep] = {}
+        self._lazy: dict[tuple[int, int, bool], LazyStep] = {}
         self.joint = joint
         self._waiting: dict[Item, dict[Span, tuple[Crossing, list[torch.Tensor | None]]]] = {}
 
@@ -141,11 +144,13 @@ class UnitSteps(Steps):
         self, number: int, stage: Stage, item: Item, span: Span, step: Callable[..., Any], batch: Any, received: Any
     ) -> Any:
         ends = self._end is not None and item.training
-        if (number, ends) not in self._lazy:
+        layers = self._holdings.layers
+        key = number, layers[number].stop - 1 if number < self._stages else layers[-1].stop, ends
+        if key not in self._lazy:
             layout = self._end.layout(self._layout) if self._end is not None and ends else self._layout
-            self._lazy[number, ends] = LazyStep(self._module, layout, number, self._device)
+            self._lazy[key] = LazyStep(self._module, layout, number, self._device, key[1])
         seed = partial(stage.seed_user_code, item, span)
-        return self._lazy[number, ends].run(step, batch, item.data.arguments, received, seed)
+        return self._lazy[key].run(step, batch, item.data.arguments, received, seed)
 
 
 def stage_modules(module: nn.Module, layout: UnitLayout) -> list[nn.Module]:

@@ -41,19 +41,20 @@ class UnitTimer(UnitMode):
         batch: Callable[[], Any],
         arguments: Sequence[Any],
         read_loss: Callable[[Any], torch.Tensor],
-    ) -> list[float]:
-        """Return the seconds of each unit of a step."""
+    ) -> list[tuple[float, float]]:
+        """Return the seconds of each unit of a step, forward and backward."""
         given = batch()
         with self:
             out = step(given, *arguments)
         loss = read_loss(out)
         weights = [p for p in module.parameters() if p.requires_grad]
         self._reached.append((self._now(), len(self._seconds) - 1))
+        backward = [0.0] * len(self._seconds)
         torch.autograd.grad(loss, weights, allow_unused=True)
         ends = [*(begun for begun, _ in self._reached[1:]), self._now()]
         for (begun, unit), end in zip(self._reached, ends, strict=True):
-            self._seconds[unit] += end - begun
-        return self._seconds
+            backward[unit] += end - begun
+        return list(zip(self._seconds, backward, strict=True))
 
     def run_unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
         begun = self._now()
@@ -77,13 +78,13 @@ class UnitTimer(UnitMode):
 def measure_units(
     module: nn.Module,
     record: StepRecord,
-    run: Callable[[Callable[[], list[float]]], list[float]],
+    run: Callable[[Callable[[], list[tuple[float, float]]]], list[tuple[float, float]]],
     step: Callable[..., Any],
     batch: Callable[[], Any],
     arguments: Sequence[Any],
     device: torch.device,
     read_loss: Callable[[Any], torch.Tensor],
-) -> list[float] | None:
+) -> list[tuple[float, float]] | None:
     """Return the seconds of each unit of a record, forward and backward; None where the step runs otherwise.
 
     Args:
@@ -92,7 +93,7 @@ def measure_units(
         batch: returns the batch anew.
         read_loss: returns the loss of what the step has returned.
     """
-    best: list[float] = []
+    best: list[tuple[float, float]] = []
     names = [unit.name for unit in record.units]
     begun = perf_counter()
     for _ in range(_RUNS):
@@ -100,7 +101,12 @@ def measure_units(
         seconds = run(partial(timer.measure, module, step, batch, arguments, read_loss))
         if timer.names != names:
             return None
-        best = list(map(min, best, seconds)) if best else seconds
+        best = shortest(best, seconds) if best else seconds
         if perf_counter() - begun > _ENOUGH:
             break
     return best
+
+
+def shortest(*measured: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the shortest forward and the shortest backward of each unit."""
+    return [(min(f for f, _ in each), min(b for _, b in each)) for each in zip(*measured, strict=True)]

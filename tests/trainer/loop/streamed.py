@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -62,9 +62,10 @@ def extrapolate(
     return found
 
 
-def stale(case: Streamed, batches: int, flushes: set[int]) -> dict[str, Any]:
+def stale(case: Streamed, batches: int, flushes: set[int], first: Sequence[Collection[int]] = ()) -> dict[str, Any]:
     """Batch n goes through stage s with the weights after n - delay updates, but none older than the last flush.
-    `flushes` are the batches after which everything is finished."""
+    `flushes` are the batches after which everything is finished, `first` the layers of the first of two stages in each
+    batch, where layers move."""
     pl.seed_everything(3, verbose=False)
     module = Lit(optimizer=case.optimizer).double()
     optimizer, scheduler = (
@@ -73,14 +74,15 @@ def stale(case: Streamed, batches: int, flushes: set[int]) -> dict[str, Any]:
     )
     layers = list(module.model)
     bounds = [0, *CUTS[case.ranks], len(layers)]
-    stages = [nn.Sequential(*layers[a:b]) for a, b in pairwise(bounds)]
+    stages = [nn.Sequential(*layers[a:b]) for a, b in pairwise(range(len(layers) + 1) if first else bounds)]
     old = [[{n: p.detach().clone() for n, p in s.named_parameters()} for s in stages]]
     losses, rates, since, stepped = [], [], 0, 0
     given = [b for _ in range(batches) for b in loaders(4 * case.replicas)[0]][:batches]
     an_epoch, several = -(-ROWS // (4 * case.replicas)), case.options.get("accumulate_grad_batches", 1)
     for n, (x, y) in enumerate(given):
         read = []
-        for s, (stage, delay) in enumerate(zip(stages, delays(case), strict=True)):
+        late = [delays(case)[layer not in first[n]] for layer in range(len(layers))] if first else delays(case)
+        for s, (stage, delay) in enumerate(zip(stages, late, strict=True)):
             at = max(since, n - delay)
             weights = old[at][s]
             if case.schedule_args.get("predict") and at:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.ir import PipelineError, PlanError, Span
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import WIDTH, Lit, data, differences, plain_values, quiet
 from tests.trainer.loop.streamed import Streamed, stale
@@ -51,10 +52,10 @@ class Prepares(Lit):
         self.steps += 1
         x.mul_(2).add_(batch_idx)
         skip = self.model[0](x)
-        h, _ = self.recurrent(skip.unsqueeze(1))
+        h = self.recurrent(skip.unsqueeze(1))[0].squeeze(1)
         for layer in self.model[1:-1]:
             h = layer(h)
-        loss = F.cross_entropy(self.model[-1](h.squeeze(1) + skip), y)
+        loss = F.cross_entropy(self.model[-1](h + skip), y)
         self.log("loss", loss)
         return loss
 
@@ -71,10 +72,59 @@ class Recomputes(Lit):
         return x
 
 
-def fit(strategy: Any, devices: int, module: type[Lit] = Prepares) -> Any:
+class Remembers(nn.Module):
+    """A mean of earlier samples, in a buffer that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.mul_(0.5).add_(x.detach().mean(0))
+        return x + self.mean.clone()
+
+
+class Buffers(Prepares):
+    """Buffers that move with their units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for n in (1, 5):
+            self.model[n] = nn.Sequential(nn.Tanh(), nn.BatchNorm1d(WIDTH), Remembers())
+
+
+class Moves(pl.Callback):
+    """Has the next batch run with another cut, before each of these batches."""
+
+    def __init__(self, cuts: dict[int, int]) -> None:
+        self.cuts = cuts
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        strategy, start = trainer.strategy, self.cuts.get(trainer.fit_loop.total_batch_idx + 1)
+        if start is not None:
+            plan = strategy.current_run.engine.plan
+            layers = Span(0, start), Span(start, plan.layers[-1].stop)
+            strategy.adopt(strategy.schedule, plan=replace(plan, layers=layers))
+
+
+class Keeps(pl.Callback):
+    """Keeps which layers of `model` with weights this rank has had in each batch."""
+
+    def __init__(self) -> None:
+        self.layers: list[set[int]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: pl.LightningModule, *_: Any) -> None:
+        here = [name.split(".") for name, p in module.named_parameters() if not p.is_meta]
+        self.layers.append({int(number) for owner, number, *_ in here if owner == "model"})
+
+
+def fit(strategy: Any, devices: int, module: type[Lit] = Prepares, epochs: int = 1, callbacks: Any = ()) -> Any:
     torch.manual_seed(0)
     made = module().double()
-    trainer = make_trainer(devices=devices, strategy=strategy, max_epochs=1, num_sanity_val_steps=0)
+    trainer = make_trainer(
+        devices=devices, strategy=strategy, max_epochs=epochs, num_sanity_val_steps=0, callbacks=[*callbacks]
+    )
     trainer.fit(made, DataLoader(data(), batch_size=8), DataLoader(data(5), batch_size=5))
     return plain_values({**made.state_dict(), **trainer.callback_metrics}), made.steps
 
@@ -93,13 +143,26 @@ def fit_late(rank: int, folder: str) -> list[Any]:
     return found
 
 
+def fit_moving(rank: int, folder: str) -> tuple[list[Any], tuple[Any, list[set[int]]]]:
+    quiet()
+    found = []
+    for way in ("blocking", "overlapped"):
+        strategy = PipelineStrategy("1f1b", microbatches=1, module="", replan={"every": 99}, relocation=way)
+        keeps = Keeps()
+        values, _ = fit(strategy, 2, Buffers, 3, [keeps, Moves({2: 1, 3: 6, 5: 2, 8: 4})])
+        found.append((values, keeps.layers))
+    keeps = Keeps()
+    case = Streamed("dynpipe", 2, 2, {"max_steps": 11}, lambda _: [keeps, Moves({4: 2, 9: 6})])
+    return found, (fit_streamed(case, folder, partition=["model.4"]), keeps.layers)
+
+
 class Names(Prepares):
     def layers_of_batch(self, batch: Any) -> list[str]:
         return ["0"]
 
 
 REFUSED: list[tuple[dict[str, Any], type[Lit], str]] = [
-    ({"schedule": "dynpipe"}, Prepares, "schedule 'dynpipe', which moves layers ('pipedream' does"),
+    ({"replan": True, "loss": "batch"}, Prepares, "replan moves units"),
     ({"schedule": "csp"}, Names, "layers_of_batch with schedule 'csp', for units are not"),
     ({"schedule": "umpipe", "schedule_args": {"forward": (2, 4)}}, Prepares, "'umpipe' is to cut a batch into"),
     ({"schedule": "hanayo", "loss": "batch"}, Prepares, "schedule 'hanayo' has several stages on a rank"),
@@ -129,6 +192,20 @@ def test_late_weights_are_those_of_one_process_that_is_as_late(tmp_path: Any) ->
             expected = stale(case, batches, flushes)
             for what in ("weights", "rates", "steps"):
                 assert differences(expected[what], values[what], 1e-10, f"{name}, {what}") == []
+
+
+def test_units_move_with_all_that_is_theirs(tmp_path: Any) -> None:
+    expected, _ = fit("auto", 1, Buffers, 3)
+    ranks = run_ranks(fit_moving, 2, str(tmp_path), timeout=120)
+    _, (_, first) = ranks[1]  # where the first stage is
+    late = stale(Streamed("pipedream", 2, 2), 11, {4, 9, 11}, first)
+    for moved, (streamed, layers) in ranks:
+        for of_batches in (layers, *(each for _, each in moved)):
+            assert len({frozenset(each) for each in of_batches}) > 1, "units have moved"
+        for values, _ in moved:
+            assert differences(expected, values, 1e-10, "moved") == []
+        for what in ("weights", "rates", "steps"):
+            assert differences(late[what], streamed[what], 1e-10, what) == []
 
 
 def test_what_units_can_not_have_is_refused_by_name() -> None:
