@@ -130,7 +130,8 @@ def train(row: Row, strategy: Callable[[], Any], ranks: int, folder: Path) -> Fo
             found["then"] = plain_values(row.then(trainer, module, folder))
     except Exception as error:
         found["error"] = f"{type(error).__name__}: {error}"
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # the setting imports a compiler, a third of a second
+        torch.use_deterministic_algorithms(False)
     torch.autograd.set_detect_anomaly(False)
     found["written"] = written.getvalue()
     found["warnings"] = [str(each.message) for each in warned]
