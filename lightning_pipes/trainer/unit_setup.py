@@ -41,6 +41,7 @@ from lightning_pipes.trainer.plan.sample import (
     first_item,
     is_of_batches,
     load_batch,
+    loader_of_batches,
 )
 from lightning_pipes.trainer.plan.settings import AUTO, BATCH, PARAMETERS, find_schedule, names_modules
 from lightning_pipes.trainer.ranks.holdings import Holdings
@@ -448,7 +449,7 @@ class UnitSetup(ModuleSetup):
     def _record(self, request: RunRequest, stages: int) -> StepRecord:
         """Return the record of a training step with as many samples as a micro-batch has. Collective."""
         trainer = self._trainer
-        data = private.training_data(trainer)  # on all ranks: it may draw random numbers
+        data = loader_of_batches(private.training_data(trainer))  # on all ranks: it may draw random numbers
         if private.has_delayed_training_data(trainer):
             private.forget_training_data(trainer)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from math import inf
@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 _PATIENCE = 60.0
@@ -50,6 +51,25 @@ def batch_rows(loader: Any, streams: bool = False) -> int:
     if rows < 1:
         raise NoSampleError("the dataset is empty")
     return rows
+
+
+class _Batches(IterableDataset[Any]):
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+def _keep(batch: Any) -> Any:
+    return batch
+
+
+def loader_of_batches(data: Any) -> Any:
+    """Return an iterable of batches that is no DataLoader as one, for samples; other data as they are."""
+    if isinstance(data, DataLoader | CombinedLoader | Mapping | Sequence) or not isinstance(data, Iterable):
+        return data
+    return DataLoader(_Batches(data), batch_size=None, collate_fn=_keep)
 
 
 def expected_batches(trainer: pl.Trainer, loader: Any) -> float:

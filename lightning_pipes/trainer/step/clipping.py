@@ -163,6 +163,8 @@ class HookClipping:
     def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         # With foreach=True torch refuses the device of what is elsewhere.
         here = [_local(p) for p in _listed(parameters) if not (self._scope.here and isinstance(p, RemoteTensor))]
+        if all(p.grad is None for p in here):  # a stage may have no weights, and torch clips no empty list by value
+            return None
         return original(here, *args, **kwargs)
 
     def _norm(

@@ -132,6 +132,24 @@ class Stream(IterableDataset[Any]):
         return default_collate(samples) if self._collated > 1 else None
 
 
+class OwnLoader:
+    """An iterable of batches that is no DataLoader."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return iter(DataLoader(data(), batch_size=8))
+
+
+def train_own_loader(rank: int, devices: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module, loader = Between().double(), OwnLoader()
+    strategy: Any = PipelineStrategy(module="", microbatches=2) if devices > 1 else "auto"
+    make_trainer(devices=devices, strategy=strategy, max_epochs=2).fit(module, loader)
+    return {"passes": loader.passes, "weights": plain_values(module.state_dict())}
+
+
 def train_stream(rank: int, devices: int) -> dict[str, Any]:
     torch.manual_seed(0)
     module, stream = Between().double(), Stream()
@@ -145,6 +163,13 @@ def test_a_stream_is_cut_by_units() -> None:
     alone = train_stream(0, 1)
     assert alone["steps"] == 5
     for found in run_ranks(train_stream, 2, 2):
+        assert differences(alone, found) == []
+
+
+def test_an_iterable_that_is_no_data_loader_is_cut_by_units() -> None:
+    alone = train_own_loader(0, 1)
+    assert alone["passes"]
+    for found in run_ranks(train_own_loader, 2, 2):
         assert differences(alone, found) == []
 
 
