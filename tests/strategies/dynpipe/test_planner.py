@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -20,7 +21,8 @@ from benchmarks.papers.dynpipe.neighbourhood import (
 from lightning_pipes.cost import CostModel, Link, ModelProfile
 from lightning_pipes.ir import Kind, Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.planner import Problem, planner_of
+from lightning_pipes.ir.replication import replicate_plan
+from lightning_pipes.planning.planner import Problem, planner_of, solve_plan
 from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, HostedStage, Observation, Predicted, replay_of
 from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.dynpipe import DynPipe, DynPlanner
@@ -491,3 +493,24 @@ def test_the_price_of_a_move_depends_on_how_layers_move(name: str) -> None:
         for remaining, wants in ((int(0.8 * least), False), (int(1.3 * least) + 1, True)):
             problem = asked(slow, plan, remaining=remaining, relocation=moves)
             assert (DynPlanner().replan(plan, problem) is not None) is wants, (moves, remaining)
+
+
+def test_samples_go_to_faster_ranks_of_a_stage_where_that_pays() -> None:
+    planner = DynPlanner()
+
+    def shares(name: str, *seconds: list[list[float]], **more: Any) -> Any:
+        problem = Problem(make_schedule(name), 2, 16, 1, **more)
+        plan = replicate_plan(solve_plan(problem), [2, 1])
+        looks = tuple(Observation(CostModel.uniform(2, 1.0, 2.0), replicas=each) for each in seconds)
+        return planner.balance_shares(plan, replace(problem, seen=looks))
+
+    slow = [[1.0, 3.0], [0.5]]
+    assert shares("1f1b", slow, slow) == slow
+    assert shares("1f1b", slow) is None  # one look is not enough
+    assert shares("1f1b", slow, [[1.0, 1.0], [0.5]]) is None  # it has gone
+    assert shares("1f1b", *[[[1.0, 1.1], [0.5]]] * 2) is None
+    assert shares("1f1b", *[[[1.0, 3.0], [5.0]]] * 2) is None  # another stage takes longer
+    assert shares("1f1b", *[[[1.0, math.nan], [0.5]]] * 2) is None
+    assert shares("1f1b", *[[[1.0, 90.0], [0.5]]] * 2) == [[1.0, 8.0], [0.5]]  # each rank keeps a sample
+    assert shares("pipedream", slow, slow) == slow
+    assert shares("pipedream", slow, slow, remaining=2) is None  # the pipeline would run empty for nothing
