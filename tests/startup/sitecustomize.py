@@ -37,7 +37,8 @@ entry_points_of_path = functools.cache(lambda folders: read_entry_points())
 
 
 def cached_entry_points(**asked):
-    return entry_points_of_path(tuple(folder for folder in sys.path if "-packages" in folder)).select(**asked)
+    folders = tuple(folder for folder in sys.path if "-packages" in folder or "/toys/" in folder)
+    return entry_points_of_path(folders).select(**asked)
 
 
 importlib.metadata.entry_points = cached_entry_points

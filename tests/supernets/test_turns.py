@@ -26,7 +26,8 @@ def plain(shared: str) -> dict[str, Any]:
 
 
 def swapped(rank: int, ranks: int, shared: str, device_bytes: int, predictor: str, balanced: bool) -> Any:
-    memory, folder = MemorySwap(device_bytes, bandwidth=2e7 if ranks == 3 else None, predictor=predictor), mkdtemp()
+    slow: dict[str, Any] = {"bandwidth": 2e7, "peer": "cpu", "peer_bytes": 30_000} if ranks == 3 else {}
+    memory, folder = MemorySwap(device_bytes, predictor=predictor, **slow), mkdtemp()
     memory._poison = True
     schedule = CSP(depth=8, balanced=balanced)
     found = fit(rank, ranks, shared, BATCHES, folder, schedule=schedule, recompute=ranks > 1, memory=memory)
@@ -53,6 +54,8 @@ def test_bit_for_bit(ranks: int, shared: str, device_bytes: int, predictor: str,
         assert found["weights"] == wanted["weights"]
         assert found["losses"] == wanted["losses"]
         assert statistics.bytes_in > bytes_in, statistics
+        moved = statistics.bytes_in + statistics.bytes_out
+        assert 0 < statistics.peer_bytes < moved if ranks == 3 else not statistics.peer_bytes, statistics
         for name, its_ranks in here.items():
             on[name] |= its_ranks
     assert any(len(its_ranks) > 1 for its_ranks in on.values()) == (balanced and ranks > 1)

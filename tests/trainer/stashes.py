@@ -96,8 +96,9 @@ def fit(case: Stashing, folder: str, memory: MemorySwap | None, resume: str | No
     }
 
 
-def turning(versions: int, bandwidth: float | None = None) -> MemorySwap:
-    """Room for so many versions of two layers."""
-    memory = MemorySwap(versions * 3 * LINEAR, bandwidth=bandwidth)
+def turning(versions: int, bandwidth: float | None = None, peer: int | None = None) -> MemorySwap:
+    """Room for so many versions of two layers, and on a peer that is nearer for one of so many bytes."""
+    near = None if peer is None else "cpu"
+    memory = MemorySwap(versions * 3 * LINEAR, bandwidth=bandwidth, peer=near, peer_bytes=peer)
     memory._poison = True
     return memory
