@@ -11,8 +11,9 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, TypeAlias, cast
 
@@ -36,6 +37,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.call import _call_strategy_hook
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
@@ -150,6 +152,18 @@ def silence_sigterm_broadcast(trainer: pl.Trainer) -> None:
 def restore_sigterm_broadcast(trainer: pl.Trainer) -> None:
     """Undo `silence_sigterm_broadcast`."""
     trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+
+
+def allow_skipped_batches(trainer: pl.Trainer) -> Callable[[], None]:
+    """Have a training step of several processes skip a batch by returning None, as one does; return what undoes it."""
+    loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+
+    def run_step(kwargs: Mapping[str, Any]) -> Any:
+        out = _call_strategy_hook(trainer, "training_step", *kwargs.values())
+        return loop.output_result_cls.from_training_step_output(out, trainer.accumulate_grad_batches)
+
+    vars(loop)["_training_step"] = run_step
+    return partial(vars(loop).pop, "_training_step", None)
 
 
 def pauses_after_this_batch(trainer: pl.Trainer) -> bool:

@@ -417,6 +417,8 @@ def wrap_steps(context: SetupContext, active: ActiveRun, weights: WholeWeights) 
         agree()
 
     wrap_hooks(context.trainer, run, ranks.pipeline, holders, verify_and_agree, context.start_epoch, patches)
+    if run.steps.may_skip_batches and context.is_fitting:
+        patches.callback(private.allow_skipped_batches(context.trainer))
     limit_metric_sync(context.module, session.replicas.group, patches)
     patches.callback(private.forget_training_data, context.trainer)
     patches.callback(session.checkpointing.data.forget_loaded)

@@ -410,7 +410,7 @@ class UnitSetup(ModuleSetup):
             return self._run_without_trace(True, work)
 
         def measure() -> list[tuple[float, float]] | None:
-            return measure_units(module, record, run, *self._repeated, device, lambda out: loss_of(out)[0])
+            return measure_units(module, record, run, *self._repeated, device, _measured_loss)
 
         try:
             of_ranks = CollectiveCall(self._ranks.control)(measure)
@@ -583,6 +583,12 @@ class UnitSetup(ModuleSetup):
 
 def _named(module: nn.Module, paths: Collection[str]) -> dict[str, nn.Module]:
     return {path: module.get_submodule(path) for path in paths}
+
+
+def _measured_loss(out: Any) -> torch.Tensor:
+    if out is None:
+        raise NotMeasuredError("training_step returns None for the first samples")
+    return loss_of(out)[0]
 
 
 def _has_hooked_parts(part: nn.Module) -> bool:

@@ -7,6 +7,7 @@ import os
 import signal
 import warnings
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -162,6 +163,24 @@ def test_lightning_optimizer_s_optimizer():
     plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     assert private.plain_optimizer(LightningOptimizer(plain)) is plain
     assert private.plain_optimizer(plain) is plain
+
+
+def test_lightning_optimizers():
+    run, plain = trainer(), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    run.strategy.optimizers = [plain]
+    assert [each.optimizer for each in private.lightning_optimizers(run)] == [plain]
+
+
+def test_training_step_and_call_strategy_hook():
+    run = trainer()
+    loop = run.fit_loop.epoch_loop.automatic_optimization
+    assert arguments(loop._training_step) == ["kwargs"]
+    undo = private.allow_skipped_batches(run)
+    with mock.patch.object(private, "_call_strategy_hook", return_value=None) as call:
+        assert loop._training_step({"batch": 3}).closure_loss is None
+    assert call.call_args.args == (run, "training_step", 3)
+    undo()
+    assert "_training_step" not in vars(loop)
 
 
 def test_optimizer_to_device():

@@ -230,6 +230,7 @@ class PipelineRun:
         self.decision: Decision | None = None
         self.training_loop = make_training(self)
         self.relocation.streams = self.training_loop.streams
+        steps.may_skip_batches = steps.runs_whole_evaluation and not self.is_asynchronous and ranks.grid.replicas == 1
         fault_point("transport.made")
 
     @contextmanager

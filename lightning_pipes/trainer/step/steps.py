@@ -117,9 +117,9 @@ def why_no_room(needed: int) -> str:
 
 @dataclass
 class StepResult:
-    """The result of the user's training step for one micro-batch."""
+    """The result of the user's training step for one micro-batch; no loss where the step skips the batch."""
 
-    loss: torch.Tensor
+    loss: torch.Tensor | None
     extras: dict[str, Any]
     logged: Sequence[LogCall]
 
@@ -130,6 +130,7 @@ class StepResult:
 
     def logged_losses(self) -> list[LogKey]:
         """Return which logged values are the loss itself."""
+        assert self.loss is not None, "a batch that is skipped has no weights"
         own = self.loss.untyped_storage().data_ptr()
         tensors = [(key, call.value) for key, call in number_calls(self.logged) if isinstance(call.value, torch.Tensor)]
         return [key for key, value in tensors if value.untyped_storage().data_ptr() == own]
@@ -195,16 +196,28 @@ class TrainingBatch:
         return make_cutter(self.batch, self.rows, samples=self.samples)
 
     def result(self) -> tuple[Any, list[LogCall]]:
-        """Return the whole batch's loss, in a dict where the user's step gives one, and its log calls."""
+        """Return the whole batch's loss, in a dict where the user's step gives one, and its log calls.
+
+        Raises:
+            PipelineError: the step skips some micro-batches.
+        """
         spans = sorted(self.results)
         results = [self.results[s] for s in spans]
+        losses = [o.loss for o in results if o.loss is not None]
+        if not losses:
+            return None, merge([o.logged for o in results], [s.rows for s in spans])
+        if len(losses) < len(results):
+            raise PipelineError(
+                "training_step returned None for some micro-batches of a batch, and a loss for others; one process "
+                "skips a whole batch or none. Set PipelineStrategy(microbatches=1)"
+            )
         shares, of_logs = [s.rows / self.rows for s in spans], dict[LogKey, list[float]]()
         if self.weights is not None:
             shares = [self.weights.loss_share(s) for s in spans]
             of_logs = self.weights.shares_of_logs(spans, [o.log_calls for o in results], results[0].logged_losses())
         # The loss of no token is no number.
-        parts = [o.loss * share for share, o in zip(shares, results, strict=True) if share]
-        loss = sum(parts[1:], start=parts[0]) if len(spans) > 1 else results[0].loss
+        parts = [loss * share for share, loss in zip(shares, losses, strict=True) if share]
+        loss = sum(parts[1:], start=parts[0]) if len(spans) > 1 else losses[0]
         logged = merge([o.logged for o in results], [s.rows for s in spans], of_logs)
         if not results[0].extras:
             return loss, logged
@@ -260,6 +273,8 @@ class Steps:
     runs_whole_evaluation: ClassVar[bool] = False
     """Whether the stages run an evaluation step as a whole, each its part; else around the layers."""
     ends_whole = False
+    may_skip_batches = False
+    """Whether a training step may return None, by which Lightning skips the batch."""
     joint: Any = None
     """Runs steps that call backward themselves, on all stages together; see `JointStep`."""
     """Whether the loss is computed once for all samples of a batch."""
@@ -568,6 +583,9 @@ class Steps:
             look: called before weights of micro-batches are asked for.
         """
         data = item.data
+        if out is None and self.may_skip_batches:  # backward then finds nothing to go back from, on any stage
+            data.results[span] = StepResult(None, {}, logged)
+            return torch.zeros((), device=self._device)
         loss, extras = loss_of(out)
         data.results[span] = StepResult(loss.detach(), extras, logged)
         factor = span.rows / item.rows
@@ -638,7 +656,8 @@ def loss_of(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     if loss is None:
         raise PipelineError(
             "training_step returned no loss: every stage waits for the gradient of every batch, so a batch can't be "
-            "skipped. Return the loss, or zero times it to leave the weights as they are"
+            "skipped. Return the loss, or zero times it to leave the weights as they are. A module that is cut by "
+            "units can skip batches: PipelineStrategy(module='') with one pipeline, and a schedule that flushes"
         )
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"type {type(loss).__name__}"

@@ -127,6 +127,19 @@ class Hooked(ByHand):
                     old.mul_(0.9).add_(new, alpha=0.1)
 
 
+class Skips(ByHand):
+    """Skips the first batch of a window, the second one, and a whole window; what it has computed is no number."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if (self.current_epoch, batch_idx) in ((0, 1), (1, 0), (2, 0), (2, 1)):
+            self.log("skipped", (self(batch[0] / 0).argmax(1) >= 0).double().sum(), reduce_fx="sum")
+            return None
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.log("twice", outputs["twice"] if outputs else 0.0)
+
+
 class Compares(ByHand):
     """Each sample is told from all others of its batch."""
 
@@ -198,6 +211,7 @@ CASES: dict[str, dict[str, Any]] = {
         "trainer": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
         "strategy": {"loss": "batch", "microbatches": 4},
     },
+    "skips batches": {"type": Skips, "trainer": {"accumulate_grad_batches": 2, "max_epochs": 3}},
     "mean over some samples": {"type": Masks, "strategy": {"schedule": "kfkb"}},
     "bf16-mixed": {"trainer": {"precision": "bf16-mixed"}, "strategy": {"microbatches": 1}},
     "goes on": {"module": {"scheduler": "step"}, "trainer": {"max_epochs": 2}},
