@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Subset
 
 from lightning_pipes import JobArray, PipelineStrategy
+from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.testing.ranks import run_ranks, scale_timeout, watch_ranks
@@ -428,6 +429,24 @@ def test_a_weight_that_trains_below_an_adapter_warns():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_about_module(module, module.model)
+
+
+class Adapting(Lit):
+    """Puts an adapter around a part of a layer when each rank has the layers of its stage only."""
+
+    def on_train_start(self) -> None:
+        self.model[0][0] = nn.Sequential(self.model[0][0])
+
+
+def adapt(rank: int) -> str:
+    with pytest.raises((PipelineError, PeerFailure)) as error:
+        fit(rank, Adapting, 2, {}, {"max_epochs": 1, "limit_train_batches": 1})
+    return str(error.value)
+
+
+def test_an_adapter_for_layers_elsewhere_is_named():
+    for said in run_ranks(adapt, 2, timeout=60):
+        assert "self.model.0.0.weight, of a layer on another rank, has gone from its place" in said
 
 
 def test_spectral_norm_warns():

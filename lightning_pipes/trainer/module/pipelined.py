@@ -352,9 +352,19 @@ class CutModule:
                 yield slot.key, slot.tensor
 
     def find_gaps(self) -> dict[str, list[ParameterSlot]]:
-        """Return the slots of each tensor by its key, which are none where the tensor is here."""
+        """Return the slots of each tensor by its key, which are none where the tensor is here.
+
+        Raises:
+            PipelineError: code of the user's has put other modules around those of layers on other ranks.
+        """
         gaps: dict[str, list[ParameterSlot]] = {slot.key: [] for slot in self._slots_of(range(len(self.full)))}
         for slot in self._absent.slots:
+            if slot.key not in gaps:
+                raise PipelineError(
+                    f"self.{slot.key}, of a layer on another rank, has gone from its place while the run went on: a "
+                    "hook has put other modules there, as adapters of peft. Put them in before fit, in __init__ or "
+                    "configure_model"
+                )
             gaps[slot.key].append(slot)
         return gaps
 
