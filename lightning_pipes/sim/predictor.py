@@ -18,7 +18,7 @@ class Task(NamedTuple):
 
 
 class WaitingSubnet(NamedTuple):
-    """A subnet whose input has come to a stage, and whose forward has not begun there.
+    """A subnet that waits at a stage: its input is there, and its forward has not begun.
 
     Attributes:
         waits: earlier subnets whose update of its layers there has not come.
@@ -127,7 +127,7 @@ class StepAheadPredictor:
 
 
 class SimulatedPredictor:
-    """By an order of the stage's tasks that was simulated: the policy is deterministic, so only times can be wrong.
+    """Predicts by a simulated order of the stage's tasks. The policy is deterministic, so only times can be wrong.
 
     Args:
         order: of all tasks from the first one on.

@@ -394,7 +394,7 @@ def seeded_workers(loader: DataLoader[Any]) -> bool:
 
 
 def spectral_norms(module: torch.nn.Module) -> list[str]:
-    """Names of the layers whose weights `torch.nn.utils.parametrizations.spectral_norm` computes."""
+    """Return the names of the layers with `torch.nn.utils.parametrizations.spectral_norm`."""
     found = [name for name, part in module.named_modules() if isinstance(part, _SpectralNorm)]
     return [name.partition(".parametrizations.")[0] for name in found]
 

@@ -425,7 +425,7 @@ def wrap_steps(context: SetupContext, active: ActiveRun, weights: WholeWeights) 
 
 
 def begin_verification(context: SetupContext, run: PipelineRun) -> None:
-    """Compare first batches with those of one process, if the user asks for it."""
+    """Compare the first batches with one process, if the user asks for it."""
     verify = context.settings.verify
     if context.is_fitting and verify.batches:
         verifier = Verifier(verify, context.reference, context.trainer, run, context.settings.seed)

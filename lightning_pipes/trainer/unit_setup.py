@@ -504,7 +504,7 @@ class UnitSetup(ModuleSetup):
         return record_step(module, run, *self._repeated, device, differentiates=self._context.is_manual)
 
     def _step_arguments(self) -> tuple[Any, ...]:
-        """Return what the step takes beside the batch."""
+        """Return the arguments of the step after the batch."""
         return (0,) if is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2) else ()
 
     def _run_without_trace(self, training: bool, work: Callable[[], T]) -> T:

@@ -353,10 +353,10 @@ class BuffersBefore:
         return self._taken[key]
 
     def forget_taken(self) -> None:
-        """Forget what was taken: it is not needed again."""
+        """Forget the buffers that `take_kept` returned."""
         self._taken.clear()
 
     def put_back(self, key: Hashable = None) -> None:
-        """Keep again what was taken with `key`, or with any, for runs that are repeated."""
+        """Keep the buffers of `take_kept` again, of `key` or of all keys, for runs that are repeated."""
         keys = [key] if key is not None else list(self._taken)
         self._kept.update({each: self._taken[each] for each in keys if each in self._taken})

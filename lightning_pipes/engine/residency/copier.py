@@ -74,7 +74,7 @@ class ThreadCopier:
         self._threads: list[threading.Thread] = []
 
     def _queue(self, way: Way) -> queue.SimpleQueue[tuple[int, Callable[[], None]] | None]:
-        """Return the tasks of a way, whose thread begins with the first of them."""
+        """Return the queue of tasks of a way, and start its thread at the first call."""
         if way not in self._tasks:
             tasks = self._tasks[way] = queue.SimpleQueue()
             self._threads.append(threading.Thread(target=self._work, args=(tasks,), name=f"copies {way}", daemon=True))

@@ -75,7 +75,7 @@ class ManualLoop(TrainingLoop):
 
     @contextmanager
     def _paused_calls(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Have what the step calls besides its modules run in pauses, on each stage with its own weights."""
+        """Run optimizers, schedulers and clipping of the step in pauses, on each stage with its own weights."""
         run = self._run
         scope, module = run.cut.scope, run.cut.module
 
@@ -114,7 +114,7 @@ class ManualLoop(TrainingLoop):
 
 @contextmanager
 def idle_optimizers(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
-    """In the block steps of optimizers and schedulers change nothing, and backward is torch's own."""
+    """Switch off steps of optimizers and schedulers in the block; backward is torch's own."""
 
     def step(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
         return None if closure is None else closure()

@@ -379,7 +379,7 @@ class PipelineRun:
         step.weights = self.loss_weights.weigh_batch(step.batch, step.rows, [span for span in spans if span.rows])
 
     def results_for_last_rank(self, step: TrainingStep) -> dict[Span, StepResult]:
-        """Return the step's results for the samples of this rank, if another rank shares those of the whole batch.
+        """Return the step's results for the samples of this rank, if ranks share the samples of a batch.
 
         Raises:
             PipelineError: the step logs a metric, whose state has the samples of this rank alone.

@@ -48,7 +48,7 @@ def check_run(module: pl.LightningModule, trainer: pl.Trainer, background: bool)
 
 
 def check_precision(plugin: Precision) -> None:
-    """Raise PipelineError for a plugin whose processes have to run the same layers."""
+    """Raise PipelineError for a plugin that needs the same layers on all processes."""
     if isinstance(plugin, TransformerEnginePrecision):
         raise PipelineError(
             f"{type(plugin).__name__} can't be used in a pipeline: Transformer Engine reduces the largest values of "

@@ -24,7 +24,7 @@ NamedParameter = tuple[str, torch.Tensor]
 
 
 def check_momentum(optimizers: Iterable[Optimizer], schedule: str) -> None:
-    """Refuse optimizers whose updates can't be predicted.
+    """Refuse optimizers without momentum, and others with updates that can't be predicted.
 
     Raises:
         PipelineError: one has no momentum, or is none that `predict_change` knows.

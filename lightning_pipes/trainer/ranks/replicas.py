@@ -45,7 +45,7 @@ def gather_whole(tree: Any) -> Any:
 
 
 def gather_uneven(tree: Any) -> Any:
-    """Return a tree with whole tensors in place of those whose shards are no boxes. Collective as `gather_whole`.
+    """Return a tree with whole tensors in place of unevenly sharded ones. Collective as `gather_whole`.
 
     These are sharded unevenly over two dimensions of the mesh along one axis.
     """

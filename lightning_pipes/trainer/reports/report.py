@@ -107,7 +107,10 @@ class PipelineReport:
         about = about or RunInfo()
         rounds = list(zip(*windows, strict=True))
         if not rounds:
-            raise PlanError("there is nothing to report: no batch was trained with this strategy")
+            raise PlanError(
+                "there is nothing to report: no batch was trained by a schedule of this strategy. Manual optimization "
+                "has no timeline, as stages take turns"
+            )
         rounds = [round_ for round_ in rounds if round_[0].plan.layers == rounds[-1][0].plan.layers]
         counts = Counter(id(round_[0].plan) for round_ in rounds)
         common = counts.most_common(1)[0][0]

@@ -58,7 +58,7 @@ class BatchEnd:
         return values, Trace(units, first.keys, first.shared)
 
     def split_gradients(self, joined: Crossing, crossings: Sequence[Crossing]) -> list[list[torch.Tensor | None]]:
-        """Return the gradients of the values of each micro-batch, from those of the joined ones."""
+        """Split the gradients of joined values into those of each micro-batch."""
         values, trace = joined
         axes = {m.key: a for done, of in zip(trace.units, self.axes, strict=False) for m, a in _made(done, of)}
         found: list[list[torch.Tensor | None]] = [[] for _ in crossings]
@@ -191,7 +191,7 @@ def _join_units(number: int, dones: Sequence[Done], axes: Axes, known: dict[int,
 
 
 def _resize(made: Made, shape: tuple[int, ...]) -> Made:
-    """Return the same value with another shape, whose axes are in the same order in memory."""
+    """Return the same value with another shape; the order of its axes in memory stays."""
     strides, step = [0] * len(shape), 1
     for axis in sorted(range(len(shape)), key=lambda at: (made.stride[at], -at)):
         strides[axis], step = step, step * max(shape[axis], 1)

@@ -155,7 +155,7 @@ class Borders:
 def merge_units(
     module: nn.Module, record: StepRecord, starts: Sequence[int], hidden: Collection[str]
 ) -> dict[str, nn.Module]:
-    """Return the modules whose calls can be units where a record is cut in front of `starts`, by path.
+    """Return the modules, by path, that can be units if a record is cut in front of `starts`.
 
     These are the largest that no border divides, that leave nothing in attributes, and that log nothing.
     """

@@ -176,7 +176,7 @@ class UnitCut(CutModule):
             self._set_parameters((live, live) for live, _ in shown)
 
     def _set_parameters(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
-        """Put parameters in the places of those of this rank; modules may keep lists of their own, as nn.LSTM."""
+        """Show other parameters in place of this rank's; modules may keep lists of their own, as nn.LSTM."""
         for live, shown in pairs:
             for owner, name in self._owners[id(live)]:
                 setattr(owner, name, shown)

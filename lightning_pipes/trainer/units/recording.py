@@ -314,7 +314,7 @@ def _record(
 
 
 def _attributes(part: nn.Module) -> dict[str, tuple[Any, list[Any]]]:
-    """Return what a module holds, and what that holds."""
+    """Return the attributes of a module by name, each with its entries."""
     own = vars(part).items()
     return {name: (value, _entries(value)) for name, value in own if name not in ("_parameters", "_modules")}
 
