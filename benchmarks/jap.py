@@ -76,7 +76,7 @@ def methods(problem: ArrayProblem, seconds: float, genetic: bool) -> dict[str, A
         "algorithm 1": solve_array(problem, "algorithm 1"),
         **({f"genetic {1.5 * seconds:g} s": solve_array(problem, "genetic", limit(1.5 * seconds))} if genetic else {}),
         "longest first": solve_array(problem, "longest first"),
-        "order_first_batches": solve_array(problem, "order_first_batches"),
+        "pyramid": solve_array(problem, "pyramid"),
         f"search {0.1 * seconds:g} s": solve_array(problem, "search", limit(0.1 * seconds)),
         f"search {seconds:g} s": solve_array(problem, "search", limit(seconds)),
     }

@@ -69,7 +69,7 @@ class Turns(Protocol):
 AHEAD = 2
 """Batches that are known before they begin where layers take turns: those of one are brought while another runs."""
 _AFTER = SENDS | {Kind.STEP}
-"""Runs what follows a computation at once."""
+"""Kinds of instructions that run at once after a computation."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Engine:
             self._memory.look_ahead()
 
     def progress(self, wait: bool = True) -> bool:
-        """Runs what can be run for the batches injected so far; says whether anything was.
+        """Run the instructions that can run for the batches injected so far; return whether any did.
 
         With `wait` it returns when all of them are through as far as the order allows without another batch, else
         when it would have to wait for a message; and before that where the order asks for another batch.
@@ -277,7 +277,7 @@ class Engine:
         self._give_versions(self.plan)
 
     def evaluate(self, item: Item, micro_batches: int | None = None) -> list[tuple[Span, Any]]:
-        """Forward only, without gradients: what the last stage returned per span; empty on ranks without it.
+        """Run forward only, without gradients; return the output of the last stage by span, empty on ranks without it.
 
         Any number of samples will do.
 

@@ -51,10 +51,8 @@ class SubnetStream(Iterable[Subnet]):
         if self.n_reported < needed:
             raise InputError(
                 f"subnet {number} depends on the results of the {needed} before, and {self.n_reported} were reported. "
-                f"In a "
-                "Trainer give it the callback ExplorerFeedback(stream), and loaders that know their length; in a loop "
-                "of your "
-                "own call stream.report_loss(subnet, loss)"
+                "In a Trainer give it the callback ExplorerFeedback(stream), and loaders that know their length; in a "
+                "loop of your own call stream.report_loss(subnet, loss)"
             )
         found = self.explorer.choose_subnet(number) if self.explorer.instant else self._choose_with_timeout(number)
         choices = self.explorer.space.check(found)

@@ -22,7 +22,7 @@ from lightning_pipes.trainer.loop.manual import ManualLoop
 from lightning_pipes.trainer.loop.run import PipelineRun, TrainingLoop
 from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.loop.synchronous import SynchronousLoop
-from lightning_pipes.trainer.module.checks import check_run, equal_weights, warn_about_pieces
+from lightning_pipes.trainer.module.checks import check_run, equalize_weights, warn_about_pieces
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_optimizers
 from lightning_pipes.trainer.module.optimizer_shards import OptimizerShards, check_shardable
 from lightning_pipes.trainer.module.optimizers import (
@@ -73,7 +73,7 @@ def prepare(context: SetupContext) -> None:
         PlanError, PipelineError: the module, the settings or the schedule don't go together.
     """
     check_arguments(context)
-    weights = compare_weights(context)
+    weights = share_weights(context)
     parameter_names = make_optimizers(context)
     setup = choose_setup(context, weights)
     deferred = DeferredWeights(context.module, setup.path)
@@ -95,7 +95,7 @@ def check_arguments(context: SetupContext) -> None:
     check_same_arguments(describe_arguments(context.request, context.settings), context.ranks.control)
 
 
-def compare_weights(context: SetupContext) -> WholeWeights:
+def share_weights(context: SetupContext) -> WholeWeights:
     """Give all ranks the weights of rank 0, and return how they have them.
 
     Sharded parameters outside of the container that is cut are gathered.
@@ -105,7 +105,7 @@ def compare_weights(context: SetupContext) -> WholeWeights:
     if is_sharded:
         check_shards(module, session.replicas.mesh)
         check_sharded_run(context)
-    is_spread = equal_weights(module, control, session.replicas if is_sharded else None)
+    is_spread = equalize_weights(module, control, session.replicas if is_sharded else None)
     path = choose_container(context) if is_sharded else None
     if path is not None:
         unshard_outside(module, path)
@@ -123,7 +123,8 @@ def check_sharded_run(context: SetupContext) -> None:
         f"schedule {schedule.name!r} steps stages apart": not schedule.flushes,
         "shard_optimizer=True shards states that are sharded already": settings.shard_optimizer,
         "replan moves layers, whose shards stay with their ranks": request.replanner is not None,
-        "partition and loss cut by units": names_modules(request.partition) or settings.loss == BATCH,
+        "partition names modules, which cuts by units": names_modules(request.partition),
+        "loss='batch' cuts by units": settings.loss == BATCH,
         "verify trains in one plain process, which has no shards": bool(settings.verify.batches),
         "siblings of a job array share the ranks": context.shares_ranks,
     }
@@ -385,7 +386,7 @@ def activate_run(context: SetupContext, setup: ModuleSetup, decision: Decision, 
     """Give the run what looks after it, and return both."""
     host, ranks, links, patches = context.host, context.ranks, context.links, context.patches
     at_once = context.writing.at_once
-    stops = StopAgreement(context.trainer, ranks.control, at_once, lambda: links.is_ended_by_peer, patches)
+    stops = StopAgreement(context.trainer, ranks.control, at_once, lambda: links.is_terminated_by_signal, patches)
     prediction, holdings = None, run.part.holdings
     if context.is_fitting:
         stays = bool(holdings.tied) or context.shares_ranks

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from lightning_pipes.ir import Kind, Plan, Span
 from lightning_pipes.planning.replanning import Observation
 from lightning_pipes.strategies.dynpipe.partitions import Cuts, spans_of
-from lightning_pipes.strategies.dynpipe.repartition import Windows
+from lightning_pipes.strategies.dynpipe.repartition import WindowReplay
 
 Array = npt.NDArray[np.float64]
 BETTER = 0.002
@@ -87,7 +87,7 @@ class History:
         looks: the last ones, of this plan and earlier ones, the oldest first.
     """
 
-    def __init__(self, windows: Windows, cuts: Cuts, looks: Sequence[tuple[Plan, Observation]]) -> None:
+    def __init__(self, windows: WindowReplay, cuts: Cuts, looks: Sequence[tuple[Plan, Observation]]) -> None:
         now = windows.now
         were = np.array([[0, *(span.stop for span in plan.layers)] for plan, _ in looks], np.int64)
         plans, which = np.unique(were, axis=0, return_inverse=True)

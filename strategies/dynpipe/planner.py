@@ -21,7 +21,7 @@ from lightning_pipes.strategies.dynpipe.repartition import (
     WHOLE,
     PartitionChange,
     Search,
-    Windows,
+    WindowReplay,
     find_partition,
     partitions_of,
     partitions_that_free,
@@ -201,10 +201,10 @@ class DynPlanner(EvenPlanner):
         pays = (old - new > self.gain * old) & ((old - new) * left > waits * old)
         return wanted if pays.all() else None
 
-    def _windows(self, looks: Sequence[tuple[Plan, Observation]], seen: Problem, order: Program) -> Windows:
+    def _windows(self, looks: Sequence[tuple[Plan, Observation]], seen: Problem, order: Program) -> WindowReplay:
         assert seen.profile is not None
         each = [Situation(seen.profile, plan, look, seen.deployment, self.predictor) for plan, look in looks]
-        return Windows(each, order)
+        return WindowReplay(each, order)
 
     def _changed(self, looks: Sequence[Observation], seen: Problem) -> bool:
         """Return whether some stage takes another time than in a look before, by a share that could matter, or there

@@ -62,8 +62,8 @@ class Search:
 WHOLE = Search()
 
 
-class Windows:
-    """Predicted steps of partitions, from measured windows of one plan.
+class WindowReplay:
+    """Replays measured windows of one plan with layers placed otherwise.
 
     Args:
         situations: one of each window, the oldest first.
@@ -111,7 +111,7 @@ class Windows:
         return np.asarray(replay.step_seconds(durations, self._overhead).mean(axis=1))
 
 
-def find_partition(windows: Windows, cuts: Cuts, least: float = 0.0) -> PartitionChange | None:
+def find_partition(windows: WindowReplay, cuts: Cuts, least: float = 0.0) -> PartitionChange | None:
     """Return the partition with the shortest steps in these windows, on the average (DynPipe, S V-B1, Algorithm 2,
     Repartition); None where there is none, or none can save more than the share `least` of a step.
 
@@ -134,7 +134,7 @@ def find_partition(windows: Windows, cuts: Cuts, least: float = 0.0) -> Partitio
 
 
 def partitions_of(
-    windows: Windows,
+    windows: WindowReplay,
     deployment: Deployment | None = None,
     tied: Sequence[Sequence[int]] = (),
     search: Search = WHOLE,
@@ -155,7 +155,7 @@ def partitions_of(
 
 
 def partitions_that_free(
-    windows: Windows,
+    windows: WindowReplay,
     short: Mapping[int, float],
     reserve: float,
     deployment: Deployment | None = None,

@@ -1,4 +1,4 @@
-"""Which k, with which micro-batches, fit the memory; and what else does what a larger k does."""
+"""Candidates of the tuner: each k with the largest micro-batches that fit, and other schedules for slow links."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Choices:
     Attributes:
         rows: samples of the batch.
         stages: the options of each.
-        links: of each link the options of its two directions; `Option.forward` and `forward_time` say all.
+        links: of each link the options of its two directions; `CutOption.forward` and `forward_time` say all.
         least: the fewest samples of a chunk: a shorter last one joins the one before it, at the price of one.
     """
 

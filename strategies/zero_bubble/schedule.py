@@ -38,9 +38,9 @@ class ZeroBubble(Schedule):
 
     `extra[s]` more micro-batches are under way between the stages s and s + 1: stage s runs p - s forwards before its
     first I, as 1F1B does, and as many more as all links after it have extra. Every stage then holds as many as the
-    first one has ahead; what a later one has not, its W stay behind. One more for each link is the paper's ZB-H2, which
-    holds 2 p - 1. More over slow links hides them, as in `PerLink`, and what is still to be done when the last gradient
-    goes back are W, which wait for no message.
+    first one has ahead; a later stage, with fewer ahead, reaches that by delaying its W. One more for each link is the
+    paper's ZB-H2, which holds 2 p - 1. More over slow links hides them, as in `PerLink`. What is still to be done when
+    the last gradient goes back are W, which wait for no message.
 
     Where there is not that much room, or more, `limits[s]` are the samples that stage s may hold between F and W: fewer
     forwards ahead where they are too many, and W that stay further behind where more fit.

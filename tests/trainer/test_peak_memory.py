@@ -65,7 +65,7 @@ def phases(rank: int, width: int, rows: int, unit: int) -> dict[str, tuple[float
 
             patch.setattr(owner, name, watched)
 
-        watch(setup, "equal_weights", "setup")
+        watch(setup, "equalize_weights", "setup")
         watch(layer_profiler.LayerProfiler, "profile", "measuring")
         watch(setup, "decide", "trial")
         watch(module_setup, "CutModule", "cut")

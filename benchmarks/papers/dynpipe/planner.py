@@ -34,7 +34,7 @@ from lightning_pipes.strategies.dynpipe import DynPlanner
 from lightning_pipes.strategies.dynpipe.choosing import choose_stages, least_seconds, paper_seconds, true_seconds
 from lightning_pipes.strategies.dynpipe.meshes import Pricing
 from lightning_pipes.strategies.dynpipe.planner import move_seconds
-from lightning_pipes.strategies.dynpipe.repartition import Windows, find_partition, partitions_of
+from lightning_pipes.strategies.dynpipe.repartition import WindowReplay, find_partition, partitions_of
 from lightning_pipes.strategies.dynpipe.situation import Situation
 from lightning_pipes.strategies.dynpipe.theory import Iterations
 
@@ -142,7 +142,7 @@ def train(world: Neighbourhood, batches: int, every: int, decide: Decide, wait: 
 def best_plan(world: Neighbourhood, plan: Plan, first: int, batches: int) -> Plan:
     """The fastest partition for these batches, known beforehand."""
     situation = Situation(world.profile, plan, world.observe_window(plan, first, batches), world.deployment)
-    windows = Windows([situation], world.order(plan))
+    windows = WindowReplay([situation], world.order(plan))
     change = find_partition(windows, partitions_of(windows, world.deployment))
     return plan if change is None or change.new[0] >= change.old[0] else replace(plan, layers=change.layers)
 

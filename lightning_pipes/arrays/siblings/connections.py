@@ -64,7 +64,7 @@ class SiblingConnections(Connections):
 
     @property
     @override
-    def is_ended_by_peer(self) -> bool:
+    def is_terminated_by_signal(self) -> bool:
         return self.sibling.array.is_terminated
 
     @override
@@ -284,7 +284,7 @@ def _difference(first: Structure, own: Structure, index: int) -> str:
         if name not in own:
             return f"has no parameter {name}, which sibling {index} has"
         if name not in first:
-            return f"has a parameter {name}, which sibling {index} has not"
+            return f"has a parameter {name}, which sibling {index} does not have"
         if first[name] != own[name]:
             return (
                 f"has {name} of shape {own[name][0]} and {own[name][1]}, sibling {index} has {first[name][0]} and "

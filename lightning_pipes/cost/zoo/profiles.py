@@ -120,7 +120,7 @@ def named_profile(
     optimizer: str = "adam",
     recompute: bool = False,
 ) -> ModelProfile:
-    """Return the costs of the layers of the model `name` on `device`, by formula; see `zoo.shapes` and `zoo.chips`.
+    """Return the costs of the layers of the model `name` on `device`, by formula; see `zoo.shapes` and `Chip`.
 
     Weights, gradients and activations are of type `dtype`; what the optimizer keeps is float32, with a copy of the
     weights where they are smaller.

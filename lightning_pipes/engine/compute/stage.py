@@ -35,9 +35,9 @@ MIXING = (BatchNorm,)
 
 
 class SampleIndependenceCheck:
-    """Checks one such forward: each sample's output must not depend on the other samples.
+    """Checks that no sample's output depends on other samples, in a forward that runs again in parts for its backwards.
 
-    Otherwise its gradient would belong to an output that the next stage never received.
+    Otherwise a gradient would belong to an output that the next stage never received.
 
     Args:
         stage: the number of the stage.

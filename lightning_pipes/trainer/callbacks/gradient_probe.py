@@ -22,7 +22,7 @@ class GradientProbe(pl.Callback):
     every step the gradient of one and the same batch, the first, is taken with the weights as they are; this does
     nothing to the training itself: gradients, buffers, random numbers and logs stay as they were.
 
-        constants = Constants.estimated(probe.loss, probe.probes)
+        constants = Constants.from_probes(probe.loss, probe.probes)
 
     Attributes:
         loss: of the first batch before training.

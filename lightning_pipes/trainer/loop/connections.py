@@ -51,7 +51,7 @@ class Connections:
         return True
 
     @property
-    def is_ended_by_peer(self) -> bool:
+    def is_terminated_by_signal(self) -> bool:
         """Whether this process got SIGTERM, and the Trainer has no handler for it."""
         return False
 

@@ -60,7 +60,7 @@ class Interceptor:
         return self._answer is not None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the call of the pipelined module, as made by the user's step.
+        """Answer the call of the pipelined module by the user's step.
 
         Raises:
             PipelineError: no step is running, it is the step's second call, or it has not one positional argument.
@@ -80,7 +80,7 @@ class Interceptor:
         return self.call_layers(args[0])
 
     def call_layers(self, x: Any) -> Any:
-        """Return the call of the layers with `x`; what they return.
+        """Answer the call of the layers with `x`.
 
         Raises:
             PipelineError: it is the step's second call.

@@ -188,7 +188,7 @@ def broadcast_random_state(control: Control, device: torch.device) -> None:
     set_random_state(control.broadcast(random_state(device), control.ranks[0]), device)
 
 
-def equal_weights(module: pl.LightningModule, control: Control, replicas: Replicas | None = None) -> bool:
+def equalize_weights(module: pl.LightningModule, control: Control, replicas: Replicas | None = None) -> bool:
     """Give all ranks the parameters and buffers of rank 0, except tensors on `meta` on any rank.
 
     Of sharded parameters each rank has the shards of the first stage's ranks, and of the first replica where replicas

@@ -184,7 +184,7 @@ class LayerLoop:
         return self._stand_ins if self._running() else None
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the call of one layer, as made by the user's step.
+        """Answer the call of one layer by the user's step, with its stand-in.
 
         Raises:
             PipelineError: no step is running, layers are skipped or called out of order, or their arguments can't

@@ -270,7 +270,7 @@ class CutModule:
             )
 
     def check_arrival(self, layer: int) -> None:
-        """Whether a layer can come here.
+        """Check that a layer can move to this rank.
 
         Raises:
             PlanError: see `Absent.check`.

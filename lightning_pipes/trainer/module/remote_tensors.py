@@ -277,7 +277,7 @@ class RemoteParameters:
         self._scope = scope
 
     def check(self, layer: int) -> None:
-        """Whether a layer can come back.
+        """Check that a layer can move back to this rank.
 
         Raises:
             PlanError: code of the user's has copied it, and the values of the copy are on the rank that has the layer.

@@ -56,8 +56,8 @@ def check_callbacks(
                 raise PipelineError(f"{name} can't {what} {setting}, or {otherwise}")
         if isinstance(callback, cb.StochasticWeightAveraging) and callback.pl_module_contains_batch_norm(module):
             raise PipelineError(
-                f"{name} measures batch normalisation anew in an epoch without backwards, which a pipeline has not; "
-                "use WeightAveraging, which averages these buffers, too"
+                f"{name} measures batch normalisation anew in an epoch without backwards, which a pipeline does not "
+                "run; use WeightAveraging, which averages these buffers, too"
             )
 
 

@@ -195,7 +195,7 @@ class Plans:
         made._verified = now.rows  # it orders whole micro-batches as before
         rank_zero_info(
             f"Ranks of stages share out a batch of {now.rows} samples as {list_shares(made.for_rows(now.rows)[0])} "
-            f"from now on, instead of {list_shares(plan)}, for so fast are they"
+            f"from now on, instead of {list_shares(plan)}, by their measured speed"
         )
         return made
 

@@ -72,7 +72,7 @@ class LocalLayers:
         return {number: self.cut.full[number] for number in range(*self.holdings.layers[stage])}
 
     def check(self, layers: Sequence[Span]) -> None:
-        """Whether the stages can have these layers.
+        """Check that the stages can have these layers.
 
         Raises:
             PlanError: see `Holdings.moves`; or siblings share this rank, whose memory holds the layers of each.
@@ -156,7 +156,7 @@ class LocalLayers:
             complete_gradient(parameter)
 
     def group_of(self, optimizer: int, layer: int, name: str) -> int | None:
-        """Return the group in which an optimizer has a parameter, wherever that is; None if it has it not.
+        """Return the group in which an optimizer has a parameter, wherever that is; None if it does not have it.
 
         Args:
             name: of the parameter in the layer.

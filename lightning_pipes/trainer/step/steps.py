@@ -273,11 +273,11 @@ class Steps:
     runs_whole_evaluation: ClassVar[bool] = False
     """Whether the stages run an evaluation step as a whole, each its part; else around the layers."""
     ends_whole = False
+    """Whether the loss is computed once for all samples of a batch."""
     may_skip_batches = False
     """Whether a training step may return None, by which Lightning skips the batch."""
     joint: Any = None
     """Runs steps that call backward themselves, on all stages together; see `JointStep`."""
-    """Whether the loss is computed once for all samples of a batch."""
     show_version: Callable[[WeightVersion], AbstractContextManager[None]] | None = None
     """See `Stage`."""
 
@@ -313,7 +313,95 @@ class Steps:
 
     def stage_body(self, number: int) -> Body:
         """Return the function that stage `number` runs for each micro-batch."""
-        return self._last if number == self._stages - 1 else self._first if number == 0 else self._middle
+        if number == self._stages - 1:
+            return self._run_last_stage
+        return self._run_middle_stage if number else self._run_first_stage
+
+    def _run_first_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
+        """Run the user's step for one micro-batch up to its call of the layers, then this stage's layers."""
+        data = item.data
+        if isinstance(data, EvaluationBatch):
+            with data.context():
+                return self._run_and_pack(stage, item, span, _samples(data, span, item.rows))
+        last_run = stage.recomputing if stage.recompute else not self._both_ends
+        self.state.restore_state()
+        with self.step_context(), data.state:
+            stage.seed_user_code(item, span, BEFORE_LAYERS)
+            part = data.select_samples(span)
+            step = named_step(self._module, "training_step")
+            with recorded(self._module):  # the last stage logs
+                try:
+                    x = self._interceptor.capture(step, part if last_run else copy_batch(part), *data.arguments)
+                except Exception as error:
+                    run = partial(self._interceptor.capture, step)
+                    self._refuse_if_cut(error, item, span, lambda batch, rows: run(batch, *data.arguments))
+                    raise
+            if data.entered is not None:
+                data.keep_entering(stage.number, span, x)
+            return self._run_and_pack(stage, item, span, x)
+
+    def _run_middle_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
+        """Run this stage's layers for one micro-batch."""
+        data = item.data
+        context = data.context if isinstance(data, EvaluationBatch) else self.step_context
+        if isinstance(data, TrainingBatch) and data.entered is not None:
+            data.keep_entering(stage.number, span, unpack_message(received)[0])
+        self.state.restore_state()
+        with context():
+            return self._run_and_pack(stage, item, span, received)
+
+    def _run_last_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
+        """Run the user's whole step for one micro-batch; this stage's output answers its call of the layers."""
+        data = item.data
+        if isinstance(data, EvaluationBatch):
+            x = _samples(data, span, item.rows) if stage.number == 0 else received
+            self.state.restore_state()
+            with data.context():
+                out, data.left[span] = self._run_layers(stage, item, span, x)
+                self.left.forget_lists(data.left[span])
+                self.left.take_back()
+                return out
+
+        if data.weights is not None:
+            data.weights.join_replicas()
+            if data.weights.undecided and data.kept is None:
+                data.keep_copy()
+        y: Any = None
+        failed_inside = False
+
+        def answer(x: Any) -> Any:
+            nonlocal y, failed_inside
+            entering = x if stage.number == 0 else received
+            if data.entered is not None:
+                data.keep_entering(stage.number, span, unpack_message(entering)[0])
+            failed_inside = True
+            y, left = self._run_layers(stage, item, span, entering)
+            if left and span.rows < item.rows:
+                self.left.warn_of_overlap(left)
+            failed_inside = False
+            if data.kept is not None:
+                data.kept.keep_microbatch(span, unpack_message(entering)[0], y)
+                data.kept.left[span] = left
+            stage.seed_user_code(item, span, AFTER_LAYERS)
+            return y
+
+        self.state.restore_state()
+        with self.step_context(), data.state:
+            stage.seed_user_code(item, span, BEFORE_LAYERS)
+            part = data.select_samples(span)
+            if self._recomputes_first:
+                part = copy_batch(part)
+            with recorded(self._module) as logged, self.state.watch_step(cut=span.rows < item.rows):
+                step, apart = named_step(self._module, "training_step"), stage.number > 0
+                try:
+                    out = self._interceptor.run_with_answer(step, answer, part, *data.arguments, apart=apart)
+                except Exception as error:
+                    if not failed_inside:
+                        self._refuse_if_cut(error, item, span, partial(self._run_again, step, item, span, y))
+                    raise
+        self.left.end_step(span)
+        self.state.note_microbatch(span)
+        return self.scaled_loss(item, span, out, logged, tensors_in(y), partial(self._distinguish_batches, stage, item))
 
     def begin_batch(self, training: bool = True) -> None:
         """Take the state that the module and its layers have now for that with which each micro-batch begins."""
@@ -475,89 +563,6 @@ class Steps:
             if draws is not None:
                 draws.stop()
         return out
-
-    def _first(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
-        data = item.data
-        if isinstance(data, EvaluationBatch):
-            with data.context():
-                return self._run_and_pack(stage, item, span, _samples(data, span, item.rows))
-        last_run = stage.recomputing if stage.recompute else not self._both_ends
-        self.state.restore_state()
-        with self.step_context(), data.state:
-            stage.seed_user_code(item, span, BEFORE_LAYERS)
-            part = data.select_samples(span)
-            step = named_step(self._module, "training_step")
-            with recorded(self._module):  # the last stage logs
-                try:
-                    x = self._interceptor.capture(step, part if last_run else copy_batch(part), *data.arguments)
-                except Exception as error:
-                    run = partial(self._interceptor.capture, step)
-                    self._refuse_if_cut(error, item, span, lambda batch, rows: run(batch, *data.arguments))
-                    raise
-            if data.entered is not None:
-                data.keep_entering(stage.number, span, x)
-            return self._run_and_pack(stage, item, span, x)
-
-    def _middle(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
-        data = item.data
-        context = data.context if isinstance(data, EvaluationBatch) else self.step_context
-        if isinstance(data, TrainingBatch) and data.entered is not None:
-            data.keep_entering(stage.number, span, unpack_message(received)[0])
-        self.state.restore_state()
-        with context():
-            return self._run_and_pack(stage, item, span, received)
-
-    def _last(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
-        data = item.data
-        if isinstance(data, EvaluationBatch):
-            x = _samples(data, span, item.rows) if stage.number == 0 else received
-            self.state.restore_state()
-            with data.context():
-                out, data.left[span] = self._run_layers(stage, item, span, x)
-                self.left.forget_lists(data.left[span])
-                self.left.take_back()
-                return out
-
-        if data.weights is not None:
-            data.weights.join_replicas()
-            if data.weights.undecided and data.kept is None:
-                data.keep_copy()
-        y: Any = None
-        failed_inside = False
-
-        def answer(x: Any) -> Any:
-            nonlocal y, failed_inside
-            entering = x if stage.number == 0 else received
-            if data.entered is not None:
-                data.keep_entering(stage.number, span, unpack_message(entering)[0])
-            failed_inside = True
-            y, left = self._run_layers(stage, item, span, entering)
-            if left and span.rows < item.rows:
-                self.left.warn_of_overlap(left)
-            failed_inside = False
-            if data.kept is not None:
-                data.kept.keep_microbatch(span, unpack_message(entering)[0], y)
-                data.kept.left[span] = left
-            stage.seed_user_code(item, span, AFTER_LAYERS)
-            return y
-
-        self.state.restore_state()
-        with self.step_context(), data.state:
-            stage.seed_user_code(item, span, BEFORE_LAYERS)
-            part = data.select_samples(span)
-            if self._recomputes_first:
-                part = copy_batch(part)
-            with recorded(self._module) as logged, self.state.watch_step(cut=span.rows < item.rows):
-                step, apart = named_step(self._module, "training_step"), stage.number > 0
-                try:
-                    out = self._interceptor.run_with_answer(step, answer, part, *data.arguments, apart=apart)
-                except Exception as error:
-                    if not failed_inside:
-                        self._refuse_if_cut(error, item, span, partial(self._run_again, step, item, span, y))
-                    raise
-        self.left.end_step(span)
-        self.state.note_microbatch(span)
-        return self.scaled_loss(item, span, out, logged, tensors_in(y), partial(self._distinguish_batches, stage, item))
 
     @staticmethod
     def _distinguish_batches(stage: Stage, item: Item) -> None:

@@ -22,7 +22,7 @@ class Model(ABC):
     name: ClassVar[str]
 
     def fit(self, rows: Array, ratios: Array, seed: int = 0) -> Self:
-        """Itself, having learned that these rows had these ratios."""
+        """Learn the ratios of these rows, and return this predictor."""
         return self
 
     @abstractmethod
@@ -101,8 +101,10 @@ class Predictor:
         return cls(Forest.load(path))
 
     def predict(self, rows: Sequence[tuple[Mapping[str, float], HostedStage]]) -> Predicted:
-        """Return all rows in one call, see `planning.replanning.Interference`. Equal rows count once, so a whole
-        re-plan may be asked at a time."""
+        """Predict all rows in one call, see `planning.replanning.Interference`.
+
+        Equal rows count once, so a whole re-plan may be asked at a time.
+        """
         places: dict[tuple[int, HostedStage], int] = {}
         index = np.array([places.setdefault((id(device), stage), len(places)) for device, stage in rows], np.intp)
         first: dict[int, tuple[Mapping[str, float], HostedStage]] = {}

@@ -296,7 +296,7 @@ def anneal_places(blocks, chance, begin, end, mean, now, before, best, urgency, 
 
 
 def shift_block(sequence, place, source, to):
-    """Return the block at `source` comes to `to`; those between make room."""
+    """Move the block at `source` to `to`; those between make room."""
     o = sequence[source]
     step = 1 if to > source else -1
     for i in range(source, to, step):
@@ -371,8 +371,10 @@ def exchange_blocks(blocks, chance, begin, end, order, value, best_sequence, pat
 
 
 def one_machine(count, head, busy, tail):
-    """Return when blocks end that a stage may interrupt: block i can begin at head[i], and has tail[i] to go after
-    it."""
+    """Return when the blocks of a stage end if it may interrupt them (Jackson).
+
+    Block i can begin at head[i], and needs tail[i] after its end.
+    """
     coming = [(0, 0)]
     coming.pop()
     for i in range(count):

@@ -142,7 +142,8 @@ def _before(problem: ArrayProblem) -> np.ndarray:
 
 def solve_as_printed(problem: ArrayProblem) -> ArraySolution:
     """Return the paper's branch and bound (S IV-B, Algorithm 1): block by block it commits to the one with the least
-    bound, the last of equals, and never returns; so nothing says that the result is best. See `branch` for a search.
+    bound, the last of equals, and never returns; so nothing says that the result is best. See `branch_and_bound` for a
+    search.
 
     Read with its sets made anew at each block, which the print forgets. The bound of a stage is that of interrupted
     blocks (Jackson): the exact 1|r_j|L_max is NP-hard.

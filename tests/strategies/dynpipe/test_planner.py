@@ -27,7 +27,7 @@ from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, HostedStage, O
 from lightning_pipes.sim import makespan
 from lightning_pipes.strategies.dynpipe import DynPipe, DynPlanner
 from lightning_pipes.strategies.dynpipe.planner import move_seconds
-from lightning_pipes.strategies.dynpipe.repartition import Windows
+from lightning_pipes.strategies.dynpipe.repartition import WindowReplay
 from lightning_pipes.strategies.dynpipe.situation import Situation
 from tests.cases import for_each
 
@@ -208,7 +208,7 @@ def predict(problem: Problem, plan: Plan, other: Plan) -> float:
     assert problem.profile is not None
     situations = [Situation(problem.profile, plan, seen, problem.deployment) for seen in problem.seen]
     assert isinstance(problem.schedule, Schedule)
-    return float(np.mean(Windows(situations, problem.schedule.program(plan)).predict_change(other.layers).new))
+    return float(np.mean(WindowReplay(situations, problem.schedule.program(plan)).predict_change(other.layers).new))
 
 
 class TestNothingMoves:

@@ -12,7 +12,7 @@ from lightning_pipes.cost import Link
 from lightning_pipes.ir import Kind
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.strategies.dynpipe.partitions import all_partitions, spans_of
-from lightning_pipes.strategies.dynpipe.repartition import Windows, step_bounds
+from lightning_pipes.strategies.dynpipe.repartition import WindowReplay, step_bounds
 from lightning_pipes.strategies.dynpipe.situation import Situation
 from tests.cases import for_each
 
@@ -37,7 +37,7 @@ def test_no_partition_is_faster_than_its_bound(name: str, ranks: int, slow: floa
     plan = at.plan()
     every = all_partitions(range(1, 9), plan.n_stages, 9)
     situation = Situation(at.profile, plan, at.observe_window(plan, 0, 12), at.deployment)
-    windows = Windows([situation], at.order(plan))
+    windows = WindowReplay([situation], at.order(plan))
     endless = not at.schedule.flushes
     bounds = step_bounds(situation.mean_durations(every), plan, endless)
     true = windows.mean_step(every)
@@ -53,7 +53,7 @@ def test_another_partition_is_priced_as_it_turns_out() -> None:
         plan = at.plan()
         situation = Situation(at.profile, plan, at.observe_window(plan, 0, 4), at.deployment)
         every = all_partitions(range(1, 9), plan.n_stages, 9)[:20]
-        predicted = Windows([situation], at.order(plan)).mean_step(every)
+        predicted = WindowReplay([situation], at.order(plan)).mean_step(every)
         for cuts, seconds in zip(every, predicted, strict=True):
             other = at.plan(spans_of(cuts))
             assert seconds == pytest.approx(float(at.steps(other, 0, 4).mean()), rel=1e-6)
