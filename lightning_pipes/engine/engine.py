@@ -131,8 +131,8 @@ class Engine:
         self._predictor: PredictorChoice | None = None
         self._stash: VersionMemory | None = None
         self.plan = plan
-        self._take(plan, stages)
-        self._program = self._lowered(plan, order)
+        self._set_stages(plan, stages)
+        self._program = self._prepare_order(plan, order)
 
     def adopt(self, plan: Plan, order: Program | Policy, stages: Sequence[Stage] | None = None) -> None:
         """Change to another plan with its stages on the same ranks, or another order, from the next window on.
@@ -154,8 +154,8 @@ class Engine:
         if len(plan.jobs) != len(self.plan.jobs):
             raise PlanError(f"the plan to adopt has {len(plan.jobs)} jobs, the engine {len(self.plan.jobs)}")
         if stages is not None:
-            self._take(plan, stages)
-        self.plan, self._program = plan, self._lowered(plan, order)
+            self._set_stages(plan, stages)
+        self.plan, self._program = plan, self._prepare_order(plan, order)
 
     def inject(self, item: Item) -> None:
         """Add one batch to the window; nothing runs yet.
@@ -369,7 +369,7 @@ class Engine:
         """End the transport; all ranks must call it."""
         self._transport.close()
 
-    def _take(self, plan: Plan, stages: Sequence[Stage]) -> None:
+    def _set_stages(self, plan: Plan, stages: Sequence[Stage]) -> None:
         wanted = {(number, job) for number in plan.stages[self._rank] for job in range(len(plan.jobs))}
         if {(stage.number, stage.job) for stage in stages} != wanted:
             got = sorted((stage.number, stage.job) for stage in stages)
@@ -461,7 +461,7 @@ class Engine:
             raise
         window.order.mark_done(i)
 
-    def _lowered(self, plan: Plan, order: Program | Policy) -> Program | Policy:
+    def _prepare_order(self, plan: Plan, order: Program | Policy) -> Program | Policy:
         self._give_versions(plan)
         if isinstance(order, Program):
             return lower(order, plan)

@@ -45,10 +45,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SetupContext:
-    """The common inputs of the phases of a setup.
+    """The inputs of every phase of `prepare`.
 
     Attributes:
         host: the strategy.
+        session: the connections and resources from connecting to the next connecting.
+        settings: the arguments of the strategy.
         request: the run that the user asks for.
         writing: writes checkpoints.
         reference: the process that verifies the run, if one does.

@@ -332,6 +332,9 @@ def cut_module(
 ) -> LocalLayers:
     """Cut the module and its optimizers, and return the layers that this rank keeps.
 
+    The module is shown while it is whole. Once it is cut, weights on `meta` and those of a checkpoint get their values,
+    optimizers keep their part, and all moves to the device.
+
     Args:
         parameter_names: of each optimizer, by group.
         deferred: the weights that get their values when their rank is known.

@@ -382,16 +382,16 @@ class PipelineStrategy(PipelineHost):
         if session is not None:
             session.verifier = None
             if session.is_connected:
-                session.checkpointing.finish(self._down)
+                session.checkpointing.finish(self._is_cut_off)
             session.links.release_state()
         ended = False
         if current is not None:
             current.run.settle_layers()
-            ended = not self._down
+            ended = not self._is_cut_off
             links, ranks = self.session.links, self.session.ranks if ended else None
             self._reported = current.close(self, links, ranks, self._settings.gather) or self._reported
         if session is not None:
-            session.links.release_control(session.control if session.is_connected else None, self._down)
+            session.links.release_control(session.control if session.is_connected else None, self._is_cut_off)
         if module is not None and not has_meta(module):
             module.cpu()
         if cut is not None:
@@ -403,7 +403,7 @@ class PipelineStrategy(PipelineHost):
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             assert part is not None
             part.teardown()
-        if current is not None and not self._down:
+        if current is not None and not self._is_cut_off:
             current.stops.end_run()
 
     @property
@@ -445,7 +445,7 @@ class PipelineStrategy(PipelineHost):
         with self.session.status.report_errors():
             self.session.checkpointing.check()
             batch, arguments = _batch_and_arguments(args, kwargs)
-            active = self._prepared_run
+            active = self._required_run
             with self._scope.suspend_hooks():  # it may be called by code of the user's
                 out = active.run.training_loop.train(batch, arguments, self.optimizers, not self._accumulating)
             if self.session.verifier is not None:
@@ -466,7 +466,7 @@ class PipelineStrategy(PipelineHost):
         self.session.status.check()
         with self.session.status.report_errors():
             step = named_step(self.lightning_module, name)
-            active = self._prepared_run
+            active = self._required_run
             output = active.evaluation.evaluate(step, context, *_batch_and_arguments(args, kwargs))
             if not active.run.fitting:
                 active.stops.agree_to_leave(self.session.ranks.pipeline)
@@ -498,7 +498,7 @@ class PipelineStrategy(PipelineHost):
             nullcontext() if shards is None else shards.restore_after(),
             steps.count_step(),
         ):
-            return self._prepared_run.step(
+            return self._required_run.step(
                 self, optimizer, steps.follow(optimizer, closure), lambda c: step(optimizer, c, *args, **kwargs)
             )
 
@@ -594,7 +594,7 @@ class PipelineStrategy(PipelineHost):
     @property
     def current_run(self) -> PipelineRun:
         """The run in progress, for the package's callbacks."""
-        return self._prepared_run.run
+        return self._required_run.run
 
     @property
     def _scope(self) -> HookScope:
@@ -611,7 +611,7 @@ class PipelineStrategy(PipelineHost):
         return None if self._session is None else self._session.active_run
 
     @property
-    def _prepared_run(self) -> ActiveRun:
+    def _required_run(self) -> ActiveRun:
         assert self._active_run is not None, "setup has not run"
         return self._active_run
 
@@ -630,7 +630,7 @@ class PipelineStrategy(PipelineHost):
         module, cut = self._module, self._cut or self._spread
         if cut is None or cut.module is not module:
             return module.state_dict()
-        if self._down:
+        if self._is_cut_off:
             return cut.local_state(outside=True)
         if self._active_run is not None:
             self._active_run.run.drain()
@@ -644,10 +644,10 @@ class PipelineStrategy(PipelineHost):
         if sys.exc_info()[1] is None:
             self.session.status.check()
         checkpointing = self.session.checkpointing
-        checkpointing.finish(self._down)
+        checkpointing.finish(self._is_cut_off)
         path, running = self.broadcast(checkpoint_path), self._active_run is not None
         checkpoint = checkpointing.load(path, weights_only, self._module, running, super().load_checkpoint)
-        if self._down:
+        if self._is_cut_off:
             checkpointing.meet_after_failure()
         self.barrier()  # whoever removes it afterwards must not be too early
         return checkpoint
@@ -663,7 +663,7 @@ class PipelineStrategy(PipelineHost):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         plain = private.plain_optimizer(optimizer)
         with nullcontext() if self._cut is None else self._scope.suspend_hooks():  # a hook may save a checkpoint
-            if self._down:
+            if self._is_cut_off:
                 return plain.state_dict()
             number = next(n for n, o in enumerate(self.optimizers) if private.plain_optimizer(o) is plain)
             return self.session.checkpointing.optimizer_state(plain, self.session.layouts[number])
@@ -684,7 +684,7 @@ class PipelineStrategy(PipelineHost):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         checkpointing, current = self._session.checkpointing, self._active_run
-        if self._down and current is not None and self.world_size > 1:
+        if self._is_cut_off and current is not None and self.world_size > 1:
             session, run = self._session, current.run
             raised = sys.exc_info()[1]
             if raised is not None:
@@ -701,7 +701,7 @@ class PipelineStrategy(PipelineHost):
                 storage_options,
             )
             return
-        training = current is not None and current.run.fitting and not self._down
+        training = current is not None and current.run.fitting and not self._is_cut_off
         cut = self._cut or self._spread
         checkpointing.save(checkpoint, filepath, self._trainer, cut, training, storage_options)
 
@@ -709,23 +709,23 @@ class PipelineStrategy(PipelineHost):
         """Remove a checkpoint, unless this rank has failed and its part does not replace a whole one."""
         if self._session is None or not self._session.is_connected:  # nothing has run yet
             super().remove_checkpoint(filepath)
-        elif self.is_global_zero and (not self._down or self._session.checkpointing.joins_parts):
+        elif self.is_global_zero and (not self._is_cut_off or self._session.checkpointing.joins_parts):
             self._session.checkpointing.remove(filepath)
 
     # ---- what ranks decide together; every stage holds the same values, so averages are over replicas
 
     def barrier(self, name: str | None = None) -> None:
-        if not self._down:
+        if not self._is_cut_off:
             self.session.barrier(name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._down else self.control.broadcast(obj, src)
+        return obj if self._is_cut_off else self.control.broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return tensor if self._down else self.session.replicas.reduce(tensor, group, reduce_op)
+        return tensor if self._is_cut_off else self.session.replicas.reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision if self._down else self.session.reduce_decision(decision, all)
+        return decision if self._is_cut_off else self.session.reduce_decision(decision, all)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         return self.session.replicas.all_gather(tensor, group, sync_grads)
@@ -743,7 +743,7 @@ class PipelineStrategy(PipelineHost):
             self._session.status.report_failure(exception)
 
     @property
-    def _down(self) -> bool:
+    def _is_cut_off(self) -> bool:
         """Whether the other ranks can't be counted on: before they are connected, or once this one is failing."""
         session = self._session
         if session is None or not session.is_connected or session.status.error is not None:

@@ -80,7 +80,9 @@ MAX_COMPARED_ROWS = 32
 
 
 class UnitSetup(ModuleSetup):
-    """The setup of a module that is cut by units.
+    """The setup of a module that is cut by units. Collective.
+
+    Making one records a training step, measures its units and settles the borders; `decide` makes a decision of these.
 
     Raises:
         PlanError: the run asks for what works with one container of layers only.

@@ -120,6 +120,7 @@ class Executor:
         return bool(self._split) or any(not saved.recompute for held in self._saved.values() for saved in held)
 
     def _compute(self, i: Instruction, item: Item, span: Span) -> None:
+        """Run a forward (F), a backward (B) or one of its halves (I, W)."""
         if i.kind is Kind.F:
             self._forward(i, item)
             return

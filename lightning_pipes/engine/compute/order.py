@@ -38,14 +38,14 @@ from lightning_pipes.ir import (
 from lightning_pipes.ir.program import shift_batches
 from lightning_pipes.sim.predictor import WaitingSubnet
 
-Item = tuple[int, int]
+BatchKey = tuple[int, int]
 """A job and the number of its batch in the window."""
 
 
 class InstructionOrder(Protocol):
     """Chooses instructions for one rank and one window."""
 
-    def add(self, item: Item, rows: int, use: LayerUse) -> None:
+    def add(self, item: BatchKey, rows: int, use: LayerUse) -> None:
         """Add a batch that uses these layers."""
 
     def next_instruction(self, mailbox: Mailbox, number: int) -> Instruction | None:
@@ -90,7 +90,7 @@ class StaticOrder:
     def __init__(self, program: Program, rank: int) -> None:
         self._program, self._rank = program, rank
         self._batches: Counter[int] = Counter()  # by job
-        self._rows: dict[Item, int] = {}
+        self._rows: dict[BatchKey, int] = {}
         self._closed = False
         (self._upcoming,) = tee(self._endless() if program.is_endless else iter(program.head[rank]), 1)
         self._ran = 0
@@ -101,7 +101,7 @@ class StaticOrder:
         for turn in count():
             yield from shift_batches(self._program.cycle[self._rank], turn)
 
-    def add(self, item: Item, rows: int, use: LayerUse) -> None:
+    def add(self, item: BatchKey, rows: int, use: LayerUse) -> None:
         self._batches[item[0]] += 1
         self._rows[item] = rows
 
@@ -196,8 +196,8 @@ class ReadyOrder:
         self._transfers: deque[Instruction] = deque()
         self._ready: list[Instruction] = []  # sorted
         self._unchecked: list[Instruction] = []  # receives whose message may have arrived before they were added
-        self._rows: dict[Item, int] = {}
-        self._left: dict[Item, int] = {}  # instructions of the batches under way, the oldest batch first
+        self._rows: dict[BatchKey, int] = {}
+        self._left: dict[BatchKey, int] = {}  # instructions of the batches under way, the oldest batch first
         self._begun: dict[int, None] = {}  # batches under way of which something has run, in that order
         self._halfway: dict[tuple[int, int], None] = {}  # stage and batch: some forwards or backwards have run, not all
         self._newest = -1
@@ -219,7 +219,7 @@ class ReadyOrder:
         """Let `upcoming` predict the next tasks. Call it before the first batch."""
         self._upcoming = upcoming
 
-    def add(self, item: Item, rows: int, use: LayerUse) -> None:
+    def add(self, item: BatchKey, rows: int, use: LayerUse) -> None:
         self._rows[item] = rows
         mine = batch_instructions(self._plan, self._rank, *item)
         self._left[item] = len(mine)
@@ -361,7 +361,7 @@ class ReadyOrder:
         if not self._left[item]:
             self._forget_batch(item)
 
-    def _forget_batch(self, item: Item) -> None:
+    def _forget_batch(self, item: BatchKey) -> None:
         """Forget a batch after its last instruction here."""
         del self._left[item]
         self._begun.pop(item[1], None)

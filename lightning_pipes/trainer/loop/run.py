@@ -144,6 +144,9 @@ class PipelineRun:
 
     Attributes:
         windows: the last batches.
+        last: whether this is the first rank of the last stage, which returns results.
+        last_rank: the global rank of that.
+        first: whether this is the first rank of stage 0.
         took: nanoseconds of the first batches on this rank.
         listeners: called at each stage's steps; see `StageListener`.
         statistics: what planners get to see of the last batches.
@@ -205,7 +208,7 @@ class PipelineRun:
                 f"the last stage has {len(self.last_stage_ranks)} ranks, each with its own samples. Give it one, as in "
                 "data_parallel=[2, 1], or log the values instead"
             )
-        self.stages = self._made_stages(plan)
+        self.stages = self._make_stages(plan)
         self.loss_weights = None
         if self.fitting and LossWeights.are_needed(cut.module, check_loss or left_out is not None):
             sums = self._sums_over_replicas(ranks)
@@ -314,17 +317,17 @@ class PipelineRun:
             self.engine.adopt(plan, order)
             return
         self.saved_bytes.forget_stages()
-        self.stages = self._made_stages(plan)
+        self.stages = self._make_stages(plan)
         self.engine.adopt(plan, order, list(self.stages.values()))
 
-    def _made_stages(self, plan: Plan) -> dict[int, Stage]:
+    def _make_stages(self, plan: Plan) -> dict[int, Stage]:
         made = {}
         for number in plan.stages[self._rank]:
             layers = self.part.layers_of(number)
             made[number] = Stage(
                 number,
                 {n: TapedLayer(layer, n, self.hidden.layer) for n, layer in layers.items()},
-                self._watched(number, self.steps.stage_body(number)),
+                self._watch_body(number, self.steps.stage_body(number)),
                 partial(self._batch_complete, number),
                 recompute=bool(plan.recompute) and plan.recompute[number],
                 last_backward=partial(self._around_last_backward, number) if self.part.reduces_in_backward else None,
@@ -338,7 +341,7 @@ class PipelineRun:
     def _around_last_backward(self, stage: int, item: Item) -> AbstractContextManager[None]:
         return self.part.around_last_backward(stage, item.data.complete)
 
-    def _watched(self, number: int, body: Body) -> Body:
+    def _watch_body(self, number: int, body: Body) -> Body:
         """Return the body of a stage that calls listeners and measures its first micro-batch."""
         measured, seen = self.saved_bytes.watch_body(number, body), self.saved_bytes.seen
 

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.ir import LayerUse, Policy, Program
 from lightning_pipes.trainer.plan.plans import Plans
-from lightning_pipes.trainer.relocation.transfer import Settings
+from lightning_pipes.trainer.relocation.transfer import GroupSettings
 from lightning_pipes.trainer.reports.report import Window
 from lightning_pipes.trainer.step.steps import EvaluationBatch, TrainingBatch
 
@@ -77,7 +77,7 @@ class StreamedStep(TrainingStep):
         stepped: the number of stages of this rank that have ended the batch.
     """
 
-    settings: list[Settings] = field(default_factory=list)
+    settings: list[GroupSettings] = field(default_factory=list)
     message: Any = None
     stepped: int = 0
 

@@ -30,14 +30,14 @@ from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import Span
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 
-Settings = list[dict[str, Any]]
+GroupSettings = list[dict[str, Any]]
 """Learning rate and all else that an optimizer's groups are told, by group."""
 Gradients = dict[torch.Tensor, torch.Tensor]
 """By parameter."""
 _OF_THIS_RANK = ("params", "param_names")
 
 
-def settings_of(optimizer: Optimizer) -> Settings:
+def settings_of(optimizer: Optimizer) -> GroupSettings:
     """Return a copy of the settings of an optimizer's groups."""
     return [
         {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in group.items() if key not in _OF_THIS_RANK}
@@ -46,7 +46,7 @@ def settings_of(optimizer: Optimizer) -> Settings:
 
 
 @contextmanager
-def with_settings(optimizer: Optimizer, settings: Settings) -> Iterator[None]:
+def with_settings(optimizer: Optimizer, settings: GroupSettings) -> Iterator[None]:
     """Within the block its groups are told this."""
     now = settings_of(optimizer)
     _put_settings(optimizer, settings)
@@ -54,7 +54,7 @@ def with_settings(optimizer: Optimizer, settings: Settings) -> Iterator[None]:
     _put_settings(optimizer, now)
 
 
-def _put_settings(optimizer: Optimizer, settings: Settings) -> None:
+def _put_settings(optimizer: Optimizer, settings: GroupSettings) -> None:
     for group, values in zip(optimizer.param_groups, settings, strict=True):
         group.update(values)
 
@@ -68,9 +68,11 @@ class DeferredSteps:
     """Steps by batch and optimizer: the gradients of some parameters, and what the optimizer was told then."""
 
     def __init__(self) -> None:
-        self._steps: dict[tuple[int, int], tuple[Settings, Gradients]] = {}
+        self._steps: dict[tuple[int, int], tuple[GroupSettings, Gradients]] = {}
 
-    def add(self, batch: int, number: int, settings: Settings, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    def add(
+        self, batch: int, number: int, settings: GroupSettings, gradients: Mapping[torch.Tensor, torch.Tensor]
+    ) -> None:
         """Have optimizer `number` step these parameters for a batch, too."""
         self._steps.setdefault((batch, number), (settings, {}))[1].update(gradients)
 
