@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from benchmarks.jap import methods
+from benchmarks.papers.jap.jobs import random_array
 from benchmarks.papers.jap.run import order_like
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Cut, Plan
@@ -22,3 +24,10 @@ def test_jobs_are_micro_batches_of_the_schedule():
         [("F", *a), ("F", *b), ("B", *a), ("F", *c), ("B", *b), ("B", *c)],
         [("F", *a), ("B", *a), ("F", *b), ("B", *b), ("F", *c), ("B", *c)],
     ]
+
+
+def test_every_way_to_order_an_array_gives_one():
+    problem = random_array(3, 2, seed=0)
+    for method, found in methods(problem, 0.01, genetic=True).items():
+        problem.check(found.starts)
+        assert found.makespan >= found.bound, method

@@ -43,7 +43,8 @@ def record(case: Case, choose: Any = None) -> StepRecord:
 
 def measure(case: Case, found: StepRecord) -> list[float] | None:
     step, batch = partial(case.step, case.model), partial(cloned, case.batch)
-    return measure_units(case.model, found, partial(run_in, case), step, batch, (), CPU, lambda loss: loss)
+    measured = measure_units(case.model, found, partial(run_in, case), step, batch, (), CPU, lambda loss: loss)
+    return None if measured is None else [sum(each) for each in measured]
 
 
 def cut(case: Case, stages: int, measured: bool = False) -> UnitLayout:
