@@ -16,6 +16,7 @@ from lightning_pipes import PipelineStrategy, consolidate
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.module.hidden_state import is_packed
 from tests.trainer.lit import differences, plain_values, quiet
 from tests.trainers import make_trainer
 
@@ -101,3 +102,18 @@ def test_adapters_on_packed_weights_train_and_resume_as_in_one_process(tmp_path)
     for state in saved:
         assert state["model.2.weight"].dtype == torch.uint8
         assert differences(plain_values(dict(state)), plain_values(dict(saved[-1])), tolerance=1e-10) == []
+
+
+class MarkedWeight(nn.Parameter):
+    """A weight with values alone, of a class that says how it decays."""
+
+
+def test_a_class_of_parameters_is_no_sign_of_more_than_values():
+    values = torch.ones(2, 2)
+    packed = PackedWeight(values.to(torch.uint8), requires_grad=False)
+    scaled = PackedWeight(values)
+    scaled.scale = values
+    assert [is_packed(each) for each in (nn.Parameter(values), MarkedWeight(values), PackedWeight(values))] == [
+        False
+    ] * 3
+    assert is_packed(packed) and is_packed(scaled)

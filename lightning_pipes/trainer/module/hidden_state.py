@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -36,11 +37,21 @@ CONTAINERS = (list, tuple, dict, set, deque)
 _SKIPPED = {*sys.stdlib_module_names, "torch", "numpy", "lightning", "torchmetrics"}
 OWN = set(vars(pl.LightningModule()))
 """Names that nn.Module and LightningModule keep for themselves."""
+_PACKING = ("to", "__torch_function__", "__torch_dispatch__", "__tensor_flatten__")
+"""Methods that a class of parameters overrides if it has more than values."""
 
 
 def is_packed(tensor: torch.Tensor | None) -> bool:
-    """Return whether a weight is of a type of its own, as quantised ones, which have scales in attributes."""
-    return isinstance(tensor, nn.Parameter) and type(tensor) is not nn.Parameter and not is_distributed(tensor)
+    """Return whether a weight has more than values, as quantised ones, which have scales in attributes.
+
+    A class of parameters alone is no sign of that: it may only mark weights.
+    """
+    kind = type(tensor)
+    if not isinstance(tensor, nn.Parameter) or kind is nn.Parameter or is_distributed(tensor):
+        return False
+    own = takewhile(lambda base: base is not nn.Parameter, kind.__mro__)
+    changed = any(name in vars(base) for base in own for name in _PACKING)
+    return changed or not tensor.is_floating_point() or any(isinstance(v, torch.Tensor) for v in vars(tensor).values())
 
 
 @dataclass
