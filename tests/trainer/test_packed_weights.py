@@ -113,7 +113,5 @@ def test_a_class_of_parameters_is_no_sign_of_more_than_values():
     packed = PackedWeight(values.to(torch.uint8), requires_grad=False)
     scaled = PackedWeight(values)
     scaled.scale = values
-    assert [is_packed(each) for each in (nn.Parameter(values), MarkedWeight(values), PackedWeight(values))] == [
-        False
-    ] * 3
-    assert is_packed(packed) and is_packed(scaled)
+    assert [is_packed(kind(values)) for kind in (nn.Parameter, MarkedWeight, PackedWeight)] == [False] * 3
+    assert [is_packed(packed), is_packed(scaled)] == [True, True]
