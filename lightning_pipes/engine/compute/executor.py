@@ -134,8 +134,7 @@ class Executor:
         records = self._take_saved(i, item, span)
         if i.kind is Kind.I:
             left = split.backward_inputs(records, last)
-            if left.inseparable:
-                stage.warn_not_splittable(left.inseparable)
+            stage.note_split(left.inseparable)
             self._split[i._replace(kind=Kind.W)] = left, [saved.version for saved, _ in records]
         else:
             with self._last_backward_context(stage, i, item, span):

@@ -185,6 +185,7 @@ class Stage:
         self._buffers = BuffersBefore()
         self._in_parts: SampleIndependenceCheck | None = None
         self._warned_not_splittable = False
+        self._unsplit_in_row = 0
         self._changes_input: bool | None = None  # whether a layer works in place on what was received; None: unknown
 
     @property
@@ -401,9 +402,16 @@ class Stage:
                 if total is not None:
                     p.grad = total if p.grad is None else total.add_(p.grad)
 
-    def warn_not_splittable(self, why: str) -> None:
-        """Warn once that a split backward gains nothing on this stage."""
-        if not self._warned_not_splittable:
+    def note_split(self, why: str) -> None:
+        """Warn once that a split backward gains nothing on this stage, if two in a row were not split.
+
+        A single one may have been measured, by hooks of ours.
+
+        Args:
+            why: the reason why the latest one was not split; empty if it was.
+        """
+        self._unsplit_in_row = self._unsplit_in_row + 1 if why else 0
+        if self._unsplit_in_row == 2 and not self._warned_not_splittable:
             self._warned_not_splittable = True
             warnings.warn(
                 f"stage {self.number} computes its weight gradients together with its input gradients, because of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pipes.engine.compute.autograd import SavedForward, backward, enter_stage, leave_stage
 from lightning_pipes.engine.compute.split import WeightGradients, backward_inputs
+from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.ir import Span
 from tests.cases import for_each
 
@@ -396,3 +398,17 @@ def test_it_holds_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     left: WeightGradients = backward_inputs([(saved, gradients)], last=False)
     assert module.alive() >= {"before gelu", "input of the second"}
     left.compute()
+
+
+def test_a_single_backward_that_is_not_split_is_not_warned_of():
+    stage = Stage(3, {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for why in ("hooks", "", "hooks", ""):
+            stage.note_split(why)
+        stage.note_split("hooks")
+    with pytest.warns(UserWarning, match=r"stage 3 computes its weight gradients .* because of hooks"):
+        stage.note_split("hooks")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stage.note_split("hooks")
