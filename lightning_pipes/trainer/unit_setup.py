@@ -271,6 +271,7 @@ class UnitSetup(ModuleSetup):
             f"{type(self._module).__name__} optimizes manually: each batch is one micro-batch, stages take turns, and "
             f"have {', '.join(f'{share:.0%}' for share in shares)} of the weights"
         )
+        self._pieces = groups.list_pieces(starts)
         merged, _ = self._merge(record, groups.list_turns(starts))
         return groups.make_layout(merged, starts)
 

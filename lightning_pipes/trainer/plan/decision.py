@@ -22,7 +22,8 @@ class Piece:
     Attributes:
         stage: that runs it.
         seconds: that a micro-batch takes in it, forward and backward; None where they are unknown.
-        share: of a step that it takes, by time or by operations; None where it is unknown.
+        share: of a step that it takes, by time or by operations; of all weights where stages take turns; None where it
+            is unknown.
         bytes: that cross the border in front of it, if a stage begins here.
     """
 

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from torch import nn
 
 from lightning_pipes.ir import PlanError
+from lightning_pipes.trainer.plan.decision import Piece
 from lightning_pipes.trainer.units.recording import StepRecord, UnitLayout
 
 _NEAR = 0.1
@@ -92,6 +93,16 @@ class WeightGroups:
     def share(self, start: int, stop: int | None) -> float:
         """Return the share of the weights that groups from `start` to `stop` have."""
         return sum(self._sizes[start:stop]) / (sum(self._sizes) or 1)
+
+    def list_pieces(self, starts: Sequence[int]) -> tuple[Piece, ...]:
+        """Return the groups with their stages, which begin at the groups `starts`, and their shares of all weights."""
+        modules: list[dict[str, None]] = [{} for _ in self._sizes]
+        for name, number in self._number.items():
+            modules[number][name.rpartition(".")[0]] = None
+        return tuple(
+            Piece(_stage_at(starts, number), ", ".join(names), share=self.share(number, number + 1))
+            for number, names in enumerate(modules)
+        )
 
     def list_turns(self, starts: Sequence[int]) -> tuple[int, ...]:
         """Return the units at which another stage begins to compute."""

@@ -143,7 +143,7 @@ def _draw_pieces(pieces: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
                 "units": str(number) if len(group) == 1 else f"{number}-{number + len(group) - 1}",
                 "name": first["name"] if len(group) == 1 else ".".join(first["name"].split(".")[:depth]) + "...",
                 "time": seconds_text(1e9 * sum(piece["seconds"] for piece in group)) if known else "",
-                "of a step": "" if first["share"] is None else f"{share:.1%}",
+                "share": "" if first["share"] is None else f"{share:.1%}",
                 "": "#" * round(24 * share / largest) if largest else "",
             }
         )

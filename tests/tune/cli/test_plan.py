@@ -112,7 +112,7 @@ class TestPlanOfAScript:
         lines = _draw_pieces(pieces)
         assert [line["units"] for line in lines] == ["0-19", "20-39", "40-59", "", "60-79", "80-99"]
         assert lines[0]["name"] == "net.0..."
-        assert [line["of a step"] for line in lines if line["stage"]] == ["20.0%"] * 5
+        assert [line["share"] for line in lines if line["stage"]] == ["20.0%"] * 5
 
     def test_what_can_not_be_drawn(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         script = tmp_path / "train.py"
