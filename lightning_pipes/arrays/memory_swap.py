@@ -284,17 +284,18 @@ class MemorySwap(SiblingMemory, PipelineCallback):
         peer = self.peer
         if peer is None or (peer == device and device.type != "cpu"):
             return None
-        if peer.type != device.type or (peer.type == "cuda" and (peer.index or 0) >= torch.cuda.device_count()):
+        if peer.type != device.type or (peer.type == "cuda" and peer.index >= torch.cuda.device_count()):
             raise PlanError(
                 f"states of {device} can't wait on peer={str(peer)!r}: it must be another {device.type} device of this "
                 "machine. Name one, or leave peer out"
             )
         size = min(_PROBE_BYTES, self.peer_bytes)
         copier = copier_for(device, self.bandwidth, self.peer_bandwidth)
-        near = is_peer_nearer(
-            copier, device, host_slab(size, device.type == "cuda"), torch.empty(size, dtype=torch.uint8, device=peer)
-        )
-        copier.close()
+        try:
+            host = host_slab(size, device.type == "cuda")
+            near = is_peer_nearer(copier, device, host, torch.empty(size, dtype=torch.uint8, device=peer))
+        finally:
+            copier.close()
         if not near:
             rank_zero_info(f"MemorySwap: states wait on the host, which is no farther from {device} than peer {peer}")
         return peer if near else None
@@ -401,12 +402,15 @@ def _parse_device(name: object) -> torch.device:
     """Return the device of this name.
 
     Raises:
-        PlanError: there is none.
+        PlanError: there is none, or "cuda" has no index: it would be each rank's own device.
     """
     try:
-        return torch.device(check_type("peer", name, str))
+        found = torch.device(check_type("peer", name, str))
     except RuntimeError as error:
         raise PlanError(f"peer is the name of a device, such as 'cuda:1', got {name!r}") from error
+    if found.type == "cuda" and found.index is None:
+        raise PlanError(f"peer={name!r} is the device that a rank has itself: name one with an index, such as 'cuda:1'")
+    return found
 
 
 def _name(rank: int, when: str = "now") -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from lightning_pipes import JobArray, MemorySwap
+from lightning_pipes.arrays import memory_swap
+from lightning_pipes.engine.residency.copier import ThreadCopier
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks
 from tests.arrays.jobs import Job, assert_equal, told_text
@@ -111,6 +114,17 @@ def test_states_wait_on_a_peer_that_is_nearer() -> None:
     assert peer_memory(2e9, 2e7)._near_peer(torch.device("cpu")) is None, "the host is nearer"
 
 
+def test_a_peer_without_memory_for_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that copies ends all the same."""
+    monkeypatch.setattr(memory_swap, "is_peer_nearer", mock.Mock(side_effect=RuntimeError("out of memory")))
+    with (
+        mock.patch.object(ThreadCopier, "close", autospec=True, side_effect=ThreadCopier.close) as close,
+        pytest.raises(RuntimeError, match="out of memory"),
+    ):
+        peer_memory(2e9, 2e7)._near_peer(torch.device("cpu"))
+    close.assert_called_once()
+
+
 def told(rank: int, device_bytes: int, host_bytes: int | None, slots: int | None) -> list[str]:
     quiet()
     memory = MemorySwap(device_bytes, host_bytes, slots)
@@ -138,6 +152,7 @@ def test_a_budget_that_is_too_small_is_refused(device_bytes: int, host_bytes: in
         ((9, 9, 2, -1.0), "bandwidth must be"),
         ((*(9, 9, 2, None, True, "in_turn"), "cuda:1"), "set both, or neither"),
         ((*(9, 9, 2, None, True, "in_turn"), "gpu", 9), "such as 'cuda:1', got 'gpu'"),
+        ((*(9, 9, 2, None, True, "in_turn"), "cuda", 9), "peer='cuda' is the device that a rank has itself"),
     ],
 )
 def test_settings_that_are_refused(settings: tuple[Any, ...], says: str) -> None:

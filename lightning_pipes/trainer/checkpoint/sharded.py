@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -353,8 +353,8 @@ class ShardedCheckpoint:
             self._whole.add(file)
 
 
-class _Weights(Mapping[str, Any]):
-    """A state dict that reads its tensors one by one."""
+class _Weights(MutableMapping[str, Any]):
+    """A state dict that reads its tensors one by one, and keeps what is put into it in place of them."""
 
     def __init__(
         self,
@@ -363,14 +363,27 @@ class _Weights(Mapping[str, Any]):
         places: Mapping[str, str],
         read: Callable[[str, Any], Tensor],
     ) -> None:
-        self._keys, self._others, self._places, self._read = keys, others, places, read
+        self._keys, self._others, self._places, self._read = dict.fromkeys(keys), {**others}, {**places}, read
 
     def __getitem__(self, key: str) -> Any:
         return self.read_like(key, None)
 
     def read_like(self, key: str, like: Any) -> Any:
-        """Return a value; of a tensor only this rank's shard, if `like` is sharded."""
+        """Return a value; of a tensor of the checkpoint only this rank's shard, if `like` is sharded."""
         return self._read(self._places[key], like) if key in self._places else self._others[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._places.pop(key, None)
+        self._keys[key], self._others[key] = None, value
+
+    def __delitem__(self, key: str) -> None:
+        del self._keys[key]
+        self._places.pop(key, None)
+        self._others.pop(key, None)
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether there is such a key, without reading its tensor."""
+        return key in self._keys
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)

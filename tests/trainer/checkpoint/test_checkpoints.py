@@ -15,7 +15,10 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy, consolidate
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.checkpoint.saving import Saver
+from lightning_pipes.trainer.checkpoint.sharded import ShardedCheckpoint
 from lightning_pipes.trainer.checkpointing import KEY
+from tests.trainer.checkpoint.runs import OneRank
 from tests.trainer.lit import (
     Case,
     Lit,
@@ -174,6 +177,26 @@ def test_model_checkpoint_keeps_the_same_in_every_form(tmp_path):
 def test_a_folder_that_is_no_checkpoint(tmp_path):
     with pytest.raises(PipelineError, match=r"is no folder with a complete checkpoint: it has no .metadata"):
         consolidate(tmp_path, tmp_path / "a.ckpt")
+
+
+def test_a_hook_edits_the_state_dict_of_a_folder(tmp_path, monkeypatch):
+    """As `on_load_checkpoint` may, before a tensor is read."""
+    saved = {"a": torch.ones(2), "b": torch.zeros(3), "c": "text", "d": torch.ones(1)}
+    saver = Saver(OneRank())  # type: ignore[arg-type]
+    saver.save_parts({"state_dict": saved}, list(saved), tmp_path / "x", background=False)
+    parts = ShardedCheckpoint(tmp_path / "x")
+    state = parts.checkpoint(None)["state_dict"]
+    state["new"] = state.pop("a")
+    state["d"] = torch.zeros(1)
+    del state["c"]
+    monkeypatch.setattr(state, "_read", None)  # from here on no tensor is read
+    assert list(state) == ["b", "d", "new"]
+    assert "b" in state
+    assert "c" not in state
+    assert state["new"].tolist() == [1, 1]
+    assert state["d"].tolist() == [0]
+    assert state.get("a") is state.pop("c", None) is None
+    assert list(parts.checkpoint(None)["state_dict"]) == list(saved)
 
 
 class _Saver(Callback):
