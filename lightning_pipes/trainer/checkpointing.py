@@ -6,9 +6,11 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import lightning.pytorch as pl
 import numpy as np
@@ -49,6 +51,8 @@ KEY = "lightning_pipes"
 """Where a checkpoint has what other strategies do not know of."""
 _NAMES = "names"
 """Where the part of a failing rank has the names of its parameters, by optimizer."""
+_MEETING = "meeting"
+"""Where it has the text that only parts of one failure share."""
 _MEETING_SECONDS = 6.0
 """How long a failing rank waits for the others before it writes its part: those that are blocked are ended then."""
 _WRITING_SECONDS = 600.0
@@ -303,28 +307,43 @@ class Checkpointing:
         part = {**checkpoint, _NAMES: [layout.names for layout in layouts]}
         self._after_failure += 1
         topic, place = f"checkpoint {self._after_failure}", f"{step} {path}"
+        written = f"{topic} written"
         if step is None or self.sharded or self.shards is not None or storage_options is not None:
             self.joins_parts = False
         if type(self._writing.io) is not AtomicCheckpointIO or local_path(path) is None:
             self.joins_parts = False
         if self.joins_parts:
-            self.joins_parts = {*watch.exchange_texts(topic, place, _MEETING_SECONDS)} == {place}
+            texts = [
+                text.partition(" ") for text in watch.exchange_texts(topic, f"{uuid4().hex} {place}", _MEETING_SECONDS)
+            ]
+            self.joins_parts = {where for _, _, where in texts} == {place}
+            if self.joins_parts:
+                part[_MEETING] = texts[0][0]
+            else:  # others may have seen all texts just before this rank gave up
+                watch.exchange_texts(written, None, 0.0)
         if grid.position > 0 and self.joins_parts:
             local = cut.local_state(outside=False)
             part["state_dict"] = {key: value for key, value in checkpoint["state_dict"].items() if key in local}
         try:
             self._writing.io.save_checkpoint(part, paths[grid.rank], storage_options)
         except BaseException:
-            watch.exchange_texts(f"{topic} written", "no", 0.0)
+            watch.exchange_texts(written, None, 0.0)
             raise
         if not self.joins_parts:
             return
-        self.joins_parts = {*watch.exchange_texts(f"{topic} written", "yes", _WRITING_SECONDS)} == {"yes"}
-        if grid.rank == 0 and self.joins_parts:
-            self._join_parts(checkpoint, [paths[rank] for rank in grid.pipeline], path, cut, layouts)
-            for name in paths:
-                self._writing.io.remove_checkpoint(name)
-        watch.exchange_texts(f"{topic} joined", "", _WRITING_SECONDS)  # what started the ranks may end all of them
+        is_joined = bool(watch.exchange_texts(written, "", _WRITING_SECONDS))
+        if grid.rank == 0 and is_joined:
+            try:
+                own = [paths[rank] for rank in grid.pipeline]
+                self._join_parts(checkpoint, own, part[_MEETING], path, cut, layouts)
+            except Exception as error:  # the run's own error counts
+                is_joined = False
+                _log.warning("%s is not written, and the parts of the ranks stay: %s", path, error)
+            for name in paths if is_joined else ():
+                with suppress(OSError):
+                    self._writing.io.remove_checkpoint(name)
+        # Together, as what started the ranks may end all of them.
+        self.joins_parts = bool(watch.exchange_texts(f"{topic} joined", "" if is_joined else None, _WRITING_SECONDS))
 
     def meet_after_failure(self) -> None:
         """Wait until the other ranks are here, too, or seconds have passed."""
@@ -335,11 +354,21 @@ class Checkpointing:
         self,
         checkpoint: dict[str, Any],
         paths: Sequence[str],
+        meeting: str,
         path: str | Path,
         cut: CutModule,
         layouts: Sequence[OptimizerLayout],
     ) -> None:
+        """Write the whole checkpoint.
+
+        Raises:
+            PipelineError: a part is not of this failure.
+            OSError: one can't be read, or the whole not written.
+        """
         parts = [load(Path(name), map_location="cpu", mmap=True, weights_only=False) for name in paths]
+        for name, part in zip(paths, parts, strict=True):
+            if part.get(_MEETING) != meeting:
+                raise PipelineError(f"{name} on rank 0 is of an earlier failure; the ranks have no common file system")
         checkpoint["state_dict"] = cut.in_order([part["state_dict"] for part in parts])
         for number, (layout, local) in enumerate(zip(layouts, checkpoint.get("optimizer_states", []), strict=False)):
             states = [

@@ -39,6 +39,8 @@ LOG_SECONDS = 30.0
 """How often a rank logs the ranks that it waits for."""
 HEARTBEAT_TIMEOUT = 120.0
 """Long enough for any call that keeps Python's lock, such as loading a large pickle."""
+_REFUSED = "refused"
+"""Among the texts of ranks on a topic: one of them has given it up."""
 T = TypeVar("T")
 
 
@@ -243,11 +245,13 @@ class FailureWatch:
             time.sleep(POLL_SECONDS / 4)
         self.check()
 
-    def exchange_texts(self, topic: str, text: str, timeout: float) -> list[str]:
-        """Return the texts of all ranks on a topic, after a failure; none if a rank has ended or sends no text in time.
+    def exchange_texts(self, topic: str, text: str | None, timeout: float) -> list[str]:
+        """Return the texts of all ranks on a topic, after a failure; none if a rank has ended, sends no text in time,
+        or refuses. Whoever comes when a rank has given up gets none, too, and at once.
 
         Args:
             topic: is new in this run.
+            text: None refuses.
             timeout: seconds.
         """
         found: list[str] = []
@@ -257,16 +261,20 @@ class FailureWatch:
             thread.join(timeout + POLL_SECONDS)
         return list(found)
 
-    def _exchange(self, topic: str, text: str, timeout: float, found: list[str]) -> None:
+    def _exchange(self, topic: str, text: str | None, timeout: float, found: list[str]) -> None:
         keys, until = [str(rank) for rank in range(len(self._others) + 1)], time.monotonic() + timeout
         with suppress(RuntimeError):  # the store has ended
             store = sub_store_of(self._store, f"{self._prefix}/{topic}")
-            store.set(str(self._rank), text)
-            while not store.check(keys):
-                if time.monotonic() > until or any(map(self.has_ended, self._others)):
+            if text is not None:
+                store.set(str(self._rank), text)
+            while not store.check([_REFUSED]):
+                if text is not None and store.check(keys):
+                    found.extend(store.get(key).decode() for key in keys)
+                    return
+                if text is None or time.monotonic() > until or any(map(self.has_ended, self._others)):
+                    store.set(_REFUSED, "")
                     return
                 time.sleep(POLL_SECONDS / 10)
-            found.extend(store.get(key).decode() for key in keys)
 
     def raise_reason(self) -> None:
         """Raise PeerFailure once a failure is known that explains another error; return after a second if there is

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PipelineError, PlanError
-from lightning_pipes.testing.ranks import run_ranks, scale_timeout, watch_ranks
+from lightning_pipes.testing.ranks import run_ranks, scale_timeout, wait_until, watch_ranks
+from lightning_pipes.trainer import checkpointing
 from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO
 from lightning_pipes.trainer.checkpoint.saving import Saver, snapshot_state
 from lightning_pipes.trainer.module.checks import check_async
@@ -139,6 +140,54 @@ def test_ranks_after_the_same_step_join_their_parts_where_one_fails(tmp_path):
     assert all("a bad day" in outcome.error and outcome.seconds < scale_timeout(SOON) for outcome in outcomes)
     assert set(os.listdir(tmp_path)) == {"step=3.ckpt", "step=4.ckpt", "last-step=4.ckpt"}  # as in one process
     assert run_ranks(resumed, 2, [(tmp_path / "step=4.ckpt", {})], 4, timeout=100) == [[[]], [[]]]
+
+
+class Busy(Callback):
+    """Keeps rank 0 from the others until one of them has written its part."""
+
+    def __init__(self, part: Path) -> None:
+        self.part = part
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        if trainer.global_rank == 0:
+            assert wait_until(self.part.exists, scale_timeout(10.0))
+
+
+def saved_apart(rank: int, folder: str, late: bool) -> tuple[str, bool]:
+    """The error that a failing run ends with on this rank, and whether the other rank's run ends while this one goes
+    on."""
+    checkpointing._MEETING_SECONDS = 0.5 if late else 20.0
+    disk = Path(folder)
+    trouble: list[Callback] = [BadDay()]
+    if late:
+        trouble.append(Busy(disk / "last.ckpt.rank1of2"))
+    elif rank == 1:  # its disk is another, with the same names
+        usual = AtomicCheckpointIO.save_checkpoint
+
+        def save(io: Any, checkpoint: Any, path: Any, *more: Any) -> None:
+            usual(io, checkpoint, Path(folder, "other", Path(path).name), *more)
+
+        AtomicCheckpointIO.save_checkpoint = save  # type: ignore[method-assign]
+    error = ""
+    try:
+        fit(disk, {}, trouble, callbacks=[OnExceptionCheckpoint(disk, "last")])
+    except Exception as raised:
+        error = str(raised)
+    (disk / f"done{rank}").touch()
+    return error, wait_until((disk / f"done{1 - rank}").exists, scale_timeout(5.0))
+
+
+@pytest.mark.parametrize("how", ["late", "own disks", "own disks, stale part"])
+def test_ranks_keep_their_parts_where_they_do_not_meet(tmp_path, how):
+    """One comes too late, or they have no common file system, where a part of an earlier failure may be."""
+    if "stale" in how:
+        AtomicCheckpointIO().save_checkpoint({"state_dict": {}}, tmp_path / "last.ckpt.rank1of2")
+    for error, both_end in run_ranks(saved_apart, 2, str(tmp_path), how == "late", timeout=30):
+        assert "a bad day" in error
+        assert both_end
+    assert not (tmp_path / "last.ckpt").exists()
+    assert (tmp_path / "last.ckpt.rank0of2").exists()
+    assert (tmp_path / ("" if how == "late" else "other") / "last.ckpt.rank1of2").exists()
 
 
 def test_a_checkpoint_is_removed_before_anything_has_run(tmp_path):
