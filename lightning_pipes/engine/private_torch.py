@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -19,6 +20,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad
+from torch.optim import swa_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -304,3 +306,19 @@ def remove_fully_shard(module: FSDPModule, unshard: Callable[[torch.Tensor], nn.
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
     module.__class__ = type(module).__mro__[module._orig_cls_mro_index]
+
+
+@contextmanager
+def averages_one_by_one() -> Iterator[None]:
+    """Have `AveragedModel` hand each tensor by itself to a function that takes several."""
+    before = swa_utils._group_tensors_by_device_and_dtype  # type: ignore[attr-defined]
+
+    def group_alone(lists: list[list[torch.Tensor]], *_: Any) -> dict[Any, Any]:
+        of_numbers = enumerate(zip(*lists, strict=True))
+        return {(tensors[0].device, number): ([[t] for t in tensors], [number]) for number, tensors in of_numbers}
+
+    swa_utils._group_tensors_by_device_and_dtype = group_alone  # type: ignore[attr-defined,assignment]
+    try:
+        yield
+    finally:
+        swa_utils._group_tensors_by_device_and_dtype = before  # type: ignore[attr-defined]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -15,7 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
-from lightning_pipes.engine.private_torch import Clipping
+from lightning_pipes.engine.private_torch import Clipping, averages_one_by_one
+from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.run import PipelineRun, TrainingLoop
 from lightning_pipes.trainer.loop.stopping import StopAgreement
@@ -93,11 +95,34 @@ class ManualLoop(TrainingLoop):
         with ExitStack() as stack:
             for name in (Clipping.WHOLE, Clipping.BY_VALUE):
                 stack.callback(Clipping.around(name, clip))
+            stack.enter_context(averages_one_by_one())
+            for optimizer in optimizers:
+                stack.enter_context(_replaced(optimizer, "step", self._paused_step(optimizer)))
             shown: list[Any] = private.lightning_optimizers(run.trainer)
             for each in (*optimizers, *shown):
                 stack.enter_context(_replaced(each, "zero_grad", paused(each.zero_grad, local=True)))
             stack.enter_context(_replaced(module, "clip_gradients", paused(module.clip_gradients, local=False)))
             yield
+
+    def _paused_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """Return the `step` of an optimizer for calls that pass Lightning by: a pause of its own, and then local."""
+        original, run = optimizer.step, self._run
+        joint = run.steps.joint
+        assert joint is not None
+
+        @wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if not joint.is_computing:
+                return original(*args, **kwargs)
+            if args or any(value is not None for value in kwargs.values()):
+                raise PipelineError(
+                    f"{type(optimizer).__name__}.step is given a closure without Lightning, and stages can't compute "
+                    "in it together. Call step(closure) of self.optimizers()"
+                )
+            with self.pause_step(), run.cut.scope.suspend_hooks():
+                return original()
+
+        return step
 
     def drain(self) -> None:
         pass
@@ -112,6 +137,47 @@ class ManualLoop(TrainingLoop):
         """They are where backward has left them."""
 
 
+class _Settings(NamedTuple):
+    """The settings of an optimizer as they were, of each group and by default, and its state."""
+
+    optimizer: Optimizer
+    groups: list[tuple[dict[str, Any], dict[str, Any]]]
+    defaults: dict[str, Any]
+    state: dict[Any, Any]
+
+    @classmethod
+    def from_optimizer(cls, optimizer: Optimizer) -> _Settings:
+        groups = [(group, _copy_settings(group)) for group in optimizer.param_groups]
+        return cls(optimizer, groups, _copy_settings(optimizer.defaults), dict(optimizer.state))
+
+    def restore(self) -> None:
+        """Give the optimizer its settings back."""
+        optimizer = self.optimizer
+        optimizer.param_groups[:] = [group for group, _ in self.groups]
+        for table, kept in (*self.groups, (optimizer.defaults, self.defaults)):
+            for name in [name for name in table if name not in kept]:
+                del table[name]
+            for name, (before, copied) in kept.items():
+                table[name] = before
+                if isinstance(before, torch.Tensor) and name != "params":
+                    before.detach().copy_(copied)  # schedulers hold it
+                elif name != "params":
+                    table[name] = copied
+        optimizer.state.clear()
+        optimizer.state.update(self.state)
+
+
+def _copy_settings(table: dict[str, Any]) -> dict[str, Any]:
+    """Return each setting with a copy of it; parameters as they are."""
+    found = {}
+    for name, value in table.items():
+        if isinstance(value, torch.Tensor):
+            found[name] = value, value.detach().clone()
+        else:
+            found[name] = value, value if name == "params" else copy.deepcopy(value)
+    return found
+
+
 @contextmanager
 def idle_optimizers(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     """Switch off steps of optimizers and schedulers in the block; backward is torch's own."""
@@ -124,6 +190,7 @@ def idle_optimizers(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator
 
     trained = [(p, p.requires_grad) for p in module.parameters()]
     schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
+    settings = [_Settings.from_optimizer(each) for each in trainer.optimizers]
     replaced = {"manual_backward": backward, "clip_gradients": _do_nothing}
     with ExitStack() as stack:
         for name, function in replaced.items():
@@ -137,6 +204,8 @@ def idle_optimizers(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator
         finally:
             for parameter, before in trained:
                 parameter.requires_grad_(before)
+            for kept in settings:
+                kept.restore()
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:

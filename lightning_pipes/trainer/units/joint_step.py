@@ -14,15 +14,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from lightning_pipes.engine.private_torch import gradient_hooks, has_gradient_hooks
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.remote_tensors import RemoteTensor, find_written
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.step.hooks import ParameterHooks
 from lightning_pipes.trainer.units.lazy_step import LazyStep
 from lightning_pipes.trainer.units.mode import Function
 from lightning_pipes.trainer.units.recording import DIFFERENTIATING, UnitLayout
@@ -35,11 +38,17 @@ _UNITS, _PLACE, _FETCH = range(3)
 
 
 class _RunUnit(NamedTuple):
-    """A unit that the stage `stage` has run, and the keys of the values from before that it has changed."""
+    """A unit that the stage `stage` has run.
+
+    Attributes:
+        changed: the keys of the values from before that it has changed.
+        shared: the keys of the values that lie in the memory of weights or of their gradients.
+    """
 
     done: Done
     stage: int
     changed: tuple[int, ...]
+    shared: tuple[int, ...]
 
 
 @dataclass
@@ -155,6 +164,7 @@ class JointStep(LazyStep):
         super().__init__(module, layout, stage, device)
         self._control = control
         self._ranks = ranks
+        self._hooks = ParameterHooks(device)
         self._places: dict[int, int] = {}
         self._is_running = False
         self._reset()
@@ -165,6 +175,9 @@ class JointStep(LazyStep):
         self._leaving: list[_RunUnit] = []
         self._home: dict[int, int] = {}
         self._known: set[int] = set()
+        self._shared: set[int] = set()
+        self._place = ""
+        self._asked: tuple[int, list[int]] | None = None
         self._transfers: list[_Transfer] = []
         self._generators = self._random_state()
 
@@ -210,6 +223,16 @@ class JointStep(LazyStep):
             yield
         finally:
             self._inside -= 1
+            self._forget_shared()
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether units of a step run, and no pause is on."""
+        return self._is_running and not self._inside
+
+    def _forget_shared(self) -> None:
+        """Forget what other stages have in the memory of weights and gradients, which may have changed."""
+        self._known.difference_update([key for key in self._shared if self._home[key] != self._stage])
 
     def resume_units(self, function: Callable[[], Any]) -> Callable[[], Any]:
         """Return `function` such that in it, called in a pause, units are units."""
@@ -218,6 +241,7 @@ class JointStep(LazyStep):
             if not self._is_running:
                 return function()
             before, self._inside = self._inside, 0
+            self._forget_shared()
             try:
                 out = function()
                 self._meet("ends a closure")
@@ -231,14 +255,66 @@ class JointStep(LazyStep):
 
     def look(self, name: str, function: Function, args: Any) -> Any:
         if name == "grad":
-            return self._unit("grad", None, function, args, {})
+            return self._unit("grad", None, partial(_view_gradient, function), args, {})
         return super().look(name, function, args)
+
+    def change(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
+        tensor = args[0]
+        key = self.values.key_of(tensor)
+        if name in ("data", "grad") and isinstance(args[1], torch.Tensor):
+            return self._assign(name, function, tensor, args[1])
+        before = tensor.requires_grad
+        out = function(*args, **kwargs)
+        if key is not None and self._home[key] != self._stage and tensor.requires_grad != before:
+            self._known.discard(key)  # it travels once more, and then with its gradient
+        return out
+
+    def _assign(self, name: str, function: Function, to: torch.Tensor, value: torch.Tensor) -> None:
+        """Set `data` or `grad` on the stage that has a tensor, to which the value moves."""
+        if not self.values.is_placed(to) and not self.values.is_value(to):
+            if self.values.is_placed(value) or self.values.is_value(value):
+                raise refuse_unit(
+                    len(self.units),
+                    f"the assignment to {name}",
+                    "gives a tensor of the batch, which each stage has, a value that one stage has made. Use a new "
+                    "tensor in its place",
+                )
+            function(to, value)
+            return
+        if (to.shape, to.dtype) != (value.shape, value.dtype):
+            raise refuse_unit(
+                len(self.units),
+                f"the assignment to {name}",
+                f"changes shape or type, from {tuple(to.shape)}, {to.dtype} to {tuple(value.shape)}, {value.dtype}, "
+                "and other stages would not see it. Assign a tensor that looks the same",
+            )
+        if not self.values.is_value(value) and not self.values.is_placed(value):
+            value = value.clone()  # all stages have it: what is assigned is of one
+
+        def assign(to: torch.Tensor, value: torch.Tensor) -> None:
+            function(to, value)
+
+        home = self._find_home(to)
+        self._unit(f"set_{name}", None, assign, (to, value), {})
+        key = self.values.key_of(value)
+        if key is None:
+            return
+        self._home[key] = home
+        self._shared.add(key)
+        if home == self._stage:
+            self._known.add(key)
+        else:
+            self._known.discard(key)
 
     def run_unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
         if function in DIFFERENTIATING:
             return self._differentiate(function, args, kwargs)
         given = tensors_of((args, kwargs))
         while not self._coming:
+            if self._asked is not None:  # answered here, where the user's code has come as far as that of the other
+                (home, keys), self._asked = self._asked, None
+                self._transfer(home, self._turn, keys)
+                continue
             if self._turn != self._stage:
                 self._listen()
                 if self._paused_there and not self._coming:
@@ -250,7 +326,7 @@ class JointStep(LazyStep):
                 continue
             self._fetch_missing(given)
             return self._run_mine(name, path, function, args, kwargs, given)
-        done, stage, changed = self._coming.popleft()
+        done, stage, changed, shared = self._coming.popleft()
         if done.name != name:
             raise self._other_way(f"comes to {name} as unit {len(self.units)}, which was {done.name}")
         if done.pure:
@@ -261,6 +337,7 @@ class JointStep(LazyStep):
         else:
             out = self._pass_over(done, given)
         self._known.difference_update(changed)
+        self._shared.update(shared)
         self._home.update(dict.fromkeys(_new_keys(done), stage))
         return out
 
@@ -276,8 +353,10 @@ class JointStep(LazyStep):
                 len(self.units), name, "changes a tensor in place that another stage has made. Let it change a copy"
             )
         self.units.append(ran.done)
-        self._leaving.append(_RunUnit(ran.done, self._stage, changed))
         made = _new_keys(ran.done)
+        shared = tuple(self._find_shared(name, self.placed(path, given), given, made))
+        self._shared.update(shared)
+        self._leaving.append(_RunUnit(ran.done, self._stage, changed, shared))
         self._home.update(dict.fromkeys(made, self._stage))
         self._known.update(made)
         self.values.prune()
@@ -287,6 +366,16 @@ class JointStep(LazyStep):
         """Return the keys of the values that lie in the memory of these."""
         memory = {storage_of(t) for t in written}
         return tuple(key for key in sorted(self._known) if self.values.lies_in(key, memory))
+
+    def _find_shared(
+        self, name: str, placed: Sequence[torch.Tensor], given: Sequence[torch.Tensor], made: Sequence[int]
+    ) -> list[int]:
+        """Return the keys of the new values that lie in the memory of weights or of their gradients."""
+        if name == "grad":
+            return list(made)
+        sources = [*placed, *(t for t in given if self.values.key_of(t) in self._shared)]
+        memory = {storage_of(t) for t in sources} if made else set()
+        return [key for key in made if memory and self.values.lies_in(key, memory)]
 
     def _find_stage(self, name: str, path: str | None, args: Any, kwargs: Any, given: Sequence[torch.Tensor]) -> int:
         """Return the stage that has to run a unit; that of the turn where any could."""
@@ -300,6 +389,8 @@ class JointStep(LazyStep):
                     "module in __init__",
                 )
         stages = {self._places[id(RemoteTensor.find_stand_in(t))] for t in placed}
+        if not stages and name in ("set_data", "set_grad"):
+            stages = {self._find_home(given[0])}
         if not stages:
             keys = [self.values.key_of(t) for t in find_written(name, args, kwargs)]
             stages = {self._home[key] for key in keys if key is not None}
@@ -354,11 +445,11 @@ class JointStep(LazyStep):
                 torch.cuda.set_rng_state(state[1], self._device)
             self._generators = self._random_state()
         if kind == _FETCH:
-            self._transfer(content[0], self._turn, content[1])
+            self._asked = content
         elif kind == _UNITS:
             self._turn = content
         else:
-            self._paused_there = True
+            self._paused_there, self._place = True, content
 
     def _meet(self, what: str) -> None:
         """Wait until all stages are at this place."""
@@ -367,10 +458,12 @@ class JointStep(LazyStep):
             if self._turn == self._stage and not self._coming:
                 self._say(_PLACE, what)
                 return
-            while not self._paused_there and not self._coming and self._turn != self._stage:
+            while not (self._paused_there or self._coming or self._asked) and self._turn != self._stage:
                 self._listen()
             if self._coming or not self._paused_there:
                 raise self._other_way(f"{what} after {len(self.units)} units")
+            if self._place != what:
+                raise self._other_way(f"{what} after {len(self.units)} units, where the other {self._place}")
             self._paused_there = False
         finally:
             self._inside -= 1
@@ -435,9 +528,15 @@ class JointStep(LazyStep):
             if key is not None:
                 self._transfer(self._home[key], self._find_home(root), [key])
         pending = [(t, g) for t, g in zip(roots, asked.gradients, strict=True) if self._find_home(t) == self._stage]
-        sums = self._go_back(asked, pending)
+        with self._defer_hooks(asked) as of_inputs:
+            sums = self._go_back(asked, pending)
+        self._forget_shared()
         if asked.inputs is None:
             return None
+        for tensor, hooks in of_inputs:
+            for hook in hooks if id(tensor) in sums else ():
+                changed = hook(sums[id(tensor)])
+                sums[id(tensor)] = sums[id(tensor)] if changed is None else changed
         results = self._agree_on_sums(asked, [sums.get(id(t)) for t in asked.inputs])
         if asked.returns:
             return tuple(results)
@@ -445,6 +544,25 @@ class JointStep(LazyStep):
             if result is not None and self._has(tensor):
                 tensor.grad = result if tensor.grad is None else tensor.grad + result
         return None
+
+    @contextmanager
+    def _defer_hooks(self, asked: _Differentiation) -> Iterator[list[tuple[torch.Tensor, list[Any]]]]:
+        """Run hooks of weights once for the block; return those of the inputs, which the caller runs afterwards."""
+        if asked.inputs is None:
+            weights = [p for p in self._module.parameters() if not p.is_meta]
+            with self._hooks.defer_hooks(weights, None, True, lambda _: None):
+                yield []
+            return
+        hooked = [t for t in asked.inputs if isinstance(t, nn.Parameter) and not t.is_meta and has_gradient_hooks(t)]
+        tables = [gradient_hooks(t) for t in hooked]
+        found = [dict(table) for table in tables]
+        for table in tables:
+            table.clear()
+        try:
+            yield [(t, list(table.values())) for t, table in zip(hooked, found, strict=True)]
+        finally:
+            for table, kept in zip(tables, found, strict=True):
+                table.update(kept)
 
     def _find_home(self, tensor: torch.Tensor) -> int:
         """Return the stage with the graph of a tensor; for a tensor of all stages the one in turn."""
@@ -541,7 +659,8 @@ class JointStep(LazyStep):
                         "One of the differentiated Tensors appears to not have been used in the graph. Set "
                         "allow_unused=True if this is the desired behavior."
                     )
-                results.append(torch.zeros_like(tensor) if asked.fills_unused else None)
+                zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
+                results.append(zeros if asked.fills_unused else None)
                 continue
             home = stages[0]
             if len(stages) > 1:
@@ -572,6 +691,14 @@ class JointStep(LazyStep):
         self.values.add_value(own)
         self._known.add(key)
         return own
+
+
+def _view_gradient(function: Function, tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a view of the gradient of a tensor: a new value, for other stages may have released an old one."""
+    found: torch.Tensor | None = function(tensor)
+    if found is None:
+        return None
+    return found.view_as(found) if found.requires_grad else found.detach()
 
 
 def _listed(tensors: Any, like: Any = None) -> Sequence[Any]:

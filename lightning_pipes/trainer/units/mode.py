@@ -26,6 +26,8 @@ _LOOKING_NAMES = (
 )
 _LOOKING = frozenset(_LOOKING_NAMES.split())
 """Functions that compute no tensor and read no values."""
+_CHANGING = frozenset(("__set__", "requires_grad_"))
+"""Functions among these that change a tensor besides its values."""
 _MAKING = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
 """Properties of a tensor that are tensors; all others only look."""
 DEVICES = frozenset(("device", "is_meta", "is_cpu", "is_cuda"))
@@ -62,6 +64,10 @@ class UnitMode(TorchFunctionMode, ABC):
     def look(self, name: str, function: Function, args: Any) -> Any:
         """Return a property of a tensor that is no tensor."""
         return function(*args)
+
+    def change(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
+        """Set a property of a tensor, which is called `name`."""
+        return function(*args, **kwargs)
 
     def run_inner(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
         """Return the result of a function within a unit; called only in modules that `sees_inside` names."""
@@ -111,6 +117,9 @@ class UnitMode(TorchFunctionMode, ABC):
             name = function.__self__.__name__  # type: ignore[attr-defined]
             if name not in _MAKING:
                 return self.look(name, function, args)
+        elif name in _CHANGING:
+            name = "requires_grad" if name == "requires_grad_" else function.__self__.__name__  # type: ignore[attr-defined]
+            return self.change(name, function, args, kwargs)
         elif name in _LOOKING or (not isinstance(function, type) and name.startswith("_assert")):
             return function(*args, **kwargs)
         return self._unit(name, None, function, args, kwargs)

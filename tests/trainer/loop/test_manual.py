@@ -83,14 +83,28 @@ class Target(pl.LightningModule):
         self.slow = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.register_buffer("center", torch.zeros(3, dtype=torch.float64))
         self.mean, self.seen = MeanOfAll(), list[torch.Tensor]()
+        self.fc0.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.fc1(self.fc0(x).tanh()).relu() + x
         return self.fc3(self.fc2(x).tanh()) - self.center
 
+    def look_twice(self, x: torch.Tensor) -> None:
+        """Compute with what has travelled before it changes."""
+        hidden = self.fc0(x).detach()
+        with torch.no_grad():
+            self.log("passed", self.fc3(hidden).sum())
+        hidden.requires_grad_()
+        for power in (2, 4):
+            ((self(x).sum() + self.fc0(self.fc2(x)).sum() + self.fc3(hidden).sum()) ** power / 100).backward()
+            self.log(f"of_weight{power}", (self.fc0.weight.grad + self.fc2.weight.detach()).sum())
+            self.log(f"of_value{power}", hidden.grad.norm())
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer = self.optimizers()
         x, y = batch
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.95
 
         def compute() -> torch.Tensor:
             logits = self(x + self.slow(x))
@@ -104,6 +118,7 @@ class Target(pl.LightningModule):
             return loss
 
         loss = compute()
+        self.look_twice(x)
         self.log("loss", loss)
         self.log("mean", self.mean, on_step=True, on_epoch=True)
         if batch_idx % 2:
