@@ -63,11 +63,15 @@ class recorded:  # noqa: N801  # read as a function; a generator takes several t
         self._calls: list[LogCall] = []
 
     def __enter__(self) -> list[LogCall]:
-        self._module.__dict__["log"] = self._record
+        own = self._module.__dict__
+        self._outer, own["log"] = own.get("log"), self._record
         return self._calls
 
     def __exit__(self, *_: object) -> None:
-        del self._module.__dict__["log"]
+        if self._outer is None:
+            del self._module.__dict__["log"]
+        else:
+            self._module.__dict__["log"] = self._outer
 
     def _record(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         if self._make is not None:

@@ -61,6 +61,9 @@ class Gan(pl.LightningModule):
         for scheduler in self.lr_schedulers():
             scheduler.step()
 
+    def on_after_backward(self) -> None:  # runs within the step; Lightning forgets what the step logged if this logs
+        assert self.training
+
     def on_train_epoch_end(self) -> None:
         self.log("images", self.images.abs().sum())
 
