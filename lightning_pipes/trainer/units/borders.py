@@ -132,10 +132,7 @@ class Borders:
         """
         starts = [0]
         for place in places:
-            entered = self._record.entered.get(place)
-            if entered is None:
-                known = ", ".join(repr(path) for path in list(self._record.entered)[:20])
-                raise PlanError(f"a stage is to begin at {place!r}, which the step does not call; it calls {known}")
+            entered = self._record.find_entry(place)
             units = range(entered, len(self._record.units))
             border = next((n for n in units if not self._record.units[n].pure), None)
             if border is None or border <= starts[-1]:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from torchmetrics import Metric
 
 from lightning_pipes.engine.private_torch import TorchDispatchMode, in_checkpoint, packet_of
-from lightning_pipes.ir import PipelineError
+from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.trainer.units.mode import Function
 from lightning_pipes.trainer.units.trace import TemplateLeaf, map_leaves, tensors_of
 from lightning_pipes.trainer.units.traced_step import TracedStep, version_of
@@ -86,6 +86,17 @@ class StepRecord:
     def changes_values(self) -> bool:
         """Whether a unit changes a value in place."""
         return any(unit.writes for unit in self.units)
+
+    def find_entry(self, place: str) -> int:
+        """Return the number of the first unit of a module.
+
+        Raises:
+            PlanError: the step does not call it.
+        """
+        if place not in self.entered:
+            known = ", ".join(repr(path) for path in list(self.entered)[:20])
+            raise PlanError(f"a stage is to begin at {place!r}, which the step does not call; it calls {known}")
+        return self.entered[place]
 
 
 DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)

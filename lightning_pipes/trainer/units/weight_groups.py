@@ -76,10 +76,7 @@ class WeightGroups:
         """
         starts = [0]
         for place in places:
-            entered = self._record.entered.get(place)
-            if entered is None:
-                known = ", ".join(repr(path) for path in list(self._record.entered)[:20])
-                raise PlanError(f"a stage is to begin at {place!r}, which the step does not call; it calls {known}")
+            entered = self._record.find_entry(place)
             used = (unit.weights for unit in self._record.units[entered:] if unit.weights)
             first = next((self._number[min(weights)] for weights in used), None)
             if first is None or first <= starts[-1]:
