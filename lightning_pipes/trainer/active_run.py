@@ -39,26 +39,29 @@ class ActiveRun:
     stops: StopAgreement
     evaluation: Evaluation
 
-    def step(
+    def step_optimizer(
         self,
         host: PipelineHost,
         optimizer: Optimizer,
         closure: Callable[[], Any],
-        usual: Callable[[Callable[[], Any]], Any],
+        take_step: Callable[[Callable[[], Any]], Any],
     ) -> Any:
-        """Run `closure`, step the optimizer by `usual`, Lightning's own, and return the closure's result.
+        """Run `closure`, which trains a batch, and step the optimizer by `take_step`; return the closure's result.
 
         The optimizer does not step where stages step by themselves, or while a move of layers defers steps.
+
+        Args:
+            take_step: Lightning's own step, which runs a closure first.
         """
         run, moving = self.run, self.run.relocation
         if run.is_asynchronous:
-            with run.step_asked():
+            with run.expect_batch():
                 return closure()  # every stage steps by itself when a batch's gradients are complete
         if not moving.should_pause():
-            return usual(closure)
+            return take_step(closure)
         result = closure()
         if not moving.should_pause():  # layers have arrived before the batch
-            return usual(lambda: result)
+            return take_step(lambda: result)
         private.before_step(host.precision_plugin, run.cut.module, optimizer)
         number, which = run.trainer.fit_loop.total_batch_idx, host.optimizers.index(optimizer)
         moving.defer_step(number, which, optimizer, run.part.holdings.local)

@@ -111,7 +111,7 @@ class Session:
         cut: the module as it is cut; None before that, and when the run has ended.
         layouts: of the optimizers: which parameters of the whole module this rank steps.
         active_run: the run under way; None before and after it.
-        steps: the optimizer steps of this rank.
+        step_count: counts the optimizer steps of this rank.
         verifier: compares first batches with those of one process, where that is wanted.
     """
 
@@ -135,7 +135,7 @@ class Session:
         self.layouts: list[OptimizerLayout] = []
         self.active_run: ActiveRun | None = None
         self.verifier: Verifier | None = None
-        self.steps = StepCount()
+        self.step_count = StepCount()
         self._needs_process_group = not private.distributed_is_initialized()
         if self._needs_process_group:
             self._open_store()

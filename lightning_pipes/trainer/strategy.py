@@ -489,17 +489,20 @@ class PipelineStrategy(PipelineHost):
         return closure_loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        step, training_loop = super().optimizer_step, self.current_run.training_loop
+        training_loop, step_count = self.current_run.training_loop, self.session.step_count
         shards, closure = self.session.checkpointing.shards, training_loop.resume_step(closure)
-        steps = self.session.steps
+        take_step = super().optimizer_step
         with (
             self.session.status.report_errors(),
             training_loop.pause_step(),
             nullcontext() if shards is None else shards.restore_after(),
-            steps.count_step(),
+            step_count.count_step(),
         ):
-            return self._required_run.step(
-                self, optimizer, steps.follow(optimizer, closure), lambda c: step(optimizer, c, *args, **kwargs)
+            return self._required_run.step_optimizer(
+                self,
+                optimizer,
+                step_count.follow(optimizer, closure),
+                lambda closure: take_step(optimizer, closure, *args, **kwargs),
             )
 
     @contextmanager
@@ -697,7 +700,7 @@ class PipelineStrategy(PipelineHost):
                 self._trainer,
                 run.cut,
                 session.layouts,
-                session.steps.describe() if may_join else None,
+                session.step_count.describe() if may_join else None,
                 storage_options,
             )
             return

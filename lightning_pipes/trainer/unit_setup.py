@@ -84,18 +84,55 @@ class UnitSetup(ModuleSetup):
 
     Making one records a training step, measures its units and settles the borders; `decide` makes a decision of these.
 
+    A part is a row of units that are one layer for planners. It is a stage, or where units may move from rank to rank
+    one of several of a stage.
+
+    Attributes:
+        end: the end of the step that runs on whole batches; None where each micro-batch has a loss.
+
     Raises:
         PlanError: the run asks for what works with one container of layers only.
         PipelineError: weights are on `meta`; or the step can't be recorded, or differs between ranks.
     """
 
+    _recorded_rows: int
+    """The samples of the batch whose step was recorded."""
+    _recorded_step: tuple[Callable[..., Any], Callable[[], Any], tuple[Any, ...]]
+    """The step that was recorded, a function that copies its batch, and its arguments after that."""
     path = WHOLE
     whole_loss_refusal = "the module is cut by units, and no stage can run a whole batch"
 
     def __init__(self, context: SetupContext) -> None:
         super().__init__(context)
         module = self.body = self._module
-        owner = type(module).__name__
+        self._check_module()
+        self._request = self._complete_request()
+        self._n_stages = len(self._request.schedule.place_stages(self._ranks.grid.length))
+        private_transformers.install_output_hooks(module)
+        self._moves_parts = self._request.replanner is not None or (
+            self._request.may_replan and not self._request.schedule.flushes
+        )
+        """Whether units may move from rank to rank while training goes on."""
+        self.end: BatchEnd | None = None
+        self._starts: tuple[int, ...] = tuple(range(self._n_stages))
+        """The part of the layout with which each stage begins."""
+        self._pieces: tuple[Piece, ...] = ()
+        """The units of each stage with what they cost, for reports."""
+        self._profile: ModelProfile | None = None
+        """The measured parts, where they may move."""
+        self._compared_batch: Any = None
+        """A batch whose loss is compared with those of its parts; None where nothing is compared."""
+        self._loss_warning = ""
+        """Why training by micro-batches differs from one process; empty if it does not."""
+        self._layout = self._lay_units(self._request, self._n_stages)
+        if self._loss_warning and self.end is None:
+            rank_zero_warn(self._loss_warning)
+        self._weights = weights_of_stages(module, self._layout)
+        warn_about_module(module, None)
+
+    def _check_module(self) -> None:
+        """Refuse a module whose step can't run before it is cut, or whose hooks need the whole of it. Collective."""
+        module, owner = self._module, type(self._module).__name__
         if self._ranks.control.any(has_meta(module))[0]:
             raise PipelineError(
                 f"weights of {owner} are on meta, and its step has to run once before it is cut by units. Make them "
@@ -108,36 +145,21 @@ class UnitSetup(ModuleSetup):
                 + " has backward hooks, and where modules are cut by units its gradients "
                 "may be on several ranks; register them on modules without children"
             )
+
+    def _complete_request(self) -> RunRequest:
+        """Return what the user asks for, with what follows from it; refuse what needs a container of layers."""
+        context, request = self._context, self._request
         refused = find_refused(context)
         if context.is_manual:
             check_manual(context, refused)
-            self._request = replace(self._request, microbatches=1, schedule=find_schedule("gpipe", {}))
+            request = replace(request, microbatches=1, schedule=find_schedule("gpipe", {}))
         if refused:
             raise PlanError(
-                f"{owner} has no one container of layers that is called in order, so it is cut by units, and "
-                f"{' and '.join(refused)} does not work with these. Leave it out, or put the layers into one "
-                "nn.Sequential: PipelineStrategy(module='path.to.it')"
+                f"{type(self._module).__name__} has no one container of layers that is called in order, so it is cut "
+                f"by units, and {' and '.join(refused)} does not work with these. Leave it out, or put the layers into "
+                "one nn.Sequential: PipelineStrategy(module='path.to.it')"
             )
-        ranks = self._ranks.grid.length
-        self._request = context.links.complete_request(self._request, ranks)
-        self._n_stages = stages = len(self._request.schedule.place_stages(ranks))
-        private_transformers.install_output_hooks(module)
-        self.end: BatchEnd | None = None
-        """The end of the step that runs on whole batches; None where each micro-batch has a loss."""
-        self._larger: Any = None
-        self._unexplained = ""
-        self._pieces: tuple[Piece, ...] = ()
-        self._moves = self._request.replanner is not None or (
-            self._request.may_replan and not self._request.schedule.flushes
-        )
-        self._profile: ModelProfile | None = None
-        self._starts: tuple[int, ...] = tuple(range(stages))
-        """The part of the layout with which each stage begins."""
-        self._layout = self._lay_units(self._request, stages)
-        if self._unexplained and self.end is None:
-            rank_zero_warn(self._unexplained)
-        self._weights = weights_of_stages(module, self._layout)
-        warn_about_module(module, None)
+        return context.links.complete_request(request, self._ranks.grid.length)
 
     def decide(self) -> Decision:
         """Return the decision: a layer for each stage."""
@@ -158,7 +180,7 @@ class UnitSetup(ModuleSetup):
                 "micro-batches on different stages or links, and where modules are cut by units all need the same. "
                 "Give one number, by PipelineStrategy(microbatches=...), or put the layers into one nn.Sequential"
             )
-        if planner_of(request.schedule).wants_profile and not self._moves:
+        if planner_of(request.schedule).wants_profile and not self._moves_parts:
             rank_zero_info(
                 f"schedule {request.schedule.name!r} cuts a batch alike for all stages, for "
                 f"{type(self._module).__name__} is cut by units"
@@ -177,7 +199,7 @@ class UnitSetup(ModuleSetup):
 
     def cut(self, local: Sequence[int]) -> UnitCut:
         """Return the module with the weights of the `local` stages alone."""
-        return UnitCut(self._module, self._layout, self._weights, local, self._ranks.device, self._moves)
+        return UnitCut(self._module, self._layout, self._weights, local, self._ranks.device, self._moves_parts)
 
     def make_steps(self, part: LocalLayers, plan: Plan, seed: int) -> UnitSteps:
         """Return what runs the user's steps on the stages of this rank."""
@@ -199,22 +221,11 @@ class UnitSetup(ModuleSetup):
         self._check_same(record)
         if self._context.is_manual:
             return self._group_weights(record, request, stages)
-        times = self._measure(record) if request.partition == AUTO or self._moves else None
-        seconds = [forward + backward for forward, backward in times] if times is not None else None
+        times = self._measure(record) if request.partition == AUTO or self._moves_parts else None
+        seconds = None if times is None else [forward + backward for forward, backward in times]
         borders = Borders(record, seconds)
-        if names_modules(request.partition):
-            if len(request.partition) != stages - 1:
-                raise _wrong_number(request.partition, stages)
-            starts = borders.at(request.partition)
-            end = self._find_end(record, borders, starts[-1], request)
-        else:
-            end = self._find_end(record, borders, stages - 1, request)
-            try:
-                starts = borders.choose(stages, end)
-            except PlanError:
-                if end is None or self._settings.loss == BATCH:
-                    raise
-                starts, end = borders.choose(stages), None
+        starts, end = self._choose_starts(record, borders, request, stages)
+        self._pieces = borders.list_pieces(starts)
         shares = [borders.share(a, b) for a, b in zip(starts, (*starts[1:], len(record.units)), strict=True)]
         listed = ", ".join(f"{record.units[start].name!r}" for start in starts[1:])
         rank_zero_info(
@@ -222,22 +233,48 @@ class UnitSetup(ModuleSetup):
             f"Stages after the first begin at {listed}; of the {'time' if seconds else 'operations'} the stages have "
             f"{', '.join(f'{share:.0%}' for share in shares)}"
         )
-        self._pieces = borders.list_pieces(starts)
-        if self._moves:
-            cuts = (*starts, *borders.choose(min(PARTS * stages, borders.count_possible() + 1)))
-            parts = tuple(sorted({*cuts}))
-            self._starts = tuple(parts.index(start) for start in starts)
-            layout = UnitLayout.from_record(*self._merge(record, parts))
-            if times is None:
-                rank_zero_info(f"Units of {type(self._module).__name__} stay where they are for want of their times")
-            else:
-                self._profile = self._make_profile(borders, parts, times, layout)
-            return layout
+        if self._moves_parts:
+            return self._lay_parts(record, borders, starts, times)
         if end is None:
             return UnitLayout.from_record(*self._merge(record, starts))
         merged, (*found, border) = self._merge(record, (*starts, end))
         layout = UnitLayout.from_record(merged, tuple(found))
         self._check_end(layout, border)
+        return layout
+
+    def _choose_starts(
+        self, record: StepRecord, borders: Borders, request: RunRequest, stages: int
+    ) -> tuple[tuple[int, ...], int | None]:
+        """Return the unit with which each stage begins, and that from which on the step runs on whole batches, if any.
+        Collective.
+        """
+        if names_modules(request.partition):
+            starts = borders.at(_checked_names(request.partition, stages))
+            return starts, self._find_end(record, borders, starts[-1], request)
+        end = self._find_end(record, borders, stages - 1, request)
+        try:
+            return borders.choose(stages, end), end
+        except PlanError:
+            if end is None or self._settings.loss == BATCH:
+                raise
+            return borders.choose(stages), None
+
+    def _lay_parts(
+        self,
+        record: StepRecord,
+        borders: Borders,
+        starts: tuple[int, ...],
+        times: Sequence[tuple[float, float]] | None,
+    ) -> UnitLayout:
+        """Return a layout whose parts may move between stages, which begin with the units `starts`. Collective."""
+        finer = borders.choose(min(PARTS * len(starts), borders.count_possible() + 1))
+        parts = tuple(sorted({*starts, *finer}))
+        self._starts = tuple(parts.index(start) for start in starts)
+        layout = UnitLayout.from_record(*self._merge(record, parts))
+        if times is None:
+            rank_zero_info(f"Units of {type(self._module).__name__} stay where they are for want of their times")
+        else:
+            self._profile = self._make_profile(borders, parts, times, layout)
         return layout
 
     def _check_same(self, record: StepRecord) -> None:
@@ -261,9 +298,7 @@ class UnitSetup(ModuleSetup):
         """Return the layout of a step that all stages run together. Collective."""
         groups = WeightGroups(self._module, record)
         if names_modules(request.partition):
-            if len(request.partition) != stages - 1:
-                raise _wrong_number(request.partition, stages)
-            starts = groups.find_borders(request.partition)
+            starts = groups.find_borders(_checked_names(request.partition, stages))
         else:
             starts = groups.choose_borders(stages)
         shares = [groups.share(a, b) for a, b in zip(starts, (*starts[1:], None), strict=True)]
@@ -285,7 +320,7 @@ class UnitSetup(ModuleSetup):
             PlanError: the user asks for one that can't be had.
         """
         asked, why = self._settings.loss == BATCH, ""
-        unexplained = self._ranks.control.any(bool(self._unexplained))[0] and self._settings.loss == AUTO
+        unexplained = self._ranks.control.any(bool(self._loss_warning))[0] and self._settings.loss == AUTO
         if request.microbatches == 1 or not (asked or unexplained):
             return None
         found: int | None = None
@@ -293,7 +328,7 @@ class UnitSetup(ModuleSetup):
             why = "data_parallel is more than 1"
         elif self._n_stages > self._ranks.grid.length or not request.schedule.flushes:
             why = f"schedule {request.schedule.name!r} has several stages on a rank, or does not flush"
-        elif self._moves:
+        elif self._moves_parts:
             why = "replan moves units"
         else:
             axes = self._trace_samples(record.atomic)
@@ -313,7 +348,7 @@ class UnitSetup(ModuleSetup):
     def _trace_samples(self, atomic: tuple[str, ...]) -> tuple[Axes, ...]:
         """Return the axes that count samples, of units up to the first one that may mix samples."""
         module, device = self._module, self._ranks.device
-        step, batch, arguments = named_step(module, "training_step"), self._larger, self._step_arguments()
+        step, batch, arguments = named_step(module, "training_step"), self._compared_batch, self._step_arguments()
         try:
             rows = rows_of(batch)
             part = make_cutter(batch, rows)(Span(0, rows // 2))
@@ -339,7 +374,7 @@ class UnitSetup(ModuleSetup):
         axes = self._trace_samples(layout.atomic)[:border]
         end, differs = BatchEnd(border, axes), ""
         whole = replace(end.layout(layout), starts=(0, border))
-        step, batch, arguments = named_step(module, "training_step"), self._larger, self._step_arguments()
+        step, batch, arguments = named_step(module, "training_step"), self._compared_batch, self._step_arguments()
         draws = RngUse(device)
 
         def watch(work: Callable[[], Any]) -> Any:
@@ -385,7 +420,7 @@ class UnitSetup(ModuleSetup):
         self, borders: Borders, parts: Sequence[int], times: Sequence[tuple[float, float]], layout: UnitLayout
     ) -> ModelProfile:
         """Return the times and bytes of each part, which begin at the units `parts`: times grow with the samples."""
-        optimizers, rows = self._context.host.optimizers, self._rows
+        optimizers, rows = self._context.host.optimizers, self._recorded_rows
         weights, layers = weights_of_stages(self._module, layout), []
         for number, (start, stop) in enumerate(zip(parts, (*parts[1:], len(times)), strict=True)):
             forward, backward = (sum(each) for each in zip(*times[start:stop], strict=True))
@@ -413,7 +448,7 @@ class UnitSetup(ModuleSetup):
             return self._run_without_trace(True, work)
 
         def measure() -> list[tuple[float, float]] | None:
-            return measure_units(module, record, run, *self._repeated, device, _measured_loss)
+            return measure_units(module, record, run, *self._recorded_step, device, _measured_loss)
 
         try:
             of_ranks = CollectiveCall(self._ranks.control)(measure)
@@ -430,7 +465,7 @@ class UnitSetup(ModuleSetup):
         choose = partial(merge_units, module, record, starts)
 
         def record_merged() -> StepRecord:
-            return record_step(module, run, *self._repeated, device, choose, self._context.is_manual)
+            return record_step(module, run, *self._recorded_step, device, choose, self._context.is_manual)
 
         try:
             merged: StepRecord = CollectiveCall(self._ranks.control)(record_merged)[self._ranks.control.position]
@@ -467,9 +502,9 @@ class UnitSetup(ModuleSetup):
                 raise NotMeasuredError(str(why)) from None
             if larger is not None and rows_of(larger) > MAX_COMPARED_ROWS:  # the items of the dataset are batches
                 larger = make_cutter(larger, rows_of(larger))(Span(0, MAX_COMPARED_ROWS))
-            self._larger = private.on_device(trainer, larger)
+            self._compared_batch = private.on_device(trainer, larger)
             weighs = larger is not None and compares and self._settings.loss != BATCH
-            return self._record_with(batch), self._rule_out_weights(self._larger) if weighs else None
+            return self._record_with(batch), self._rule_out_weights(self._compared_batch) if weighs else None
 
         try:
             records, ruled_out = zip(*CollectiveCall(self._ranks.control)(run), strict=True)
@@ -502,9 +537,9 @@ class UnitSetup(ModuleSetup):
             module.to(device)
         batch = private.on_device(self._trainer, batch)
         run = partial(self._run_without_trace, True)
-        self._rows = rows_of(batch)
-        self._repeated = named_step(module, "training_step"), partial(copy_batch, batch), self._step_arguments()
-        return record_step(module, run, *self._repeated, device, differentiates=self._context.is_manual)
+        self._recorded_rows = rows_of(batch)
+        self._recorded_step = named_step(module, "training_step"), partial(copy_batch, batch), self._step_arguments()
+        return record_step(module, run, *self._recorded_step, device, differentiates=self._context.is_manual)
 
     def _step_arguments(self) -> tuple[Any, ...]:
         """Return the arguments of the step after the batch."""
@@ -574,7 +609,7 @@ class UnitSetup(ModuleSetup):
         if {each.name for each in candidates} <= wrong:
             wrong.discard(SAMPLES)
             of_parts = " and ".join(f"{loss:.6g}" for loss in losses.values())
-            self._unexplained = (
+            self._loss_warning = (
                 f"The loss of {type(module).__name__}.training_step is {whole.item():.6g} for {rows} samples, and no "
                 f"sum or mean of its losses for parts of them, {of_parts}. A batch is trained by the losses of its "
                 "micro-batches, so training differs from one process. Set "
@@ -599,11 +634,18 @@ def _has_hooked_parts(part: nn.Module) -> bool:
     return next(part.children(), None) is not None and bool(backward_hooks(part))
 
 
-def _wrong_number(partition: Any, stages: int) -> PlanError:
-    return PlanError(
-        f"partition names {len(partition)} modules, and {stages} stages need {stages - 1}: one at which each stage "
-        "after the first begins"
-    )
+def _checked_names(partition: Any, stages: int) -> Any:
+    """Return the modules at which stages begin, as many as there are borders.
+
+    Raises:
+        PlanError: there are more, or fewer.
+    """
+    if len(partition) != stages - 1:
+        raise PlanError(
+            f"partition names {len(partition)} modules, and {stages} stages need {stages - 1}: one at which each stage "
+            "after the first begins"
+        )
+    return partition
 
 
 def check_manual(context: SetupContext, refused: Sequence[str]) -> None:

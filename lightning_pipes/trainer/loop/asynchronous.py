@@ -66,7 +66,7 @@ class AsynchronousLoop(TrainingLoop):
     Attributes:
         between: refuses hooks that change what batches in flight use.
         statistics: what ranks tell each other for planners.
-        orders_uses: results are those of one batch after another.
+        orders_uses: results are those of one batch after another, for a policy orders the uses of layers.
         throttled: batches run one by one, for memory is short.
         unstepped: batches under way, by number, which may have left gradients.
     """
@@ -75,68 +75,63 @@ class AsynchronousLoop(TrainingLoop):
 
     def __init__(self, run: PipelineRun, control: Control, memory: StateMemory | None = None) -> None:
         check_layers(run.cut.module, run.cut.full)
+        schedule, several = run.plans.schedule, len(run.global_ranks) > 1
+        if schedule.predicts_weights:
+            check_prediction(run, memory)
         self._run = run
         self._all = control
-        self._memory: LayerMemory | None = None
-        if run.plans.schedule.predicts_weights:
-            check_prediction(run, memory)
-        if memory is not None and isinstance(run.plans.schedule, Schedule):
-            check_stash(run)
-            run.engine.stash(VersionMemory(memory, run.device))
-        elif memory is not None:
-            check_turns(run)
-            plain = [private.plain_optimizer(o) for o in run.trainer.optimizers]
-            for number in run.stages:
-                layers = run.part.layers_of(number)
-                check_room(number, layers, plain, memory.device_bytes, run.device.type == "cpu")
-            run.relocation.check_layers_stay("MemorySwap has them take turns on the device")
-            self._memory = LayerMemory(memory, run.device, lambda: run.trainer.optimizers)
-            run.engine.take_turns(self._memory, choose_predictor(run, memory.predictor))
-        schedule = run.plans.schedule
+        self._memory = None if memory is None else enable_offload(run, memory)
+
+        # What ranks exchange while they are at different batches.
         depth = schedule.depth if isinstance(schedule, Policy) else 0
         self._max_lag = run.relocation.apart = max(len(run.global_ranks), depth)
-        notices = Notices(run.control)
+        notices, rank = Notices(run.control), run.global_ranks[run.part.holdings.rank]
         self._results = Results(notices, run.control.ranks[0], self._max_lag, run.last_stage_ranks)
-        here = run.global_ranks[run.part.holdings.rank]
-        self.statistics = StreamStatistics(run.statistics, notices, control.ranks, here, self._max_lag)
-        self._under_way: deque[StreamedStep] = deque()
-        self._unpublished: deque[StreamedStep] = deque()  # those that the last stage has not told of
-        self._window = WindowRecorder()
+        self.statistics = StreamStatistics(run.statistics, notices, control.ranks, rank, self._max_lag)
         warn_without_uses(run.cut.module, schedule, len(run.global_ranks))
+        self._mirroring = LayerCopies(run) if several and Cuts.are_needed(run.cut.module, schedule) else None
+        if self._mirroring is not None:
+            run.relocation.check_layers_stay("batches have cuts of their own")
+
+        # What hooks may see and change while batches are under way.
+        overrides_hooks = partial(has_hooks, run.cut.module, private.callbacks(run.trainer))
         self.between = BetweenSteps(
             schedule.name,
             run.cut.module,
             run.cut.full,
             lambda: run.part.holdings.local,
-            partial(has_hooks, run.cut.module, private.callbacks(run.trainer)),
+            overrides_hooks,
             memory is None,
         )
-        self._foreign = len(run.global_ranks) > 1
-        if self._foreign:
+        self._has_other_ranks = several
+        if several:
             run.cut.scope.on_layers = self._warn_of_old_weights
-        self._hooked = self._foreign and has_hooks(run.cut.module, private.callbacks(run.trainer), BATCH_HOOKS)
+        self._has_batch_hooks = several and overrides_hooks(BATCH_HOOKS)
         self._names_layers = isinstance(run.cut.module, ChoosesLayers)
-        self._own_step: set[int] | None = None  # ids of the parameters that a batch steps now
-        self.orders_uses = isinstance(schedule, Policy)  # results are those of one batch after another
-        several = len(run.global_ranks) > 1
+        self.orders_uses = isinstance(schedule, Policy)
         run.state.expect_overlap(schedule.name, alone=not several)
         run.steps.left.expect_overlap(schedule.name)
-        self._mirroring = LayerCopies(run) if several and Cuts.are_needed(run.cut.module, schedule) else None
-        if self._mirroring is not None:
-            run.relocation.check_layers_stay("batches have cuts of their own")
-        self._ordering = run.plans
-        self.throttled = False
-        self._optimizers: Sequence[Optimizer] = ()
-        self._groups: dict[int, tuple[int, int]] = {}  # by id of a parameter, its optimizer and its group there
-        self._last_number = -1
-        self._steps: PartialSteps | None = None  # of this window: layers move between windows
+
+        # Batches under way, in the order in which they came.
+        self._under_way: deque[StreamedStep] = deque()
+        self._unpublished: deque[StreamedStep] = deque()  # the last stage has not sent their results
         self.unstepped: dict[int, Item] = {}
         self._recent: dict[int, Item] = {}  # those, and later ones that have overtaken them
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._stepped_by: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._last_number = -1
+        self._latest: Any = torch.full((), torch.nan, device=run.device)
+        self._window = WindowRecorder()
+        self._window_plans = run.plans
+        self.throttled = False
+
+        # Optimizers, and the gradients by which they step.
+        self._optimizers: Sequence[Optimizer] = ()
+        self._groups: dict[int, tuple[int, int]] = {}  # by id of a parameter, its optimizer and its group there
+        self._steps: PartialSteps | None = None  # of this window: layers move between windows
+        self._stepped_ids: set[int] | None = None  # ids of the parameters that a batch steps now
+        self._kept_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._step_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Gradients by which the latest batch was stepped, where no other rank is in this pipeline."""
         self._shows_gradients = False
-        self._latest: Any = torch.full((), torch.nan, device=run.device)
 
     def train(self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool) -> Any:
         """Start one batch, and run what can run without another.
@@ -146,9 +141,9 @@ class AsynchronousLoop(TrainingLoop):
         """
         watchers, step = self._run.watchers, self._begin(batch, arguments, complete)
         self._hide_gradients()
-        self._stepped_by.clear()
+        self._step_gradients.clear()
         watchers.before_batch(step)
-        self._run.steps_asked = False
+        self._run.awaits_batch = False
         self._plan(step, optimizers)
         with watchers.around_batch(step), self.own_gradients():
             self._inject(step)
@@ -173,10 +168,10 @@ class AsynchronousLoop(TrainingLoop):
     def _plan(self, step: StreamedStep, optimizers: Sequence[Optimizer]) -> None:
         """Switch to the plan of the batch; another plan ends the window."""
         run, engine, plans = self._run, self._run.engine, step.plans or self._run.plans
-        if engine.open and (step.rows > engine.plan.jobs[0].rows or plans is not self._ordering or self.throttled):
+        if engine.open and (step.rows > engine.plan.jobs[0].rows or plans is not self._window_plans or self.throttled):
             self.drain()
         if not engine.open:
-            self._ordering = plans
+            self._window_plans = plans
             with self.own_gradients():  # those that are accumulated move with their layers
                 run.switch_plan(*plans.for_rows(step.rows))
             self.between.forget_layers()
@@ -197,7 +192,7 @@ class AsynchronousLoop(TrainingLoop):
         self._last_number = step.number
         step.settings = [settings_of(o) for o in optimizers]
         step.samples = run.lists.find_lists(step.batch, step.rows)
-        step.began_with = run.state.capture_state() if self._hooked else None
+        step.began_with = run.state.capture_state() if self._has_batch_hooks else None
         run.weigh_losses(step)
         step.use = use_of(run.cut.module, run.cut.full, step.batch, engine.plan)
 
@@ -247,7 +242,7 @@ class AsynchronousLoop(TrainingLoop):
         run.state.synchronise_ranks(run.control, run.last_rank, run.last)
         if self._memory is not None:
             self._memory.flush()
-        window = self._window.last_window(engine, self._ordering)
+        window = self._window.last_window(engine, self._window_plans)
         run.windows.append(window)
         if run.plans.every:
             self.statistics.add_window(window)
@@ -295,9 +290,9 @@ class AsynchronousLoop(TrainingLoop):
         others = [(p, p.grad) for p in with_gradients if id(p) not in ids]
         for p, _ in others:
             p.grad = None
-        self._own_step = {id(p) for p in mine}
+        self._stepped_ids = {id(p) for p in mine}
         yield mine
-        self._own_step = None
+        self._stepped_ids = None
         for p, gradient in others:
             p.grad = gradient
 
@@ -323,8 +318,8 @@ class AsynchronousLoop(TrainingLoop):
                         private.before_step(run.trainer.precision_plugin, run.cut.module, optimizer)
                     if not run.relocation.defer_step(item.number, number, optimizer, stage.layers):
                         optimizer.step()
-                if not self._foreign and item.number == self._last_number:
-                    self._stepped_by += [(p, p.grad) for p in mine if p.grad is not None]
+                if not self._has_other_ranks and item.number == self._last_number:
+                    self._step_gradients += [(p, p.grad) for p in mine if p.grad is not None]
                 optimizer.zero_grad()
         if data.stepped == len(run.stages):
             before = [n for n, each in self.unstepped.items() if n < item.number and not each.data.complete]
@@ -343,9 +338,9 @@ class AsynchronousLoop(TrainingLoop):
 
     def give_back_gradients(self) -> None:
         """Let hooks see gradients as on one process, which clears them in the next batch, where all layers are here."""
-        if not self._foreign:
+        if not self._has_other_ranks:
             self._shows_gradients = True
-            for p, gradient in (*self._accumulated(), *self._stepped_by):
+            for p, gradient in (*self._accumulated(), *self._step_gradients):
                 p.grad = gradient
 
     def why_no_state(self, parameter: torch.Tensor | None) -> str:
@@ -353,7 +348,7 @@ class AsynchronousLoop(TrainingLoop):
         foreign = isinstance(parameter, RemoteTensor)
         if not self.orders_uses or (foreign and not self._names_layers):
             return ""  # stages miss steps, or what is done to each state by itself is done where it is
-        if foreign or (parameter is None and self._names_layers and self._foreign):
+        if foreign or (parameter is None and self._names_layers and self._has_other_ranks):
             return (
                 f": which layers of other ranks have states there depends on the batches so far, and with schedule "
                 f"{schedule!r} stages step at other times. Work on the states of each parameter by itself, as by "
@@ -370,9 +365,9 @@ class AsynchronousLoop(TrainingLoop):
 
     def _is_settled(self, parameter: torch.Tensor | None) -> bool:
         """Whether all batches so far have stepped a parameter, or all parameters, of this rank, and none more."""
-        if self._own_step is not None:
-            alone = parameter is None and not self._foreign and len(self.unstepped) == 1
-            return alone or id(parameter) in self._own_step
+        if self._stepped_ids is not None:
+            alone = parameter is None and not self._has_other_ranks and len(self.unstepped) == 1
+            return alone or id(parameter) in self._stepped_ids
         if not self._run.engine.open or not self.unstepped:
             return True
         uses = [item.use for item in self.unstepped.values()]
@@ -381,7 +376,7 @@ class AsynchronousLoop(TrainingLoop):
     def _warn_of_old_weights(self) -> None:
         """Warn of a hook that looks at layers between two batches, on the rank that notices it."""
         scope = self._run.cut.scope
-        if self._own_step is not None or not self._run.engine.open:
+        if self._stepped_ids is not None or not self._run.engine.open:
             return
         scope.on_layers = lambda: None
         warnings.warn(
@@ -404,33 +399,41 @@ class AsynchronousLoop(TrainingLoop):
 
     @contextmanager
     def own_gradients(self) -> Iterator[None]:
-        """Outside of the block gradients are kept where Lightning does not clear them after every batch."""
+        """Give parameters their accumulated gradients in the block; outside of it they have none.
+
+        Lightning clears gradients when it steps an optimizer, and stages step at other times. So the gradients of
+        batches that wait for a step are kept here between two calls of `train`. Those that hooks see meanwhile, by
+        `give_back_gradients`, are hidden first and shown again.
+        """
         shown = self._hide_gradients()
-        for p, gradient in self._kept:
+        for p, gradient in self._kept_gradients:
             p.grad = gradient
         yield
-        self._kept = [(p, p.grad) for p in self._with_gradients() if p.grad is not None]
-        for p, _ in self._kept:
+        self._kept_gradients = [(p, p.grad) for p in self._with_gradients() if p.grad is not None]
+        for p, _ in self._kept_gradients:
             p.grad = None
         if shown:
             self.give_back_gradients()
 
     def _hide_gradients(self) -> bool:
-        """Return whether hooks have seen gradients; those of batches without a step are as hooks have left them."""
+        """Take the gradients away that hooks may see between batches, and return whether there were any.
+
+        What a hook has changed in gradients that still wait for a step is kept.
+        """
         shown, self._shows_gradients = self._shows_gradients, False
         if shown:
             if self._accumulated():
-                self._kept = [(p, p.grad) for p, _ in self._kept if p.grad is not None]
-            for p, _ in (*self._kept, *self._stepped_by):
+                self._kept_gradients = [(p, p.grad) for p, _ in self._kept_gradients if p.grad is not None]
+            for p, _ in (*self._kept_gradients, *self._step_gradients):
                 p.grad = None
         return shown
 
     def _accumulated(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Gradients to which the next batch is added before a step."""
-        return [] if any(item.data.complete for item in self.unstepped.values()) else self._kept
+        """Return the gradients to which the next batch is added before a step."""
+        return [] if any(item.data.complete for item in self.unstepped.values()) else self._kept_gradients
 
     def _with_gradients(self) -> list[torch.Tensor]:
-        """Return the parameters of this rank that have any, by batches under way."""
+        """Return the parameters of this rank that have a gradient of a batch under way."""
         stages, batches = self._run.stages.values(), self.unstepped.values()
         found = {
             id(p): p
@@ -572,6 +575,27 @@ def check_streaming(trainer: pl.Trainer, schedule: Schedule | Policy, grid: Grid
             f"module or tied. With schedule {name!r} stages step at other times, and copies would become different; "
             f"put them into a layer of the nn.Sequential, {flush}"
         )
+
+
+def enable_offload(run: PipelineRun, memory: StateMemory) -> LayerMemory | None:
+    """Have weights take turns on the device, and return the memory of layers; None where versions of weights do.
+
+    Raises:
+        PipelineError: the run, the module or its optimizers don't allow it.
+    """
+    if isinstance(run.plans.schedule, Schedule):
+        check_stash(run)
+        run.engine.stash(VersionMemory(memory, run.device))
+        return None
+    check_turns(run)
+    plain = [private.plain_optimizer(o) for o in run.trainer.optimizers]
+    for number in run.stages:
+        layers = run.part.layers_of(number)
+        check_room(number, layers, plain, memory.device_bytes, run.device.type == "cpu")
+    run.relocation.check_layers_stay("MemorySwap has them take turns on the device")
+    layer_memory = LayerMemory(memory, run.device, lambda: run.trainer.optimizers)
+    run.engine.take_turns(layer_memory, choose_predictor(run, memory.predictor))
+    return layer_memory
 
 
 def choose_predictor(run: PipelineRun, name: str) -> PredictorChoice | None:

@@ -155,7 +155,7 @@ class PipelineRun:
         decision: the one that first steps have called for; None while they agree with that of the run.
         watchers: checks, statistics and safety nets beside the step; whoever makes the run gives them.
         loss_weights: weighs the losses of micro-batches, on the rank of the last stage.
-        steps_asked: whether an optimizer waits for a batch to step by.
+        awaits_batch: whether an optimizer is to step by a batch that has not begun.
 
     Raises:
         PlanError: the transport can't be had here.
@@ -186,7 +186,7 @@ class PipelineRun:
         self.took: list[int] = []
         self.listeners: list[StageListener] = []
         self.statistics = StepStatistics(ranks)
-        self.steps_asked = False
+        self.awaits_batch = False
         self.replay = LogReplay(cut.module)
         self.fitting = trainer.state.fn == TrainerFn.FITTING
         self.trainer = trainer
@@ -237,16 +237,16 @@ class PipelineRun:
         fault_point("transport.made")
 
     @contextmanager
-    def step_asked(self) -> Iterator[None]:
-        """Mark in the block that an optimizer steps by the next batch, where batches overlap.
+    def expect_batch(self) -> Iterator[None]:
+        """Have an optimizer step in the block by the batch that is trained in it, where batches overlap.
 
         Raises:
             PipelineError: no batch has run in the block.
         """
-        self.steps_asked = True
+        self.awaits_batch = True
         try:
             yield
-            if self.steps_asked:
+            if self.awaits_batch:
                 raise PipelineError(
                     f"{type(self.cut.module).__name__} calls optimizer.step() without a batch of its own. With "
                     f"schedule {self.plans.schedule.name!r} each stage steps once for a batch, as soon as its "
@@ -255,9 +255,9 @@ class PipelineRun:
                     "between batches, such as '1f1b'"
                 )
         finally:
-            self.steps_asked = False
+            self.awaits_batch = False
 
-    def end_window(self) -> None:
+    def finish_batches(self) -> None:
         """Finish the batches under way. Collective."""
         with self.cut.scope.suspend_hooks():  # a hook may save a checkpoint
             self.training_loop.drain()
@@ -265,7 +265,7 @@ class PipelineRun:
     def drain(self) -> None:
         """Finish the batches under way, and bring weights up to date. Collective."""
         with self.cut.scope.suspend_hooks():
-            self.end_window()
+            self.finish_batches()
             if self.relocation.delays_steps:
                 self.finish_move()
 
@@ -278,7 +278,7 @@ class PipelineRun:
         moving = self.relocation
         if not moving.under_way:
             return
-        self.end_window()
+        self.finish_batches()
         moving.stop_sending()
         with self.training_loop.own_gradients():  # those that are accumulated move with their layers
             plans = moving.finish_move()

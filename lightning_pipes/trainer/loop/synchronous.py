@@ -89,6 +89,10 @@ class SynchronousLoop(TrainingLoop):
         self._keep_old = is_overridden("optimizer_zero_grad", run.cut.module)
 
     def train(self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool) -> Any:
+        """Train one batch to its end: plan it, run it, sum its gradients, and log what the last stage has logged.
+
+        The gradients are set aside until `give_back_gradients`, for Lightning clears those of earlier batches between.
+        """
         watchers, step = self._run.watchers, self._begin(batch, arguments, complete)
         watchers.before_batch(step)
         self._plan(step)

@@ -36,7 +36,9 @@ Mark = tuple[int, int] | None
 
 @dataclass
 class TrainingStep(TrainingBatch):
-    """A training batch on its way through the pipeline.
+    """A training batch on its way through the pipeline, as the training loop and watchers see it.
+
+    It adds to `TrainingBatch` where the batch is in training: its number, its plan, and what ranks compare.
 
     Attributes:
         number: counts batches since training began.

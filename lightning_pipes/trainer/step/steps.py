@@ -138,9 +138,12 @@ class StepResult:
 
 @dataclass
 class TrainingBatch:
-    """A batch with what its bodies need, and on the last stage what came out of it.
+    """The samples of a training batch, with what the user's step needs for each micro-batch and what it returned.
+
+    The steps of the stages know this part alone; the training loop has the rest, `TrainingStep`.
 
     Attributes:
+        results: of each micro-batch, on the ranks of the last stage.
         arguments: of training_step after the batch.
         divisor: the number of batches of one optimizer step, by which the loss is divided.
         kept: a copy of the batch and of the last stage's values, for checks; None without them.

@@ -34,7 +34,7 @@ class OneStep(Watcher):
         """
         run, number, last = self._run, step.number, self._last_number
         self._last_number = number
-        if (step.complete and not run.steps_asked) or number == last:
+        if (step.complete and not run.awaits_batch) or number == last:
             owner, name = type(run.cut.module).__name__, run.plans.schedule.name
             raise PipelineError(
                 f"{owner}.optimizer_step calls the closure of batch {number} {'again' if number == last else ''} "
