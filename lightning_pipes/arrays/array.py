@@ -66,8 +66,9 @@ class JobArray(Generic[T]):
         progress: whether to show on rank 0 how far the siblings are; by default where standard error is a terminal.
         memory: lets weights and optimizers of more siblings take part than the device has room for.
         rounds: says in which order each rank computes a batch of every sibling, whole, by the measured times of the
-            stages; `round_order` needs one stage a rank. Nobody's next batch begins before all are over, as in the
-            paper. Rank 0 asks it for all ranks. For comparison: without, siblings go on as soon as they can.
+            stages; `round_order` needs one stage a rank. No next batch begins before all are over, as in the paper, and
+            states that take turns are brought by that order. Rank 0 asks it for all ranks. For comparison: without,
+            siblings go on as soon as they can.
 
     Attributes:
         size: siblings at a time, as far as it is decided.
@@ -76,8 +77,7 @@ class JobArray(Generic[T]):
             before, after a failure, and where nothing was trained.
 
     Raises:
-        InputError: `size` is no positive number, or "auto" without `memory`, or there are rounds and memory is swapped;
-            in `run`, "auto" finds no room for two.
+        InputError: `size` is no positive number, or "auto" without `memory`; in `run`, "auto" finds no room for two.
     """
 
     def __init__(
@@ -95,8 +95,6 @@ class JobArray(Generic[T]):
         decides = isinstance(size, str) and size == AUTO
         if decides and memory is None:
             raise InputError("size='auto' follows from memory: give memory=MemorySwap(device_bytes=...), or a number")
-        if rounds is not None and memory is not None:
-            raise InputError("an array in rounds keeps all siblings on the device; leave out memory, or rounds")
         self.size = 1 if decides else check_count("size", size, "; or size='auto'")
         self._rounds: Rounds[Sibling[T]] | None = None if rounds is None else Rounds(rounds)
         self._rounds_begun = 0
@@ -173,12 +171,15 @@ class JobArray(Generic[T]):
                 if not self._queue:
                     self.timeline = self._record.timeline(self._gather_events())
                     break
-                if self._rounds is not None:
-                    self._compute_round(self._rounds)
+                if self._rounds is not None and not self._rounds.turns_left:
+                    turns = self._rounds.begin_round(self._queue, self._share_order, self.memory)
+                    self._queue = deque(self._queue[n] for n in turns)
                 head = self._queue[0]
                 if head is not None:
                     self._work_until(head.is_ready)
                 self._queue.popleft()
+                if self._rounds is not None:
+                    self._rounds.begin_turn(head)
                 if head is not None:
                     yield from self._give_turn(head)
         except GeneratorExit:  # whoever iterates has enough, or has failed
@@ -306,16 +307,6 @@ class JobArray(Generic[T]):
 
     # ---- work
 
-    def _compute_round(self, rounds: Rounds[Sibling[T]]) -> None:
-        """Compute all batches of a round, once each sibling has handed one in; then each has a turn."""
-        if not rounds.turns_left:
-            siblings = [s for s in self._queue if s is not None]
-            rounds.begin_round(siblings, self._share_order)
-            for sibling in siblings:
-                self._work_until(sibling.is_ready)
-            rounds.end_round(len(self._queue))
-        rounds.turns_left -= 1
-
     def _share_order(self, find: Callable[[], str]) -> str:
         """Return the order of the next round as rank 0 finds it: others may not know yet which siblings fail, and a
         search by the clock finds something else on each."""
@@ -341,7 +332,7 @@ class JobArray(Generic[T]):
         chosen = (
             self._arrivals.choose_sibling(self._queue, self.memory)
             if self._rounds is None
-            else self._rounds.next_sibling()
+            else self._rounds.next_sibling(self.memory)
         )
         if chosen is None:
             return False
@@ -364,8 +355,10 @@ class JobArray(Generic[T]):
         sibling.compute()
         memory.end_block(sibling.index, keep=engine.holds_weights or sibling.is_failing)
 
-    def _upcoming_indices(self) -> list[int]:
+    def _upcoming_indices(self) -> Iterable[int]:
         """Return the indices of the next siblings, in order."""
+        if self._rounds is not None:
+            return self._rounds.upcoming_indices(self._queue)
         return [*self._arrivals.waiting_indices, *(s.index for s in self._queue if s is not None)]
 
     def _sleep(self) -> None:

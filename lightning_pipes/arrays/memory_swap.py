@@ -5,6 +5,7 @@ Memory decides how many siblings an array has at a time; a warning tells where a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -83,6 +84,10 @@ class SiblingMemory:
     def has_room(self, index: int) -> bool:
         """Return whether the sibling's state fits on the device beside the states that stay there."""
         return True
+
+    def count_resident_states(self) -> int:
+        """Return the number of states like the largest that fit on the device at a time."""
+        return sys.maxsize
 
     def begin_turn(self, index: int) -> None:
         """The sibling runs, and may change its state."""
@@ -349,6 +354,9 @@ class MemorySwap(SiblingMemory, PipelineCallback):
     def has_room(self, index: int) -> bool:
         swap = self._swap
         return swap is None or index not in swap or swap.is_leased(index) or swap.has_room(index)
+
+    def count_resident_states(self) -> int:
+        return min(self.device_bytes // max(1, self._largest), sys.maxsize if self.slots is None else self.slots)
 
     def begin_turn(self, index: int) -> None:
         if self._swap is not None and index in self._swap:

@@ -1,19 +1,22 @@
-"""Rounds of a job array: a batch of every sibling in a given order of blocks, nobody's next one before all are over.
+"""Rounds of a job array: a batch of every sibling in a given order of blocks, and no next one before all are over.
 
-Siblings hand in their batches first, and nothing is computed meanwhile; then each rank computes its row of the order,
-which rank 0 has found by the measured times of the stages.
+Each rank computes its row of the order, which rank 0 finds by the measured times of the stages. A sibling has its turn,
+in which its optimizers step and its next batch is handed in, as soon as its last backward here is over; turns follow
+the backwards of stage 0, the same on all ranks. So few siblings have gradients at a time (S III-D of ArrayPipe).
 """
 
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_pipes.arrays.memory_swap import SiblingMemory
 from lightning_pipes.arrays.siblings.sibling import Sibling
 from lightning_pipes.cost import CostModel
 from lightning_pipes.ir import Kind, Plan, PlanError, Program
@@ -31,7 +34,7 @@ class Rounds(Generic[S]):
     """The order of computations on this rank.
 
     Attributes:
-        turns_left: siblings that have a turn yet before the round is computed.
+        turns_left: siblings that have a turn yet in this round.
     """
 
     def __init__(self, order: RoundOrder) -> None:
@@ -41,19 +44,25 @@ class Rounds(Generic[S]):
         self._plans: dict[int, Plan] = {}
         """Those of the last round, by sibling."""
         self._rows: list[list[tuple[int, bool]]] = []
-        """The order of the last round, as rank 0 has told it."""
+        """The order of the last round, as rank 0 has sent it."""
+        self._usual: list[int] = []
+        """Siblings in the order of this rank's blocks in the last round, which is probably that of the next."""
         self._warned = False
 
-    def begin_round(self, siblings: Sequence[S], share: Callable[[Callable[[], str]], str]) -> None:
-        """Begin a round after all siblings have handed in their batches; ended and failing ones have none. Collective.
+    def begin_round(
+        self, queue: Sequence[S | None], share: Callable[[Callable[[], str]], str], memory: SiblingMemory
+    ) -> list[int]:
+        """Begin a round and return the order of its turns, as places in `queue`. Collective.
 
         Args:
+            queue: the siblings, which have handed in their batches; ended and failing ones have none.
             share: returns on all ranks what its argument returns on rank 0.
+            memory: holds their states.
 
         Raises:
-            PlanError: a batch is cut into micro-batches.
+            PlanError: a batch is cut into micro-batches, or states that stay at a time have no room.
         """
-        working = {s.index: (s, s.engine) for s in siblings if s.engine is not None}
+        working = {s.index: (s, s.engine) for s in queue if s is not None and s.engine is not None}
         plans = {index: engine.plan for index, (_, engine) in working.items()}
         for plan in plans.values():
             pieces = len(plan.jobs[0].forward[0])
@@ -63,13 +72,27 @@ class Rounds(Generic[S]):
                     "microbatches=1, or leave rounds out"
                 )
         same, self._plans = plans == self._plans, plans
-        told = share(lambda: "" if same else json.dumps(self._find_rows([s for s, _ in working.values()], plans)))
-        if told:
-            self._rows = json.loads(told)
+
+        def find() -> str:
+            if not same:
+                self._rows = self._find_rows([s for s, _ in working.values()], plans)
+            return json.dumps([None if same else self._rows, _order_of_turns(queue, self._rows)])
+
+        rows, turns = json.loads(share(find))
+        if rows is not None:
+            self._rows = rows
+        self.turns_left = len(queue)
+        self._row.clear()
         if working and self._rows:
             _, engine = next(iter(working.values()))
-            row = self._rows[engine.rank]
-            self._row.extend((working[i][0], Kind.B if backward else Kind.F) for i, backward in row if i in working)
+            row = [(i, backward) for i, backward in self._rows[engine.rank] if i in working]
+            self._row.extend(
+                (working[i][0], Kind.B if backward else Kind.F)
+                for i, backward in _fit_row(row, engine.plan, engine.rank, memory)
+            )
+            self._usual = [i for i, _ in row]
+        found: list[int] = turns
+        return found
 
     def _find_rows(self, siblings: Sequence[S], plans: Mapping[int, Plan]) -> list[list[tuple[int, bool]]]:
         """Return the blocks of each rank in order: the number of a sibling, and whether it goes backward. Where a rank
@@ -102,12 +125,13 @@ class Rounds(Generic[S]):
             rank_zero_info(f"JobArray: rounds are ordered as for equal stages, whose times are not known: {why}")
         return CostModel.uniform(plan.n_stages, 1e-3, 2e-3, rows=1)
 
-    def end_round(self, turns: int) -> None:
-        """End the round; so many turns come before the next one."""
-        self.turns_left = turns
-        self._row.clear()
+    def begin_turn(self, sibling: S | None) -> None:
+        """Begin a turn of the round; what its sibling hands in now belongs to the next round."""
+        self.turns_left -= 1
+        if any(each is sibling for each, _ in self._row):  # backwards of a batch that has none
+            self._row = deque(entry for entry in self._row if entry[0] is not sibling)
 
-    def next_sibling(self) -> S | None:
+    def next_sibling(self, memory: SiblingMemory) -> S | None:
         """Return the sibling of the next block; None where it has to wait, or nothing is left."""
         while self._row:
             sibling, kind = self._row[0]
@@ -115,9 +139,64 @@ class Rounds(Generic[S]):
             over = sibling.is_failing or engine is None or engine.satisfied or (kind is Kind.B and not engine.training)
             if not over:
                 assert engine is not None
-                if engine.upcoming() is None:
+                if engine.upcoming() is None or not memory.has_room(sibling.index):
                     return None
             self._row.popleft()
             if not over:
                 return sibling
         return None
+
+    def upcoming_indices(self, queue: Sequence[S | None]) -> Iterator[int]:
+        """Yield the indices of siblings in the order in which this rank uses their states: for blocks and for turns,
+        then for the blocks of the next round."""
+        blocks = Counter(sibling.index for sibling, _ in self._row)
+        turns = deque(s.index for s in islice(queue, self.turns_left) if s is not None)
+        for sibling, _ in self._row:
+            while turns and not blocks[turns[0]]:
+                yield turns.popleft()
+            blocks[sibling.index] -= 1
+            yield sibling.index
+        yield from turns
+        yield from self._usual
+
+
+def _order_of_turns(queue: Sequence[Sibling[Any] | None], rows: list[list[tuple[int, bool]]]) -> list[int]:
+    """Return the places in `queue` in the order of the last backwards on stage 0; those without come first."""
+    last = {index: at for at, (index, backward) in enumerate(rows[0] if rows else ()) if backward}
+    return sorted(range(len(queue)), key=lambda n: -1 if (s := queue[n]) is None else last.get(s.index, -1))
+
+
+def _fit_row(row: list[tuple[int, bool]], plan: Plan, rank: int, memory: SiblingMemory) -> list[tuple[int, bool]]:
+    """Return the order of this rank's blocks, changed where the states that stay at a time would have no room.
+
+    A state stays from forward to backward on a stage that does not recompute. On the last stage a backward may follow
+    its forward at once: no other stage can wait in a circle for that.
+
+    Raises:
+        PlanError: they have no room in any order.
+    """
+    stages, room = plan.stages[rank], memory.count_resident_states()
+    keeps = not all(plan.recompute[s] if plan.recompute else False for s in stages)
+    siblings = len({index for index, _ in row})
+
+    def count_needed(blocks: list[tuple[int, bool]]) -> int:
+        """Return the states that are there at a time: between forward and backward, in a block, and in a turn."""
+        left, begun, most = Counter(index for index, _ in blocks), set[int](), 1
+        for index, _ in blocks:
+            begun.add(index)
+            most = max(most, len(begun) if keeps else 1)
+            left[index] -= 1
+            if not left[index]:
+                begun.remove(index)
+        return min(most + 1, siblings)
+
+    if count_needed(row) > room and stages == (plan.n_stages - 1,):
+        row = [(index, way) for index, backward in row if not backward for way in (False, True)]
+    needed = count_needed(row)
+    if needed > room:
+        raise PlanError(
+            f"in a round rank {rank} has {needed} states at a time: of siblings between forward and backward, and of "
+            f"one in its turn. MemorySwap has room for {room}; set recompute=True in all siblings, so that states may "
+            f"leave between, or give MemorySwap room for {needed}"
+        )
+    return row

@@ -185,9 +185,10 @@ def test_enough_is_under_way_for_all_stages() -> None:
     assert JobArray[Any]("auto", memory=MemorySwap(device_bytes=1000)).count_default_microbatches(4) == 1
 
 
-def in_rounds(rank: int, jobs: list[Job], size: int) -> tuple[dict[int, Any], dict[int, str], list[Any], Any, Any]:
-    """What becomes of jobs in an array in rounds, their errors, what they are alone, the array's timeline, and the
-    orders that were asked for on this rank, each with its plan, its costs, and the profile that there was."""
+def in_rounds(rank: int, jobs: list[Job], size: int) -> tuple[Any, ...]:
+    """What becomes of jobs in an array in rounds, their errors, what they are alone, the array's timeline, the orders
+    that were asked for on this rank, each with its plan, its costs, and the profile that there was, and the bytes of
+    the gradients of batches under way after each block, by sibling."""
     quiet()
     layer_profiler.WORTH_MEASURING = 0.0  # layers as small as these count, in the process of this rank
     asked = []
@@ -197,16 +198,27 @@ def in_rounds(rank: int, jobs: list[Job], size: int) -> tuple[dict[int, Any], di
         asked.append((plan, costs, list(_profiles.values()), found))
         return found
 
-    array = JobArray[Any](size, rounds=order)
+    array, gradients = JobArray[Any](size, rounds=order), []
+    compute = array._compute_here
+
+    def watched(sibling: Sibling[Any]) -> None:
+        compute(sibling)
+        training = [s for s in array._running.values() if s.engine is not None and s.engine.training]
+        found = {s.index: [p.grad for p in s.trainer.lightning_module.parameters()] for s in training if s.trainer}
+        gradients.append({n: sum(g.nbytes for g in each if g is not None) for n, each in found.items()})
+
+    array._compute_here = watched  # type: ignore[method-assign]
     outcomes = {o.index: o for o in array.run(jobs)}
     alone = [outcome.value for job in jobs if not job.harm for outcome in JobArray(size).run([job])]
     errors = {n: told_text(o.error) for n, o in outcomes.items() if o.error}
-    return {n: o.value for n, o in outcomes.items() if not o.error}, errors, alone, array.timeline, asked
+    values = {n: o.value for n, o in outcomes.items() if not o.error}
+    return values, errors, alone, array.timeline, asked, gradients
 
 
 def test_rounds() -> None:
     """Siblings are what they are alone; in each round a rank runs a batch of every sibling in the order that rank 0 has
-    found by the measured times of the layers."""
+    found by the measured times of the layers. A sibling steps after its last backward, so that on the first stage no
+    two have gradients."""
     jobs = [Job(n, batch=batch, epochs=2, microbatches=1) for n, batch in enumerate((8, 20, 40))]
     results = run_ranks(in_rounds, 2, jobs, 3, timeout=90)
     plan, costs, ((profile, _),), order = next(each for each in results[0][4] if each[0].jobs[2].rows == 40)
@@ -215,8 +227,10 @@ def test_rounds() -> None:
         parts = [*profile.layers[layers.start : layers.stop], profile.after if stage else profile.before]
         measured = [at_rows(part.backward, 20) for part in parts]
         assert costs.seconds_at(Kind.B, stage, 20) == pytest.approx(sum(measured), rel=1e-6)
-    for values, errors, alone, timeline, _ in results:
+    for rank, (values, errors, alone, timeline, _, gradients) in enumerate(results):
         assert not errors
+        assert max(map(len, gradients)) == 3, "siblings with a batch"
+        assert rank == LAST or max(sum(map(bool, each.values())) for each in gradients) == 1
         for n, expected in enumerate(alone):
             assert_equal(values[n], expected)
         rows = [[(i.kind, i.job, i.batch) for i in row if i.kind is not Kind.STEP] for row in timeline.program().head]
@@ -249,8 +263,6 @@ def test_rounds_go_on_without_those_that_fail_or_end() -> None:
 
 
 def test_what_rounds_refuse() -> None:
-    with pytest.raises(PlanError, match="leave out memory"):
-        JobArray(2, rounds=round_order, memory=MemorySwap(device_bytes=1 << 30))
     for text in run_ranks(cut_in_rounds, 2, Job(0), timeout=60):
         assert "a sibling cuts its own into 2; set microbatches=1" in text
     for text in run_ranks(cut_in_rounds, 2, Job(0, schedule="hanayo", microbatches=1), timeout=60):

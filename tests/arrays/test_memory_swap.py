@@ -11,8 +11,11 @@ import torch
 
 from lightning_pipes import JobArray, MemorySwap
 from lightning_pipes.arrays import memory_swap
+from lightning_pipes.cost import CostModel
 from lightning_pipes.engine.residency.copier import ThreadCopier
-from lightning_pipes.ir import PlanError
+from lightning_pipes.engine.watch.failure import PeerFailure
+from lightning_pipes.ir import B, F, Plan, PlanError, Program
+from lightning_pipes.strategies.jap import round_order
 from lightning_pipes.testing.ranks import run_ranks
 from tests.arrays.jobs import Job, assert_equal, told_text
 from tests.trainer.lit import quiet
@@ -73,6 +76,64 @@ def test_states_leave_between_forward_and_backward_that_recomputes() -> None:
         for a, b in zip(swapped, plain, strict=True):
             assert_equal(a, b)
         assert found.bytes_in > 0
+
+
+def forwards_first(plan: Plan, costs: CostModel) -> Program:
+    """On the last stage, too, where no more states than siblings stay until their backwards."""
+    spans = [cut.forward[0][0] for cut in plan.jobs]
+    return Program(
+        tuple(tuple(kind(s, span, job) for kind in (F, B) for job, span in enumerate(spans)) for s in range(2))
+    )
+
+
+def swapped_rounds(rank: int, slots: int, recompute: bool, peer: bool) -> Any:
+    """Siblings in rounds whose states take turns, what they are alone, the statistics, and the most states that were
+    on the device."""
+    quiet()
+    jobs = [Job(n, batch=b, recompute=recompute, microbatches=1, epochs=1) for n, b in enumerate((8, 20, 5, 40, 8))]
+    near = (None, True, "in_turn", "cpu", 1 << 20, 2e9) if peer else ()
+    memory = poisoned(BIG, None, slots, *near)
+    if peer:
+        memory._near_peer = lambda device: memory.peer  # type: ignore[method-assign]  # whatever the probe finds
+    array = JobArray[Any](5, memory=memory, rounds=forwards_first if peer else round_order)
+    resident, begin_block = [], memory.begin_block
+
+    def watched(index: int, stage: int) -> None:
+        begin_block(index, stage)
+        assert memory._swap is not None
+        resident.append(len(memory._swap.resident_keys))
+
+    memory.begin_block = watched  # type: ignore[method-assign]
+    found = {o.index: o.value for o in array.run(jobs)}
+    alone = [o.value for job in jobs for o in JobArray[Any](1).run([job])]
+    return [found[n] for n in range(5)], alone, memory.statistics, max(resident)
+
+
+@pytest.mark.parametrize(("slots", "recompute", "peer"), [(2, True, True), (3, True, False), (5, False, False)])
+def test_states_take_turns_in_rounds(slots: int, recompute: bool, peer: bool) -> None:
+    """A sibling leaves after its first round, and another one after its second; batches differ."""
+    for swapped, alone, found, most in run_ranks(swapped_rounds, 2, slots, recompute, peer, timeout=90):
+        for value, expected in zip(swapped, alone, strict=True):
+            assert_equal(value, expected)
+        assert most == slots
+        if slots < 5:
+            assert found.bytes_in > 20 * 1000, "states have taken turns"
+        assert found.peer_bytes == (found.bytes_in + found.bytes_out if peer else 0)
+        assert 5 * found.misses < found.leases, "the order of blocks and turns is known, so that states are asked for"
+
+
+def test_rounds_whose_states_do_not_fit_are_refused() -> None:
+    for text in run_ranks(refused_rounds, 2, timeout=60):
+        assert "in a round rank 0 has 4 states at a time" in text
+        assert "MemorySwap has room for 2; set recompute=True in all siblings" in text
+
+
+def refused_rounds(rank: int) -> str:
+    quiet()
+    jobs = [Job(n, microbatches=1, epochs=1) for n in range(4)]
+    with pytest.raises((PlanError, PeerFailure)) as caught:  # one rank hears of it from the other
+        list(JobArray(4, memory=MemorySwap(BIG, slots=2), rounds=round_order).run(jobs))
+    return str(caught.value)
 
 
 def cut_by_units(rank: int) -> tuple[list[Any], list[Any]]:
