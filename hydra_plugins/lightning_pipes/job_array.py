@@ -3,7 +3,7 @@
 No `from __future__ import annotations` here: Hydra runs this module before it is in sys.modules.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hydra.core.utils import JobReturn
@@ -23,8 +23,8 @@ with harmless("hydra/launcher=job_array"):
 class JobArrayLauncher(Launcher):
     """Attributes: multirun, from `setup` on, is what runs the jobs."""
 
-    def __init__(self, array_size: int) -> None:
-        self.array_size = array_size
+    def __init__(self, array_size: Any, memory: Mapping[str, Any] | None) -> None:
+        self.array_size, self.memory = array_size, memory
         self.multirun: Any = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
@@ -32,7 +32,7 @@ class JobArrayLauncher(Launcher):
         from lightning_pipes.tune.multirun import Multirun
 
         with as_settings_error():
-            self.multirun = Multirun(hydra_context, task_function, config, self.array_size)
+            self.multirun = Multirun(hydra_context, task_function, config, self.array_size, self.memory)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         with as_settings_error():

@@ -460,6 +460,6 @@ def choose_size(rooms: Sequence[int], stages: int) -> int:
     size = min(fits, useful)
     rank_zero_info(
         f"JobArray: {size} siblings at a time, for {useful} keep {stages} stages busy, and the host of rank "
-        f"{rooms.index(fits)} has room for the states of {fits}"
+        f"{rooms.index(fits)} has room for the states of {fits}; others begin as these end"
     )
     return size

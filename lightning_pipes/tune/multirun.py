@@ -9,12 +9,12 @@ import logging
 import logging.config
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hydra import version
 from hydra.core.hydra_config import HydraConfig
@@ -23,6 +23,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lightning_pipes.arrays.array import JobArray
+from lightning_pipes.arrays.memory_swap import AUTO, MemorySwap
 from lightning_pipes.arrays.siblings.connections import CompatibilityError
 from lightning_pipes.arrays.siblings.sibling import ArrayCancelledError, current_sibling
 from lightning_pipes.engine.watch.trust import SECRET
@@ -133,26 +134,35 @@ _log = logging.getLogger(__name__)
 
 
 class Multirun:
-    """The implementation of `hydra/launcher=job_array`. Every rank creates one, and runs all jobs. Every rank makes
-    one, and runs all jobs.
+    """The implementation of `hydra/launcher=job_array`. Every rank makes one, and runs all jobs.
 
     Rank 0 writes the sweep's directory; the others add a log file to a job's, if they log anything.
 
     Args:
         config: the configuration of the whole multirun; on ranks other than 0 its directory becomes a temporary one.
+        array_size: jobs at a time, or "auto".
+        memory: arguments of `MemorySwap`; none keeps all states on the devices.
 
     Attributes:
         errors: the errors of jobs, by job number.
         ends: error types that end a job without a failure.
 
     Raises:
-        InputError: the configuration needs a process for each job.
+        InputError: the configuration needs a process for each job, or the array's settings make no sense.
     """
 
     def __init__(
-        self, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig, array_size: int
+        self,
+        hydra_context: HydraContext,
+        task_function: TaskFunction,
+        config: DictConfig,
+        array_size: int | Literal["auto"],
+        memory: Mapping[str, Any] | None = None,
     ) -> None:
-        self.array_size = check_count("hydra.launcher.array_size", array_size)
+        if array_size != AUTO:
+            check_count("hydra.launcher.array_size", array_size, "; or auto, with hydra.launcher.memory")
+        self._array_size, self._memory = array_size, dict(memory or {})
+        self.make_array()
         self.config = config
         self.errors: dict[int, BaseException] = {}
         self.ends: tuple[type[BaseException], ...] = (ArrayCancelledError,)
@@ -173,6 +183,20 @@ class Multirun:
             with read_write(config), open_dict(config):
                 config.hydra.sweep.dir = self._temporary_folder.name
 
+    def make_array(self) -> JobArray[Any]:
+        """Return a new array of jobs.
+
+        Raises:
+            InputError: `MemorySwap` does not take its settings, or the size needs some.
+        """
+        try:
+            memory = MemorySwap(**self._memory) if self._memory else None
+        except TypeError as error:
+            raise InputError(
+                f"hydra.launcher.memory={self._memory} has what MemorySwap does not take: {error}"
+            ) from error
+        return JobArray(self._array_size, memory=memory)
+
     def launch_jobs(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         """Run all jobs and return their results in order; failures are logged."""
         numbers = range(initial_job_idx, initial_job_idx + len(job_overrides))
@@ -181,8 +205,9 @@ class Multirun:
         ]
         returns: dict[int, JobReturn] = {}
         with self.sibling_environment():
-            self._log_info("%d jobs share a pipeline, %d at a time", len(jobs), self.array_size)
-            array: JobArray[JobReturn] = JobArray(self.array_size)
+            size = "as many as memory has room for" if self._array_size == AUTO else self._array_size
+            self._log_info("%d jobs share a pipeline, %s at a time", len(jobs), size)
+            array: JobArray[JobReturn] = self.make_array()
             for outcome in array.run(jobs):
                 number = numbers[outcome.index]
                 returns[number] = outcome.value or _failed(

@@ -17,7 +17,8 @@ class JobArraySettings:
     """Jobs of a multirun as siblings that share one pipeline."""
 
     _target_: str = f"{_PLUGINS}.job_array.JobArrayLauncher"
-    array_size: int = 4  # jobs at a time; as many as stages keep all stages busy
+    array_size: Any = 4  # jobs at a time, twice as many as stages keep all busy; auto: as `memory` has room for
+    memory: Any = None  # arguments of MemorySwap, as in {device_bytes: 8000000000}: states take turns on the devices
 
 
 @dataclass

@@ -81,9 +81,12 @@ def overrides_of(folder: Path, job: int) -> dict[str, Any]:
     return {"lr": float(pairs["lr"]), "batch": int(pairs["batch"])}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_losses_of_solo_runs(ranks: int, tmp_path: Path) -> None:
-    said = run_ranks(multirun, ranks, str(tmp_path), *ARRAY, "lr=0.1,0.01", "batch=5,10", timeout=90)
+BY_MEMORY = ["hydra.launcher.array_size=auto", "hydra.launcher.memory={device_bytes: 1000000000, slots: 2}"]
+
+
+@pytest.mark.parametrize(("ranks", "settings"), [(1, []), (2, BY_MEMORY)])
+def test_the_losses_of_solo_runs(ranks: int, settings: list[str], tmp_path: Path) -> None:
+    said = run_ranks(multirun, ranks, str(tmp_path), *ARRAY, *settings, "lr=0.1,0.01", "batch=5,10", timeout=90)
     assert said == [""] * ranks
     out = tmp_path / "out"
     found = losses(out)
@@ -200,6 +203,10 @@ def alone(rank: int, folder: str, *more: str) -> str:
         (["hydra.sweeper.n_trials=-1"], "n_trials must be"),
         (["hydra.job.chdir=true"], "set hydra.job.chdir=false"),
         (["hydra.launcher.array_size=0"], "hydra.launcher.array_size must be at least 1"),
+        (["hydra.launcher.array_size=two"], "hydra.launcher.array_size must be"),
+        (["hydra.launcher.array_size=auto"], "size='auto' follows from memory"),
+        (["hydra.launcher.memory={device_byte: 9}"], "MemorySwap does not take"),
+        (["hydra.launcher.memory={device_bytes: 100}"], "the device's budget is 100"),
     ],
 )
 def test_mistakes(more: list[str], said: str, tmp_path: Path) -> None:
@@ -285,7 +292,6 @@ class TestSettings:
         ("overrides", "said"),
         [
             (["hydra/launcher=job_array", "hydra.launcher.array_sizes=2"], "array_sizes"),
-            (["hydra/launcher=job_array", "hydra.launcher.array_size=two"], "Integer"),
             (["hydra/sweeper=optuna", "hydra.sweeper.n_trial=2"], "n_trial"),
             (["hydra/sweeper=optuna", "hydra.sweeper.n_trials=many"], "Integer"),
             (["hydra/sweeper=optuna", "hydra.sweeper.sampler.sed=2"], "sed"),

@@ -225,7 +225,7 @@ class OptunaSearch:
                 self._study,
                 lambda trial: self._job(array, trial),
                 self._budget,
-                array.array_size,
+                array.make_array(),
                 self._settings["timeout"],
                 Exception,
                 [self._record_outcome],
