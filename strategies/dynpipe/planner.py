@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, log2
 from statistics import fmean
@@ -137,44 +137,48 @@ class DynPlanner(EvenPlanner):
         schedule = seen.schedule
         if not isinstance(schedule, Schedule):  # who orders while it runs can't be asked what it would do
             return None
-        alike = [
-            (p, look)
-            for p, look in seen.before
-            if look.matches_plan(p) and (p.jobs, p.ranks) == (plan.jobs, plan.ranks)
-        ]
-        every = [*alike, *((plan, look) for look in looks)][-MAX_OBSERVATIONS:]
+        every = [*_comparable_looks(plan, seen.before), *((plan, look) for look in looks)][-MAX_OBSERVATIONS:]
         seen = replace(seen, profile=estimate_work(seen.profile, every, self.windows))
-        assert seen.profile is not None
-        if isinstance(self.predictor, LearningPredictor):
-            self.predictor.observe(*Situation(seen.profile, plan, looks[-1], seen.deployment).feature_rows())
+        self._teach_predictor(plan, looks[-1], seen)
         if not self._changed(looks, seen):
             return None
         order = schedule.program(plan)
-        windows = self._windows([(plan, look) for look in looks[-self.windows :]], seen, order)
+        windows = self._windows(every[-self.windows :], seen, order)
         reserve = RELIEF * (self.guard.low or 0)
         cuts = partitions_of(windows, seen.deployment, seen.tied, self.search, reserve)
         if not len(cuts):
             return None
         history = History(windows, cuts, every)
         counted, stay = history.count_windows(self.windows, self.gain)
-        before = self._before(plan, every[: -len(looks)], len(looks), seen, order)
-        least = self.gain if before is None else max(self.gain, before.doubt)
+        last = self._find_last_move(plan, every[: -len(looks)], len(looks), seen, order)
+        least = self.gain if last is None else max(self.gain, last.doubt)
         if counted > self.windows and stay != plan.layers:
             windows = self._windows(every[-counted:], seen, order)
         if stay is not None:
-            there = stay == plan.layers or not self._pays(windows.predict_change(stay), plan, seen, order, least)
-            return None if there else replace(plan, layers=stay)
-        if history.select_length(counted, least):
-            change = find_partition(windows, cuts, least)
-            if change is not None and before is not None:
-                change = before.correct_change(change)
-            if change is not None and self._pays(change, plan, seen, order, least):
-                return replace(plan, layers=change.layers)
-        if before is not None and before.risen:  # what was faster, and would be again, may have what was doubted
-            change = before.correct_change(windows.predict_change(before.plan.layers))
-            if self._pays(change, plan, seen, order, self.gain):
-                return replace(plan, layers=change.layers)
-        return None
+            change = None if stay == plan.layers else windows.predict_change(stay)
+        else:
+            wanted = history.select_length(counted, least)
+            change = find_partition(windows, cuts, least) if wanted else None
+            if change is not None and last is not None:
+                change = last.correct_change(change)
+        if change is None or not self._pays(change, plan, seen, order, least):
+            change = None if stay is not None else self._find_way_back(windows, plan, seen, order, last)
+        return None if change is None else replace(plan, layers=change.layers)
+
+    def _teach_predictor(self, plan: Plan, look: Observation, seen: Problem) -> None:
+        """Have a predictor that goes on learning see the last look."""
+        if isinstance(self.predictor, LearningPredictor):
+            assert seen.profile is not None
+            self.predictor.observe(*Situation(seen.profile, plan, look, seen.deployment).feature_rows())
+
+    def _find_way_back(
+        self, windows: WindowReplay, plan: Plan, seen: Problem, order: Program, last: _LastMove | None
+    ) -> PartitionChange | None:
+        """Return the change to the plan before the last move, if that was faster, and would be again."""
+        if last is None or not last.risen:
+            return None
+        change = last.correct_change(windows.predict_change(last.plan.layers))
+        return change if self._pays(change, plan, seen, order, self.gain) else None
 
     def balance_shares(self, plan: Plan, seen: Problem) -> Seconds | None:
         """Return the seconds of a sample on each rank, where shares by them pay (DynPipe, S V-B1).
@@ -236,9 +240,9 @@ class DynPlanner(EvenPlanner):
             return is_worthwhile(fmean(change.old), fmean(change.new))
         return all(map(is_worthwhile, change.old, change.new))
 
-    def _before(
+    def _find_last_move(
         self, plan: Plan, earlier: Sequence[tuple[Plan, Observation]], looks: int, seen: Problem, order: Program
-    ) -> _Before | None:
+    ) -> _LastMove | None:
         """Return the last move, where it was one, by the last window of the plan before it."""
         if not earlier or earlier[-1][0].layers == plan.layers:
             return None
@@ -250,15 +254,16 @@ class DynPlanner(EvenPlanner):
         doubt = 0.0
         if any(got) and looks <= PATIENT:
             doubt = DOUBT * max(0.0, windows.old[-1] - promised) / windows.old[-1]
-        return _Before(was, then.old[0], doubt, any(got))
+        return _LastMove(was, then.old[0], doubt, any(got))
 
 
 @dataclass(frozen=True)
-class _Before:
-    """The plan before the last re-plan.
+class _LastMove:
+    """The last move of layers.
 
     Attributes:
-        seconds: of its steps, in its last window.
+        plan: before it.
+        seconds: of that plan's steps, in its last window.
         doubt: the share of a step by which the re-plan was wrong, times DOUBT.
         risen: some device to which layers went is slower now than then: maybe they are slower than is known.
     """
@@ -273,6 +278,15 @@ class _Before:
         if not self.risen or change.layers != self.plan.layers:
             return change
         return replace(change, new=tuple(max(each, self.seconds) for each in change.new))
+
+
+def _comparable_looks(
+    plan: Plan, before: Sequence[tuple[Plan, Observation]]
+) -> Iterator[tuple[Plan, Observation]]:
+    """Yield the looks at earlier plans that have the jobs and the ranks of `plan`."""
+    for earlier, look in before:
+        if look.matches_plan(earlier) and (earlier.jobs, earlier.ranks) == (plan.jobs, plan.ranks):
+            yield earlier, look
 
 
 def move_seconds(

@@ -211,6 +211,52 @@ def predict(problem: Problem, plan: Plan, other: Plan) -> float:
     return float(np.mean(WindowReplay(situations, problem.schedule.program(plan)).predict_change(other.layers).new))
 
 
+def shared_core(others: int, since: int, seed: int, work: float, quantum: float = 3e-3) -> Slowdown:
+    """Slow the operations of two ranks, each of which has a core that it shares: the scheduler gives every program a
+    turn of a quantum. Both cores have `others` programs besides, and that of rank 0 one more from batch `since` on.
+
+    Args:
+        work: processor seconds of an operation.
+    """
+
+    def slowdown_of(rank: int, first: int, batches: int) -> np.ndarray:
+        waits = [quantum * (others + (rank == 0 and n >= since)) for n in range(first, first + batches)]
+        begun = [np.random.default_rng((seed, rank, n)).uniform(0, quantum, 16) for n in range(first, first + batches)]
+        turns = np.floor((np.array(begun) + work) / quantum)  # that end before the operation does
+        return np.asarray(1 + turns * np.array(waits)[:, None] / work)
+
+    return slowdown_of
+
+
+@pytest.mark.parametrize("others", [0, 2])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_neighbour_takes_half_of_a_core(others: int, seed: int) -> None:
+    """The real case of benchmarks/dynpipe.py on a virtual clock: two stages of 24 layers, a look every 5 batches, and
+    a program that computes on the core of stage 0 from batch 18 on. Layers have moved by batch 40. Where two more
+    programs compute on either core, too, the new one takes a third less of its share, and layers still move."""
+    work = 12 * 0.9e-3
+    world = Neighbourhood(
+        layered_model([0.45e-3] * 24),
+        make_schedule("1f1b"),
+        2,
+        16,
+        8,
+        shared_core(others, 18, seed, work),
+    )
+    plan, seen = world.plan(), ()
+    planner = DynPlanner(every=5)
+    for at in range(5, 45, 5):
+        seen = (*seen, world.observe_window(plan, at - 5, 5))
+        new = planner.replan(plan, replace(world.make_problem(plan.layers), seen=seen, remaining=48 - at))
+        if new is not None:
+            break
+    assert 18 < at <= 40
+    assert new is not None
+    assert new.layers[0].rows < 12
+    assert seconds(world, new) < 1.1 * least_of_all(world, 2)
+    assert seconds(world, new) < 0.95 * seconds(world, plan)
+
+
 class TestNothingMoves:
     """Where it would not pay."""
 
