@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import lightning.pytorch as pl
@@ -45,7 +46,7 @@ from lightning_pipes.trainer.plan.container import find_container, find_reason_f
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.plan.prediction import Prediction
-from lightning_pipes.trainer.plan.request import Placement, check_same_arguments, describe_arguments
+from lightning_pipes.trainer.plan.request import Placement, RunRequest, check_same_arguments, describe_arguments
 from lightning_pipes.trainer.plan.settings import BATCH, PARAMETERS, names_modules
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.holdings import Holdings
@@ -299,7 +300,18 @@ def choose_training(context: SetupContext, plans: Plans, holdings: Holdings) -> 
         )
     if not streams:
         return ManualLoop if context.is_manual else SynchronousLoop
-    if settings.shard_optimizer:
+    with _explain_choice(context.request, schedule):
+        _check_stream(context, schedule, holdings)
+    return partial(AsynchronousLoop, control=context.ranks.control, memory=memory)
+
+
+def _check_stream(context: SetupContext, schedule: Schedule | Policy, holdings: Holdings) -> None:
+    """Refuse what can't be had with a schedule that does not flush.
+
+    Raises:
+        PlanError, PipelineError: names it.
+    """
+    if context.settings.shard_optimizer:
         raise PlanError(
             f"schedule {schedule.name!r} steps stages apart, and shard_optimizer=True shards the steps of schedules "
             "that flush between batches; use one of them, such as '1f1b', or leave shard_optimizer out"
@@ -309,7 +321,18 @@ def choose_training(context: SetupContext, plans: Plans, holdings: Holdings) -> 
     holders = holdings.holders
     tied = [n for n, p in named if p.requires_grad and len(holders.get(id(p), ())) > 1 and not holdings.in_one_stage(p)]
     check_streaming(context.trainer, schedule, context.ranks.grid, tied)
-    return partial(AsynchronousLoop, control=context.ranks.control, memory=memory)
+
+
+@contextmanager
+def _explain_choice(request: RunRequest, schedule: Schedule | Policy) -> Iterator[None]:
+    """Add to errors of a schedule that "auto" has chosen why it could."""
+    try:
+        yield
+    except PipelineError as error:
+        if not request.chooses:
+            raise
+        why = f"schedule='auto' took {schedule.name!r}, which stale_gradients allows. Leave that out, for:"
+        raise type(error)(f"{why} {error}") from None
 
 
 def check_user_callbacks(context: SetupContext, plans: Plans, weights: WholeWeights) -> None:

@@ -132,6 +132,9 @@ class PipelineStrategy(PipelineHost):
             for "dynpipe", where more stages have staler gradients, and by layers that an earlier run has measured.
             A dict has the batches that runs took by number of stages, such as {1: 196, 4: 222}; "auto" takes them to be
             the same, so that the fastest batches win. By default each process is a stage.
+        stale_gradients: let schedule="auto" choose a schedule that does not flush between batches, whose gradients are
+            stale, where that is faster. True takes them to need as many batches; a dict has the batches until the
+            target by number of stages, as `stages`, and the least product of batches and seconds wins.
         loss: "batch" computes the loss once for all samples of a batch, for losses that compare samples: the module is
             cut by units, the last of which run on the whole batch. "auto" does so where a module is cut by units and
             the loss of a batch is no sum or mean of losses of micro-batches; "microbatch" never does.
@@ -168,6 +171,7 @@ class PipelineStrategy(PipelineHost):
         shard_optimizer: bool = False,
         tensor_parallel: int = 1,
         stages: str | dict[int, float] | None = None,
+        stale_gradients: bool | dict[int, float] = False,
         loss: str = AUTO,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -184,7 +188,9 @@ class PipelineStrategy(PipelineHost):
         )
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
         self.num_nodes = 1
-        self._request = RunRequest.from_arguments(schedule, schedule_args, microbatches, recompute, partition, replan)
+        self._request = RunRequest.from_arguments(
+            schedule, schedule_args, microbatches, recompute, partition, replan, stale_gradients
+        )
         self.schedule = self._request.schedule
         self._settings = Settings(
             data_parallel=data_parallel,

@@ -116,6 +116,7 @@ class PipelineSettings:
     relocation: str = "blocking"  # how layers change ranks: or overlapped, buffered
     gather: str = "auto"  # or all, rank0, none: the ranks that have the whole module after training
     check_loss: bool = True  # how losses of micro-batches make that of their batch
+    stale_gradients: Any = False  # whether schedule=auto may choose them; or the batches by number of stages
     loss: str = "auto"  # or microbatch, batch: for which samples the loss is computed at once
     verify: Any = 0  # batches that one plain process trains, too; or warn
     replan: Any = False  # whether layers move while training goes on; or settings of dynpipe's planner
@@ -266,6 +267,7 @@ class PlanSettings(LayersSettings):
     batch: int = 32
     microbatches: Any = None  # a number or a list
     recompute: bool | None = None
+    stale_gradients: Any = False  # or the batches until the target by number of stages
 
 
 @dataclass

@@ -1,11 +1,11 @@
 """DynPipe: asynchronous 1F1B whose layers move away from devices that are slowed down."""
 
 from lightning_pipes.planning.replanning import GradientSample
+from lightning_pipes.planning.staleness import Constants, Iterations
 from lightning_pipes.strategies.dynpipe.choosing import choose_stages
 from lightning_pipes.strategies.dynpipe.meshes import Pricing
 from lightning_pipes.strategies.dynpipe.planner import DynPlanner
 from lightning_pipes.strategies.dynpipe.schedule import DynPipe
-from lightning_pipes.strategies.dynpipe.theory import Constants, Iterations
 
 __all__ = [
     "Constants",

@@ -280,9 +280,7 @@ class _LastMove:
         return replace(change, new=tuple(max(each, self.seconds) for each in change.new))
 
 
-def _comparable_looks(
-    plan: Plan, before: Sequence[tuple[Plan, Observation]]
-) -> Iterator[tuple[Plan, Observation]]:
+def _comparable_looks(plan: Plan, before: Sequence[tuple[Plan, Observation]]) -> Iterator[tuple[Plan, Observation]]:
     """Yield the looks at earlier plans that have the jobs and the ranks of `plan`."""
     for earlier, look in before:
         if look.matches_plan(earlier) and (earlier.jobs, earlier.ranks) == (plan.jobs, plan.ranks):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tracemalloc
+from itertools import product
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ from lightning_pipes.planning.auto import choice as options
 from lightning_pipes.planning.auto import choose_option, search
 from lightning_pipes.planning.bounds import step_bound
 from lightning_pipes.planning.fit import evaluate_plan, fit_layers
-from lightning_pipes.planning.planner import even_plan
+from lightning_pipes.planning.planner import Problem, even_plan, solve_plan
+from lightning_pipes.planning.staleness import Iterations
 from lightning_pipes.testing.generators import PlanningProblem, every_fit, random_problem
 from tests.planning.samples import equal_layers
 
@@ -45,6 +47,33 @@ def test_partitions_of_equal_weight_are_told_apart():
     schedule = make_schedule("kfkb", k=2)
     fit = fit_layers(profile, schedule, even_plan(schedule, 4, 8, 16), problem.cluster, trials=0)
     assert fit.cuts == [3, 4, 6]
+
+
+def test_stale_gradients_are_weighed_against_faster_batches():
+    """T(S) W(S) is the least of all that could be tried, and exact gradients win as soon as T rises enough."""
+    profile, cluster = equal_layers(12), Cluster((Device(),) * 4)
+    exact = choose_option(profile, 4, 16, cluster, recompute=[False])
+    assert exact.best.schedule.flushes
+    chosen = []
+    for penalty in (0.0, 0.003, 0.012, 0.05):
+        iterations = Iterations(100.0, penalty)
+        choice = choose_option(profile, 4, 16, cluster, recompute=[False], iterations=iterations)
+        every = [exact.fit.seconds * iterations(1)]
+        for name, m in product(("pipedream", "pipedream_2bw"), (1, 2, 4, 8, 16)):
+            if name == "pipedream_2bw" and m < 4:
+                continue
+            schedule = make_schedule(name)
+            stages = 1 + -(-3 // m) if name == "pipedream" else 2  # versions that live on the first stage
+            fit = fit_layers(profile, schedule, solve_plan(Problem(schedule, 4, 16, m)), cluster)
+            every.append(iterations(stages) * fit.seconds)
+        assert choice.best.seconds * iterations(1) == pytest.approx(min(every))
+        assert ("stale gradients" in str(choice).splitlines()[1]) is not choice.best.schedule.flushes
+        chosen.append((choice.best.schedule.name, choice.best.microbatches))
+    assert chosen[0][0] == chosen[1][0] == "pipedream"
+    assert chosen[1][1] >= 3  # fewer micro-batches have older gradients
+    assert chosen[-1][0] == exact.best.schedule.name
+    never = choose_option(profile, 4, 16, cluster, iterations=Iterations(1.0, 0.2))
+    assert any("never reach the target" in option.why_not for option in never.options)
 
 
 def test_the_table_says_why():

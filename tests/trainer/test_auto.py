@@ -165,6 +165,15 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
         Case(Lit, strategy={"schedule": "auto", "microbatches": 8}, trainer={"seconds": one_slow(0)}),
         {"device_memory": 5 * 2**20 + 2**18},
     ),
+    "stale": (
+        Case(
+            Lit,
+            strategy={"schedule": "auto", "microbatches": 2, "stale_gradients": True},
+            trainer={"seconds": one_slow(0)},
+        ),
+        {},
+    ),
+    "stale by name": (Case(Lit, strategy={"schedule": "pipedream", "microbatches": 2, "partition": [1]}), {}),
     "measured": (Case(LitOutside, strategy={"schedule": "auto"}), {}),
     "not one row": (Case(LitNormed, strategy={"schedule": "auto"}), {}),
     "tiny": (Case(Lit, **MOVED), {}),
@@ -228,6 +237,21 @@ def test_auto_takes_what_the_planner_takes() -> None:
     assert made.table.count("\n") > 5
 
 
+def test_auto_takes_stale_gradients_where_they_are_allowed() -> None:
+    """It trains as the schedule that it takes does by its name, to the bit."""
+    made = decided("stale")
+    assert (made.schedule.name, cuts("stale")) == ("pipedream", [1])
+    assert "stale gradients (x 1 batches)" in made.why
+    for found in runs():
+        same = {"outputs", "metrics", "weights", "rates", "steps"}
+        one, other = ({k: found[name][k] for k in same} for name in ("stale", "stale by name"))
+        assert differences(one, other, 0.0) == []
+    settings: tuple[tuple[Any, str], ...] = ((True, "schedule '1f1b' is named"), (1.5, "stale_gradients"))
+    for setting, said in settings:
+        with pytest.raises(PlanError, match=said):
+            PipelineStrategy("1f1b", stale_gradients=setting)
+
+
 def test_auto_tries_numbers_of_microbatches_whose_size_can_be_run() -> None:
     """Times go with rows, so that as many micro-batches as may be are best."""
     request = RunRequest(make_schedule("1f1b"), None, False, "auto", chooses=True)
@@ -275,7 +299,7 @@ def test_auto_recomputes_where_memory_is_short() -> None:
     assert not decided("auto").recompute
 
 
-@pytest.mark.parametrize("name", sorted(set(CASES) - {"endless"}))
+@pytest.mark.parametrize("name", sorted(set(CASES) - {"endless", "stale", "stale by name"}))
 def test_parity_with_one_process(name: str) -> None:
     case, _ = CASES[name]
     trainer = {key: value for key, value in case.trainer.items() if key not in ("callbacks", "seconds")}

@@ -30,13 +30,13 @@ from lightning_pipes.ir import Plan, Schedule
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.planning.replanning import MAX_OBSERVATIONS, Observation
+from lightning_pipes.planning.staleness import Iterations
 from lightning_pipes.strategies.dynpipe import DynPlanner
 from lightning_pipes.strategies.dynpipe.choosing import choose_stages, least_seconds, paper_seconds, true_seconds
 from lightning_pipes.strategies.dynpipe.meshes import Pricing
 from lightning_pipes.strategies.dynpipe.planner import move_seconds
 from lightning_pipes.strategies.dynpipe.repartition import WindowReplay, find_partition, partitions_of
 from lightning_pipes.strategies.dynpipe.situation import Situation
-from lightning_pipes.strategies.dynpipe.theory import Iterations
 
 Array = npt.NDArray[np.float64]
 LOOK = 10

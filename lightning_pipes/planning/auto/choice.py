@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 
 from lightning_pipes.cost import Deployment, ModelProfile
 from lightning_pipes.ir import MAX_FORWARDS, Kind, Plan, PlanError, Policy, Schedule
 from lightning_pipes.ir.registry import installed_schedules
 from lightning_pipes.planning.bounds import step_bound
 from lightning_pipes.planning.fit import Fit
-from lightning_pipes.planning.planner import Problem, solve_plan
+from lightning_pipes.planning.planner import Problem, planner_of, solve_plan
+from lightning_pipes.planning.staleness import Iterations
 
 MOST_TRIED = 2**15
 """Forwards of a batch on all ranks, in what is tried: more take long to simulate, and gain next to nothing."""
@@ -19,10 +20,20 @@ POLICY_SIZE = 30_000
 """Computations of the largest step that is simulated with a policy which nobody has named."""
 
 
-def installed_variants(ranks: int, microbatches: int) -> Iterator[Schedule | Policy]:
-    """Every installed schedule with the settings that it says are worth a try: `Traits.list_variants`."""
+NEVER = "gradients so stale never reach the target"
+
+
+def installed_variants(ranks: int, microbatches: int, stale: bool = False) -> Iterator[Schedule | Policy]:
+    """Yield every installed schedule with the settings that it says are worth a try: `Traits.list_variants`.
+
+    Args:
+        stale: also those of fixed order whose gradients are stale, but for those that differ by their planner only.
+    """
     for entry in installed_schedules().values():
-        yield from entry.load().list_variants(ranks, microbatches)
+        schedule = entry.load()
+        yield from schedule.list_variants(ranks, microbatches)
+        if stale and issubclass(schedule, Schedule) and not schedule.flushes and not planner_of(schedule()).every:
+            yield schedule()
 
 
 def most_microbatches(ranks: int, rows: int) -> int:
@@ -47,11 +58,16 @@ def list_options(
     schedules: Sequence[Schedule | Policy] | None,
     numbers: Iterable[int],
     recompute: Sequence[bool],
+    iterations: Iterations | None = None,
 ) -> Iterator[Option]:
-    """Every combination, each with a step time that it can't beat."""
+    """Yield every combination, each with a step time that it can't beat.
+
+    Args:
+        iterations: as in `choose_option`.
+    """
     bounds: dict[tuple[object, ...], float] = {}
     for m in numbers:
-        for schedule in schedules if schedules is not None else installed_variants(ranks, m):
+        for schedule in schedules if schedules is not None else installed_variants(ranks, m, iterations is not None):
             for again in recompute:
                 too_large = True  # where not even stages can be placed
                 try:
@@ -60,7 +76,8 @@ def list_options(
                 except PlanError as error:
                     yield Option(schedule, m, again, None, math.inf, why_not=str(error), too_large=too_large)
                     continue
-                why_not = _impossible(profile, plan)
+                more = 1.0 if iterations is None else iterations(max(plan.versions)) / iterations(1)
+                why_not = _impossible(profile, plan) or ("" if math.isfinite(more) else NEVER)
                 too_large = not why_not and schedules is None and _is_slow(schedule, plan)
                 if too_large:
                     why_not = (
@@ -70,7 +87,8 @@ def list_options(
                 key = plan.ranks, plan.jobs, again, plan.split_backward, schedule.flushes
                 if not why_not and key not in bounds:  # which is of batches that don't overlap
                     bounds[key] = step_bound(profile, plan, deployment) if schedule.flushes else 0.0
-                yield Option.from_plan(schedule, plan, bounds.get(key, math.inf), why_not, too_large)
+                found = Option.from_plan(schedule, plan, bounds.get(key, math.inf), why_not, too_large)
+                yield replace(found, more_batches=more)
 
 
 def _impossible(profile: ModelProfile, plan: Plan) -> str:
@@ -103,6 +121,7 @@ class Option:
         fit: its best partition and what comes of it; None where it can't be had, or can't win.
         why_not: what kept it out.
         too_large: whether it might win, and would take too long to simulate.
+        more_batches: by how much its stale gradients need more batches until the target than exact ones.
     """
 
     schedule: Schedule | Policy
@@ -113,6 +132,12 @@ class Option:
     fit: Fit | None = None
     why_not: str = ""
     too_large: bool = False
+    more_batches: float = 1.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step, times the batches that exact gradients would save; infinite without a fit."""
+        return math.inf if self.fit is None else self.fit.seconds * self.more_batches
 
     @classmethod
     def from_plan(
@@ -131,7 +156,7 @@ class Option:
     def label(self) -> str:
         """The schedule with its settings, such as "kfkb k=2"; without those that are empty."""
         chosen: dict[str, object] = vars(self.schedule) if is_dataclass(self.schedule) else {}
-        told = [f"{name}={value}" for name, value in chosen.items() if value not in (None, ())]
+        told = [f"{name}={value}" for name, value in chosen.items() if value not in (None, ()) and value is not False]
         return " ".join([self.schedule.name, *told])
 
 
@@ -165,7 +190,9 @@ class Choice:
             if option.fit is not None:
                 row["step_ms"] = round(1e3 * option.fit.seconds, 3)
                 row["peak_mib"] = round(max(option.fit.peak_bytes) / 2**20, 1)
-                row["slower"] = f"{option.fit.seconds / self.fit.seconds - 1:.1%}"
+                row["slower"] = f"{option.seconds / self.best.seconds - 1:.1%}"
+                if not option.schedule.flushes:
+                    row["more_batches"] = round(option.more_batches, 4)
             else:
                 row["why_not"] = option.why_not
             found.append(row)
@@ -179,6 +206,7 @@ class Choice:
                 lines.append(f"{start} {row['why_not']}")
             else:
                 slower = "the best" if row["slower"] == "0.0%" else f"+{row['slower']}"
-                lines.append(f"{start} {row['step_ms']:7.1f} ms {row['peak_mib']:8.1f} MiB  {slower}")
+                stale = f" (stale gradients, {row['more_batches']} x the batches)" if "more_batches" in row else ""
+                lines.append(f"{start} {row['step_ms']:7.1f} ms {row['peak_mib']:8.1f} MiB  {slower}{stale}")
         left = len(self.options) - len(self.rows())
         return "\n".join([*lines, f"and {left} more" if left else "", *self.not_searched]).rstrip()

@@ -18,6 +18,7 @@ from lightning_pipes.planning.candidates import TuningPlanner
 from lightning_pipes.planning.fit import Fit, evaluate_plan, fit_layers, improve_cuts
 from lightning_pipes.planning.formatting import schedule_label
 from lightning_pipes.planning.planner import Planner, Problem, Solution, planner_of
+from lightning_pipes.planning.staleness import Iterations
 from lightning_pipes.sim import makespan
 from lightning_pipes.sim.loops.kernel import PLENTY
 
@@ -51,10 +52,13 @@ def choose_option(
     recompute: Sequence[bool] = (False, True),
     progress: Progress = lambda what, done: None,
     least: int = 1,
+    iterations: Iterations | None = None,
 ) -> Choice:
     """Return the fastest way to train batches of `rows` samples on `ranks` ranks, within the devices' memory.
 
-    Only schedules that give the same result as one process come into question. Options are simulated in the order of
+    By default only schedules that give the same result as one process come into question. With `iterations` those of
+    stale gradients do, too: the least product of batches and seconds of a batch wins (DynPipe, S IV-C). Where weights
+    of S versions live they take T(S) batches, and exact gradients T(1). Options are simulated in the order of
     a lower bound, and no more once the bound promises less than 0.5 % on what was found. Time and memory are bounded:
     what is too large to be simulated is left out, and `Choice.not_searched` says so.
 
@@ -64,17 +68,20 @@ def choose_option(
         schedules: by default the variants of all that are installed.
         microbatches: numbers to try; by default from the number of ranks up, doubling.
         least: the fewest samples of a micro-batch where the numbers are not given.
+        iterations: T(S), the batches until the target; None refuses stale gradients.
 
     Raises:
         PlanError: nothing fits; says what the closest one lacks.
     """
     deployment = as_deployment(cluster or Cluster((Device(),) * ranks))
     tried = microbatches or [m for m in numbers_to_try(ranks, rows) if rows // m >= least] or [1]
+    if iterations is not None and not microbatches:  # where batches overlap one micro-batch fills the pipeline
+        tried = [1, *tried]
     numbers = [m for m in dict.fromkeys(tried) if m <= rows]
     given = list(schedules) if schedules is not None else None
     with _without_garbage_collection():
         every = []
-        for option in list_options(profile, ranks, rows, deployment, given, numbers, recompute):
+        for option in list_options(profile, ranks, rows, deployment, given, numbers, recompute, iterations):
             progress(f"bound of {option.label}, {option.microbatches} micro-batches", 0.0)
             every.append(option)
         search = _Search(profile, deployment)
@@ -92,10 +99,10 @@ def choose_option(
             raise PlanError("there is no schedule to choose from")
         if found[0].fit is None:
             raise PlanError(" ".join([f"no schedule fits: {found[0].why_not}", *left_out]))
-        close = CLOSE * found[0].fit.seconds
+        close = CLOSE * found[0].seconds
         for number, option in enumerate(found[:REFINED]):
             progress(f"cuts of {option.label}", (len(in_turn) + number) / steps)
-            if option.fit is not None and option.fit.seconds < close:
+            if option.fit is not None and option.seconds < close:
                 found[number] = replace(option, fit=improve_cuts(profile, option.fit, deployment))
         found.sort(key=_by_time)
     return Choice(found[0], tuple(found), left_out)
@@ -161,7 +168,8 @@ class _Search:
         try:
             assert option.plan is not None, "it would say why not"
             fit = fit_layers(self._profile, option.schedule, option.plan, self._deployment, trials=0)
-            option, seconds = replace(option, fit=fit), fit.seconds
+            option = replace(option, fit=fit)
+            seconds = option.seconds
             self._best = min(self._best, seconds)
         except (PlanError, DeadlockError, ProgramError) as error:
             option = replace(option, why_not=str(error))
@@ -182,7 +190,11 @@ class _Search:
     def add_retuned(self) -> None:
         """Add the fastest of what planners offer that know the links, for the best numbers of micro-batches: extra
         where links are slow. Cuts stay those that were found."""
-        fits = [o for o in sorted(self.found, key=_by_time) if o.fit and o.fit.plan.n_stages == o.fit.plan.n_ranks]
+        fits = [
+            o
+            for o in sorted(self.found, key=_by_time)
+            if o.fit and o.schedule.flushes and o.fit.plan.n_stages == o.fit.plan.n_ranks
+        ]
         best = {(o.microbatches, o.recompute): o for o in reversed(fits[:REFINED])}
         planners = dict.fromkeys(planner_of(o.schedule) for o in self.found)
         for option in reversed(best.values()):
@@ -248,7 +260,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def _by_time(option: Option) -> tuple[bool, float]:
-    return option.fit is None, option.bound if option.fit is None else option.fit.seconds
+    return option.fit is None, option.bound if option.fit is None else option.seconds
 
 
 @dataclass(frozen=True)
@@ -258,8 +270,12 @@ class AutoPlanner(Planner):
     A plan does not carry its schedule, so what is chosen is in the problem of the solution; `plan` chooses all but the
     schedule. Micro-batches that a problem asks for are kept to, and so is recomputation. Without a profile there is
     nothing to choose by, and the planner of the problem's schedule is asked.
+
+    Attributes:
+        iterations: as in `choose_option`.
     """
 
+    iterations: Iterations | None = None
     wants_profile: ClassVar[bool] = True
 
     def plan(self, problem: Problem) -> Plan:
@@ -271,12 +287,13 @@ class AutoPlanner(Planner):
     def profile_sizes(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
         if microbatches is not None:
             return super().profile_sizes(rows, stages, microbatches)
-        return tuple(sorted({max(1, n) for n in (1, rows // (4 * stages), -(-rows // stages))}))
+        whole = [] if self.iterations is None else [rows]
+        return tuple(sorted({max(1, n) for n in (1, rows // (4 * stages), -(-rows // stages), *whole)}))
 
     def most_rows(self, rows: int, stages: int, microbatches: int | None) -> int:
         if microbatches is not None:
             return super().most_rows(rows, stages, microbatches)
-        return -(-rows // max(1, stages // 2))
+        return rows if self.iterations is not None else -(-rows // max(1, stages // 2))
 
     def _solved(self, problem: Problem, schedules: Sequence[Schedule | Policy] | None) -> Solution:
         profile, rows = problem.profile, problem.rows
@@ -291,6 +308,7 @@ class AutoPlanner(Planner):
             microbatches=() if problem.microbatches is None else [min(problem.microbatches, rows)],
             recompute=(True,) if problem.recompute else (False, True),
             least=problem.least,
+            iterations=self.iterations,
         )
         best, plan = choice.best, choice.fit.plan
         solved = replace(
@@ -306,6 +324,7 @@ class AutoPlanner(Planner):
 def _reason(choice: Choice) -> str:
     best = choice.best
     again = ", recomputation" if best.recompute else ""
+    again += "" if best.schedule.flushes else f", stale gradients (x {best.more_batches:.3g} batches)"
     return (
         f"schedule='auto' takes {schedule_label(best.schedule)} with {best.microbatches} micro-batches{again}, cut at "
         f"{choice.fit.cuts}: predicted {seconds_text(1e9 * choice.fit.seconds)} a step"

@@ -14,6 +14,7 @@ from lightning_pipes.planning.auto import AutoPlanner
 from lightning_pipes.planning.balance import BalancedPlanner
 from lightning_pipes.planning.formatting import schedule_settings
 from lightning_pipes.planning.planner import Planner, planner_of
+from lightning_pipes.planning.staleness import Iterations
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.plans import stage_layers
 from lightning_pipes.trainer.plan.settings import (
@@ -69,6 +70,7 @@ class RunRequest:
         partition: "auto", "parameters", or the layers, or modules by path, at which stages begin.
         chooses: whether schedule, micro-batches and recomputation are to be chosen.
         replanner: moves layers while training goes on; None leaves that to the schedule.
+        iterations: batches until the target with stale gradients, where the choice may fall on them; else None.
     """
 
     schedule: Schedule | Policy
@@ -77,6 +79,7 @@ class RunRequest:
     partition: str | list[int] | list[str]
     chooses: bool = False
     replanner: Planner | None = None
+    iterations: Iterations | None = None
 
     @classmethod
     def from_arguments(
@@ -87,6 +90,7 @@ class RunRequest:
         recompute: bool,
         partition: str | list[int] | list[str],
         replan: bool | Mapping[str, Any],
+        stale_gradients: bool | Mapping[int, float] = False,
     ) -> RunRequest:
         """The run that these arguments of `PipelineStrategy` ask for.
 
@@ -94,6 +98,12 @@ class RunRequest:
             InputError: one of them makes no sense.
         """
         known = find_schedule(schedule, {} if schedule_args is None else schedule_args)
+        iterations = Iterations.from_setting("stale_gradients", stale_gradients)
+        if iterations is not None and schedule != AUTO:
+            raise InputError(
+                f"stale_gradients={stale_gradients} lets schedule='auto' choose a schedule that does not flush, and "
+                f"schedule {known.name!r} is named; leave one of them out"
+            )
         return cls(
             known,
             check_microbatches(microbatches),
@@ -101,6 +111,7 @@ class RunRequest:
             check_partition(partition, schedule),
             chooses=schedule == AUTO,
             replanner=find_replanner(replan, known),
+            iterations=iterations,
         )
 
     def unmeasured(self, sizes: Sequence[int], ranks: int, least: int = 1, degrees: tuple[int, ...] = ()) -> Decision:
@@ -160,7 +171,7 @@ class RunRequest:
     def planner(self) -> Planner:
         """The planner of the settings that the user leaves open."""
         if self.chooses:
-            return AutoPlanner()
+            return AutoPlanner(self.iterations)
         own = planner_of(self.schedule)
         return BalancedPlanner(own) if self.partition == AUTO else own
 
@@ -229,6 +240,7 @@ def describe_arguments(request: RunRequest, settings: Settings) -> dict[str, str
         "schedule_args": repr({name: args[name] for name in sorted(args)}),
         **{name: repr(getattr(request, name)) for name in ("microbatches", "recompute", "partition")},
         "replan": repr(request.replanner),
+        "stale_gradients": repr(request.iterations),
         **{name: repr(getattr(settings, name)) for name in _SAME_SETTINGS},
     }
 

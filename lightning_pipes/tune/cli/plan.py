@@ -14,11 +14,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipes.cost import Cluster, Deployment, ModelProfile
 from lightning_pipes.cost.units import bytes_text, seconds_text
-from lightning_pipes.ir import MAX_FORWARDS, InputError, PipelineError, check_count
+from lightning_pipes.ir import MAX_FORWARDS, InputError, PipelineError, Policy, Schedule, check_count
 from lightning_pipes.planning.advice import Advice, Change
 from lightning_pipes.planning.auto import Choice, Option, choose_option
 from lightning_pipes.planning.fit import evaluate_plan
@@ -30,6 +30,7 @@ from lightning_pipes.planning.formatting import (
     strategy_arguments,
     strategy_line,
 )
+from lightning_pipes.planning.staleness import Iterations
 from lightning_pipes.sim import Timeline, simulate
 from lightning_pipes.sim.shown.compare import BottleneckRank
 from lightning_pipes.sim.shown.memory_use import most_held
@@ -67,6 +68,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
             microbatches=parse_numbers(cfg.microbatches, "microbatches", MAX_FORWARDS // cfg.ranks),
             recompute=(False, True) if cfg.recompute is None else (cfg.recompute,),
             progress=progress,
+            iterations=_iterations(cfg, schedule),
         )
     alone = evaluate_plan(profile, choice.fit.order, choice.fit.plan, deployment.pipeline)
     reduce = choice.fit.seconds - alone.seconds
@@ -89,6 +91,23 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     print(f"    {hydra_overrides(arguments)}")
     for line in lines:
         print(line)
+
+
+def _iterations(cfg: DictConfig, schedule: Schedule | Policy | None) -> Iterations | None:
+    """Return T(S) by the setting `stale_gradients`; None where only exact gradients come into question.
+
+    Raises:
+        InputError: it makes no sense, or a schedule is named.
+    """
+    given = cfg.stale_gradients
+    setting = OmegaConf.to_container(given) if isinstance(given, DictConfig) else given
+    found = Iterations.from_setting("stale_gradients", setting)  # type: ignore[arg-type]  # which is checked
+    if found is not None and schedule is not None:
+        raise InputError(
+            f"stale_gradients={setting} is for schedule=auto, and schedule={schedule.name} is named; leave one of them "
+            "out"
+        )
+    return found
 
 
 def _plan_script(script: str, options: argparse.Namespace) -> None:
@@ -262,6 +281,7 @@ COMMAND = Command(
         "lightning-pipes plan model=GPT-2-345M device=A100-40G ranks=8 batch=64 schedule=auto memory=16GiB",
         "lightning-pipes plan model=GPT-2-1.5B ranks=16 batch=128 cluster=dgx_a100 replicas=4 --html plan.html",
         "lightning-pipes plan profile=profile.json ranks=4 batch=64 schedule=kfkb schedule.k=4 microbatches=[8,16]",
+        "lightning-pipes plan profile=profile.json ranks=4 batch=64 'stale_gradients={1: 196, 4: 222}'",
         "lightning-pipes plan train.py --lr 0.1",
     ],
     run,

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.papers.dynpipe.neighbourhood import layered_model
 from lightning_pipes.cost import Cluster, Link
 from lightning_pipes.ir import InputError
+from lightning_pipes.planning.staleness import Iterations
 from lightning_pipes.strategies.dynpipe.choosing import (
     Pipeline,
     StageChoice,
@@ -22,7 +23,6 @@ from lightning_pipes.strategies.dynpipe.choosing import (
     true_seconds,
 )
 from lightning_pipes.strategies.dynpipe.meshes import DeviceMesh, Pricing, list_meshes
-from lightning_pipes.strategies.dynpipe.theory import Iterations
 from tests.cases import for_each
 
 SECONDS = (1.0, 2.0, 0.5, 1.5, 3.0, 1.0)

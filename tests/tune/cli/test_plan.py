@@ -46,6 +46,14 @@ class TestPlan:
         assert four["step_seconds"] == pytest.approx(one["step_seconds"] + four["all_reduce_seconds"])
         assert four["strategy"].endswith("data_parallel=4)")
 
+    def test_stale_gradients_come_into_question_where_they_are_allowed(self, say: Say, profile: str) -> None:
+        arguments = ("plan", f"profile={profile}", "ranks=2", "batch=16", "microbatches=4")
+        exact = found(say, *arguments)
+        stale = found(say, *arguments, "stale_gradients=true")
+        weighed = found(say, *arguments, "stale_gradients={1: 100, 2: 400}")
+        assert stale["schedule"] == "pipedream"
+        assert stale["step_seconds"] < exact["step_seconds"] == weighed["step_seconds"]
+
     def test_a_model_by_name_on_a_cluster(self, say: Say) -> None:
         model = ("plan", "model=GPT-2", "device=V100-16G", "dtype=float16", "schedule=1f1b", "recompute=false")
         got = found(say, *model, "ranks=4", "batch=16", "microbatches=8", "cluster=v100_ethernet", "replicas=2")
@@ -66,6 +74,8 @@ class TestPlan:
                 ["model=GPT-2", "cluster=local", "bandwidth=1GB/s"],
                 "bandwidth and latency are for one host; with a cluste",
             ),
+            (["model=GPT-2", "schedule=1f1b", "stale_gradients=true"], "stale_gradients=True is for schedule=auto"),
+            (["model=GPT-2", "stale_gradients={1: 5}"], "T(S) is fitted to the batches of runs on two numbers"),
             (["model=GPT-2", "microbatches=[0]"], "microbatches=[0]: needs a number from 1 to"),
             (["model=GPT-2", "cluster=dgx"], "cluster=dgx: there is no such cluster. There is: dgx_a100"),
             (["model=GPT-2", "profile=a.json"], "profile=a.json and model=GPT-2: give one of them"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_pipes.ir import InputError, check_count, check_fields, check_number
+from lightning_pipes.ir import InputError, check_count, check_fields, check_number, check_type
 from lightning_pipes.planning.replanning import GradientSample
 
 
@@ -106,6 +106,18 @@ class Iterations:
         if slope < 0:  # more stages took fewer batches: no penalty can be seen
             level, slope = float((1 / taken).mean()), 0.0
         return cls(1 / float(level), float(slope / level))
+
+    @classmethod
+    def from_setting(cls, name: str, setting: bool | Mapping[int, float]) -> Iterations | None:
+        """Return T(S) as a setting has it: True for no penalty, batches by number of stages, or False for None.
+
+        Raises:
+            InputError: neither; or fewer than two numbers of stages.
+        """
+        check_type(name, setting, bool | Mapping[int, float])
+        if isinstance(setting, bool):
+            return cls(1.0, 0.0) if setting else None
+        return cls.from_measured(setting)
 
     def __call__(self, stages: int) -> float:
         """Batches on so many stages; infinite where no number is enough."""

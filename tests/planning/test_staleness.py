@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_pipes.ir import InputError
-from lightning_pipes.strategies.dynpipe.theory import Constants, GradientSample, Iterations
+from lightning_pipes.planning.staleness import Constants, GradientSample, Iterations
 
 
 def probes(seed: int, steps: int = 6) -> tuple[list[GradientSample], float]:
