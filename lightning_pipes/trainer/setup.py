@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_pipes.engine.compute.rng import replica_seed
+from lightning_pipes.engine.private_torch import is_fully_sharded
 from lightning_pipes.ir import PipelineError, PlanError, Policy, Schedule
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.active_run import ActiveRun
@@ -120,8 +121,14 @@ def check_sharded_run(context: SetupContext) -> None:
         PipelineError: the run asks for one of them.
     """
     schedule, request, settings = context.request.schedule, context.request, context.settings
+    name, streams, trainer = schedule.name, not schedule.flushes, context.trainer
+    by_norm = trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm != "value"
+    frees = any(is_fully_sharded(part) for part in context.module.modules())
     refused = {
-        f"schedule {schedule.name!r} steps stages apart": not schedule.flushes,
+        f"schedule {name!r} keeps versions of weights, which fully_shard frees": streams and frees,
+        f"schedule {name!r} decides its order on each rank": streams and isinstance(schedule, Policy),
+        f"schedule {name!r} clips by the norm of a stage, of which a rank has shards": streams and by_norm,
+        f"MemorySwap moves the weight versions of schedule {name!r}": streams and context.host.memory is not None,
         "shard_optimizer=True shards states that are sharded already": settings.shard_optimizer,
         "replan moves layers, whose shards stay with their ranks": request.replanner is not None,
         "partition names modules, which cuts by units": names_modules(request.partition),

@@ -44,8 +44,8 @@ class Assignment:
 
     @property
     def is_executable(self) -> bool:
-        """Whether it can run: without shards. Others are planned only."""
-        return {mesh.tensor for mesh in self.meshes} == {1}
+        """Whether it can run: without shards, or all stages on meshes of one shape. Others are planned only."""
+        return {mesh.tensor for mesh in self.meshes} == {1} or len({*self.meshes}) == 1
 
     @property
     def data_parallel(self) -> int | list[int]:
@@ -53,6 +53,11 @@ class Assignment:
         them."""
         ranks = [mesh.data for mesh in self.meshes]
         return ranks[0] if len({*ranks}) == 1 else ranks
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Shards of each stage, as `tensor_parallel=` takes them, of an assignment that can run."""
+        return self.meshes[0].tensor
 
     @property
     def cuts(self) -> list[int]:
@@ -112,7 +117,9 @@ class StageChoice:
             best = option.best
             each = " ".join(f"{span.rows}@{mesh}" for span, mesh in zip(best.layers, best.meshes, strict=True))
             times = [seconds_text(1e9 * t) for t in (best.iteration, option.seconds)]
-            notes = ["the best"] * (option is least) + ["planned only: shards"] * (not best.is_executable)
+            notes = ["the best"] * (option is least) + ["planned only: shards of unlike stages"] * (
+                not best.is_executable
+            )
             note = f"  ({'; '.join(notes)})" if notes else ""
             lines.append(f"{start} {times[0]:>10} {times[1]:>10}  {each}{note}")
         return "\n".join([*lines, "n@DxT: n layers on D replicas of T shards each"])
@@ -125,6 +132,7 @@ def choose_stages(
     mode: Literal["simulated", "paper"] = "simulated",
     scan_all: bool = False,
     executable: bool = False,
+    sharded: bool = False,
 ) -> StageChoice:
     """Return the number of stages with the least T(S) W(S), each with its best layers and devices (DynPipe, Algorithm
     1).
@@ -138,7 +146,8 @@ def choose_stages(
         mode: "simulated" takes the best by a lower bound and has the simulator decide, "paper" goes by E4 and E5, which
             are right for two stages.
         scan_all: try all numbers.
-        executable: only what can run: no shards.
+        executable: only what can run: no shards, but for those that `sharded` allows.
+        sharded: also all stages on meshes of one shape, with shards.
 
     Raises:
         InputError: a mode that there is not, or no number of stages.
@@ -149,7 +158,7 @@ def choose_stages(
     options: list[StageOption] = []
     for n in stages or range(1, most + 1):
         check_count("stages", n)
-        options.append(_option(pricing, n, iterations(n), mode, executable))
+        options.append(_option(pricing, n, iterations(n), mode, executable, sharded))
         rises = sum(a.seconds < b.seconds for a, b in pairwise(options[-RISES - 1 :]))
         if rises == RISES and not scan_all and not stages:
             break
@@ -158,7 +167,7 @@ def choose_stages(
     return StageChoice(tuple(options))
 
 
-def _option(pricing: Pricing, n: int, iterations: float, mode: str, executable: bool) -> StageOption:
+def _option(pricing: Pricing, n: int, iterations: float, mode: str, executable: bool, sharded: bool) -> StageOption:
     if not math.isfinite(iterations):
         return StageOption(
             n, iterations, None, "gradients so stale never reach the target: target <= 2 lr^2 S^3 L^2 xi^2"
@@ -167,7 +176,7 @@ def _option(pricing: Pricing, n: int, iterations: float, mode: str, executable: 
     if n > min(devices, layers):
         return StageOption(n, iterations, None, f"{layers} layers on {devices} devices can't make so many stages")
     every: list[Assignment] = []
-    even = [[DeviceMesh(devices // n, 1)]] if devices % n == 0 else []
+    even = [[mesh] for mesh in list_meshes(devices // n, replicas_only=not sharded)] if devices % n == 0 else []
     for shapes in ([], *even):  # where devices are shared out evenly there are fewer ways, so that none is left out
         search = _Search(pricing, n, executable, shapes)
         every += search.by_paper() if mode == "paper" else search.by_simulator()

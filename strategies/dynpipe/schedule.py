@@ -95,6 +95,7 @@ class DynPipe(PipeDream):
         batches: Mapping[int, float] = MappingProxyType({}),
         theory: Mapping[str, float] = MappingProxyType({}),
         executable: bool = True,
+        sharded: bool = False,
     ) -> StageChoice:
         """Return the number of stages with the least T(S) W(S), and all that were tried (Algorithm 1).
 
@@ -103,6 +104,7 @@ class DynPipe(PipeDream):
             batches: by number of stages the batches that runs took until the target; T(S) is fitted to them.
             theory: instead, `loss`, `lipschitz`, `noise`, `lr` and `target` of Theorem 1. Without either T(S) is 1.
             executable: only what can run, without shards.
+            sharded: also shards of the layers of all stages alike, which the module has to make.
 
         Raises:
             InputError: both `batches` and `theory`; nothing fits.
@@ -110,13 +112,11 @@ class DynPipe(PipeDream):
         if batches and theory:
             raise InputError("batches that were measured and theory both say T(S); give one of them")
         pricing = Pricing(profile, cluster, rows, microbatches, shared=True, cached=True)
-        if batches:
-            return choose_stages(pricing, Iterations.from_measured(batches), executable=executable)
+        iterations = Iterations.from_measured(batches) if batches else Iterations(1.0, 0.0)
         if theory:
             constants = Constants(theory["loss"], theory["lipschitz"], theory["noise"])
             iterations = Iterations.of_theory(constants, theory["lr"], theory["target"])
-            return choose_stages(pricing, iterations, executable=executable)
-        return choose_stages(pricing, executable=executable)
+        return choose_stages(pricing, iterations, executable=executable, sharded=sharded)
 
     @staticmethod
     def train_predictor(

@@ -37,10 +37,12 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
         batches=_batches(options.batches),
         theory=_theory(options.theory),
         executable=not options.all_shapes,
+        sharded=options.sharded,
     )
     best = choice.best
-    arguments: dict[str, Any] = {"schedule": "dynpipe", "partition": best.best.cuts}
+    arguments: dict[str, Any] = {"schedule": "dynpipe", **({"partition": best.best.cuts} if best.best.cuts else {})}
     arguments |= {"data_parallel": best.best.data_parallel} if best.best.data_parallel != 1 else {}
+    arguments |= {"tensor_parallel": best.best.tensor_parallel} if best.best.tensor_parallel > 1 else {}
     arguments |= {"microbatches": microbatches[0]} if cfg.microbatches is not None else {}
     line = strategy_line(arguments) if best.best.is_executable else ""
     if options.json:
@@ -106,7 +108,8 @@ COMMAND = Command(
     flags={
         "--batches": ("S:N,...", "batches until the target that runs took, for two numbers of stages or more"),
         "--theory": ("NAME=X,...", "loss, lipschitz, noise, lr and target of Theorem 1"),
-        "--all-shapes": ("", "also shards of layers, which are planned only"),
+        "--sharded": ("", "also shards of layers, alike on all stages, for modules whose configure_model makes them"),
+        "--all-shapes": ("", "also shards of layers that differ between stages, which are planned only"),
     },
     translate=translate_model_override,
     defaults=frozenset({"schedule=auto", "schedule=null", "cluster=null"}),

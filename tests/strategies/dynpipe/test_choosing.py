@@ -159,7 +159,9 @@ def test_what_can_run_is_said() -> None:
     assert sorted(three.best.best.data_parallel) == [1, 1, 2]  # type: ignore[arg-type]
     shards = replace(three.best.best, meshes=(DeviceMesh(1, 2), DeviceMesh(1, 1), DeviceMesh(1, 1)))
     assert not shards.is_executable
-    assert "planned only: shards" in str(StageChoice((StageOption(3, 1.0, shards),)))
+    assert "planned only: shards of unlike stages" in str(StageChoice((StageOption(3, 1.0, shards),)))
+    alike = replace(even, meshes=(DeviceMesh(1, 2), DeviceMesh(1, 2)))
+    assert (alike.is_executable, alike.data_parallel, alike.tensor_parallel) == (True, 1, 2)
     with pytest.raises(InputError, match="'simulated' or 'paper'"):
         choose_stages(of, mode="guess")  # type: ignore[arg-type]
 

@@ -26,6 +26,14 @@ class TestStages:
         assert devices == [[1, 1], [2, 1]], "the first layers have most weights"
         assert "data_parallel=[1, 2]" in three["strategy"]
 
+    def test_shards_alike_on_all_stages_can_run(self, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+        """Devices hold shards of stages, where whole ones do not fit."""
+        model = ("model=BERT-48", "device=A100-40G", "ranks=4", "batch=4", "memory=4GiB")
+        assert "4: no way to share out layers" in refused(capsys, "stages", *model)
+        sharded = found(say, "stages", *model, "--sharded")
+        assert [each["devices"] for each in sharded["options"]] == [[[1, 4]], [[1, 2], [1, 2]], None]
+        assert sharded["strategy"] == 'PipelineStrategy("dynpipe", tensor_parallel=4)'
+
     def test_theory_ends_where_staleness_never_reaches_the_target(self, say: Say) -> None:
         theory = "loss=10,lipschitz=60,noise=0.04,lr=0.01,target=0.1"
         options = found(say, *self.MODEL, "--theory", theory)["options"]
