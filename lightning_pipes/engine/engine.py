@@ -15,6 +15,7 @@ from torch import nn
 from lightning_pipes.cost import Link
 from lightning_pipes.engine.compute.executor import Executor
 from lightning_pipes.engine.compute.order import InstructionOrder, ReadyOrder, StaticOrder
+from lightning_pipes.engine.compute.reducer import ReplicaSums
 from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
@@ -37,6 +38,7 @@ from lightning_pipes.ir import (
     PlanError,
     Policy,
     Program,
+    Reduction,
     Span,
     check_stream,
     lower,
@@ -130,6 +132,7 @@ class Engine:
         self._memory: LayerMemory | None = None
         self._predictor: PredictorChoice | None = None
         self._stash: VersionMemory | None = None
+        self._sums: ReplicaSums | None = None
         self.plan = plan
         self._set_stages(plan, stages)
         self._program = self._prepare_order(plan, order)
@@ -190,6 +193,10 @@ class Engine:
                     stage.offload.enter(item.use)
         batch = self._batches[item.job]
         whole = self._whole if self._mirrors is None else LayerUse.from_plan(window.executor.plan)
+        if self._sums is not None and item.training and self._is_endless:
+            for stage in self._stages:
+                reduction = Reduction(stage.number, batch, item.job)
+                self._sums.expect(reduction, item.number, self._transport.mailbox.notify)
         window.order.add((item.job, batch), item.rows, item.use or whole)
         window.executor.add(item, batch)
         self._batches[item.job] += 1
@@ -263,6 +270,17 @@ class Engine:
         if self._window is not None:
             raise PlanError("layers begin to take turns between two windows only; drain first")
         self._memory, self._predictor = memory, predictor
+        self._equip_stages()
+
+    def average_over_replicas(self, sums: ReplicaSums) -> None:
+        """Average the gradients of each batch over replicas, from the next window on.
+
+        Raises:
+            PlanError: a window is open.
+        """
+        if self._window is not None:
+            raise PlanError("replicas begin to average gradients between two windows only; drain first")
+        self._sums = sums
         self._equip_stages()
 
     def stash(self, memory: VersionMemory) -> None:
@@ -386,6 +404,7 @@ class Engine:
         if self._mirrors is not None:
             self._mirrors[0].memory = self._memory
         for stage in self._stages:
+            stage.sums = self._sums
             if self._mirrors is not None:
                 stage.use_mirrors(*self._mirrors)
             if self._memory is not None:
@@ -436,6 +455,8 @@ class Engine:
             if self._predictor is not None:
                 notify = self._transport.mailbox.notify
                 order.predict_by(UpcomingTasks(self._predictor, policy, plan, self._rank, self._windows, notify))
+        if self._sums is not None and policy.is_endless:
+            order.wait_for_replicas(self._sums)
         if self._mirrors is not None and policy.is_endless:
             order.enable_deliveries(self._mirrors[0], self._transport.mailbox, self._windows)
         return order

@@ -15,7 +15,7 @@ from lightning_pipes.ir.checks import (
     check_type,
     short_repr,
 )
-from lightning_pipes.ir.dependencies import DependencyTracker, needs
+from lightning_pipes.ir.dependencies import DependencyTracker, Need, Reduction, needs
 from lightning_pipes.ir.instruction import (
     COMPUTE,
     RECEIVES,
@@ -90,6 +90,7 @@ __all__ = [
     "Concat",
     "Kind",
     "Ledger",
+    "Need",
     "Pass",
     "PipelineError",
     "Plan",
@@ -98,6 +99,7 @@ __all__ = [
     "Program",
     "ProgramError",
     "RankView",
+    "Reduction",
     "Rule",
     "RulePolicy",
     "Schedule",

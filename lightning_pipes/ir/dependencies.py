@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from lightning_pipes.ir.instruction import Instruction, Kind, send_of
 from lightning_pipes.ir.plan import Plan
 from lightning_pipes.ir.stream import Transfer
 
-Need = Instruction | Transfer
+
+class Reduction(NamedTuple):
+    """The sum of a batch's gradients on a stage over the replicas of the pipeline."""
+
+    stage: int
+    batch: int
+    job: int = 0
+
+
+Need = Instruction | Transfer | Reduction
 """Something that an instruction may wait for."""
 
 

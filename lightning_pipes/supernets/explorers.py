@@ -45,6 +45,11 @@ class Explorer(ABC):
         chosen."""
         return 0
 
+    @property
+    def learns(self) -> bool:
+        """Whether its choices depend on losses."""
+        return type(self).report_loss is not Explorer.report_loss
+
     def report_loss(self, number: int, loss: float) -> None:  # noqa: B027  # most learn nothing from results
         """Record the loss of subnet `number`; losses are reported in the order of numbers."""
 
@@ -177,6 +182,10 @@ class RoundRobin(Explorer):
         explorer, own = self._explorer_of(number)
         needed = explorer.results_needed(own)
         return (needed - 1) * len(self._explorers) + self.space_index(number) + 1 if needed else 0
+
+    @property
+    def learns(self) -> bool:
+        return any(each.learns for each in self._explorers)
 
     def report_loss(self, number: int, loss: float) -> None:
         explorer, own = self._explorer_of(number)

@@ -126,13 +126,20 @@ class ExplorerFeedback(pl.Callback):
 
     Raises:
         InputError: it is no stream of subnets.
-        PipelineError: a batch has no subnet at its end.
+        PipelineError: a batch has no subnet at its end; or each of several replicas would learn from its own losses.
     """
 
     def __init__(self, stream: SubnetStream) -> None:
         self.stream: SubnetStream = check_type("stream", stream, SubnetStream)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+        if replicas > 1 and self.stream.explorer.learns:
+            raise PipelineError(
+                f"{type(self.stream.explorer).__name__} learns from losses, and each of {replicas} replicas has those "
+                "of its own batches: they would choose different subnets, and average gradients of different layers. "
+                "Take data_parallel=1 and more stages, or an explorer that does not learn, such as Uniform"
+            )
         run = _overlapping_run(trainer)
         if run is not None:
             run.listeners.append(_LossListener(self.stream))

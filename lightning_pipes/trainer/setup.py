@@ -84,7 +84,7 @@ def prepare(context: SetupContext) -> None:
     plans = make_plans(context, setup, decision, holdings)
     make_training = choose_training(context, plans, holdings)
     check_user_callbacks(context, plans, weights)
-    part = cut_module(context, setup, holdings, parameter_names, deferred)
+    part = cut_module(context, setup, holdings, plans, parameter_names, deferred)
     run = make_run(context, setup, part, plans, make_training)
     active = activate_run(context, setup, decision, run)
     wrap_steps(context, active, weights)
@@ -357,6 +357,7 @@ def cut_module(
     context: SetupContext,
     setup: ModuleSetup,
     holdings: Holdings,
+    plans: Plans,
     parameter_names: Sequence[tuple[tuple[str, ...], ...]],
     deferred: DeferredWeights,
 ) -> LocalLayers:
@@ -385,7 +386,8 @@ def cut_module(
     checkpointing.shards = None
     if context.is_fitting and settings.shard_optimizer:
         checkpointing.shards = OptimizerShards(host.optimizers, session.replicas, cut.scope, patches)
-    return LocalLayers(cut, holdings, hidden, session.layouts, session.replicas, ranks, context.shares_ranks)
+    own_order = context.is_fitting and plans.is_endless and isinstance(plans.schedule, Policy)
+    return LocalLayers(cut, holdings, hidden, session.layouts, session.replicas, ranks, context.shares_ranks, own_order)
 
 
 def make_run(

@@ -18,10 +18,10 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_pipes import MemorySwap, PipelineStrategy, ReproducibilityLog
-from lightning_pipes.engine.compute.rng import seed_all, stream_seed
+from lightning_pipes.engine.compute.rng import replica_seed, seed_all, stream_seed
 from lightning_pipes.ir import Policy, Span
 from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.supernets import (
@@ -202,13 +202,14 @@ def fit(
     others: list[Callback] = [] if memory is None else [memory]
     keeper = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=every or batches * 10, save_top_k=-1)
     log, streams = ReproducibilityLog(folder, every_n_batches=1), schedule != "1f1b"
+    stages = ranks // (strategy or {}).get("data_parallel", 1)
     if isinstance(module, Cut):
-        module.stages = ranks
+        module.stages = stages
     place: dict[str, Any] = on_one_gpu(ranks) if gpu else {"devices": ranks}
     more: dict[str, Any] = (SHARED if gpu else {}) | (strategy or {})
     trainer = make_trainer(
         **place,
-        strategy=PipelineStrategy(schedule or CSP(depth=8), 2, partition=CUTS[ranks], recompute=recompute, **more),
+        strategy=PipelineStrategy(schedule or CSP(depth=8), 2, partition=CUTS[stages], recompute=recompute, **more),
         max_epochs=2,
         val_check_interval=validates,
         num_sanity_val_steps=0,
@@ -240,32 +241,35 @@ def hashes(module: nn.Module) -> dict[str, str]:
     return {n: hashlib.blake2b(t.cpu().numpy().tobytes()).hexdigest() for n, t in module.state_dict().items()}
 
 
-def alone(shared: str, batches: int, drains: Sequence[int] = ()) -> dict[str, Any]:
+def alone(shared: str, batches: int, drains: Sequence[int] = (), replicas: int = 1) -> dict[str, Any]:
     """Plain PyTorch, one process, one subnet after another. Of lightning_pipes it takes the seeds of dropout, and for
-    "delayed" it keeps what each subnet has left; `drains` are subnets after which all was ended, beside epochs."""
+    "delayed" it keeps what each subnet has left; `drains` are subnets after which all was ended, beside epochs. Several
+    replicas have a batch each for a subnet, gradients are averaged, and buffers are those of the first."""
     module = new_module(shared)
     [optimizer], [scheduler] = module.configure_optimizers()
-    data, subnets, losses = loader(batches), SubnetStream(explorer(shared)), {}
+    subnets, losses = SubnetStream(explorer(shared)), {}
     late = [layer for layer in module.net if getattr(layer, "delay", None)]
     parameters = [p for layer in late for p in layer.parameters()]
     number = 0
-    for _ in range(2):
+    for epoch in range(2):
         left = [[p.detach().clone() for p in parameters]]
-        for (x, y), subnet in zip(data, subnets, strict=False):
+        for of_all, subnet in zip(zip(*shares(batches, replicas, epoch), strict=True), subnets, strict=False):
             for p, older in zip(parameters, left[max(0, len(left) - DELAY)], strict=True):
                 p.data = older.clone()
-            total: Any = 0.0
-            for part in PARTS:
-                out: Any = (x[part.start : part.stop], subnet)
-                for n, layer in enumerate(module.net):
-                    seed_all(stream_seed(0, 0, n, number, part), torch.device("cpu"))
-                    out = layer(out)
-                seed_all(stream_seed(0, 0, -2, number, part), torch.device("cpu"))
-                loss = F.cross_entropy(out, y[part.start : part.stop])
-                (loss * 0.5).backward()
-                total = loss.detach() * 0.5 + total
-            losses[subnet.id] = float(total).hex()
-            subnets.report_loss(subnet, float(total))
+            total, found, before = [], [], [b.clone() for b in module.buffers()]
+            for replica, (x, y) in enumerate(of_all):
+                after = [b.clone() for b in module.buffers()]
+                for b, value in zip(module.buffers(), before, strict=True):
+                    b.copy_(value)
+                total.append(backward(module, x, y, subnet, number, replica))
+                found.append([p.grad for p in module.parameters()])
+                optimizer.zero_grad()
+                for b, value in zip(module.buffers(), after, strict=True) if replica else ():
+                    b.copy_(value)
+            for p, gradients in zip(module.parameters(), zip(*found, strict=True), strict=True):
+                p.grad = gradients[0] if None in gradients else sum(gradients[1:], gradients[0]) / replicas
+            losses[subnet.id] = [float(each).hex() for each in total]
+            subnets.report_loss(subnet, float(total[0]))
             for p, newest in zip(parameters, left[-1], strict=True):
                 p.data = newest.clone()
             optimizer.step()
@@ -275,4 +279,31 @@ def alone(shared: str, batches: int, drains: Sequence[int] = ()) -> dict[str, An
             number += 1
             if number in drains:
                 left = left[-1:]
-    return {"weights": hashes(module), "losses": losses, "told": number}
+    first = {n: each[0] for n, each in losses.items()}
+    return {"weights": hashes(module), "losses": first if replicas == 1 else losses, "told": number}
+
+
+def shares(batches: int, replicas: int, epoch: int) -> list[DataLoader[Any]]:
+    """The batches of each replica, as a Trainer shares them out."""
+    data: Dataset[Any] = Batches(batches)
+    if replicas == 1:
+        return [loader(batches)]
+    samplers = [DistributedSampler(data, replicas, replica) for replica in range(replicas)]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    return [DataLoader(data, batch_size=None, sampler=sampler) for sampler in samplers]
+
+
+def backward(module: Lit, x: torch.Tensor, y: torch.Tensor, subnet: Subnet, number: int, replica: int) -> torch.Tensor:
+    """The loss of a batch, in micro-batches."""
+    total, seed = torch.tensor(0.0), replica_seed(0, replica)
+    for part in PARTS:
+        out: Any = (x[part.start : part.stop], subnet)
+        for n, layer in enumerate(module.net):
+            seed_all(stream_seed(seed, 0, n, number, part), torch.device("cpu"))
+            out = layer(out)
+        seed_all(stream_seed(seed, 0, -2, number, part), torch.device("cpu"))
+        loss = F.cross_entropy(out, y[part.start : part.stop])
+        (loss * 0.5).backward()
+        total = loss.detach() * 0.5 + total
+    return total

@@ -124,6 +124,21 @@ def lines(rank: int) -> Iterator[tuple[int, ...]]:
         yield (number % 3,) * BLOCKS
 
 
+@pytest.mark.parametrize(
+    ("stages", "shared", "how"),
+    [(1, "sequential", {}), (2, "delayed", {"split_backward": True}), (2, "sequential", {"balanced": True})],
+)
+def test_replicas_average_gradients_batch_by_batch(stages: int, shared: str, how: dict[str, bool]) -> None:
+    """Equal, to the bit, to one process that runs the batches of both replicas and averages their gradients: so the
+    number of stages doesn't matter. Each replica has batches and dropout of its own, and norms of the first one."""
+    wanted = alone(shared, 2 * SHORT, replicas=2)
+    args = (shared, 2 * SHORT, mkdtemp(), None, -1, False, None, CSP(depth=8, **how), 0, None, None, nets.Lit, False)
+    ranks = 2 * stages
+    for rank, found in enumerate(run_ranks(fit, ranks, ranks, *args, {"data_parallel": 2}, timeout=120)):
+        assert found["weights"] == wanted["weights"]
+        assert found["losses"] == {n: losses[rank // stages] for n, losses in wanted["losses"].items()}
+
+
 SPLIT = CSP(depth=8, split_backward=True)
 
 

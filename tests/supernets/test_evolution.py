@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 
-from lightning_pipes.ir import InputError
-from lightning_pipes.supernets import Evolution, SearchSpace, Subnet, SubnetStream
+from lightning_pipes.ir import InputError, PipelineError
+from lightning_pipes.supernets import (
+    Evolution,
+    ExplorerFeedback,
+    RoundRobin,
+    SearchSpace,
+    Subnet,
+    SubnetStream,
+    Uniform,
+)
 
 SPACE = SearchSpace.from_sizes([6] * 8)
 
@@ -88,3 +99,11 @@ def test_asking_too_early_is_refused() -> None:
 def test_refuses_numbers_that_make_no_sense(wrong: dict[str, float]) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
         Evolution(SPACE, **{"population": 20, **wrong})  # type: ignore[arg-type]
+
+
+def test_replicas_would_learn_from_different_losses() -> None:
+    trainer: Any = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2}, strategy=None)
+    for explorer in (made(), RoundRobin(Uniform(SPACE), made())):
+        with pytest.raises(PipelineError, match="learns from losses, and each of 2 replicas"):
+            ExplorerFeedback(SubnetStream(explorer)).on_train_start(trainer, pl.LightningModule())
+    ExplorerFeedback(SubnetStream(RoundRobin(Uniform(SPACE)))).on_train_start(trainer, pl.LightningModule())

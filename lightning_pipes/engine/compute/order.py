@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import chain, count, tee, zip_longest
 from typing import Protocol
 
+from lightning_pipes.engine.compute.reducer import ReplicaSums
 from lightning_pipes.engine.messages.mailbox import Mailbox
 from lightning_pipes.engine.residency.deliveries import LayerDeliveries
 from lightning_pipes.engine.residency.mirrors import Mirrors
@@ -17,6 +18,7 @@ from lightning_pipes.engine.residency.upcoming import UpcomingTasks
 from lightning_pipes.ir import (
     RECEIVES,
     SENDS,
+    STEP,
     DeadlockError,
     DependencyTracker,
     F,
@@ -24,12 +26,13 @@ from lightning_pipes.ir import (
     Kind,
     LayerUse,
     Ledger,
+    Need,
     Plan,
     Policy,
     Program,
     ProgramError,
     RankView,
-    Transfer,
+    Reduction,
     batch_instructions,
     eligible_instructions,
     ready_key,
@@ -206,14 +209,19 @@ class ReadyOrder:
         self._in_flight: dict[int, int] = dict.fromkeys(plan.stages[rank], 0)
         self._last: Instruction | None = None
         self._deliveries: LayerDeliveries | None = None
+        self._sums: ReplicaSums | None = None
         self._upcoming: UpcomingTasks | None = None
-        self._entrances: dict[tuple[int, int], tuple[Instruction | Transfer, ...]] = {}
+        self._entrances: dict[tuple[int, int], tuple[Need, ...]] = {}
         """The needs, besides data, of batches whose forward has not begun, by stage and batch."""
 
     def enable_deliveries(self, mirrors: Mirrors, mailbox: Mailbox, number: int) -> None:
         """Move layers to the ranks where batches use them, in the window `number`. Call it before the first batch;
         deliveries wake waiters of `mailbox`."""
         self._deliveries = LayerDeliveries(self._ledger, self._rank, number, mirrors, mailbox.notify)
+
+    def wait_for_replicas(self, sums: ReplicaSums) -> None:
+        """Let steps wait for the gradients of other replicas. Call it before the first batch."""
+        self._sums = sums
 
     def predict_by(self, upcoming: UpcomingTasks) -> None:
         """Let `upcoming` predict the next tasks. Call it before the first batch."""
@@ -233,10 +241,14 @@ class ReadyOrder:
             if i.kind in RECEIVES and not i.span.clip_to(rows).rows:  # nothing will be sent for rows that are not there
                 self._add_ready(self._tracker.complete(send_of(i)))
 
-    def _needs_of_newest(self, use: LayerUse) -> dict[Instruction, tuple[Instruction | Transfer, ...]]:
-        """Return the needs of the newest batch besides its data: other batches, and layers from other ranks."""
+    def _needs_of_newest(self, use: LayerUse) -> dict[Instruction, tuple[Need, ...]]:
+        """Return the needs of the newest batch besides its data: other batches, layers and gradients of other ranks."""
         batch, plan = self._newest, self._plan
-        waits: dict[Instruction, tuple[Instruction | Transfer, ...]] = {**self._ledger.enter(batch, use)}
+        waits: dict[Instruction, tuple[Need, ...]] = {**self._ledger.enter(batch, use)}
+        if self._sums is not None:
+            for stage in plan.stages[self._rank]:
+                step = STEP(stage, batch=batch)
+                waits[step] = (*waits.get(step, ()), Reduction(stage, batch))
         if self._deliveries is not None:
             self._deliveries.enter(batch)
             for stage in plan.stages[self._rank]:
@@ -263,7 +275,10 @@ class ReadyOrder:
         return found
 
     def _take_deliveries(self) -> None:
-        """Process arrived layers; once all batches have ended, return layers to their owners."""
+        """Process arrived layers and gradients; once all batches have ended, return layers to their owners."""
+        if self._sums is not None:
+            for reduction in self._sums.take_arrived():
+                self._add_ready(self._tracker.complete(reduction))
         if self._deliveries is not None:
             for transfer in self._deliveries.take_arrived():
                 self._add_ready(self._tracker.complete(transfer))
@@ -371,7 +386,7 @@ class ReadyOrder:
             self._tracker.forget_batch(*item)
 
     def wait(self, mailbox: Mailbox, number: int) -> None:
-        if not self._receives and not self._n_expected_layers:
+        if not self._receives and not self._n_expected_layers and not (self._sums and self._sums.n_expected):
             raise DeadlockError(
                 f"rank {self._rank} waits although nothing is on its way: policy {self._policy.name!r} or the limits "
                 f"{self._plan.limits} hold back {', '.join(map(str, self._ready))}"
@@ -382,7 +397,8 @@ class ReadyOrder:
     def waiting_for(self) -> str:
         stages = ", ".join(map(str, self._in_flight))
         layers = f" and {self._n_expected_layers} layers" if self._n_expected_layers else ""
-        return f"any of {self._receives} messages{layers} to stage {stages}"
+        sums = f" and the gradients of {self._sums.n_expected} batches" if self._sums is not None else ""
+        return f"any of {self._receives} messages{layers}{sums} to stage {stages}"
 
     @property
     def _n_expected_layers(self) -> int:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from lightning_pipes.ir import PipelineError
+from lightning_pipes.engine.compute.spans import Item
+from lightning_pipes.engine.residency.mirrors import PendingTree, TreeTransport
+from lightning_pipes.ir import PipelineError, Reduction
+
+if TYPE_CHECKING:
+    from lightning_pipes.engine.compute.stage import Stage
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of a bucket as in torch's DistributedDataParallel: large enough for bandwidth, small enough to leave early."""
@@ -60,11 +65,7 @@ class Bucket:
             PipelineError: a gradient is sparse.
         """
         for p in self.parameters:
-            if p.grad is not None and p.grad.layout is not torch.strided:
-                raise PipelineError(
-                    f"a parameter of shape {tuple(p.shape)} that several ranks hold has a {p.grad.layout} gradient, "
-                    "which can't be summed; use sparse=False"
-                )
+            _check_dense(p.grad)
         for p in self.parameters:
             complete_gradient(p)
         parts = [local_part(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self.parameters]
@@ -225,3 +226,120 @@ class Reducer:
             bucket.start(self._all_reduce)
             self._in_flight.append(bucket)
         self._started = max(self._started, until)
+
+
+class ReplicaSums:
+    """Averages gradients over replicas where batches overlap: batch by batch, summed in the order of replicas.
+
+    Replicas run batches in orders of their own, so that collective calls would not match. Each rank sends its part of a
+    batch's gradients to the same stage of the other replicas, and steps the batch once it has all parts. No rank
+    blocks, and the oldest batch waits for no other one, so that nothing gets stuck. Buffers of the layers that a batch
+    steps become those of the first replica, as under torch's DistributedDataParallel.
+
+    Args:
+        transport: to the ranks with the same stages, which are numbered by replica.
+        replica: the number of this one.
+        replicas: how many there are.
+    """
+
+    def __init__(self, transport: TreeTransport, replica: int, replicas: int) -> None:
+        self._transport, self._replica, self._replicas = transport, replica, replicas
+        self._expected: dict[Reduction, tuple[tuple[int, int], dict[int, PendingTree]]] = {}
+        self._parts: dict[tuple[int, int], dict[int, Any]] = {}  # by stage and number of a batch, and by replica
+        self._has_arrivals = False
+
+    @property
+    def n_expected(self) -> int:
+        """Number of sums with parts in flight to this rank."""
+        return len(self._expected)
+
+    def expect(self, reduction: Reduction, number: int, notify: Callable[[], None]) -> None:
+        """Expect the parts of a batch on a stage of this rank.
+
+        Args:
+            number: of the batch in the run, which is the same on all replicas.
+            notify: called on any thread when a part arrives.
+        """
+
+        def on_arrival() -> None:
+            self._has_arrivals = True
+            notify()
+
+        others = (replica for replica in range(self._replicas) if replica != self._replica)
+        key = reduction.stage, number
+        parts = {each: self._transport.receive(each, key, on_arrival) for each in others}
+        self._expected[reduction] = key, parts
+
+    def take_arrived(self) -> list[Reduction]:
+        """Return the sums whose parts have all arrived since the last call.
+
+        Raises:
+            PeerFailure: a rank has failed.
+        """
+        if not self._has_arrivals:
+            return []
+        self._has_arrivals = False
+        found = [each for each, (_, parts) in self._expected.items() if all(p.is_done() for p in parts.values())]
+        for each in found:
+            key, parts = self._expected.pop(each)
+            self._parts[key] = {replica: part.content for replica, part in parts.items()}
+        return found
+
+    def send(self, stage: Stage, item: Item, late: Mapping[int, torch.Tensor | None]) -> None:
+        """Send this rank's part of a batch, whose gradients are complete on a stage.
+
+        Args:
+            late: gradients of parameters that the batch has read late, by the id of the parameter.
+
+        Raises:
+            PipelineError: a gradient is sparse.
+        """
+        gradients = [late.get(id(p), p.grad) for p in stage.stepped_parameters(item)]
+        for gradient in gradients:
+            _check_dense(gradient)
+        buffers = list(stage.stepped_buffers(item)) if self._replica == 0 else []
+        part = [stage.stepped_names(item), gradients, buffers]
+        for replica in range(self._replicas):
+            if replica != self._replica:
+                self._transport.send(replica, (stage.number, item.number), part)
+
+    def average(self, stage: Stage, item: Item) -> None:
+        """Replace the gradients of a batch on a stage by their averages; one that all replicas lack stays None.
+
+        Raises:
+            PipelineError: replicas have the batch step different layers.
+        """
+        names, parameters = stage.stepped_names(item), stage.stepped_parameters(item)
+        parts = self._parts.pop((stage.number, item.number))
+        parts[self._replica] = [names, [p.grad for p in parameters], []]
+        for replica, (said, _, _) in sorted(parts.items()):
+            if said != names:
+                raise PipelineError(
+                    f"batch {item.number} steps layers {', '.join(names) or 'none'} of stage {stage.number} in replica "
+                    f"{self._replica}, and {', '.join(said) or 'none'} in replica {replica}, whose gradients would not "
+                    "match. layers_of_batch must be the same in all replicas: give explorers and spaces one seed"
+                )
+        with torch.no_grad():
+            for n, p in enumerate(parameters):
+                found = [parts[replica][1][n] for replica in sorted(parts)]
+                given = [g.float() if g.dtype.itemsize < 4 else g for g in found if g is not None]
+                if given:
+                    total = given[0]
+                    for gradient in given[1:]:
+                        total = total + gradient
+                    p.grad = (total / self._replicas).to(p.dtype)
+            for buffer, first in zip(stage.stepped_buffers(item), parts[0][2], strict=False):
+                buffer.copy_(first)
+
+
+def _check_dense(gradient: torch.Tensor | None) -> None:
+    """Refuse a gradient that can't be summed over ranks.
+
+    Raises:
+        PipelineError: it is sparse.
+    """
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise PipelineError(
+            f"a parameter of shape {tuple(gradient.shape)} that several ranks hold has a {gradient.layout} gradient, "
+            "which can't be summed; use sparse=False"
+        )

@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.layer_parameters import LayerOffload, LayerParameters
+from lightning_pipes.engine.compute.reducer import ReplicaSums
 from lightning_pipes.engine.compute.rng import (
     AFTER_LAYERS,
     BEFORE_LAYERS,
@@ -179,6 +180,8 @@ class Stage:
         """Returns the context in which the body, and what it runs again in backward, finds the weights of a version."""
         self.offload: LayerOffload | None = None
         """Has the layers on the device where they take turns there."""
+        self.sums: ReplicaSums | None = None
+        """Averages gradients over replicas where batches overlap."""
         self._version: WeightVersion | None = None
         self._read_only_ids: frozenset[int] = frozenset()  # ids of parameters that the batch does not step
         self._recompute = recompute
@@ -284,6 +287,15 @@ class Stage:
         if item.use is None:
             return [p for layer in self.layers.values() for p in layer.parameters()]
         return self._parts.parameters(item.use.stepped_layers(self.number))
+
+    def stepped_names(self, item: Item) -> list[str]:
+        """Return the names of the layers that `item` steps here."""
+        return sorted(map(str, self.layers) if item.use is None else item.use.stepped_layers(self.number))
+
+    def stepped_buffers(self, item: Item) -> Iterator[torch.Tensor]:
+        """Yield the buffers of the layers that `item` steps here."""
+        for name in self.stepped_names(item):
+            yield from (t for t in self.named_tensors(name).values() if not isinstance(t, nn.Parameter))
 
     def named_tensors(self, name: str) -> dict[str, torch.Tensor]:
         """Return parameters and buffers of a layer, or of a part of one, on this stage, by their name within it."""

@@ -267,6 +267,14 @@ class LateWeights:
             self._made[batch] = WeightVersion(made, late=True)
         return self._made.get(batch)
 
+    def gradients(self, batch: int) -> dict[int, torch.Tensor | None]:
+        """Return the gradients of what the batch has read late, by the ids of the live parameters."""
+        version = self._made.get(batch)
+        if version is None:
+            return {}
+        places = (place for name in self._steps[batch] for place in self._places[name])
+        return {id(place.live): version.parameters[place.layer][place.name].grad for place in places}
+
     def before_step(self, batch: int) -> None:
         """Move the gradients of the batch to the live weights."""
         version = self._made.pop(batch, None)

@@ -81,6 +81,7 @@ class AsynchronousLoop(TrainingLoop):
         self._run = run
         self._all = control
         self._memory = None if memory is None else enable_offload(run, memory)
+        run.part.sum_by_batch(run.engine)
 
         # What ranks exchange while they are at different batches.
         depth = schedule.depth if isinstance(schedule, Policy) else 0
@@ -89,7 +90,7 @@ class AsynchronousLoop(TrainingLoop):
         self._results = Results(notices, run.control.ranks[0], self._max_lag, run.last_stage_ranks)
         self.statistics = StreamStatistics(run.statistics, notices, control.ranks, rank, self._max_lag)
         warn_without_uses(run.cut.module, schedule, len(run.global_ranks))
-        self._mirroring = LayerCopies(run) if several and Cuts.are_needed(run.cut.module, schedule) else None
+        self._mirroring = LayerCopies(run, control) if several and Cuts.are_needed(run.cut.module, schedule) else None
         if self._mirroring is not None:
             run.relocation.check_layers_stay("batches have cuts of their own")
 
@@ -264,7 +265,9 @@ class AsynchronousLoop(TrainingLoop):
             data.item = None  # else both live until garbage is collected
         if run.has_last_stage and not run.last:
             self._results.send_part(run.results_for_last_rank(data))
-        if data.complete and run.part.reducer is not None:
+        if run.part.sums is not None:
+            run.part.sums.average(stage, item)
+        elif data.complete and run.part.reducer is not None:
             run.part.reducer.finish()
         elif data.complete:
             run.part.shared.sum_gradients()  # over the ranks of the stage, where it has several
@@ -545,9 +548,8 @@ def check_streaming(trainer: pl.Trainer, schedule: Schedule | Policy, grid: Grid
     """
     name, flush = schedule.name, "or a schedule that flushes between batches, such as '1f1b'"
     by_norm = trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm != "value"
-    chooses = isinstance(schedule, Policy)  # what runs next, by what is there: replicas would choose differently
+    chooses = isinstance(schedule, Policy)  # what runs next, by what is there
     refused = {
-        "data_parallel": (chooses and grid.replicas > 1, f"use one pipeline, {flush}"),
         "accumulate_grad_batches": (
             chooses and trainer.accumulate_grad_batches > 1,
             f"use a larger batch_size, {flush}",

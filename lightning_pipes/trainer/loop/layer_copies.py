@@ -16,6 +16,7 @@ from lightning_pipes.ir import LayerUse, PipelineError, Plan, PlanError, Policy,
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.module.tape import TapedLayer
+from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.step.uses import ChoosesLayers, number_layers
 
 
@@ -105,11 +106,14 @@ class Cuts:
 class LayerCopies:
     """Holds copies of layers for one training on this rank. Collective: all ranks make one.
 
+    Args:
+        control: of all ranks, those of other replicas too, which cut batches alike.
+
     Raises:
         PipelineError: siblings share the ranks.
     """
 
-    def __init__(self, run: PipelineRun) -> None:
+    def __init__(self, run: PipelineRun, control: Control) -> None:
         module, full, part = run.cut.module, run.cut.full, run.part
         if run.connections.turns is not None:
             raise PipelineError(
@@ -119,7 +123,7 @@ class LayerCopies:
         policy = run.plans.schedule
         assert isinstance(policy, Policy), "only policies order batches that overlap"
         said = module.costs_of_layers() if isinstance(module, LayerCosts) else None
-        self._cuts = Cuts(module, full, policy, run.control.broadcast(said, run.global_ranks[0]))
+        self._cuts = Cuts(module, full, policy, control.broadcast(said, control.ranks[0]))
         self._optimizers: Sequence[Optimizer] = ()
         holdings, here = part.holdings, part.holdings.grid.position
         self._mirrors = Mirrors(

@@ -4,7 +4,7 @@ tensors that several ranks hold in parts: DTensors, as `fully_shard` and `parall
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.reducer import Reducer, Wait, is_distributed, local_part
 from lightning_pipes.engine.private_torch import finish_sharded_backward, is_fully_sharded
+from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.private_lightning import gather_over, reduce_over
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.holdings import Holdings
@@ -213,6 +214,7 @@ class Replicas:
 
     Attributes:
         mesh: all ranks, by replica, by position in the pipeline, where the last stage comes first, and by shard.
+        has_own_order: returns whether each replica runs batches in an order of its own now.
     """
 
     def __init__(self, grid: Grid, control: Control, device: torch.device, has_mesh: bool = False) -> None:
@@ -220,6 +222,7 @@ class Replicas:
         self.mesh: DeviceMesh | None = None
         self._control = control
         self._device = device
+        self.has_own_order: Callable[[], bool] = lambda: False
         if has_mesh or grid.replicas * grid.shards > 1:
             names = (DATA_PARALLEL, PIPELINE, TENSOR_PARALLEL)
             self.mesh = init_device_mesh(device.type, grid.shape, mesh_dim_names=names)
@@ -234,11 +237,30 @@ class Replicas:
         there it is left as it is."""
         if self.grid.replicas == 1 or not isinstance(value, torch.Tensor):
             return value
+        self._check_order()
         return reduce_over(value, group or self.group, op)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Return the tensors of all replicas, stacked; the tensor itself without replicas."""
-        return tensor if self.grid.replicas == 1 else gather_over(tensor, group or self.group, sync_grads)
+        if self.grid.replicas == 1:
+            return tensor
+        self._check_order()
+        return gather_over(tensor, group or self.group, sync_grads)
+
+    def _check_order(self) -> None:
+        """Refuse collective calls that replicas would make in different orders.
+
+        Raises:
+            PipelineError: batches are under way.
+        """
+        if self.has_own_order():
+            raise PipelineError(
+                "a value is reduced or gathered over replicas while batches are under way, as by "
+                "self.log(..., sync_dist=True) in training_step: with schedule 'csp' and data_parallel > 1 each "
+                "replica runs batches in an order of its own, and values of different batches would mix. Log with "
+                "on_step=False and on_epoch=True, leave sync_dist out, or use a schedule that flushes between "
+                "batches, such as '1f1b'"
+            )
 
     def gather_flat(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the 1-D tensors of all replicas, which are equally long: the first axis is replicas. Collective over

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipes.engine.compute.reducer import complete_gradient
+from lightning_pipes.engine.compute.reducer import ReplicaSums, complete_gradient
+from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.messages.bulk_transfer import BulkTransfer
 from lightning_pipes.engine.residency.layer_state import LayerState
+from lightning_pipes.engine.residency.mirrors import BulkTreeTransport
 from lightning_pipes.ir import PlanError, Span
 from lightning_pipes.trainer.module.hidden_state import HiddenState
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout
@@ -36,6 +38,7 @@ class LocalLayers:
         hidden: watches what layers leave where others might look for it.
         layouts: of the optimizers.
         bound: whether siblings share the rank.
+        steps_by_batch: whether batches overlap in an order that each replica decides for itself.
 
     Attributes:
         parameters: of this rank.
@@ -45,6 +48,7 @@ class LocalLayers:
         began: the layers of the stages when the run began.
         shared: those that several ranks hold.
         reducer: averages the gradients of the stages over replicas of the pipeline, if there are any.
+        sums: does so in its place, batch by batch, where replicas have orders of their own.
         gathered: has FSDP2 gather and reduce its shards of the stages.
         buffers: keeps those of the replicas equal.
     """
@@ -58,6 +62,7 @@ class LocalLayers:
         replicas: Replicas,
         ranks: Ranks,
         bound: bool,
+        steps_by_batch: bool = False,
     ) -> None:
         self.cut, self.holdings, self.hidden = cut, holdings, hidden
         self.buffers = BufferSync(cut.module, replicas.group or holdings.make_stage_group(ranks.control))
@@ -65,6 +70,8 @@ class LocalLayers:
         self._bound = bound
         self.began = holdings.layers
         self._bulk_transfer: BulkTransfer | None = None
+        self._replica_transfer: BulkTransfer | None = None
+        self.sums = self._make_sums() if steps_by_batch and holdings.grid.replicas > 1 else None
         self._connect_gradients()
 
     def layers_of(self, stage: int) -> dict[int, nn.Module]:
@@ -117,11 +124,19 @@ class LocalLayers:
         """Optimizers of this rank."""
         return [layout.optimizer for layout in self.layouts]
 
+    def sum_by_batch(self, engine: Engine) -> None:
+        """Have the engine average gradients over replicas batch by batch, where they have orders of their own."""
+        if self.sums is not None:
+            engine.average_over_replicas(self.sums)
+            self._replicas.has_own_order = lambda: engine.open
+
     def close(self) -> None:
-        """End the connections by which layers moved, if any did."""
+        """End the connections by which layers moved, if any did, and those of replicas."""
+        self._replicas.has_own_order = lambda: False
         self._disconnect_gradients()
-        if self._bulk_transfer is not None:
-            self._bulk_transfer.close()
+        for transfer in (self._bulk_transfer, self._replica_transfer):
+            if transfer is not None:
+                transfer.close()
 
     @property
     def bulk_transfer(self) -> BulkTransfer:
@@ -130,6 +145,12 @@ class LocalLayers:
             grid, watch = self.holdings.grid, self._control.watch
             self._bulk_transfer = BulkTransfer(dist.get_rank(), grid.pipeline, watch)
         return self._bulk_transfer
+
+    def _make_sums(self) -> ReplicaSums:
+        grid = self.holdings.grid
+        ranks = grid.on_all_replicas((grid.position,))
+        self._replica_transfer = BulkTransfer(dist.get_rank(), ranks, self._control.watch)
+        return ReplicaSums(BulkTreeTransport(self._replica_transfer, ranks), grid.replica, grid.replicas)
 
     @property
     def reduces_in_backward(self) -> bool:
@@ -169,7 +190,8 @@ class LocalLayers:
 
     def _connect_gradients(self) -> None:
         own = self.holdings.stages
-        self.reducer = self._replicas.reducer({s: self.layers_of(s).values() for s in own}, self.holdings)
+        layers = {s: self.layers_of(s).values() for s in own}
+        self.reducer = None if self.sums is not None else self._replicas.reducer(layers, self.holdings)
         self.gathered = GatheredStages({s: self.layers_of(s).values() for s in own})
         self.parameters = list(self.cut.module.parameters())
         self._find_unstepped()

@@ -169,7 +169,7 @@ def default_watchers(
         watchers += [OneStep(run), HookChanges(training), StreamReplanning(run, training), OverlapWarning(run)]
     else:
         watchers += [Replanning(run)]
-    if run.part.buffers.has_peers:
+    if run.part.buffers.has_peers and run.part.sums is None:  # sums bring the buffers of each batch
         watchers.append(BufferBroadcast(run))
     watchers += [FirstBatch(run), SharedState(run)]
     if run.connections.turns is not None:  # a training alone compares at once

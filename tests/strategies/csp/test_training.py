@@ -11,13 +11,13 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import Kind, PipelineError
 from lightning_pipes.strategies.csp.schedule import MICROBATCHES
 from lightning_pipes.supernets import ChoiceBlock, Supernet
-from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from tests.trainer.lit import plain_values, quiet
 from tests.trainers import make_trainer
 
@@ -64,9 +64,9 @@ class Cut(Callback):
         self.microbatches = len({i.span for i in events if i.kind is Kind.F})
 
 
-def new_module() -> Lit:
+def new_module(kind: type[Lit] = Lit) -> Lit:
     torch.manual_seed(0)
-    return Lit()
+    return kind()
 
 
 def fit(rank: int, ranks: int) -> tuple[dict[str, np.ndarray], int]:
@@ -79,11 +79,10 @@ def fit(rank: int, ranks: int) -> tuple[dict[str, np.ndarray], int]:
         callbacks=[cut],
     )
     trainer.fit(module, DataLoader(Batches(), batch_size=None))
-    if ranks == 2:  # replicas would step in orders of their own
-        for given, says in ((2, "data_parallel can't be used with schedule 'csp'"), ([2], "needs a fixed order")):
-            trainer = make_trainer(devices=2, strategy=PipelineStrategy("csp", data_parallel=given), max_epochs=1)
-            with pytest.raises(PipelineError, match=says):
-                trainer.fit(new_module(), DataLoader(Batches(), batch_size=None))
+    if ranks == 2:  # ranks of a stage would decide on orders of their own
+        trainer = make_trainer(devices=2, strategy=PipelineStrategy("csp", data_parallel=[2]), max_epochs=1)
+        with pytest.raises(PipelineError, match="needs a fixed order"):
+            trainer.fit(new_module(), DataLoader(Batches(), batch_size=None))
     return plain_values(dict(module.state_dict())), cut.microbatches
 
 
@@ -101,3 +100,53 @@ def test_weights_are_those_of_one_after_another_on_any_number_of_stages() -> Non
         for weights, microbatches in run_ranks(fit, ranks, ranks, timeout=100):
             assert microbatches == MICROBATCHES
             assert all(np.array_equal(weights[name], value) for name, value in wanted.items())
+
+
+class Halves(Batches):
+    """Each of two replicas has half of the samples of a batch."""
+
+    def __len__(self) -> int:
+        return 2 * BATCHES
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        x, y, whole = super().__getitem__(number // 2)
+        half = slice(number % 2, None, 2)
+        return x[half].double(), y[half].double(), whole
+
+
+class Logs(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+
+def fit_halves(rank: int, ranks: int, kind: type[Lit]) -> dict[str, np.ndarray]:
+    quiet()
+    module = new_module(kind).double()
+    strategy = PipelineStrategy("csp", partition=[2] if ranks == 4 else [], data_parallel=2)
+    data = Halves()
+    sampler = DistributedSampler(data, 2, 2 * rank // ranks, shuffle=False)
+    trainer = make_trainer(devices=ranks, strategy=strategy, max_epochs=1)
+    trainer.fit(module, DataLoader(data, batch_size=None, sampler=sampler))
+    return plain_values(dict(module.state_dict()))
+
+
+def test_two_replicas_train_as_one_process_on_whole_batches() -> None:
+    module = new_module().double()
+    optimizer = module.configure_optimizers()
+    for x, y, number in (Batches()[n] for n in range(BATCHES)):
+        F.mse_loss(module.net((x.double(), choices(number))), y.double()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = plain_values(dict(module.state_dict()))
+    found = run_ranks(fit_halves, 4, 4, Lit, timeout=100)
+    for weights in found:
+        for name, value in wanted.items():
+            np.testing.assert_allclose(weights[name], value, rtol=0, atol=1e-12)
+            assert np.array_equal(weights[name], found[0][name])
+
+
+def test_collective_calls_of_replicas_in_different_orders_are_refused() -> None:
+    errors = [outcome.error for outcome in watch_ranks(fit_halves, 2, 2, Logs, timeout=60)]
+    assert any("each replica runs batches in an order of its own" in error for error in errors)
