@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute import autograd, split
 from lightning_pipes.engine.compute.autograd import SavedForward
-from lightning_pipes.engine.compute.reducer import ReplicaSums
 from lightning_pipes.engine.compute.spans import Item, SpanBuffer, take_rows
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.compute.weights import LateWeights, WeightVersion
@@ -165,14 +164,14 @@ class Executor:
             return _NOTHING
         del self._rows_left[batch]
         if stage.sums is not None:
-            return self._sending_gradients(stage.sums, stage, i, item)
+            return self._sending_gradients(stage, i, item)
         return _NOTHING if stage.last_backward is None else stage.last_backward(item)
 
     @contextmanager
-    def _sending_gradients(self, sums: ReplicaSums, stage: Stage, i: Instruction, item: Item) -> Iterator[None]:
+    def _sending_gradients(self, stage: Stage, i: Instruction, item: Item) -> Iterator[None]:
         yield
         late = self._late.get((i.stage, i.job))
-        sums.send(stage, item, {} if late is None else late.gradients(i.batch))
+        stage.send_gradients(item, {} if late is None else late.gradients(i.batch))
 
     def _forward(self, i: Instruction, item: Item) -> None:
         stage, last = self._stages[i.stage, i.job], self._is_last(i.stage)

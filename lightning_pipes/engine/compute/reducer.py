@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.residency.mirrors import PendingTree, TreeTransport
 from lightning_pipes.ir import PipelineError, Reduction
-
-if TYPE_CHECKING:
-    from lightning_pipes.engine.compute.stage import Stage
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of a bucket as in torch's DistributedDataParallel: large enough for bandwidth, small enough to leave early."""
@@ -285,37 +281,50 @@ class ReplicaSums:
             self._parts[key] = {replica: part.content for replica, part in parts.items()}
         return found
 
-    def send(self, stage: Stage, item: Item, late: Mapping[int, torch.Tensor | None]) -> None:
+    def send(
+        self,
+        stage: int,
+        number: int,
+        names: Sequence[str],
+        gradients: Sequence[torch.Tensor | None],
+        buffers: Sequence[torch.Tensor],
+    ) -> None:
         """Send this rank's part of a batch, whose gradients are complete on a stage.
 
         Args:
-            late: gradients of parameters that the batch has read late, by the id of the parameter.
+            number: of the batch in the run.
+            names: of the layers that it steps.
 
         Raises:
             PipelineError: a gradient is sparse.
         """
-        gradients = [late.get(id(p), p.grad) for p in stage.stepped_parameters(item)]
         for gradient in gradients:
             _check_dense(gradient)
-        buffers = list(stage.stepped_buffers(item)) if self._replica == 0 else []
-        part = [stage.stepped_names(item), gradients, buffers]
+        part = [list(names), list(gradients), list(buffers) if self._replica == 0 else []]
         for replica in range(self._replicas):
             if replica != self._replica:
-                self._transport.send(replica, (stage.number, item.number), part)
+                self._transport.send(replica, (stage, number), part)
 
-    def average(self, stage: Stage, item: Item) -> None:
+    def average(
+        self,
+        stage: int,
+        number: int,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        buffers: Iterable[torch.Tensor],
+    ) -> None:
         """Replace the gradients of a batch on a stage by their averages; one that all replicas lack stays None.
 
         Raises:
             PipelineError: replicas have the batch step different layers.
         """
-        names, parameters = stage.stepped_names(item), stage.stepped_parameters(item)
-        parts = self._parts.pop((stage.number, item.number))
+        names = list(names)
+        parts = self._parts.pop((stage, number))
         parts[self._replica] = [names, [p.grad for p in parameters], []]
         for replica, (said, _, _) in sorted(parts.items()):
             if said != names:
                 raise PipelineError(
-                    f"batch {item.number} steps layers {', '.join(names) or 'none'} of stage {stage.number} in replica "
+                    f"batch {number} steps layers {', '.join(names) or 'none'} of stage {stage} in replica "
                     f"{self._replica}, and {', '.join(said) or 'none'} in replica {replica}, whose gradients would not "
                     "match. layers_of_batch must be the same in all replicas: give explorers and spaces one seed"
                 )
@@ -328,7 +337,7 @@ class ReplicaSums:
                     for gradient in given[1:]:
                         total = total + gradient
                     p.grad = (total / self._replicas).to(p.dtype)
-            for buffer, first in zip(stage.stepped_buffers(item), parts[0][2], strict=False):
+            for buffer, first in zip(buffers, parts[0][2], strict=False):
                 buffer.copy_(first)
 
 

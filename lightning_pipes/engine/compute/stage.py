@@ -288,14 +288,30 @@ class Stage:
             return [p for layer in self.layers.values() for p in layer.parameters()]
         return self._parts.parameters(item.use.stepped_layers(self.number))
 
-    def stepped_names(self, item: Item) -> list[str]:
-        """Return the names of the layers that `item` steps here."""
+    def send_gradients(self, item: Item, late: Mapping[int, torch.Tensor | None]) -> None:
+        """Send the complete gradients of `item` to the other replicas, where they are averaged batch by batch.
+
+        Args:
+            late: those of parameters that it has read late, by the ids of the parameters.
+        """
+        if self.sums is not None:
+            names, parameters = self._stepped_names(item), self.stepped_parameters(item)
+            gradients = [late.get(id(p), p.grad) for p in parameters]
+            self.sums.send(self.number, item.number, names, gradients, self._buffers_of(names))
+
+    def average_gradients(self, item: Item) -> None:
+        """Replace the gradients of `item` by averages over replicas, where they are averaged batch by batch."""
+        if self.sums is not None:
+            names = self._stepped_names(item)
+            parameters = self.stepped_parameters(item)
+            self.sums.average(self.number, item.number, names, parameters, self._buffers_of(names))
+
+    def _stepped_names(self, item: Item) -> list[str]:
         return sorted(map(str, self.layers) if item.use is None else item.use.stepped_layers(self.number))
 
-    def stepped_buffers(self, item: Item) -> Iterator[torch.Tensor]:
-        """Yield the buffers of the layers that `item` steps here."""
-        for name in self.stepped_names(item):
-            yield from (t for t in self.named_tensors(name).values() if not isinstance(t, nn.Parameter))
+    def _buffers_of(self, names: Iterable[str]) -> list[torch.Tensor]:
+        tensors = (t for name in names for t in self.named_tensors(name).values())
+        return [t for t in tensors if not isinstance(t, nn.Parameter)]
 
     def named_tensors(self, name: str) -> dict[str, torch.Tensor]:
         """Return parameters and buffers of a layer, or of a part of one, on this stage, by their name within it."""

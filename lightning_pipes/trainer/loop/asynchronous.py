@@ -265,11 +265,10 @@ class AsynchronousLoop(TrainingLoop):
             data.item = None  # else both live until garbage is collected
         if run.has_last_stage and not run.last:
             self._results.send_part(run.results_for_last_rank(data))
-        if run.part.sums is not None:
-            run.part.sums.average(stage, item)
-        elif data.complete and run.part.reducer is not None:
+        stage.average_gradients(item)
+        if data.complete and run.part.reducer is not None:
             run.part.reducer.finish()
-        elif data.complete:
+        elif data.complete and run.part.sums is None:
             run.part.shared.sum_gradients()  # over the ranks of the stage, where it has several
         with self._own_gradients_of(stage, item) as mine, self._shown(stage, item):
             with self._hooks(item, mine):
