@@ -11,6 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -24,6 +25,7 @@ from torch import nn
 
 from benchmarks.engine import gpt_parts
 from benchmarks.harness.silence import QUIET, hush
+from benchmarks.papers.jap.lending import lending
 from benchmarks.papers.jap.peers import Single, by_torch, data_parallel, side_by_side, singles
 from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.arrays.arrivals import order_first_batches
@@ -483,18 +485,17 @@ def order_like(schedule: Schedule) -> Order:
     return order
 
 
-ARHANAYO = "ArHanayo, one wave"
+ARBPIPE, ARHANAYO = "ArBPipe", "ArHanayo, one wave"
 SCHEMES: dict[str, tuple[Order | None, int | None]] = {
     "no rounds (ours)": (None, None),
     "rounds, searched": (round_order, None),
     "rounds, genetic": (RoundOrder("genetic"), None),
     "ArGPipe": (order_like(GPipe()), None),
-    "Ar1F1B": (order_like(OneFOneB()), None),
+    ARBPIPE: (order_like(OneFOneB()), None),
     ARHANAYO: (order_like(Hanayo()), None),
     "Vanilla, one job at a time": (None, 1),
 }
-"""By name the order of rounds, and the siblings at a time. BPipe orders as 1F1B does; that it lends memory needs an
-engine that moves activations to other ranks."""
+"""By name the order of rounds, and the siblings at a time. BPipe orders as 1F1B does, and lends activations."""
 
 
 def rank_of_schemes(rank: int, case: Case, turns: int) -> dict[str, list[float]]:
@@ -508,7 +509,8 @@ def rank_of_schemes(rank: int, case: Case, turns: int) -> dict[str, list[float]]
         for name, (rounds, size) in SCHEMES.items():
             dist.barrier()
             single = Single(Hanayo(), 1, 2 * case.ranks, 0.0) if name == ARHANAYO else None
-            found[name].append(array(case, rounds, size, single).computing)
+            with lending(case.ranks) if name == ARBPIPE else nullcontext():
+                found[name].append(array(case, rounds, size, single).computing)
     return found
 
 
@@ -525,6 +527,7 @@ def compare_schemes(case: Case, turns: int) -> tuple[list[str], dict[str, float]
     keys = {
         "searched": "rounds, searched",
         "argpipe": "ArGPipe",
+        "arbpipe": ARBPIPE,
         "arhanayo": ARHANAYO,
         "vanilla": "Vanilla, one job at a time",
     }
