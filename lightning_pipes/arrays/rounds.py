@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Generic, TypeVar
@@ -86,9 +86,10 @@ class Rounds(Generic[S]):
         if working and self._rows:
             _, engine = next(iter(working.values()))
             row = [(i, backward) for i, backward in self._rows[engine.rank] if i in working]
+            keeping = {i for i, plan in plans.items() if _keeps_state(plan, engine.rank)}
             self._row.extend(
                 (working[i][0], Kind.B if backward else Kind.F)
-                for i, backward in _fit_row(row, engine.plan, engine.rank, memory)
+                for i, backward in _fit_row(row, keeping, engine.plan, engine.rank, memory)
             )
             self._usual = [i for i, _ in row]
         found: list[int] = turns
@@ -166,31 +167,39 @@ def _order_of_turns(queue: Sequence[Sibling[Any] | None], rows: list[list[tuple[
     return sorted(range(len(queue)), key=lambda n: -1 if (s := queue[n]) is None else last.get(s.index, -1))
 
 
-def _fit_row(row: list[tuple[int, bool]], plan: Plan, rank: int, memory: SiblingMemory) -> list[tuple[int, bool]]:
+def _keeps_state(plan: Plan, rank: int) -> bool:
+    """Return whether a sibling's state stays on the rank from forward to backward: not where all stages recompute."""
+    return not (plan.recompute and all(plan.recompute[s] for s in plan.stages[rank]))
+
+
+def _fit_row(
+    row: list[tuple[int, bool]], keeping: Collection[int], plan: Plan, rank: int, memory: SiblingMemory
+) -> list[tuple[int, bool]]:
     """Return the order of this rank's blocks, changed where the states that stay at a time would have no room.
 
-    A state stays from forward to backward on a stage that does not recompute. On the last stage a backward may follow
-    its forward at once: no other stage can wait in a circle for that.
+    On the last stage a backward may follow its forward at once: no other stage can wait in a circle for that.
+
+    Args:
+        keeping: siblings whose states stay from forward to backward.
 
     Raises:
         PlanError: they have no room in any order.
     """
-    stages, room = plan.stages[rank], memory.count_resident_states()
-    keeps = not all(plan.recompute[s] if plan.recompute else False for s in stages)
-    siblings = len({index for index, _ in row})
+    room, siblings = memory.count_resident_states(), len({index for index, _ in row})
 
     def count_needed(blocks: list[tuple[int, bool]]) -> int:
         """Return the states that are there at a time: between forward and backward, in a block, and in a turn."""
         left, begun, most = Counter(index for index, _ in blocks), set[int](), 1
         for index, _ in blocks:
-            begun.add(index)
-            most = max(most, len(begun) if keeps else 1)
+            most = max(most, len(begun | {index}))
             left[index] -= 1
-            if not left[index]:
-                begun.remove(index)
+            if left[index] and index in keeping:
+                begun.add(index)
+            else:
+                begun.discard(index)
         return min(most + 1, siblings)
 
-    if count_needed(row) > room and stages == (plan.n_stages - 1,):
+    if count_needed(row) > room and plan.stages[rank] == (plan.n_stages - 1,):
         row = [(index, way) for index, backward in row if not backward for way in (False, True)]
     needed = count_needed(row)
     if needed > room:

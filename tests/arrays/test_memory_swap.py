@@ -90,7 +90,8 @@ def swapped_rounds(rank: int, slots: int, recompute: bool, peer: bool) -> Any:
     """Siblings in rounds whose states take turns, what they are alone, the statistics, and the most states that were
     on the device."""
     quiet()
-    jobs = [Job(n, batch=b, recompute=recompute, microbatches=1, epochs=1) for n, b in enumerate((8, 20, 5, 40, 8))]
+    own = [recompute and (n > 0 or peer) for n in range(5)]  # with room for three one sibling's state may stay
+    jobs = [Job(n, "", 1, b, recompute=own[n], microbatches=1) for n, b in enumerate((8, 20, 5, 40, 8))]
     near = (None, True, "in_turn", "cpu", 1 << 20, 2e9) if peer else ()
     memory = poisoned(BIG, None, slots, *near)
     if peer:
