@@ -45,6 +45,8 @@ HEAVY = 0.6, 200.0, 3
 """Neighbours of a device on the average, batches that each stays, and a seed."""
 EPOCH = 200
 """Batches after which restarts may re-partition."""
+NOTICEABLE = 1.3
+"""By how much more a real neighbour slows its stage than other programs slow the other one, or there is little to do."""
 SMOOTHED = 20
 """Losses that are averaged."""
 
@@ -324,6 +326,8 @@ def main() -> None:
         if options.only in name:
             rows.append(measured(name, case))
             print(rows[-1], flush=True)
+            if case.real and rows[-1].factors[0] < NOTICEABLE * rows[-1].factors[1]:
+                print("  other programs slowed the other stage down as well, so that a move gained next to nothing")
     if options.only in "heavy trace against restarts" and options.only:
         print(json.dumps(against_restart(options.quick)))
     if options.only:
@@ -343,6 +347,7 @@ def main() -> None:
             "steps_to_recover": first.after,
             "real_recovered": real.regained,
             "real_possible": real.possible,
+            "real_neighbour": real.factors[0] / real.factors[1],
             "idle_cost": idle,
             "idle_core": core,
             "bit_equal": equal,

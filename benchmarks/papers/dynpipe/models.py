@@ -1,26 +1,33 @@
-"""Time to a loss of small real models beside neighbours that come and go (DynPipe, table II), by PipeDream-Flush, 2BW,
-PipeDream and DynPipe, in turns; and a spot instance that is taken away, after which training goes on with fewer stages.
+"""Time to a loss of small real models beside neighbours that come and go (DynPipe, table II, figures 11 and 12), by
+PipeDream-Flush, 2BW, PipeDream, PipeDream-Re and DynPipe without a forest, in turns; what a neighbour of one device
+costs (figure 14); and spot instances that are taken away and come back (figure 3), by a trace.
 
-    python benchmarks/papers/dynpipe/models.py [--quick] [--json] [--only loss|spot]
+    python benchmarks/papers/dynpipe/models.py [--quick] [--json] [--only loss|sensitivity|spot] [--trace FILE]
+                                               [--pictures FOLDER]
 
 Executed, by `Trainer.fit` on three processes: a BERT-like and a GPT-like transformer on the bytes of Python's manual,
 a VGG-like network on scikit-learn's digits. Layers compute and train. *Emulated* are their time and the neighbours:
 layers sleep as long as those of a larger model would, and longer on a rank while a trace says so. So two cores stand
 for three devices. Losses are what training gives, each with its own staleness. The loss to reach is the highest of
-those that the four have in the end, means of SMOOTHED batches.
+those that all have in the end, means of SMOOTHED batches. PipeDream-Re re-partitions at the end of an epoch, a quarter
+of the run; each time counts as a restart, which is measured once. Emulated neighbours slow all layers alike, which is
+what DynPipe without a forest takes them to do, so that a forest would change nothing.
+
+A trace has a line `batch,instances` for each change, such as `50,2`: two stages from that batch on. The default one is
+made by a seed: a third instance goes with a chance of a tenth in each WINDOW of batches, and comes back so, too.
 """
 
 from __future__ import annotations
 
 import json
 import pydoc_data.topics
+import random
 import statistics
 import tempfile
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +37,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.harness.report import Report, make_parser, run_parts
+from benchmarks.dynpipe import restart_seconds
+from benchmarks.harness.report import Panel, Picture, Report, make_parser, run_parts
 from benchmarks.papers.dynpipe.trainings import LOSSES, Case, Paced, several
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 
@@ -43,9 +51,16 @@ SCHEDULES = {
     "flush": ("1f1b", 6),
     "2bw": ("pipedream_2bw", 2),
     "pipedream": ("pipedream", 1),
+    "re": ("dynpipe", 1),
     "dynpipe": ("dynpipe", 1),
 }
+SYSTEMS = (*list(SCHEDULES)[:-1], "re free", "dynpipe")
+"""The rows of the table; "re free" counts no time for restarts."""
 SMOOTHED = 20
+SHARES = (0.1, 0.2, 0.3, 0.4)
+"""Of one device that a neighbour takes."""
+WINDOW, CHANGE = 20, 0.1
+"""Batches for which an instance stays at least, and the chance that it goes or comes then."""
 MASKED = 3
 """Of TOKENS tokens, those that the BERT-like model has to find; 256 stands for them."""
 
@@ -131,12 +146,12 @@ def make_small(name: str, seed: int, case: Case) -> tuple[pl.LightningModule, Da
     return LitSmall(transformer(causal=False), 0.02), DataLoader(TensorDataset(x, y), batch_size=ROWS)
 
 
-def case_of(schedule: str, model: str, steps: int, seed: int = 0, **more: Any) -> Case:
+def case_of(system: str, model: str, steps: int, seed: int = 0, **more: Any) -> Case:
     """Return a training of a model by one of SCHEDULES."""
-    name, pieces = SCHEDULES[schedule]
-    return Case(
-        name, RANKS, LAYERS, steps, replan=False, pieces=pieces, make=partial(make_small, model, seed), every=5, **more
-    )
+    name, pieces = SCHEDULES[system]
+    every, windows = (steps // 4, 1) if system == "re" else (5, 2)
+    made = Case(name, RANKS, LAYERS, steps, replan=False, pieces=pieces, make=partial(make_small, model, seed), **more)
+    return replace(made, every=every, windows=windows)
 
 
 def seconds_to(ended: Sequence[float], losses: Sequence[float], loss: float) -> float:
@@ -147,79 +162,194 @@ def seconds_to(ended: Sequence[float], losses: Sequence[float], loss: float) -> 
     return float("inf")
 
 
-def known_losses(found: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Return when batches ended, and their losses; the first ones are not known at once where batches overlap."""
-    pairs = [(at, loss) for at, loss in zip(found["ended"], found["losses"], strict=True) if loss == loss]
-    return [at for at, _ in pairs], [loss for _, loss in pairs]
+def known_losses(found: dict[str, Any], wait: float = 0.0) -> tuple[list[float], list[float]]:
+    """Return when batches ended, and their losses; the first ones are not known at once where batches overlap.
+
+    Args:
+        wait: seconds that each move takes more.
+    """
+    moves = [0, *accumulate(a != b for a, b in pairwise(found["layers"]))]
+    rows = zip(found["ended"], moves, found["losses"], strict=True)
+    known = [(at + wait * moved, loss) for at, moved, loss in rows if loss == loss]
+    return [at for at, _ in known], [loss for _, loss in known]
 
 
 def to_a_loss(quick: bool) -> Report:
-    """Three models under both traces, in turns of all schedules."""
-    report, steps, rounds = Report(), 60 if quick else 240, 1 if quick else 3
+    """Three models under both traces, in turns of all systems."""
+    report, steps = Report(picture=Picture("Losses under the heavy trace")), 32 if quick else 240
+    loads, rounds = ({"heavy": LOADS["heavy"]}, 1) if quick else (LOADS, 3)
+    wait = restart_seconds(case_of("re", "gpt", steps))
+    report.lines.append(f"a restart takes {wait:.1f} s")
     for model in ("bert", "gpt", "vgg"):
-        for load, neighbours in LOADS.items():
-            took: dict[str, list[float]] = {name: [] for name in SCHEDULES}
-            target = []
-            for seed in range(rounds):
-                cases = [case_of(name, model, steps, seed, visitors=(neighbours, STAY, 3 + seed)) for name in SCHEDULES]
-                order = range(len(cases)) if seed % 2 == 0 else range(len(cases))[::-1]
-                (first, *_) = run_ranks(several, RANKS, [cases[n] for n in order], timeout=900)
-                curves = {list(SCHEDULES)[n]: known_losses(found) for n, found in zip(order, first, strict=True)}
-                target.append(max(statistics.fmean(losses[-SMOOTHED:]) for _, losses in curves.values()))
-                for name, curve in curves.items():
-                    took[name].append(seconds_to(*curve, target[-1]))
-            own = took["dynpipe"]
-            for name, seconds in took.items():
-                ratios = [a / b for a, b in zip(seconds, own, strict=True)]
-                report.keys[f"{model}_{load}_{name}"] = statistics.median(ratios)
-                report.lines.append(
-                    f"{model:4} {load:5} {name:9} {statistics.median(seconds):6.1f} s ({min(seconds):.1f}-"
-                    f"{max(seconds):.1f}) to a loss of {statistics.median(target):.2f}; of DynPipe's "
-                    f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-                )
+        for load, neighbours in loads.items():
+            curves = [round_of(model, steps, seed, neighbours, wait) for seed in range(rounds)]
+            add_lines(report, f"{model} {load}", curves)
+            if load == "heavy":
+                assert report.picture is not None
+                report.picture.panels.append(panel_of(model, curves[0]))
     return report
 
 
-def taken_away(quick: bool) -> Report:
-    """The process of stage 1 is killed; training goes on from the last checkpoint, on two stages."""
-    report, steps, killed, saves = Report(), 90 if quick else 200, 50 if quick else 110, 20
-    for name in ("flush", "dynpipe"):
-        base = case_of(name, "gpt", steps)
-        (whole, *_) = run_ranks(several, RANKS, [base], timeout=600)[0]
-        with tempfile.TemporaryDirectory() as folder:
-            results = watch_ranks(
-                several, RANKS, [replace(base, killed=killed, saves=saves, folder=folder)], timeout=600
-            )
-            ended = time.monotonic()
-            assert all(result.error for result in results), "a killed rank ends all"
-            path = max(Path(folder).glob("step=*.ckpt"), key=lambda each: int(each.stem[5:]))
-            again = replace(base, ranks=2, saves=saves, folder=folder, resume=str(path))
-            run_ranks(several, 2, [again], timeout=600)
-            rows = [line.split() for line in (Path(folder) / LOSSES).read_text().splitlines()]
-        first = next(n for n in range(1, len(rows)) if float(rows[n][1]) > ended)
-        lost, waits = int(path.stem[5:]), float(rows[first][1]) - float(rows[first - 1][1])
-        kept = {int(step): float(loss) for step, _, loss in rows if loss != "nan"}
-        before = dict(enumerate(whole["losses"], 1))
-        apart = max(abs(kept[n] - before[n]) for n in kept.keys() & before.keys() if before[n] == before[n])
-        last = statistics.fmean(list(kept.values())[-SMOOTHED:])
-        undisturbed = statistics.fmean(known_losses(whole)[1][-SMOOTHED:])
-        report.keys |= {f"spot_{name}_wait_s": waits, f"spot_{name}_again": killed - lost, f"spot_{name}_apart": apart}
+Curve = tuple[list[float], list[float]]
+"""When batches ended, in seconds, and their losses."""
+
+
+def round_of(model: str, steps: int, seed: int, neighbours: float, wait: float) -> dict[str, Curve]:
+    """Return the curve of each system beside the same neighbours, in an order that turns with the seed."""
+    order = list(SCHEDULES) if seed % 2 == 0 else list(reversed(SCHEDULES))
+    cases = [case_of(name, model, steps, seed, visitors=(neighbours, STAY, 3 + seed)) for name in order]
+    (first, *_) = run_ranks(several, RANKS, cases, timeout=900)
+    curves = {name: known_losses(found) for name, found in zip(order, first, strict=True)}
+    restarted = known_losses(first[order.index("re")], wait)
+    return {name: restarted if name == "re" else curves[name.removesuffix(" free")] for name in SYSTEMS}
+
+
+def add_lines(report: Report, title: str, curves: Sequence[dict[str, Curve]]) -> None:
+    """Add a line for each system: seconds to the loss that all reach, samples a second, and the slowest iterations."""
+    targets = [max(statistics.fmean(losses[-SMOOTHED:]) for _, losses in each.values()) for each in curves]
+    took = {
+        name: [seconds_to(*each[name], target) for each, target in zip(curves, targets, strict=True)]
+        for name in SYSTEMS
+    }
+    loss = statistics.median(targets)
+    for name, seconds in took.items():
+        steps = [b - a for each in curves for a, b in pairwise(each[name][0])]
+        rate, slow = ROWS / statistics.fmean(steps), statistics.quantiles(steps, n=10)[-1]
+        ratios = [a / b for a, b in zip(seconds, took["dynpipe"], strict=True)]
+        key = f"{title} {name}".replace(" ", "_")
+        report.keys |= {key: statistics.median(ratios), f"{key}_rate": rate}
         report.lines.append(
-            f"{name:8} killed after batch {killed}; {waits:.1f} s from the last batch before to the first one after, "
-            f"on 2 stages, from batch {lost}; loss {last:.3f} in the end, {undisturbed:.3f} undisturbed on 3 stages; "
-            f"losses at most {apart:.1e} apart"
+            f"{title:10} {name:9} {statistics.median(seconds):6.1f} s ({min(seconds):.1f}-{max(seconds):.1f}) to a "
+            f"loss of {loss:.2f}, of DynPipe's {statistics.median(ratios):.2f} ({min(ratios):.2f}-"
+            f"{max(ratios):.2f}); {rate:.0f} samples/s, nine of ten iterations within {1e3 * slow:.0f} ms"
+        )
+        print(report.lines[-1], flush=True)
+
+
+def panel_of(model: str, curves: dict[str, Curve]) -> Panel:
+    """Return the smoothed loss of each system over time (figure 11)."""
+    ends = [at[-1] - at[0] for at, _ in curves.values()]
+    x = [max(ends) * n / 24 for n in range(1, 25)]
+    lines = {name: [loss_at(curve, seconds) for seconds in x] for name, curve in curves.items()}
+    return Panel(model, "seconds", "loss", x, lines)
+
+
+def loss_at(curve: Curve, seconds: float) -> float:
+    """Return the mean of the last losses that were known so long after the first batch."""
+    at, losses = curve
+    known = max(1, sum(end - at[0] <= seconds for end in at))
+    return statistics.fmean(losses[max(0, known - SMOOTHED) : known])
+
+
+def sensitivity(quick: bool) -> Report:
+    """A neighbour takes a share of the second of three devices from a batch on (figure 14)."""
+    report, steps, since = Report(), 32 if quick else 80, 10
+    for share in SHARES[-1:] if quick else SHARES:
+        slow = ((since, 1 / (1 - share)),)
+        cases = [case_of(name, "gpt", steps, slow=slow, at=1) for name in ("pipedream", "dynpipe")]
+        (first, *_) = run_ranks(several, RANKS, cases, timeout=300)
+        medians = []
+        for found in first:
+            steps_taken = [b - a for a, b in pairwise(found["ended"])]
+            medians.append(
+                statistics.median(steps_taken[-steps // 4 :]) / statistics.median(steps_taken[2 : since - 1])
+            )
+        report.keys |= {f"share_{share:.0%}_never": medians[0], f"share_{share:.0%}_moved": medians[1]}
+        report.lines.append(
+            f"a neighbour takes {share:.0%} of a device: a batch takes {medians[0]:.2f} times as long, "
+            f"{medians[1]:.2f} times with DynPipe"
         )
     return report
 
 
-PARTS = {"loss": to_a_loss, "spot": taken_away}
+def made_trace(steps: int, seed: int = 3) -> list[tuple[int, int]]:
+    """Return changes of instances, as a file has them: the batch, and how many there are from it on."""
+    chance, instances = random.Random(seed), RANKS
+    found: list[tuple[int, int]] = []
+    for batch in range(WINDOW, steps, WINDOW):
+        if chance.random() < CHANGE or (not found and batch + WINDOW >= steps // 2):  # one goes at least
+            instances = RANKS - 1 if instances == RANKS else RANKS
+            found.append((batch, instances))
+    return found
+
+
+def read_trace(path: Path) -> list[tuple[int, int]]:
+    """Return the changes of instances in a file."""
+    found = [tuple(map(int, line.split(","))) for line in path.read_text().splitlines() if line.strip()]
+    if not all(len(pair) == 2 and 2 <= pair[1] <= RANKS for pair in found) or found != sorted(found):
+        raise SystemExit(f"{path}: give lines of batch,instances in their order, with 2 to {RANKS} instances")
+    return found  # type: ignore[return-value]
+
+
+def spot_run(base: Case, trace: Sequence[tuple[int, int]], folder: str) -> list[tuple[int, float, float, int]]:
+    """Train on as many stages as there are instances; return the step, the end and the loss of each batch, and the
+    number of the segment.
+
+    Where an instance goes its process is killed, and the others end. Then, and where one comes, training goes on from
+    the last checkpoint.
+    """
+    instances, rows, resume = RANKS, [], ""
+    for number, (until, following) in enumerate([*trace, (base.steps, 0)]):
+        killed = until if following and following < instances else None
+        case = replace(base, ranks=instances, folder=folder, resume=resume, killed=killed, stop=until)
+        case = replace(case, stop=None) if killed is not None else case
+        results = watch_ranks(several, instances, [case], timeout=600)
+        failed = [result.error for result in results if result.error]
+        assert len(failed) == (instances if killed is not None else 0), failed
+        file = Path(folder) / LOSSES
+        read = [line.split() for line in file.read_text().splitlines()]
+        rows += [(int(step), float(at), float(loss), number) for step, at, loss in read]
+        file.unlink()
+        resume = str(max(Path(folder).glob("step=*.ckpt"), key=lambda each: int(each.stem[5:])))
+        instances = following
+    return rows
+
+
+def taken_away(quick: bool, trace: Sequence[tuple[int, int]] = ()) -> Report:
+    """Instances go and come by a trace; the share of the time in which batches were trained that counted."""
+    report, steps, saves = Report(), 45 if quick else 200, 10
+    trace = [pair for pair in trace or made_trace(steps) if pair[0] < steps]
+    for name in ("flush", "dynpipe"):
+        base = case_of(name, "gpt", steps)
+        (whole, *_) = run_ranks(several, RANKS, [base], timeout=600)[0]
+        with tempfile.TemporaryDirectory() as folder:
+            rows = spot_run(replace(base, saves=saves), trace, folder)
+        last = {step: n for n, (step, *_) in enumerate(rows)}
+        taken = [b[1] - a[1] for a, b in pairwise(rows)]
+        counted = [t for n, t in enumerate(taken, 1) if rows[n][3] == rows[n - 1][3] and last[rows[n][0]] == n]
+        waits = [t for n, t in enumerate(taken, 1) if rows[n][3] != rows[n - 1][3]]
+        losses = {step: rows[n][2] for step, n in last.items() if rows[n][2] == rows[n][2]}
+        before = {n: loss for n, loss in enumerate(whole["losses"], 1) if loss == loss}
+        apart = max(abs(losses[n] - before[n]) for n in losses.keys() & before.keys())
+        again = len(rows) - len(last)
+        share = sum(counted) / sum(taken)
+        report.keys |= {
+            f"spot_{name}_effective": share,
+            f"spot_{name}_wait_s": statistics.fmean(waits) if waits else 0.0,
+            f"spot_{name}_again": again,
+            f"spot_{name}_apart": apart,
+        }
+        changes = ", ".join(f"{instances} from batch {batch} on" for batch, instances in trace)
+        report.lines.append(
+            f"{name:8} instances: {RANKS}, {changes}. {share:.0%} of the time trained batches that counted; a change "
+            f"took {statistics.fmean(waits) if waits else 0:.1f} s, and {again} batches ran again. Loss "
+            f"{statistics.fmean(list(losses.values())[-SMOOTHED:]):.3f} in the end, "
+            f"{statistics.fmean(known_losses(whole)[1][-SMOOTHED:]):.3f} undisturbed; losses at most {apart:.1e} apart"
+        )
+    return report
+
+
+PARTS = {"loss": to_a_loss, "sensitivity": sensitivity, "spot": taken_away}
 
 
 def main() -> None:
-    parser = make_parser(__doc__, "fewer batches, one round")
+    parser = make_parser(__doc__, "fewer batches, one round, the heavy trace only")
     parser.add_argument("--only", choices=PARTS, help="one part")
+    parser.add_argument("--trace", type=Path, help="of spot instances: a line batch,instances for each change")
+    parser.add_argument("--pictures", type=Path, help="a folder for pictures of the losses")
     options = parser.parse_args()
-    keys = run_parts(PARTS, [options.only] if options.only else PARTS, options.quick)
+    parts = PARTS | ({"spot": partial(taken_away, trace=read_trace(options.trace))} if options.trace else {})
+    keys = run_parts(parts, [options.only] if options.only else parts, options.quick, options.pictures)
     if options.json:
         print(json.dumps(keys))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -42,6 +43,8 @@ def all_pairs(rank: int, n: int, rounds: int) -> list[int]:
             expected.append((a, parcels.receive(a, ("layer", k))))
     for source, handle in expected:
         assert same(handle.content, content(source, rank))
+    threads = [thread for thread in threading.enumerate() if "bulk transfer" in thread.name]
+    assert len(threads) <= 2 * (n - 1)  # one for each peer and direction, however many trees travel
     bytes_ = sum(handle.wait().size for handle in sent)
     assert all(handle.is_done() and handle.seconds > 0 for handle in sent)
     memory = [t.untyped_storage().data_ptr() for _, h in expected for t in h.content.values() if hasattr(t, "numel")]
