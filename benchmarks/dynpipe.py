@@ -46,7 +46,7 @@ HEAVY = 0.6, 200.0, 3
 EPOCH = 200
 """Batches after which restarts may re-partition."""
 NOTICEABLE = 1.3
-"""By how much more a real neighbour slows its stage than other programs slow the other one, or there is little to do."""
+"""A real neighbour slows its stage so many times as much as other programs slow the other one, or little is gained."""
 SMOOTHED = 20
 """Losses that are averaged."""
 

@@ -298,7 +298,8 @@ def choose_training(context: SetupContext, plans: Plans, holdings: Holdings) -> 
     schedule, settings, memory = plans.schedule, context.settings, context.host.memory
     streams = context.is_fitting and plans.is_endless
     if context.is_fitting and settings.verify.batches:
-        check_verifiable(schedule)
+        with explain_choice(context.request, schedule):
+            check_verifiable(schedule)
     if context.is_fitting and memory is not None and not streams:
         raise PipelineError(
             "MemorySwap as a callback has the layers of a supernet take turns, or weight versions; schedule "
@@ -307,7 +308,7 @@ def choose_training(context: SetupContext, plans: Plans, holdings: Holdings) -> 
         )
     if not streams:
         return ManualLoop if context.is_manual else SynchronousLoop
-    with _explain_choice(context.request, schedule):
+    with explain_choice(context.request, schedule):
         _check_stream(context, schedule, holdings)
     return partial(AsynchronousLoop, control=context.ranks.control, memory=memory)
 
@@ -331,7 +332,7 @@ def _check_stream(context: SetupContext, schedule: Schedule | Policy, holdings: 
 
 
 @contextmanager
-def _explain_choice(request: RunRequest, schedule: Schedule | Policy) -> Iterator[None]:
+def explain_choice(request: RunRequest, schedule: Schedule | Policy) -> Iterator[None]:
     """Add to errors of a schedule that "auto" has chosen why it could."""
     try:
         yield

@@ -32,6 +32,7 @@ from lightning_pipes.trainer.plan import decider, layer_profiler
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch
 from lightning_pipes.trainer.plan.trial import Trial, Trials
+from lightning_pipes.trainer.setup import explain_choice
 from tests.trainer.lit import WIDTH, Case, Lit, LitOutside, LitTied, data, differences, plain_values, quiet, train
 from tests.trainers import make_trainer
 
@@ -250,6 +251,17 @@ def test_auto_takes_stale_gradients_where_they_are_allowed() -> None:
     for setting, said in settings:
         with pytest.raises(PlanError, match=said):
             PipelineStrategy("1f1b", stale_gradients=setting)
+
+
+def test_an_error_of_a_chosen_schedule_says_why_it_could_be_chosen() -> None:
+    schedule = make_schedule("pipedream")
+    named = RunRequest(schedule, None, False, "auto")
+    with pytest.raises(PlanError, match=r"^no scaler$"), explain_choice(named, schedule):
+        raise PlanError("no scaler")
+    chosen = RunRequest(schedule, None, False, "auto", chooses=True)
+    why = r"'auto' took 'pipedream', which stale_gradients allows\. .* no scaler$"
+    with pytest.raises(PlanError, match=why), explain_choice(chosen, schedule):
+        raise PlanError("no scaler")
 
 
 def test_auto_tries_numbers_of_microbatches_whose_size_can_be_run() -> None:
