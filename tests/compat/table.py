@@ -21,54 +21,74 @@ Results = dict[str, dict[Column, str]]
 
 HEAD = """# Compatibility
 
-Every row is a test: the same training in a pipeline and in one plain process, and all of it must agree: weights,
-losses, logged rows, learning rates, `callback_metrics`, steps and epochs, and what the feature itself makes, such as
-checkpoints. Numbers agree to 1e-10 in double precision unless a row says otherwise.
+Each line is a test: one training in a pipeline and in one plain process. Weights, losses, logs, learning rates,
+`callback_metrics`, steps, epochs and what the feature makes must agree to 1e-10, unless the line has another number.
+The runs use {columns}.
 
-Each cell is what came of a run with that schedule on so many processes. *works*: agrees. *refused*: ends on every rank
-with the error that the row waits for, which says why. *warned*: trains something else, and a warning says what and
-why. *fails*: anything else. An empty cell was not run.
+- *works*: all values agree.
+- *warned*: other values come out, and a warning names what and why.
+- *refused*: every rank ends with an error that names the reason.
 
-Written by `python -m tests.compat.table`, which runs all of them; `make test` runs half of the first column, and
-`make test-full` all, against what is written here.
+`python -m tests.compat.table` runs all lines and writes this page. `make test` compares half of them for the first
+column, `make test-full` all.
 """
 
 
 def table(results: Results) -> str:
-    """The text of docs/compatibility.md."""
+    """Return the text of docs/compatibility.md: by area, and there by result.
+
+    Rows with the same result in every column are a list, the others a table.
+    """
     counts = Counter(cell for row in ROWS for cell in results.get(row, {}).values())
-    lines = [HEAD]
+    names = [f"{schedule} on {ranks}" for schedule, ranks in COLUMNS]
+    lines = [HEAD.format(columns=f"{', '.join(names[:-1])} and {names[-1]} processes")]
     lines.append(
-        f"{len(ROWS)} rows: " + ", ".join(f"{counts[s]} cells {s}" for s in (WORKS, WARNED, REFUSED, FAILS)) + ".\n"
+        f"{len(ROWS)} lines: " + ", ".join(f"{counts[s]} runs {s}" for s in (WORKS, WARNED, REFUSED, FAILS)) + ".\n"
     )
-    names = [f"{schedule}, {ranks}" for schedule, ranks in COLUMNS]
     for area in dict.fromkeys(row.area for row in ROWS.values()):
-        lines += [f"## {area}\n", f"| feature | {' | '.join(names)} | notes |", "| --- |" + " --- |" * (len(names) + 1)]
-        lines += [_line(row, results.get(row.name, {})) for row in ROWS.values() if row.area == area]
-        lines.append("")
+        rows = [row for row in ROWS.values() if row.area == area]
+        lines.append(f"## {area}\n")
+        for outcome in (WORKS, WARNED, REFUSED, FAILS):
+            alike = [row for row in rows if _cells(row, results) == (outcome,) * len(COLUMNS)]
+            lines += [f"{outcome.capitalize()}:\n", *map(_item, alike), ""] if alike else []
+            rows = [row for row in rows if row not in alike]
+        if rows:
+            lines += [f"| feature | {' | '.join(names)} |", "| --- |" + " --- |" * len(names)]
+            lines += [f"| {_item(row)[2:]} | {' | '.join(_cells(row, results))} |" for row in rows] + [""]
     return "\n".join(lines)
 
 
-def _line(row: Row, cells: dict[Column, str]) -> str:
+def _cells(row: Row, results: Results) -> tuple[str, ...]:
+    return tuple(results.get(row.name, {}).get(column, "") for column in COLUMNS)
+
+
+def _item(row: Row) -> str:
     notes = [row.reason] if row.reason else []
     if isinstance(row.strategy, str):
-        notes.append(f"{row.strategy.removeprefix('pipeline_')} in every column")
+        notes.append(row.strategy.removeprefix("pipeline_"))
     if isinstance(row.strategy, dict) and "schedule" in row.strategy:
-        notes.append(f"{row.strategy['schedule']} in every column")
+        notes.append(str(row.strategy["schedule"]))
     if isinstance(row.strategy, dict) and row.strategy.get("microbatches") == 1:
-        notes.append("compared with microbatches=1")
+        notes.append("microbatches=1")
     if row.tolerance > 1e-10:
-        notes.append(f"agrees to {row.tolerance:g}")
-    return f"| {row.name} | {' | '.join(cells.get(column, '') for column in COLUMNS)} | {'; '.join(notes)} |"
+        notes.append(f"{row.tolerance:g}")
+    return f"- {row.name}" + (f" ({'; '.join(notes)})" if notes else "")
 
 
 def written() -> Results:
-    """What docs/compatibility.md says."""
+    """Return the results that docs/compatibility.md has."""
     found: Results = {}
+    names = {_item(row)[2:]: row.name for row in ROWS.values()}
+    outcome = ""
     for line in PATH.read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if line.startswith("| ") and len(cells) == len(COLUMNS) + 2 and cells[0] in ROWS:
-            found[cells[0]] = dict(zip(COLUMNS, cells[1:-1], strict=True))
+        if line[:-1].lower() in (WORKS, WARNED, REFUSED, FAILS):
+            outcome = line[:-1].lower()
+        elif line.startswith("- ") and line[2:] in names:
+            found[names[line[2:]]] = dict.fromkeys(COLUMNS, outcome)
+        elif line.startswith("| "):
+            item, *cells = (cell.strip() for cell in line.strip("|").rsplit(" | ", len(COLUMNS)))
+            if item in names:
+                found[names[item]] = dict(zip(COLUMNS, cells, strict=True))
     return found
 
 
