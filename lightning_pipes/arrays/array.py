@@ -54,27 +54,24 @@ _LOOK_SECONDS = 0.001
 
 
 class JobArray(Generic[T]):
-    """Runs functions as siblings that share one pipeline.
+    """Run functions as siblings that share one pipeline.
 
-    Every rank makes one of the same size and gives it the same functions in the same order.
+    Every rank makes an array of the same size and gives it the same functions in the same order.
 
     Args:
-        size: how many siblings are under way at a time. Twice as many as there are stages keep all stages busy; with
-            fewer, each batch is cut into more micro-batches, unless its strategy says into how many. "auto" begins with
-            one, and after its first step, which shows what a sibling takes, has as many as `memory` has room for, but
-            no more than are of use.
-        progress: whether to show on rank 0 how far the siblings are; by default where standard error is a terminal.
-        memory: lets weights and optimizers of more siblings take part than the device has room for.
-        rounds: says in which order each rank computes a batch of every sibling, whole, by the measured times of the
-            stages; `round_order` needs one stage a rank. No next batch begins before all are over, as in the paper, and
-            states that take turns are brought by that order. Rank 0 asks it for all ranks. For comparison: without,
-            siblings go on as soon as they can.
+        size: number of siblings at a time. Twice as many as there are stages keep all stages busy; with fewer, each
+            batch is cut into more micro-batches, unless its strategy sets their number. "auto" begins with one; after
+            its first step it runs as many as `memory` has room for, and at most two per stage.
+        progress: whether rank 0 shows a line per running sibling; by default where standard error is a terminal.
+        memory: moves weights and optimizer states, so that more siblings run than the device has room for.
+        rounds: orders whole batches of all siblings in rounds, as the paper's arrays do, by the measured times of the
+            stages; `round_order` needs one stage a rank. For comparison: without it, siblings do not wait for rounds.
 
     Attributes:
-        size: siblings at a time, as far as it is decided.
-        timeline: when each rank computed for which sibling, on all ranks, once `run` has come to its end. Its ranks are
-            in the order of the pipeline, from stage 0 on; the numbers of its batches count those of a sibling. None
-            before, after a failure, and where nothing was trained.
+        size: number of siblings at a time, as far as it is decided.
+        timeline: computations of each rank for all siblings, once `run` has ended. Ranks are in the order of the
+            pipeline, from stage 0 on; batches are numbered per sibling. None before, after a failure, and where
+            nothing was trained.
 
     Raises:
         InputError: `size` is no positive number, or "auto" without `memory`; in `run`, "auto" finds no room for two.
@@ -385,8 +382,8 @@ class JobArray(Generic[T]):
             if self._started > jobs:
                 raise InputError(
                     f"rank {rank} has {jobs} jobs for the array, and rank {self.shared.board.rank} has begun another "
-                    "one: all ranks need the same jobs in the same order, so they can't depend on the rank, or on "
-                    "files that only some of them see"
+                    "one. All ranks need the same jobs in the same order; don't make them from the rank, or from files "
+                    "that only some ranks see"
                 )
         for index in self._news_of_peers.keys() & self._running.keys():
             for rank, news, since in self._news_of_peers[index]:

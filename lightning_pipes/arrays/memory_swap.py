@@ -117,56 +117,54 @@ class SiblingMemory:
 
 
 class MemorySwap(SiblingMemory, PipelineCallback):
-    """Keeps states on the host and moves them to the device when they are used: states of siblings, of a supernet's
-    layers, or of weight versions.
+    """Keep states in host memory and move them to the device before they are used.
 
-    A state is what a sibling has on a rank: weights, buffers and what its optimizers remember of them. It is on the
-    device while something is computed for the sibling and while it has its turn, in which its optimizers step; those
-    that come next are brought meanwhile (S III-D of ArrayPipe). Without `recompute=True` it also stays from a batch's
-    first forward to its last backward, so that no more siblings have a batch under way than there are slots. Gradients
-    and activations stay on the device. On a CPU device and host are the same memory, and what is counted is real.
+    A state belongs to a sibling of a job array, to a layer of a supernet, or to a weight version. It contains weights,
+    buffers and optimizer states. Results are equal to the bit. On a CPU device and host are the same memory, and bytes
+    are counted.
+
+    Siblings (section III-D of ArrayPipe): a state is on the device during the sibling's computations and optimizer
+    steps, and the next ones are prefetched. Without `recompute=True` it also stays from a batch's first forward to its
+    last backward. Gradients and activations stay on the device.
 
         JobArray(16, memory=MemorySwap(device_bytes=8 << 30))
 
-    As a callback it has the layers take turns that batches choose, with what optimizers remember of them (NASPipe, Zhao
-    et al. 2022, S4.2): one is there while something is computed with it, those that come next are brought meanwhile.
-    Layers that all batches share stay. Where a layer, or a backward that recomputes, runs out of memory, all others
-    leave the device and it runs again. Batches have to say their layers, in validation too, and stages recompute:
+    Layers of a supernet (NASPipe, Zhao et al. 2022, section 4.2): as a callback it moves the layers that batches name,
+    in validation too. Layers that all batches share stay. Where a layer, or a backward that recomputes, runs out of
+    memory, all others leave the device and it runs again.
 
         Trainer(callbacks=[MemorySwap(device_bytes=8 << 30)], strategy=PipelineStrategy("csp", recompute=True))
 
-    With a schedule that stashes weights, such as "pipedream" or "dynpipe", it has the versions take turns that batches
-    under way will go back through. The newest are the live weights, which stay; the one that is read is there, too, and
-    the next one is brought meanwhile (DynPipe). Stages recompute:
+    Weight versions (DynPipe): with a schedule that stashes weights, such as "pipedream" or "dynpipe", it moves the
+    versions that batches in flight still need. The newest version, and the one that is read, stay on the device.
 
         Trainer(callbacks=[MemorySwap(device_bytes=8 << 30)], strategy=PipelineStrategy("dynpipe", recompute=True))
 
     Args:
-        device_bytes: of each device for states.
-        host_bytes: of the host for the states of one rank, if they are to be bounded. Where an array's size follows
-            from memory it is half of what is free by default, shared by the host's ranks.
+        device_bytes: bytes of each device for states.
+        host_bytes: bytes of the host for the states of one rank. By default there is no limit; with JobArray("auto")
+            half of the free memory, shared by the host's ranks.
         slots: the most states on a device, if fewer than fit.
         bandwidth: bytes per second each way of an emulated link; on CPU only.
-        prefetch: whether states are brought before they are needed. Without, every switch waits for its copy, which
-            shows what that is worth.
-        predictor: which layers of a supernet are brought. "in_turn" goes by what a rank itself has begun and has ready;
-            "algorithm_3" is NASPipe's, with records of coming backwards that stages tell each other; "simulated" goes
-            by the order that the schedule has in simulation, with the costs that `balanced=True` cuts by.
-        peer: a device with memory to spare, such as "cuda:1". States wait there in place of the host where copies from
-            it are measured to be faster, as over NVLink (S III-D of ArrayPipe). The rank of that device itself, and
-            states that find no room there, use the host.
-        peer_bytes: of the peer for the states of one rank.
-        peer_bandwidth: as `bandwidth`, of the link to the peer; on CPU only, where peer="cpu" emulates one.
+        prefetch: whether states are loaded before they are needed. False has every switch wait for its copy, to
+            compare.
+        predictor: how the next layers of a supernet are predicted. "in_turn" takes what the rank has begun and has
+            ready; "algorithm_3" is NASPipe's, where stages send each other records of coming backwards; "simulated"
+            takes the simulated order of the schedule, with the costs that `balanced=True` cuts by.
+        peer: a device with memory to spare, such as "cuda:1". States wait there instead of on the host where copies
+            from it are measured to be faster, as over NVLink. The rank of that device, and states that find no room
+            there, use the host.
+        peer_bytes: bytes of the peer for the states of one rank.
+        peer_bandwidth: bytes per second of the link to the peer; on CPU only, where peer="cpu" emulates one.
 
     Attributes:
-        statistics: of this rank, over the array's run or the fit: hits, late ones and misses among leases, stalls,
-            bytes.
-        switching: the paper's E2 with what was measured in that run: whether copies were hidden, and what would help;
-            None where nothing was copied.
+        statistics: of this rank, over the array's run or the fit: hits, late states and misses, stalls, bytes.
+        switching: the paper's inequality E2 with the measured numbers: whether copies were hidden, and what would
+            help; None where nothing was copied.
 
     Raises:
-        PlanError: a number that is not positive, or fewer than two slots. A sibling ends by one where two states do not
-            fit at a time, or all of them not on the host, or where one can't be moved.
+        PlanError: a number is not positive, or there are fewer than two slots. In a run: two states do not fit the
+            device, all of them do not fit the host, or one can't be moved.
     """
 
     def __init__(

@@ -474,7 +474,7 @@ class Engine:
         try:
             window.executor.run(i)
         except BaseException as error:
-            where = f"instruction {i} of stage {i.stage} (rank {self._rank} of the pipeline)"
+            where = i.describe()
             if self._watch is not None and not isinstance(error, PeerFailure):
                 self._watch.report_failure(error, where)
             error.add_note(f"in {where}")

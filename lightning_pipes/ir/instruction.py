@@ -62,6 +62,17 @@ class Kind(StrEnum):
     __hash__ = str.__hash__  # Enum's own is a Python call, and instructions are hashed by the thousand
 
 
+_MEANING = {
+    Kind.F: "forward of stage {}",
+    Kind.B: "backward of stage {}",
+    Kind.I: "input gradients of stage {}",
+    Kind.W: "weight gradients of stage {}",
+    Kind.STEP: "optimizer step of stage {}",
+    Kind.SF: "activation sent by stage {}",
+    Kind.RF: "activation for stage {}",
+    Kind.SB: "gradient sent by stage {}",
+    Kind.RB: "gradient for stage {}",
+}
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.STEP})
 RECOMPUTES = frozenset({Kind.B, Kind.I})
 """Either runs the forward again where a stage recomputes."""
@@ -89,6 +100,11 @@ class Instruction(NamedTuple):
         number = f"@{self.batch}" if self.batch else ""
         samples = "" if self.kind is Kind.STEP else f"[{self.span.start}:{self.span.stop}]"
         return f"{place}{self.kind}{self.stage}{samples}{number}"
+
+    def describe(self) -> str:
+        """Return the text form with its meaning: `instruction F0[0:4] (forward of stage 0, samples 0 to 3)`."""
+        samples = "" if self.kind is Kind.STEP else f", samples {self.span.start} to {self.span.stop - 1}"
+        return f"instruction {self} ({_MEANING[self.kind].format(self.stage)}{samples})"
 
 
 def F(stage: int, span: Span, job: int = 0, batch: int = 0) -> Instruction:

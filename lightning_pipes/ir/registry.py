@@ -31,10 +31,8 @@ def schedule_factory(name: str) -> Any:
     found = installed_schedules().get(name)
     if found is None:
         close = difflib.get_close_matches(name, installed_schedules(), n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise PlanError(
-            f"no schedule is called {short_repr(name)}; {hint}installed are {', '.join(installed_schedules())}"
-        )
+        hint = f"; did you mean {close[0]!r}? " if close else ". "
+        raise PlanError(f"no schedule is called {short_repr(name)}{hint}There is: {', '.join(installed_schedules())}")
     return found.load()
 
 
@@ -49,7 +47,7 @@ def make_schedule(name: str, **settings: Any) -> Schedule | Policy:
         made = factory(**settings)
     except TypeError as error:
         why = _unknown(factory, settings) or error
-        raise PlanError(f"schedule {name!r} does not take {short_repr(settings)}: {why}") from error
+        raise PlanError(f"schedule {name!r} does not take {short_repr(settings)}: {why}") from None
     if not isinstance(made, (Schedule, Policy)):
         raise PlanError(
             f"{factory!r} made a {type(made).__name__}, which is neither a Schedule nor a Policy: "

@@ -35,8 +35,8 @@ def even_partition(weights: Sequence[float], stages: int, degrees: Sequence[int]
         raise PlanError(f"a partition needs at least one stage, got {stages}")
     if n < stages:
         raise PlanError(
-            f"{n} layers can't fill {stages} stages; use fewer ranks, fewer stages a rank, or more layers "
-            "(cut points in `partition` may leave a stage empty)"
+            f"{n} layers can't fill {stages} stages; use fewer processes (devices x nodes), fewer stages on each, or "
+            "more layers (a partition of your own may leave a stage empty)"
         )
     if min(weights) < 0:
         raise PlanError(f"weights of layers must not be negative, got {min(weights)}")
@@ -259,10 +259,16 @@ def partition_at(cuts: Sequence[int], layers: int, stages: int) -> tuple[Span, .
         PlanError: not one cut fewer than stages, or cuts that are out of order or outside the model.
     """
     if len(cuts) != stages - 1:
-        raise PlanError(f"{stages} stages need {stages - 1} cut points, got {len(cuts)}: {list(cuts)}")
+        raise PlanError(
+            f"partition={list(cuts)} makes {len(cuts) + 1} stages, and there are {stages}; give {stages - 1} "
+            f"number{'s' * (stages != 2)}, the layers at which stages after the first begin"
+        )
     edges = [0, *(int(c) for c in cuts), layers]
     if any(a > b for a, b in itertools.pairwise(edges)) or edges[0] < 0:
-        raise PlanError(f"cut points must ascend from 0 to {layers}, the number of layers; got {list(cuts)}")
+        raise PlanError(
+            f"partition={list(cuts)}: the layers at which stages begin must ascend from 0 to {layers}, the number of "
+            "layers"
+        )
     return tuple(Span(a, b) for a, b in itertools.pairwise(edges))
 
 

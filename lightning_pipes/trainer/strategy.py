@@ -1,4 +1,4 @@
-"""PipelineStrategy: what Lightning calls, and who does it."""
+"""PipelineStrategy: the methods that Lightning calls."""
 
 from __future__ import annotations
 
@@ -73,16 +73,18 @@ _log = logging.getLogger(__name__)
 
 
 class PipelineStrategy(PipelineHost):
-    """Trains an unmodified LightningModule with its layers spread over the devices.
+    """Train an unmodified LightningModule with its layers spread over the devices.
 
-    One `nn.Sequential` of the module is cut into stages; every batch is cut into micro-batches that flow through
-    them. Losses, logs, checkpoints and callbacks are those of one process, given a loss that is a mean or a sum.
-    The last stage sits on global rank 0, where loggers and the progress bar are.
+    A container of layers (an `nn.Sequential` or `nn.ModuleList`) is cut into stages, or the whole module between calls
+    of its modules. Every batch is cut along axis 0 into micro-batches that flow through the stages. Losses, logs,
+    checkpoints and callbacks are those of one process, given a loss that is a mean or a sum. The last stage sits on
+    global rank 0, where loggers and the progress bar are. See docs/guide.md.
 
     Args:
         schedule: the name of an installed schedule, or a Schedule or Policy of your own; "auto" chooses one when `fit`
             starts, with micro-batches, recomputation and cut, by simulating what the measured layers would take.
-        microbatches: pieces of a batch; by default two for every stage, or what is best with schedule="auto".
+        microbatches: pieces of a batch, of one sample or more; by default two for every stage, or the best number with
+            schedule="auto".
         data_parallel: replicas of the whole pipeline, each with its share of the data, as under DDP. The processes are
             shared out to them, consecutive ones to one pipeline. A list gives each stage of one pipeline its number of
             processes, such as [2, 1]: then the samples of each micro-batch are shared out among those of a stage.
@@ -95,7 +97,7 @@ class PipelineStrategy(PipelineHost):
             at which stages 1, 2, ... begin, or the paths of modules, such as ["net.decoder"]: then the module is cut by
             units, whatever containers it has.
         recompute: keep only the input of each stage and run its forward again before backward; saves memory.
-        seed: of dropout and all other random numbers inside a step.
+        seed: seed of dropout and all other random numbers inside a step.
         transport: how tensors travel between stages: "local" is shared memory on one host, "nccl" goes from GPU to
             GPU, "gloo" works everywhere; "auto" takes the fastest that all ranks can use.
         checkpoint: "full" writes ordinary Lightning checkpoints, for which rank 0 gathers the whole; "sharded" writes
@@ -122,7 +124,7 @@ class PipelineStrategy(PipelineHost):
             their states leave while batches go on, then the gradients of each step, by which the new ranks step again.
             With "buffered" no optimizer steps meanwhile, and all take the steps of these batches afterwards: they read
             older weights. The first two give the weights of a training in which nothing moves.
-        process_group_backend: of the default process group; ours use gloo.
+        process_group_backend: backend of torch's default process group; by default gloo on CPU and NCCL on GPU.
         shard_optimizer: shard optimizer states over the replicas of each stage (ZeRO stage 1). Each replica steps an
             equal part of every parameter, and the parts are gathered. Checkpoints are those without it. For optimizers
             that treat every element alone, such as AdamW and SGD, and schedules that flush.
@@ -138,6 +140,8 @@ class PipelineStrategy(PipelineHost):
         loss: "batch" computes the loss once for all samples of a batch, for losses that compare samples: the module is
             cut by units, the last of which run on the whole batch. "auto" does so where a module is cut by units and
             the loss of a batch is no sum or mean of losses of micro-batches; "microbatch" never does.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as Lightning's strategies
+            take them; the Trainer sets those that are None.
 
     Raises:
         PlanError: an argument makes no sense, or the schedule does not take these settings; when the run starts, a

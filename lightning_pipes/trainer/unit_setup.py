@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -177,12 +178,12 @@ class UnitSetup(ModuleSetup):
         if len(spans) > 1:
             raise PlanError(
                 f"schedule {request.schedule.name!r} is to cut a batch into {', '.join(str(len(n)) for n in spans)} "
-                "micro-batches on different stages or links, and where modules are cut by units all need the same. "
+                "micro-batches on different stages or links. Where modules are cut by units all need the same. "
                 "Give one number, by PipelineStrategy(microbatches=...), or put the layers into one nn.Sequential"
             )
         if planner_of(request.schedule).wants_profile and not self._moves_parts:
             rank_zero_info(
-                f"schedule {request.schedule.name!r} cuts a batch alike for all stages, for "
+                f"schedule {request.schedule.name!r} cuts a batch alike for all stages, because "
                 f"{type(self._module).__name__} is cut by units"
             )
         decision = replace(decision, pieces=self._pieces)
@@ -226,13 +227,7 @@ class UnitSetup(ModuleSetup):
         borders = Borders(record, seconds)
         starts, end = self._choose_starts(record, borders, request, stages)
         self._pieces = borders.list_pieces(starts)
-        shares = [borders.share(a, b) for a, b in zip(starts, (*starts[1:], len(record.units)), strict=True)]
-        listed = ", ".join(f"{record.units[start].name!r}" for start in starts[1:])
-        rank_zero_info(
-            f"{type(self._module).__name__} is cut by units, of which its training_step has {len(record.units)}. "
-            f"Stages after the first begin at {listed}; of the {'time' if seconds else 'operations'} the stages have "
-            f"{', '.join(f'{share:.0%}' for share in shares)}"
-        )
+        self._log_cut(record, borders, starts, "time" if seconds else "operations")
         if self._moves_parts:
             return self._lay_parts(record, borders, starts, times)
         if end is None:
@@ -272,7 +267,9 @@ class UnitSetup(ModuleSetup):
         self._starts = tuple(parts.index(start) for start in starts)
         layout = UnitLayout.from_record(*self._merge(record, parts))
         if times is None:
-            rank_zero_info(f"Units of {type(self._module).__name__} stay where they are for want of their times")
+            rank_zero_info(
+                f"Units of {type(self._module).__name__} stay where they are, because their times are unknown"
+            )
         else:
             self._profile = self._make_profile(borders, parts, times, layout)
         return layout
@@ -293,6 +290,18 @@ class UnitSetup(ModuleSetup):
                     "same samples. Control flow must depend on the batch, on weights and on random numbers of torch "
                     "alone"
                 )
+
+    def _log_cut(self, record: StepRecord, borders: Borders, starts: Sequence[int], measure: str) -> None:
+        """Log where stages begin, their shares of the time or operations, and which of them have no weights."""
+        spans = list(itertools.pairwise((*starts, len(record.units))))
+        listed = ", ".join(describe_unit(record, start) for start in starts[1:])
+        shares = ", ".join(f"{borders.share(a, b):.0%}" for a, b in spans)
+        bare = [stage for stage, (a, b) in enumerate(spans) if not any(unit.weights for unit in record.units[a:b])]
+        hint = f". Stages without weights: {', '.join(map(str, bare))}; fewer processes may do" if bare else ""
+        rank_zero_info(
+            f"{type(self._module).__name__}.training_step has {len(record.units)} units, calls of modules and "
+            f"functions. Stages after the first begin at {listed}. The stages have {shares} of the {measure}{hint}"
+        )
 
     def _group_weights(self, record: StepRecord, request: RunRequest, stages: int) -> UnitLayout:
         """Return the layout of a step that all stages run together. Collective."""
@@ -642,10 +651,19 @@ def _checked_names(partition: Any, stages: int) -> Any:
     """
     if len(partition) != stages - 1:
         raise PlanError(
-            f"partition names {len(partition)} modules, and {stages} stages need {stages - 1}: one at which each stage "
-            "after the first begins"
+            f"partition={list(partition)} makes {len(partition) + 1} stages, and the run has {stages}. Name "
+            f"{stages - 1} module{'s' * (stages > 2)}, at which stages after the first begin, or start "
+            f"{len(partition) + 1} processes (devices x nodes)"
         )
     return partition
+
+
+def describe_unit(record: StepRecord, number: int) -> str:
+    """Return the name of a unit; for a function also that of the last module called before."""
+    name = record.units[number].name
+    before = (unit.name for unit in reversed(record.units[:number]) if unit.name in record.entered)
+    after = None if name in record.entered else next(before, None)
+    return repr(name) if after is None else f"{name!r} after {after!r}"
 
 
 def check_manual(context: SetupContext, refused: Sequence[str]) -> None:

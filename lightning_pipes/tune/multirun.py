@@ -308,7 +308,7 @@ def check_names(received: tuple[str, str], own: tuple[str, str]) -> None:
         if _DIGITS.sub("0", theirs) != _DIGITS.sub("0", ours):
             raise InputError(
                 f"{what} is {theirs!r} on rank 0, and {ours!r} on this rank. The hosts of this run share no secret, so "
-                f"another user may have sent it: set {SECRET} to the same long random text on all hosts, or {what} to "
+                f"another user may have sent it. Set {SECRET} to the same long random text on all hosts, or {what} to "
                 "a value that differs between ranks by a time at most"
             )
 
@@ -324,7 +324,7 @@ def _check_process(config: DictConfig, outside: DictConfig) -> None:
     own, first = (OmegaConf.to_container(c.hydra.job.env_set, resolve=True) for c in (config, outside))
     if own != first:
         raise InputError(
-            "hydra/launcher=job_array runs jobs side by side in one process, which has one environment, so "
+            "hydra/launcher=job_array runs jobs side by side in one process, which has one environment. "
             f"hydra.job.env_set must be the same for all: one has {own}, the multirun {first}"
         )
 

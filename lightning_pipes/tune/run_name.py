@@ -66,7 +66,7 @@ def _torchrun_name(now: str) -> str:
     one_host = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
     if one_host and folder is None and seal is None:
         raise PipelineError(
-            "the processes of this run have no place for its name that only their user can write to: torchrun's log "
+            "the processes of this run need a place for its name that only their user can write to. torchrun's log "
             f"directory is switched off, or open to others. Let torchrun choose it, set {SECRET} to a long random "
             "text, or set hydra.run.dir to a directory without ${lightning_pipes.run_name:}"
         )

@@ -16,27 +16,25 @@ from lightning_pipes.planning.planner import EvenPlanner, Planner, Problem
 
 @dataclass(frozen=True)
 class CSP(Policy):
-    """Causal synchronous parallelism (NASPipe, Zhao et al. 2022, ASPLOS, S3): each batch trains the layers that it has
-    chosen of a supernet, and batches that share none overlap.
+    """Causal synchronous parallelism (NASPipe, Zhao et al. 2022, ASPLOS, section 3) for batches of a supernet.
 
-    Steps come first, for others wait for them; then backwards, then forwards, each the earliest batch first (S3.2,
-    Algorithm 2). A forward is ready when its input has come and its layers on the stage are as the batches before it
-    leave them: by the version of each layer, which `Ledger` keeps, and not by the list of batches that have finished on
-    the stage as printed, which is unsound where a layer is not always on the same stage. So the weights are bit by
-    bit those of one batch after another, and nothing gets stuck: the oldest batch waits for nobody.
+    Each batch trains the layers that it has chosen, and batches that share none overlap. Steps come first, then
+    backwards, then forwards, each the earliest batch first (section 3.2, Algorithm 2). A forward is ready when its
+    input has arrived and earlier batches have stepped its layers on the stage. `Ledger` keeps a version of each layer
+    for that. The paper's list of finished batches is unsound where a layer changes its stage. Weights are bit for bit
+    those of one batch after another, and the oldest batch never waits.
 
-    A batch that uses all layers, as where the module does not say which, waits for the whole one before.
+    A batch that uses all layers, as where the module does not name them, waits for the whole one before.
 
     Attributes:
-        depth: batches from the oldest under way to the newest, the paper's queue of 30. A larger one finds more that is
-            ready and holds the activations of more batches.
-        balanced: each batch has a cut of its own, by what the layers cost that it has chosen (S3.2), and a layer goes
-            to the rank that runs it, with what optimizers remember of it (S4.2). Layers that batches use whole, and not
-            one part of several, stay where the plan has them, as an embedding and a head. Otherwise all stay, and
-            stages take longer for some subnets than for others. The weights are the same.
-        split_backward: backward is in two parts. Input gradients (I) go back at once, so that a batch's way back is
-            shorter; weight gradients (W) run where nothing else is ready, or where they are all that a batch under way
-            waits for. Until then a stage holds what they need, of up to `depth` batches. The weights are the same.
+        depth: batches in flight from the oldest to the newest, the paper's queue of 30. A larger one finds more ready
+            work, and holds the activations of more batches.
+        balanced: each batch has its own cut, by the costs of its layers (section 3.2), and a layer moves to the rank
+            that runs it, with its optimizer states (section 4.2). Layers that all batches use stay. The weights are
+            the same.
+        split_backward: backward is in two parts. Input gradients (I) go back at once; weight gradients (W) run where
+            nothing else is ready. Until then a stage holds their activations, of up to `depth` batches. The weights
+            are the same.
     """
 
     depth: int = 30

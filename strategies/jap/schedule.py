@@ -12,10 +12,10 @@ from lightning_pipes.strategies.jap.stream import Job, stream_jobs
 
 @dataclass(frozen=True)
 class JAP(Schedule):
-    """Jobs that share a pipeline without rounds (ArrayPipe, without its barrier): the plan's batches of all its jobs,
-    those of a job one after another, in the order of `stream_jobs` where all jobs are resident.
+    """Jobs that share a pipeline without rounds (ArrayPipe, without its barrier).
 
-    Blocks are taken to last as long as they have rows, backwards twice as long: who knows more calls `stream_jobs`. For
+    The order is that of `stream_jobs` where all jobs are resident: batches of a job run one after another. Times are
+    taken to be proportional to rows, backwards twice as long as forwards; call `stream_jobs` with measured times. For
     one job with equal micro-batches this is 1F1B without a limit on what a stage holds.
 
     Raises:

@@ -55,7 +55,7 @@ state(
     "a tensor and a view of it between layers, changed in place",
     module=s.AliasedView,
     cuts=CUTS,
-    refused="in place that shares memory with another tensor",
+    refused="in place. It shares memory with another tensor",
     reason="stages have copies; return `x.clone()`, or change nothing in place",
 )
 state("layers that count their calls", THREE, module=s.WarmingUp)

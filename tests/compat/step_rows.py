@@ -22,7 +22,7 @@ steps(
 steps(
     "self.log of a number that is 0 in the first batches",
     module=s.LogsLater,
-    warned="self.log('events') of LogsLater.training_step was 0 in all batches that were looked at",
+    warned="self.log('events') of LogsLater.training_step was 0 in all batches that were compared",
     reason="a warning names the value in the first batch in which it is not",
 )
 steps("numbers, words, counts and tables in the dict that training_step returns", module=s.ReturnsNumbers)

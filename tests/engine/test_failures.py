@@ -65,8 +65,8 @@ def test_everybody_ends(what: str, victim: int, transport: str) -> None:
         if o.rank == victim:
             expected = {"raise": "no such token", "kill": "exit code -9", "interrupt": "KeyboardInterrupt"}[what]
             assert expected in o.error
-            if what == "raise":  # the place is told
-                assert f"in instruction F{victim}[2:4] of stage {victim} (rank {victim} of the pipeline)" in o.error
+            if what == "raise":
+                assert f"in instruction F{victim}[2:4] (forward of stage {victim}, samples 2 to 3)" in o.error
         else:
             assert PeerFailure.__name__ in o.error
             assert f"rank {victim}" in o.error

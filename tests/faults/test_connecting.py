@@ -180,7 +180,7 @@ def find_batch_size(rank: int, folder: str, full: int) -> str:
 def test_a_batch_size_that_is_too_large_ends_all_ranks(full, tmp_path):
     outcomes = watch_ranks(find_batch_size, 2, str(tmp_path), full, timeout=60)
     for o in outcomes:
-        assert "If BatchSizeFinder has found a batch size that is too large, the one before it fits" in o.error
+        assert "If BatchSizeFinder tried a batch size that is too large, set the one before it" in o.error
     assert "OutOfMemoryError" in outcomes[full].error
     assert abs(outcomes[0].seconds - outcomes[1].seconds) < SOON
 

@@ -32,7 +32,7 @@ def test_a_rank_that_raises_is_named_by_all(place, victim, tmp_path):
     assert f"stage {1 - victim}" in other
     assert "ValueError: a bad day" in other
     if place == "validation":
-        assert f"failed in instruction F{1 - victim}[0:2] of stage {1 - victim}" in other
+        assert f"failed in instruction F{1 - victim}[0:2] (forward of stage {1 - victim}" in other
 
 
 # ---- a loss that is not a number
@@ -105,7 +105,7 @@ def test_a_loss_that_is_not_a_number_means_what_it_means_on_one_process(name, re
 def test_anomaly_detection_ends_all(tmp_path):
     outcomes = watch_ranks(train, 2, Run(str(tmp_path), "nan", trainer={"detect_anomaly": True}), timeout=30)
     assert "returned nan values" in outcomes[0].error
-    assert "rank 0 failed in instruction B1[0:2] of stage 1" in outcomes[1].error
+    assert "rank 0 failed in instruction B1[0:2] (backward of stage 1" in outcomes[1].error
 
 
 # ---- SIGTERM

@@ -46,7 +46,7 @@ def test_weightless_layers_fill_stages():
 
 
 def test_too_few_layers():
-    with pytest.raises(PlanError, match="3 layers can't fill 4 stages; use fewer ranks"):
+    with pytest.raises(PlanError, match="3 layers can't fill 4 stages; use fewer processes"):
         even_partition([1, 1, 1], 4)
 
 
@@ -56,7 +56,8 @@ def test_cut_points():
 
 
 @pytest.mark.parametrize(
-    ("cuts", "message"), [([2], "need 2 cut points, got 1"), ([5, 2], "ascend"), ([2, 8], "ascend")]
+    ("cuts", "message"),
+    [([2], "makes 2 stages, and there are 3; give 2 numbers"), ([5, 2], "ascend"), ([2, 8], "ascend")],
 )
 def test_bad_cut_points(cuts, message):
     with pytest.raises(PlanError, match=message):

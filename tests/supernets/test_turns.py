@@ -91,7 +91,7 @@ def refused(rank: int, schedule: str | CSP, ranks: int, recompute: bool, device_
             "splits backward: weight .* Leave MemorySwap out, or split_backward",
         ),
         ("csp", 1, False, 9000, r"PlanError: no room on .* layers 1\.1, .*, the largest that a batch may use"),
-        ("csp", 1, False, 900, "PlanError: no room on the device for layers .*; give MemorySwap more device_bytes"),
+        ("csp", 1, False, 900, "PlanError: no room on the device for layers .* Give MemorySwap more device_bytes"),
     ],
 )
 def test_says_what_is_missing(schedule: str | CSP, ranks: int, recompute: bool, device_bytes: int, says: str) -> None:

@@ -174,9 +174,9 @@ LAYERS = {"module": "model"}
 BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (Lit, {"schedule": "interleaved", "schedule_args": {"stages_per_rank": 5}}, "9 layers can't fill 10 stages"),
     (Sharded, {}, "model.0.0.weight is sharded over"),
-    (Lit, {"partition": [1, 2]}, "2 stages need 1 cut points, got 2"),
-    (Lit, {"partition": [10]}, "cut points must ascend from 0 to 9"),
-    (Lit, {"module": "encoder"}, "Lit has no module 'encoder'; it has 'model', 'mean'"),
+    (Lit, {"partition": [1, 2]}, "partition=[1, 2] makes 3 stages, and there are 2; give 1 number, the layers"),
+    (Lit, {"partition": [10]}, "partition=[10]: the layers at which stages begin must ascend from 0 to 9"),
+    (Lit, {"module": "encoder"}, "module='encoder': Lit has no such module; It has 'model', 'mean'"),
     (Penalty, LAYERS, "a step goes through all modules or parameters of self.model"),
     (Lit, {"module": "mean"}, "Lit.mean is a MeanOfAll; only an nn.Sequential, or an nn.ModuleList"),
     (NoSequential, {}, "its training_step can't be recorded to cut it by units: AttributeError"),
@@ -296,7 +296,7 @@ class FailingLayer(Lit):
     [
         (Lit, 0, "raise", "rank 0 (stage 2) failed: ValueError: a bad day"),
         (Lit, 2, "raise", "rank 2 (stage 0) failed: ValueError: a bad day"),
-        (FailingLayer, 1, "", "rank 1 failed in instruction F1[0:4] of stage 1 (rank 1 of the pipeline): ValueError"),
+        (FailingLayer, 1, "", "rank 1 failed in instruction F1[0:4] (forward of stage 1, samples 0 to 3): ValueError"),
         (Lit, 2, "interrupt", "rank 2 (stage 0) failed: KeyboardInterrupt"),
         (Lit, 1, "die", "rank 1"),
     ],
@@ -357,7 +357,7 @@ class FailingSearch(Lit):
 def test_a_search_that_fails_leaves_no_file_and_raises_its_error(tmp_path):
     more = {"callbacks": [LearningRateFinder(num_training_steps=5)], "default_root_dir": str(tmp_path)}
     outcomes = watch_ranks(fit, 2, FailingSearch, 2, {}, more, timeout=30)
-    assert all("ValueError: a bad day" in o.error and "can't go on together" not in o.error for o in outcomes)
+    assert all("ValueError: a bad day" in o.error and "can't continue together" not in o.error for o in outcomes)
     assert os.listdir(tmp_path) == []
 
 
@@ -446,7 +446,7 @@ def adapt(rank: int) -> str:
 
 def test_an_adapter_for_layers_elsewhere_is_named():
     for said in run_ranks(adapt, 2, timeout=60):
-        assert "self.model.0.0.weight, of a layer on another rank, has gone from its place" in said
+        assert "a hook has replaced self.model.0.0.weight of a layer on another rank" in said
 
 
 def test_spectral_norm_warns():
@@ -456,11 +456,14 @@ def test_spectral_norm_warns():
         warn_about_pieces(module.model)
 
 
-def test_batches_too_small_for_the_stages_warn(recwarn):
-    warn_about_small_batch(4, stages=4)
+def test_batches_too_small_for_the_stages_warn(recwarn, caplog):
+    warn_about_small_batch(4, stages=4, pieces=4, asked=4)
     assert not recwarn
     with pytest.warns(UserWarning, match="a batch of 3 samples can't keep 4 stages busy"):
-        warn_about_small_batch(3, stages=4)
+        warn_about_small_batch(3, stages=4, pieces=3, asked=3)
+    with caplog.at_level("INFO"):
+        warn_about_small_batch(4, stages=4, pieces=4, asked=8)
+    assert "A batch of 4 samples is cut into 4 micro-batches, fewer than 8" in caplog.text
 
 
 class Pair(torch.Tensor):
@@ -478,5 +481,5 @@ def test_weights_of_several_tensors_are_refused():
 
 
 def test_float8_that_all_processes_scale_together_is_refused():
-    with pytest.raises(PipelineError, match=r"TransformerEnginePrecision can't .* use precision='bf16-mixed'"):
+    with pytest.raises(PipelineError, match=r"TransformerEnginePrecision can't .* Use precision='bf16-mixed'"):
         checks.check_precision(object.__new__(TransformerEnginePrecision))

@@ -288,8 +288,8 @@ class Sibling(Generic[T]):
         ):
             raise InputError(
                 f"sibling {self.index} of the array has returned on rank {rank}, in its turn {news.turn}, and goes on "
-                f"here, in its turn {self.next_turn}. Its function must do the same on all ranks: what a Trainer is "
-                "called for, and how often, can't depend on the rank, the time, or unseeded random numbers"
+                f"here, in its turn {self.next_turn}. Its function must do the same on all ranks. Calls of a Trainer "
+                "can't depend on the rank, the time, or unseeded random numbers"
             )
 
     def end_by_error(self, error: BaseException) -> None:

@@ -183,9 +183,9 @@ class LayerOffload:
         """
         if item.use is None:
             raise PipelineError(
-                f"{'batch' if item.training else 'a batch of an evaluation, number'} {item.number} does not say which "
-                "layers it uses, and MemorySwap keeps only used layers on the device: return them from layers_of_batch "
-                "of the LightningModule, also in validation, or leave MemorySwap out"
+                f"{'batch' if item.training else 'a batch of an evaluation, number'} {item.number} does not name "
+                "the layers that it uses, and MemorySwap keeps only these on the device. Return them from "
+                "layers_of_batch of the LightningModule, also in validation, or leave MemorySwap out"
             )
         memory, parts = self._memory, self._parts.modules(self._own_layers(item.use))
         if item.training and not self._recompute and item.number not in self._kept:

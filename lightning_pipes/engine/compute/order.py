@@ -128,7 +128,7 @@ class StaticOrder:
     @property
     def waiting_for(self) -> str:
         i = self._current()
-        return "nothing" if i is None else f"instruction {i} of stage {i.stage}, sent by stage {send_of(i).stage}"
+        return "nothing" if i is None else f"{i.describe()} from stage {send_of(i).stage}"
 
     def close(self) -> None:
         """Close the window. Instructions of batches that were not added are skipped, and an endless program ends."""

@@ -277,8 +277,8 @@ class Stage:
             if buffer._version != before:
                 raise PlanError(
                     f"batch {item.number} changes {name} on stage {self.number} in its forward, as BatchNorm does with "
-                    "its running statistics, and shares the layer with other batches under way, which it reads late or "
-                    "does not step: the result would depend on which comes first. Let batches step the layer, without "
+                    "its running statistics. It shares the layer with other batches in flight, and reads it late or "
+                    "does not step it, so the result would depend on their order. Let batches step the layer, without "
                     "a delay; or take track_running_stats=False, another norm, or eval() for it"
                 )
 

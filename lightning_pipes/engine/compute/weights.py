@@ -206,9 +206,8 @@ class OffloadedVersions(WeightVersions):
         if self._newest is not None and self._change_counts() != self._changes:
             raise PipelineError(
                 f"weights of stage {self._stage} were changed between a batch's forward and its backward, and not by "
-                "an optimizer's step: with MemorySwap the newest weights are not copied, and gradients would be those "
-                "of others. Change weights where nothing is under way, as at the end of an epoch, or leave MemorySwap "
-                "out"
+                "an optimizer's step. MemorySwap does not copy the newest weights, so gradients would be wrong. Change "
+                "weights where no batch is in flight, as at the end of an epoch, or leave MemorySwap out"
             )
 
 

@@ -239,7 +239,7 @@ class FailureWatch:
             now = time.monotonic()
             if now > logged + LOG_SECONDS:
                 logged = now
-                _log.warning("[rank %d] waits for %s", self._rank, _ranks(missing))
+                _log.warning("[rank %d] waits for %s to connect", self._rank, _ranks(missing))
             if now > started + timeout:
                 self._publish_failure(f"{_ranks(missing)} did not connect to the other ranks within {timeout:.0f} s")
             time.sleep(POLL_SECONDS / 4)
@@ -401,7 +401,7 @@ class FailureWatch:
 
     def _accept_failure(self, text: str) -> None:
         doing, text = self._while_doing(), to_printable(text)
-        self._set_failure(text + (f"\nrank {self._rank} learnt of it{doing}" if doing else ""))
+        self._set_failure(text + (f"\nrank {self._rank} stopped{doing}" if doing else ""))
 
     def _set_failure(self, text: str, is_remote: bool = True) -> None:
         with self._lock:

@@ -153,7 +153,7 @@ class SignedStore(Store):
             if found is not None:
                 return found
             if time.monotonic() > until:
-                raise ForgedError(f"{name} in the store of this run was not written by a rank of it, but by a stranger")
+                raise ForgedError(f"{name} in the store of this run was not written by one of its ranks")
             time.sleep(_POLL_SECONDS)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -291,7 +291,7 @@ def seal_store(
         secret = b""
         if rank == 0:
             _log.warning(
-                "the ranks of this run are on several hosts and share no secret: any process that reaches their "
+                "the ranks of this run are on several hosts and share no secret. Any process that reaches their "
                 "ports can send them data, but not run code. Give all processes the same %s in their environment, a "
                 "long random text",
                 SECRET,
@@ -351,9 +351,9 @@ def _request_secret(store: Any, wait: Callable[[str], bytes]) -> bytes:
             secret = connection.recv(32, socket.MSG_WAITALL)
         except (OSError, ForgedError) as error:
             raise PipelineError(
-                f"rank 0 can't be asked for the secret of this run ({error}): the store of the run was written to by a "
-                f"stranger, or the processes are in different containers or belong to different users; give all of "
-                f"them the same {SECRET} in their environment, a long random text"
+                f"rank 0 does not answer with the secret of this run ({error}). Another user wrote into the run's "
+                f"store, or the processes are in different containers or belong to different users. Give all of them "
+                f"the same {SECRET} in their environment, a long random text"
             ) from error
     if len(secret) != 32:
         raise PipelineError("rank 0 has ended")

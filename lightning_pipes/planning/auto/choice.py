@@ -199,14 +199,16 @@ class Choice:
         return found
 
     def __str__(self) -> str:
-        lines = [f"{'schedule':28} {'micro-batches':>13} {'recompute':>9} {'step':>10} {'peak memory':>12}"]
-        for row in self.rows():
-            start = f"{row['schedule']:28} {row['microbatches']:13} {row['recompute']:>9}"
+        rows = self.rows()
+        width = max([28, *(len(str(row["schedule"])) for row in rows)])
+        lines = [f"{'schedule':{width}} {'micro-batches':>13} {'recompute':>9} {'step':>10} {'peak memory':>12}"]
+        for number, row in enumerate(rows):
+            start = f"{row['schedule']:{width}} {row['microbatches']:13} {row['recompute']:>9}"
             if "why_not" in row:
                 lines.append(f"{start} {row['why_not']}")
             else:
-                slower = "the best" if row["slower"] == "0.0%" else f"+{row['slower']}"
+                slower = "chosen" if not number else f"+{row['slower']}"
                 stale = f" (stale gradients, {row['more_batches']} x the batches)" if "more_batches" in row else ""
                 lines.append(f"{start} {row['step_ms']:7.1f} ms {row['peak_mib']:8.1f} MiB  {slower}{stale}")
-        left = len(self.options) - len(self.rows())
+        left = len(self.options) - len(rows)
         return "\n".join([*lines, f"and {left} more" if left else "", *self.not_searched]).rstrip()

@@ -325,7 +325,8 @@ def _reason(choice: Choice) -> str:
     best = choice.best
     again = ", recomputation" if best.recompute else ""
     again += "" if best.schedule.flushes else f", stale gradients (x {best.more_batches:.3g} batches)"
+    pieces = f"{best.microbatches} micro-batch{'es' if best.microbatches > 1 else ''}"
     return (
-        f"schedule='auto' takes {schedule_label(best.schedule)} with {best.microbatches} micro-batches{again}, cut at "
+        f"schedule='auto' takes {schedule_label(best.schedule)} with {pieces}{again}, cut at "
         f"{choice.fit.cuts}: predicted {seconds_text(1e9 * choice.fit.seconds)} a step"
     )

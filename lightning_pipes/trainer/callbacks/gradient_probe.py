@@ -16,17 +16,17 @@ from lightning_pipes.planning.replanning import GradientSample
 
 
 class GradientProbe(pl.Callback):
-    """Measures constants of convergence under gradients that are S batches old on S stages (DynPipe, S IV-B2).
+    """Measure constants of convergence with gradients that are S batches old on S stages (DynPipe, section IV-B2).
 
-    For a short run of the model as it is, in one process: `Trainer(devices=1, max_steps=20, callbacks=[probe])`. Before
-    every step the gradient of one and the same batch, the first, is taken with the weights as they are; this does
-    nothing to the training itself: gradients, buffers, random numbers and logs stay as they were.
+    It needs a short run of the model in one process: `Trainer(devices=1, max_steps=20, callbacks=[probe])`. Before
+    every step it takes the gradient of the first batch at the present weights. Training is unchanged: gradients,
+    buffers, random numbers and logs are restored.
 
         constants = Constants.from_probes(probe.loss, probe.probes)
 
     Attributes:
-        loss: of the first batch before training.
-        probes: of each step but the first.
+        loss: loss of the first batch before training.
+        probes: measurements of each step but the first.
     """
 
     def __init__(self) -> None:

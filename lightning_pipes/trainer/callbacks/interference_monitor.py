@@ -46,26 +46,26 @@ class RankState(NamedTuple):
 
 
 class InterferenceMonitor(PipelineCallback):
-    """Watches every rank's device and machine while it trains, and tells planners, loggers and the report.
+    """Sample every rank's device and machine during training, for planners, loggers and the report.
 
-    DynPipe's profiler (S III): hardware counters of the GPU where there are any (GPM), else what the driver and torch
-    tell; and from Linux how long the computing thread has waited for a core, pressure, quotas and memory. What a rank
-    can't see is missing, and the log says once by what it is monitored. Each rank samples in a thread of its own, which
-    takes at most 0.5 % of a core, and nobody waits for anybody, whether batches overlap or not.
+    This is DynPipe's profiler (section III): hardware counters of the GPU where available (GPM), else values of the
+    driver and torch; on Linux also the time that the computing thread waited for a core, pressure, quotas and memory.
+    A value that a rank can't read is missing, and the log lists the sources once. Each rank samples in a thread of its
+    own, which takes at most 0.5 % of a core. No rank waits for another.
 
-    Every `every_n_steps` steps each logger gets what all ranks have said last, under names as those of Lightning's
-    DeviceStatsMonitor: `InterferenceMonitor.on_train_batch_end/host.compute_wait_share.rank0`, and so for all metrics
-    (means over the window, by the ranks of the job), and the seconds of each stage for one micro-batch, by its own
-    timeline: `InterferenceMonitor.on_train_batch_end/stage1.forward_seconds`, `.backward_seconds`. All curves are in
-    `strategy.report.save(...)`, by places in the pipeline. A planner that replans finds the features in `Problem.seen`.
+    Every `every_n_steps` steps each logger gets the latest values of all ranks, named as by Lightning's
+    DeviceStatsMonitor: `InterferenceMonitor.on_train_batch_end/host.compute_wait_share.rank0`. They are means over the
+    window. The seconds of each stage for one micro-batch are
+    `InterferenceMonitor.on_train_batch_end/stage1.forward_seconds` and `.backward_seconds`. `strategy.report.save(...)`
+    has all curves. A planner that replans finds the features in `Problem.seen`.
 
     Args:
-        hertz: samples in a second, at most 10.
-        window: seconds over which what is logged is averaged; at least two steps of the training.
+        hertz: samples per second, at most 10.
+        window: seconds over which logged values are averaged; at least two steps of the training.
         every_n_steps: batches between two entries in the log.
 
     Raises:
-        PipelineError: an argument that makes no sense, or the trainer's strategy is none of ours.
+        PipelineError: an argument is out of range, or the trainer's strategy is no PipelineStrategy.
     """
 
     def __init__(self, hertz: float = 4.0, window: float = 5.0, every_n_steps: int = 50) -> None:

@@ -99,39 +99,38 @@ class TuningRecord:
 
 
 class ScheduleTuner(PipelineCallback):
-    """Every so often simulates all that could run instead on what steps were measured to cost, and changes to the best.
+    """Simulate other orders on measured times every few batches, and change to the fastest.
 
-    Ada-Grouper's tuner (Wang et al. 2023, arXiv:2303.01675, S3.2.2 and S4.3), without suspending training: messages
-    carry time stamps, so every step tells what each link does. All ranks change between the same two batches. Layers
-    stay where they are, and gradients are the same to the bit as long as micro-batches have the same size.
+    This is Ada-Grouper's tuner (Wang et al. 2023, arXiv:2303.01675, sections 3.2.2 and 4.3), without suspending
+    training: messages carry time stamps, by which every step measures its links. All ranks change between the same two
+    batches. Layers stay on their ranks, and gradients are the same to the bit if micro-batches keep their size.
 
-    With `PipelineStrategy("kfkb", schedule_args={"k": "auto"})`, schedule=kfkb schedule.k=auto with Hydra, a trainer
-    that has none gets one with defaults. What there is to change to is said by the schedule that the strategy begins
-    with (`list_candidates`). Orders that split their backward are among them where layers were measured when training
-    began (`partition="auto"`), for only that says what its parts take.
+    With `PipelineStrategy("kfkb", schedule_args={"k": "auto"})` (Hydra: schedule=kfkb schedule.k=auto) a trainer
+    without a tuner gets one with defaults. The schedule with which a run begins has the candidates
+    (`list_candidates`). They include orders with a split backward where layers were measured (`partition="auto"`).
 
-    Every logger gets `tuner/predicted_ms` (of a step after the decision), `tuner/gain` (the share that this is less,
-    0 where nothing changes), `tuner/error` (of the prediction for what ran before), `tuner/unsteadiness` (of the worst
-    link: standard deviation over mean of its transfers), `tuner/slack` (the fewest inputs that waited at a launch while
-    the pipeline was full), `tuner/stalled` (the share of a step in which the rank that stalled least found no input;
-    another order is not taken where it is less than a change must promise) and `tuner/ms` (what deciding took).
+    Every logger gets `tuner/predicted_ms` (of a step after the decision), `tuner/gain` (the share that this saves, 0
+    where nothing changes), `tuner/error` (of the last prediction), `tuner/unsteadiness` (of the worst link: standard
+    deviation over mean of its transfers), `tuner/slack` (the fewest inputs that waited at a launch while the pipeline
+    was full), `tuner/stalled` (the share of a step that the rank with the least stalls waited) and `tuner/ms` (the cost
+    of deciding). The order stays where `tuner/stalled` is below `hysteresis`.
 
     Args:
-        interval: batches, or time, between decisions. It gets longer where deciding would take more than 0.5 % of it.
-        memory_limit: bytes that every rank may hold, such as "16GiB"; by default what its GPU has, without limit on
-            CPU.
-        sizes: samples of a micro-batch to choose from; by default it stays as it is. Another size gives another order
-            of summation, and other batches for layers such as BatchNorm.
-        hysteresis: the share of a step that a change must promise.
+        interval: batches, or time, between decisions. It grows where deciding would take more than 0.5 % of it.
+        memory_limit: bytes that every rank may hold, such as "16GiB"; by default the memory of its GPU, without limit
+            on CPU.
+        sizes: samples of a micro-batch to choose from; by default the size stays. Another size changes the order of
+            summation, and the batches that layers such as BatchNorm see.
+        hysteresis: the smallest predicted gain that causes a change, as a share of a step.
         window: steps over which transfers are averaged.
-        probe: measures links by messages of its own, as in the paper: training waits meanwhile. To compare with.
+        probe: whether links are measured by messages of their own, as in the paper, while training waits. To compare.
 
     Attributes:
         decisions: all of this run, on rank 0.
 
     Raises:
-        PipelineError: an argument that makes no sense; when training starts, the strategy is none of ours, or its
-            schedule knows no candidates.
+        PipelineError: an argument is out of range; when training starts, the strategy is no PipelineStrategy, or its
+            schedule has no candidates.
     """
 
     def __init__(

@@ -11,19 +11,19 @@ from lightning_pipes.trainer.loop.host import PipelineCallback
 
 
 class TimelineLogger(PipelineCallback):
-    """Logs, every `every_n_steps` optimizer steps, where the time of the last batch went.
+    """Log the step time, bubble and slowest stage of the last batch every `every_n_steps` optimizer steps.
 
-    Every logger of the trainer gets `pipeline/step_ms` (from the first instruction to the last of a batch),
-    `pipeline/bubble` (the share of that in which ranks idle, 0 to 1), `pipeline/efficiency` (the busiest rank's share),
-    `pipeline/slowest_stage` (the number of the stage that computes longest, or of the busiest rank's first stage where
-    ranks hold several) and `pipeline/slowest_ratio` (its time over the median of the others).
+    Every logger of the trainer gets `pipeline/step_ms` (from the first instruction of a batch to the last, in
+    milliseconds), `pipeline/bubble` (the share of that in which ranks idle, 0 to 1), `pipeline/efficiency` (the busiest
+    rank's share), `pipeline/slowest_stage` (the number of the stage that computes longest, or of the busiest rank's
+    first stage where ranks hold several) and `pipeline/slowest_ratio` (its time over the median of the others).
 
-    A sibling of a job array logs neither bubble nor efficiency, for ranks compute for others while it waits.
-    With data_parallel, they are those of the first pipeline. A schedule that does not flush between batches never has
-    all ranks at one batch but where an epoch ends: it is logged there.
+    A sibling of a job array logs neither bubble nor efficiency, because ranks compute for other siblings meanwhile.
+    With data_parallel the values are those of the first pipeline. With a schedule that does not flush between batches
+    they are logged at the end of an epoch.
 
     Raises:
-        PipelineError: every_n_steps is below 1, or the trainer's strategy is none of ours.
+        PipelineError: every_n_steps is below 1, or the trainer's strategy is no PipelineStrategy.
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:

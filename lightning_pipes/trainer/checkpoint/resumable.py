@@ -278,7 +278,7 @@ class LoaderPass(Iterator[Any]):
         if self._start is not None and self._start["compare"] and earlier["taken"]:
             warnings.warn(
                 f"after {earlier['taken']} batches of the epoch the sampler of the training data is not where it was "
-                "when the checkpoint was written, so samples come twice or not at all; has the dataset or the batch "
+                "when the checkpoint was written. Samples come twice or not at all. Has the dataset or the batch "
                 "size changed, or does the sampler share its random numbers? Give it a torch.Generator of its own",
                 stacklevel=2,
             )

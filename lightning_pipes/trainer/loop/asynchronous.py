@@ -665,14 +665,13 @@ def check_stash(run: PipelineRun) -> None:
     plan, name = run.engine.plan, run.plans.schedule.name
     if not _recomputes(plan):
         raise PipelineError(
-            f"MemorySwap has the weight versions of schedule {name!r} take turns on the device, and needs "
-            "PipelineStrategy(recompute=True): a forward that waits for its backward keeps its version there"
+            f"MemorySwap moves weight versions of schedule {name!r}, and needs PipelineStrategy(recompute=True); else "
+            "a forward keeps its version on the device until its backward"
         )
     if plan.split_backward:
         raise PipelineError(
-            f"MemorySwap has weight versions take turns on the device, and schedule {name!r} splits backward: the "
-            "second half needs those of the first where they were. Leave MemorySwap out, or take a schedule that does "
-            "not split"
+            f"MemorySwap moves weight versions, and schedule {name!r} splits backward, whose second half needs them "
+            "where they were. Leave MemorySwap out, or take a schedule that does not split"
         )
 
 

@@ -68,8 +68,8 @@ class Cuts:
         """
         if isinstance(module, CutsBatches) and not isinstance(module, ChoosesLayers):
             raise PipelineError(
-                f"{type(module).__name__} has cut_of_batch, which has layers go from rank to rank, and not "
-                "layers_of_batch, which says the layers that a batch uses: give it both, or neither"
+                f"{type(module).__name__} has cut_of_batch, which moves layers between ranks, and no layers_of_batch, "
+                "which names the layers that a batch uses; give it both, or neither"
             )
         cuts = isinstance(policy, Policy) and policy.cuts_batches
         return isinstance(module, ChoosesLayers) and (cuts or isinstance(module, CutsBatches))
@@ -117,8 +117,8 @@ class LayerCopies:
         module, full, part = run.cut.module, run.cut.full, run.part
         if run.connections.turns is not None:
             raise PipelineError(
-                "layers can't go from rank to rank between batches while siblings of a job array share the ranks: run "
-                "this training alone, or leave out what cuts batches"
+                "layers can't move between batches while siblings of a job array share the ranks; run this training "
+                "alone, or leave out balanced=True and cut_of_batch"
             )
         policy = run.plans.schedule
         assert isinstance(policy, Policy), "only policies order batches that overlap"

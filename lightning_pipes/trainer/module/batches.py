@@ -126,10 +126,10 @@ class SampleLists:
                 self._samples[path] = False
                 rank_zero_warn(
                     f"A batch of {rows} samples has a {type(part).__name__} of {rows} entries whose tensors have "
-                    f"{rows} rows each: these may be columns with a row for each sample, or one entry for each sample, "
-                    "as boxes of images are. It is taken for columns, until a later batch tells. If it has an entry "
-                    "for each sample, let collate_fn make that clear: entries that are dicts with a tensor of one "
-                    'element, such as "image_id", are never columns'
+                    f"{rows} rows each. These may be columns with a row for each sample, or one entry for each sample, "
+                    "as boxes of images are. It is taken for columns, until a later batch decides. If it has an entry "
+                    "for each sample, have collate_fn return dicts with a tensor of one element, such as "
+                    '"image_id"; these are never columns'
                 )
             if self._samples[path] and samples is None:
                 found.add(path)

@@ -189,7 +189,7 @@ class _GapInGraph:
         if not inputs or is_reached(self._entering, graph_nodes(inputs)):
             raise PipelineError(
                 f"{self._step} takes a gradient of what {self._layers} returns by something before the layers, as "
-                "torch.autograd.grad and backward() do: layers are on other ranks, and every stage has its own part of "
+                "torch.autograd.grad and backward() do. Layers are on other ranks, and every stage has its own part of "
                 "the graph. Let layers compute what they add to the loss, and pass it along; Lightning calls "
                 "backward() itself"
             )

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import callbacks as cb
 from lightning.pytorch.plugins import Precision, TransformerEnginePrecision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
@@ -51,9 +51,9 @@ def check_precision(plugin: Precision) -> None:
     """Raise PipelineError for a plugin that needs the same layers on all processes."""
     if isinstance(plugin, TransformerEnginePrecision):
         raise PipelineError(
-            f"{type(plugin).__name__} can't be used in a pipeline: Transformer Engine reduces the largest values of "
-            "float8 tensors over all processes whenever layers have run, and stages run other layers at other times; "
-            "use precision='bf16-mixed' or 'bf16-true'"
+            f"{type(plugin).__name__} can't be used in a pipeline. Transformer Engine reduces the largest values of "
+            "float8 tensors over all processes after each layer, and stages run different layers. Use "
+            "precision='bf16-mixed' or 'bf16-true'"
         )
 
 
@@ -109,14 +109,14 @@ def warn_about_pieces(full: nn.Module) -> None:
     names = [name for name in batch_statistics(full) if full.get_submodule(name).training]
     if names:
         rank_zero_warn(
-            f"{_listed(names)}: batch normalisation sees one micro-batch at a "
-            "time, so training differs from one process; use GroupNorm or LayerNorm, or microbatches=1"
+            f"layer {_listed(names)}: batch normalisation sees one micro-batch at a time, so training differs from one "
+            "process; use GroupNorm or LayerNorm, or PipelineStrategy(microbatches=1)"
         )
     names = spectral_norms(full)
     if names:
         rank_zero_warn(
-            f"{_listed(names)}: spectral normalisation improves its estimate in every forward, so once for every "
-            "micro-batch, and training differs a little from one process"
+            f"layer {_listed(names)}: spectral normalisation improves its estimate in every forward, so once for every "
+            "micro-batch; training differs a little from one process. PipelineStrategy(microbatches=1) avoids it"
         )
 
 
@@ -130,7 +130,7 @@ def warn_about_module(module: pl.LightningModule, full: Layers | None) -> None:
     if copies:
         rank_zero_warn(
             f"{_listed(copies)}: a module like the pipelined one. A hook that averages one into the other, as "
-            "for a teacher, is refused: each process has the weights of its own stages, and this one needs all"
+            "for a teacher, is refused, because each process has the weights of its own stages alone"
         )
     trained = list(_names_under_adapters(module))
     if trained:
@@ -162,12 +162,19 @@ def _copies(module: pl.LightningModule, full: nn.Module) -> list[str]:
     return [name for name, part in copies if shapes and full not in part.modules()]
 
 
-def warn_about_small_batch(rows: int, stages: int) -> None:
-    """Warn of a batch with fewer samples than there are stages, or nothing."""
+def warn_about_small_batch(rows: int, stages: int, pieces: int, asked: int) -> None:
+    """Warn of a batch with fewer samples than there are stages; log where it makes fewer micro-batches than `asked`.
+
+    Args:
+        pieces: micro-batches that it is cut into.
+        asked: micro-batches of the setting.
+    """
+    if pieces < asked:
+        rank_zero_info(f"A batch of {rows} samples is cut into {pieces} micro-batches, fewer than {asked}")
     if rows < stages:
         rank_zero_warn(
-            f"a batch of {rows} sample{'s' * (rows > 1)} can't keep {stages} stages busy, so most of them wait at any "
-            "time; use a batch_size of several samples for each stage"
+            f"a batch of {rows} sample{'s' * (rows > 1)} can't keep {stages} stages busy; use a batch_size of several "
+            "samples for each stage"
         )
 
 

@@ -173,7 +173,7 @@ def check_same_cut(module: pl.LightningModule, path: str, local: Sequence[int], 
     if control.any(before is not None and before != (path, tuple(local)))[0]:
         where = "" if before is None else f" (here layers {list(before[1])} of {before[0]}, and now {list(local)})"
         raise PipelineError(
-            f"the layers of {type(module).__name__} were made on meta and are spread over the processes as the last "
-            f"run has cut them, and this run cuts them otherwise{where}. Keep devices, schedule and partition, or "
+            f"this run cuts {type(module).__name__} differently from the last one, and its layers, made on meta, are "
+            f"where that run left them{where}. Keep devices, schedule and partition, or "
             "make a new module and load a checkpoint: ckpt_path=..."
         )

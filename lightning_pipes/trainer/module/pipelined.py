@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -56,9 +57,11 @@ def find_pipelined(module: pl.LightningModule, path: str | None, seconds: Mappin
     path = _largest(module, seconds) if path is None else path
     try:
         full = module.get_submodule(path)
-    except AttributeError as error:
+    except AttributeError:
+        close = difflib.get_close_matches(path, [name for name, _ in module.named_modules()], n=1)
+        hint = f". Did you mean {close[0]!r}?" if close else ";"
         children = ", ".join(repr(n) for n, _ in module.named_children())
-        raise PipelineError(f"{owner} has no module {path!r}; it has {children}") from error
+        raise PipelineError(f"module={path!r}: {owner} has no such module{hint} It has {children}") from None
     what = f"{owner}.{path} is a {type(full).__name__}"
     parts = path.split(".")
     for around in (".".join(parts[:n]) for n in range(len(parts) + 1)):
@@ -361,9 +364,8 @@ class CutModule:
         for slot in self._absent.slots:
             if slot.key not in gaps:
                 raise PipelineError(
-                    f"self.{slot.key}, of a layer on another rank, has gone from its place while the run went on: a "
-                    "hook has put other modules there, as adapters of peft. Put them in before fit, in __init__ or "
-                    "configure_model"
+                    f"a hook has replaced self.{slot.key} of a layer on another rank, as adapters of peft do. Put such "
+                    "modules in before fit, in __init__ or configure_model"
                 )
             gaps[slot.key].append(slot)
         return gaps

@@ -93,8 +93,8 @@ class StageProxy(nn.Module):
             where = f"self.{prefix}" if prefix else "the pipelined module"
             raise PipelineError(
                 f"a step goes through all modules or parameters of {where}, but only some of its layers are on "
-                "this rank, and the sum over them would be another than on one process. Penalise weights by the "
-                "optimizer's weight_decay; let layers hand what they add to the loss on with their output"
+                "this rank. A sum over them would differ from one process. Penalise weights by the optimizer's "
+                "weight_decay; let layers return what they add to the loss with their output"
             )
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:

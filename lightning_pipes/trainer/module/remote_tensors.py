@@ -258,12 +258,11 @@ class RemoteTensor(torch.Tensor):
         alone = "" if scope.everywhere else f" {scope.hook} runs on rank 0 only: use another hook, which all ranks run."
         raise PipelineError(
             f"{scope.hook or 'code outside of a step'} {what} {self._name}, which is on another rank: every process "
-            "has the layers of its stages. What is done to each weight by itself, as averaging over time, is done "
-            f"where it is.{alone} Whole weights come from trainer.save_checkpoint(path) and "
-            "trainer.strategy.lightning_module_state_dict(), whose result is on rank 0; all ranks must call them. "
-            "Norms over gradients or weights come from "
-            "torch.nn.utils.get_total_norm and clip_grad_norm_, or lightning.pytorch.utilities.grad_norm in "
-            "self.log_dict. p.is_meta says what is on another rank"
+            f"has the layers of its stages. Change each weight by itself, as a moving average does.{alone} For whole "
+            "weights call trainer.save_checkpoint(path) or trainer.strategy.lightning_module_state_dict() on all "
+            "ranks; rank 0 gets the result. For norms of gradients or weights call torch.nn.utils.get_total_norm or "
+            "clip_grad_norm_, or log lightning.pytorch.utilities.grad_norm by self.log_dict. p.is_meta is True for "
+            "weights of other ranks"
         )
 
 
@@ -286,9 +285,9 @@ class RemoteParameters:
         for copy in self._scope.copies.values():
             if copy._name in names:
                 raise PlanError(
-                    f"layer {layer} can't move here: there is a copy of {copy._name} whose values are on the rank that "
-                    "has the layer now, as of a running average of the weights, and would stay there. Leave the layer "
-                    "where it is, or let go of the copy before it moves"
+                    f"layer {layer} can't move here. The values of a copy of {copy._name}, as of a running average, "
+                    "are on the rank that has the layer now, and would stay there. Leave the layer where it is, or "
+                    "delete the copy before it moves"
                 )
 
     def __contains__(self, tensor: torch.Tensor) -> bool:

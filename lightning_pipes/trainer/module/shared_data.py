@@ -88,14 +88,15 @@ class BatchSharing:
         batch = next(batches, _END)
         found = self.control.all_gather(_END if batch is _END else checksum_batch(batch))
         self.is_shared = len(set(found)) > 1 and _END not in found
-        if self.is_shared:
+        if self.is_shared and self.loads:
             warnings.warn(
                 f"the ranks of one pipeline load different batches, so rank {self._source} loads for all of them from "
-                "now on, as with PipelineStrategy(data='one'). If each rank was to load a part of the data, take that "
-                "split out: a pipeline needs all data on one rank. Call lightning.seed_everything(...) before data are "
-                "made, and each rank loads the same batches itself",
+                "now on, as with PipelineStrategy(data='one'). To have each rank load them, call "
+                "lightning.seed_everything(...) before the data are made. If your code gives each rank a part of the "
+                "data, take that out: all stages train on the same batches",
                 stacklevel=2,
             )
+        if self.is_shared:
             batch, state = self.control.broadcast((batch, random_state(_CPU)), self._source)
             set_random_state(state, _CPU)
         if batch is _END:

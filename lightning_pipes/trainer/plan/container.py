@@ -205,8 +205,8 @@ def warn_about_outside(module: pl.LightningModule, path: str, profile: ModelProf
     rank_zero_warn(
         f"Only {inside:.0%} of {of} is in the layers of self.{path}. The other {1 - inside:.0%} is not cut into "
         "stages: it stays with the first and the last one, for which all wait. Name a container with more of it by "
-        f"PipelineStrategy(module=...){such}, or put all that runs one after the other into one nn.Sequential"
-        + (f", as nn.Sequential(*self.{path}{chained}, ...) where these follow one another" if others else "")
+        f"PipelineStrategy(module=...){such}. Or put all layers that run one after the other into one nn.Sequential"
+        + (f", as nn.Sequential(*self.{path}{chained}, ...)" if others else "")
     )
 
 

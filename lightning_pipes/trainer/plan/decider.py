@@ -117,7 +117,7 @@ class PlanDecider:
 
     def _keep_even_cut(self, request: RunRequest, plain: Decision, reason: str, quiet: bool) -> Decision:
         what = f"Schedule {plain.schedule.name!r} runs, its layers" if request.chooses else "The layers are"
-        stay = ", and stay where they are for want of their times" if request.may_replan else ""
+        stay = ", and stay where they are: their times are unknown" if request.may_replan else ""
         if not quiet or stay:
             rank_zero_info(f"{what} cut evenly by parameters{stay}: {reason}")
         return replace(plain, why=reason)
@@ -378,9 +378,8 @@ def _list_choices(made: Decision) -> tuple[Any, ...]:
 def _describe_contradiction(made: Decision, trial: Trial) -> str:
     cuts = [span.start for span in made.layers[1:]]
     return (
-        f"A trial with stages that begin at layers {cuts} took {seconds_text(1e9 * trial.measured)}, and "
-        f"{seconds_text(1e9 * trial.predicted)} by the times of its layers one by one: these were corrected, and where "
-        "stages begin was chosen anew"
+        f"A trial with stages that begin at layers {cuts} took {seconds_text(1e9 * trial.measured)}, predicted were "
+        f"{seconds_text(1e9 * trial.predicted)}; the times of layers were corrected, and the cut was chosen again"
     )
 
 

@@ -232,7 +232,7 @@ class Plans:
         if self._degrees:
             raise PlanError(
                 f"schedule {self.schedule.name!r} decides its order while it runs, and ranks of one stage would decide "
-                f"differently: data_parallel={list(self._degrees)} needs a fixed order, such as that of '1f1b', "
+                f"differently. For data_parallel={list(self._degrees)} take a schedule with a fixed order: '1f1b', "
                 "'kfkb', 'pipedream' or 'dynpipe'"
             )
         if not verified:

@@ -261,6 +261,6 @@ def check_same_arguments(arguments: Mapping[str, str], control: Control) -> None
         if different:
             raise InputError(
                 f"PipelineStrategy has other arguments on rank {rank}: {'; '.join(different)}. Every process has to "
-                "make it from the same ones: look for what differs between processes, as environment variables and "
-                "files do, and give a job array its jobs in one order"
+                "make it from the same ones. Look for settings from environment variables or files, and give a job "
+                "array its jobs in one order"
             )

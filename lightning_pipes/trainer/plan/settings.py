@@ -119,10 +119,11 @@ def check_partition(partition: str | list[int] | list[str], schedule: object) ->
     Raises:
         InputError: there is no such way, or it can't be had with the schedule.
     """
-    if isinstance(partition, str) and partition not in (AUTO, PARAMETERS):
+    listed = isinstance(partition, Sequence) and not isinstance(partition, str)
+    if not listed and partition not in (AUTO, PARAMETERS):
         raise InputError(
-            f"partition must be 'auto', 'parameters' or a list of layer numbers or of paths of modules, got "
-            f"{partition!r}"
+            "partition must be 'auto', 'parameters' or a list of the layers at which stages after the first begin, as "
+            f"numbers or paths of modules, got {partition!r}"
         )
     if names_modules(partition):
         if "" in partition or len(set(partition)) < len(partition):

@@ -412,11 +412,13 @@ class Control:
                 self._waiting, self.watch.doing = False, None
                 return
             except RuntimeError as error:
-                self.watch.check()
-                if work.is_completed() and _broke(work):  # it may have ended just after the slice
-                    self._raise_reason(error)
-                if self._idle is not None:
-                    self._idle(work.is_completed)
+                ended = error
+            self.watch.check()  # out of the clause: a slice that is over is no context of what it raises
+            if work.is_completed() and _broke(work):  # it may have ended just after the slice
+                self._raise_reason(ended)
+            del ended
+            if self._idle is not None:
+                self._idle(work.is_completed)
 
     def _wait(self, mesh: Mesh, done: Callable[[], bool]) -> None:
         """Wait for messages of the mesh, like `_finish`."""

@@ -118,9 +118,9 @@ class Holdings:
             if who[key] != positions and len(self._parts_of[key]) > 1 and max(len(who[key]), len(positions)) > 1:
                 parts = " and ".join("the code around" if n == OUTSIDE else str(n) for n in sorted(self._parts_of[key]))
                 raise PlanError(
-                    f"{self._names[key]} is shared by layers {parts}, which would be held by ranks {who[key]} of the "
-                    f"pipeline instead of {positions}: layers that share a parameter move together from one rank to "
-                    "one other, or stay"
+                    f"{self._names[key]} is shared by layers {parts}, which would be on ranks {who[key]} of the "
+                    f"pipeline instead of {positions}. Move layers that share a parameter together, from one rank to "
+                    "one other"
                 )
         where = enumerate(zip(self.position_of_layer, after.position_of_layer, strict=True))
         return [

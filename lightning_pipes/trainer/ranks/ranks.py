@@ -153,7 +153,7 @@ class RankStatus:
         """Raise PipelineError if a step of this run has failed and its caller goes on."""
         if self.error is not None:
             raise PipelineError(
-                f"a step of this run has ended in {type(self.error).__name__}, and ranks can't go on together after "
-                "that. If BatchSizeFinder has found a batch size that is too large, the one before it fits: set that, "
-                "or let the search end there by max_trials"
+                f"a step of this run has ended in {type(self.error).__name__}, and ranks can't continue together after "
+                "that. If BatchSizeFinder tried a batch size that is too large, set the one before it, or end the "
+                "search there by max_trials"
             ) from self.error

@@ -116,8 +116,8 @@ class LayerRelocation:
         self._hooks: list[Any] = []
         if way == BUFFERED and getattr(trainer.precision_plugin, "scaler", None) is not None:
             raise PipelineError(
-                "relocation='buffered' lets optimizer steps wait, and the scaler of precision='16-mixed' looks at the "
-                "gradients of each step before the next batch: use 'bf16-mixed', or relocation='overlapped', or "
+                "relocation='buffered' delays optimizer steps, and the scaler of precision='16-mixed' needs the "
+                "gradients of each step before the next batch. Use 'bf16-mixed', or relocation='overlapped' or "
                 "'blocking'"
             )
 

@@ -239,8 +239,8 @@ class LayerTransfer:
         for layer, target in self._leaving.items():
             if not self._expect(target, layer, "same").content:
                 _log.warning(
-                    "layer %d was changed by something else than its optimizer's steps while its state was on the way "
-                    "to another rank, so it is sent again while all ranks wait",
+                    "a hook changed layer %d while its state was on the way to another rank; it is sent again while "
+                    "all ranks wait",
                     layer,
                 )
                 self._send(target, layer, "again", vars(kept[layer])).wait()

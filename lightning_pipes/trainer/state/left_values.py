@@ -673,9 +673,9 @@ def check_unchanged(stage: int, tensors: Sequence[torch.Tensor], versions: Seque
     for tensor, version in zip(tensors, versions, strict=True):
         if tensor._version != version:
             raise PipelineError(
-                f"a layer of stage {stage} changes a tensor of shape {tuple(tensor.shape)} in place that shares memory "
-                "with another tensor which a layer of an earlier stage returns, as a view of it does: on one process "
-                "both change, here one. Work on a copy: x = x + 1 in place of x.add_(1), or return x.clone()"
+                f"a layer of stage {stage} changes a tensor of shape {tuple(tensor.shape)} in place. It shares memory "
+                "with another tensor that a layer of an earlier stage returns, as a view does. On one process both "
+                "would change, here one does. Work on a copy: x = x + 1 in place of x.add_(1), or return x.clone()"
             )
 
 

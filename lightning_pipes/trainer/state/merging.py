@@ -119,9 +119,9 @@ class ValueMerger:
         elif last == TOTAL and chosen == SUM and not _close(candidates[SUM], candidates[TOTAL]):
             self._warn(
                 path,
-                f"{self._owner} sets {format_path(path)} to a sum over samples in each micro-batch, and no whole batch "
-                "has told whether it is one since training began, or that of the latest batch. The first is taken. "
-                "What reads the other differs from one process: keep means, or set PipelineStrategy(microbatches=1)",
+                f"{self._owner} sets {format_path(path)} to a sum over samples in each micro-batch. Batches so far "
+                "do not show whether the sum runs since training began, or over the latest batch. The first is "
+                "assumed; else the value differs from one process. Keep means, or set PipelineStrategy(microbatches=1)",
             )
         name = chosen if chosen in candidates else next(iter(candidates))
         if whole is not None and not _close(candidates[name], whole):
@@ -131,18 +131,17 @@ class ValueMerger:
                     self._warn(
                         path,
                         f"{format_path(path)} was taken for a {name} over samples in batches that were evaluated "
-                        "before the first one was trained, and it is none: what reads it differs from one process. Set "
-                        "it in training only, or set Trainer(num_sanity_val_steps=0)",
+                        "before training, and it is none. In these it differed from one process. Set it in training "
+                        "only, or set Trainer(num_sanity_val_steps=0)",
                     )
                 name = self._how[path] = fitting
             elif not have_equal_values(whole, before):  # evaluated, it may change nothing
                 self._warn(
                     path,
                     f"{self._owner}.training_step sets {format_path(path)}, to {_short(whole)} by the first batch "
-                    f"as a whole, and to {_short(candidates[name])} by its {len(values)} micro-batches, each of "
-                    f"which begins with what it was before: it is no mean, sum or extreme over samples, and no list of "
-                    "them. What reads it differs from one process: set PipelineStrategy(microbatches=1), "
-                    "or keep means or sums",
+                    f"as a whole, and to {_short(candidates[name])} by its {len(values)} micro-batches. It is no mean, "
+                    "sum or extreme over samples, and no list of them, so it differs from one process. Set "
+                    "PipelineStrategy(microbatches=1), or keep means or sums",
                 )
         if whole is not None and not have_equal_values(whole, before):
             self._compared.add(path)
@@ -175,7 +174,7 @@ class ValueMerger:
                 path,
                 f"{self._owner}.training_step sets {format_path(path)}, to another value by each micro-batch. No whole "
                 f"batch was compared with its micro-batches, so {format_path(path)} is taken for a "
-                f"{self._how.get(path, SUM)} over samples: what is something else differs from one process. Set "
+                f"{self._how.get(path, SUM)} over samples. If it is none, it differs from one process. Set "
                 "PipelineStrategy(check_loss=True), which compares them, or microbatches=1",
             )
         self._guessed.clear()

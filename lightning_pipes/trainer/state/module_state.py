@@ -419,9 +419,9 @@ class ModuleState:
             self._watched = 0
             rank_zero_warn(
                 f"{type(self._module).__name__}.training_step sets {found[0]}. Batches overlap with schedule "
-                f"{self._overlapping!r}, so it is set for one micro-batch after another, and other ranks have it "
-                "only after a flush, as before validation and at the end of an epoch. Set it in a hook, by what "
-                "the hook has got, or use a schedule that flushes between batches, such as '1f1b'"
+                f"{self._overlapping!r}, so each micro-batch sets it, and other ranks have it only after a flush, as "
+                "before validation and at the end of an epoch. Set it in a hook, or use a schedule that flushes "
+                "between batches, such as '1f1b'"
             )
 
     @contextmanager
@@ -624,8 +624,8 @@ class ModuleState:
             if path not in self._refused:
                 self._refused.add(path)
                 rank_zero_warn(
-                    f"{format_path(path)} was set on the last stage to what can't be sent to other ranks "
-                    f"({type(error).__name__}: {error}): their hooks, layers and code before the layers don't have "
+                    f"{format_path(path)} was set on the last stage to a value that can't be sent to other ranks "
+                    f"({type(error).__name__}: {error}). Their hooks, layers and code before the layers don't have "
                     "it. Keep numbers, tensors, and lists and dicts of them"
                 )
             return MISSING

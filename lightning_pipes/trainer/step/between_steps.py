@@ -106,8 +106,8 @@ class BetweenSteps:
         warnings.warn(
             f"a hook of {type(self._module).__name__} or of a callback that runs before the optimizer's step, as "
             f"on_before_optimizer_step, sets {changed} from {before.get(changed, 'nothing')} to {after[changed]}. "
-            f"Batches overlap with schedule {self._schedule!r}, so each stage runs it when it steps: later batches and "
-            "schedulers began with the setting before, and hooks of later batches see that. Set it in "
+            f"Batches overlap with schedule {self._schedule!r}, so each stage runs it when it steps. Later batches and "
+            "schedulers have begun with the old setting. Set it in "
             "on_train_batch_start, in optimizer_step or by a scheduler; or use a schedule that flushes between "
             "batches, such as '1f1b'",
             stacklevel=2,
@@ -132,7 +132,7 @@ class BetweenSteps:
         if wrong:
             raise PipelineError(
                 f"batch {number}, or one shortly before it, trains {self._named(wrong)}, and layers_of_batch does not "
-                f"name the layer: with schedule {self._schedule!r} its gradient would stay for a later batch. Let "
+                f"name the layer. With schedule {self._schedule!r} its gradient would stay for a later batch. Let "
                 "layers_of_batch name every layer with parameters that a batch goes through, with False for those "
                 "that it only reads"
             )
@@ -200,10 +200,10 @@ def check_clearing(module: pl.LightningModule, schedule: str, patches: Patches) 
             probe.grad = unset
         if left:
             raise PipelineError(
-                f"{type(module).__name__}.optimizer_zero_grad leaves gradients, or zeros in their place: one process "
-                "would step layers that a batch does not use, by momentum and weight decay, and schedule "
-                f"{schedule!r} steps those that it uses. Let it call optimizer.zero_grad(), or leave it out; or use a "
-                "schedule that flushes between batches, such as '1f1b'"
+                f"{type(module).__name__}.optimizer_zero_grad leaves gradients, or zeros in their place. One process "
+                "would then step layers that a batch does not use, by momentum and weight decay; schedule "
+                f"{schedule!r} would not. Let it call optimizer.zero_grad(), or leave it out; or use a schedule that "
+                "flushes between batches, such as '1f1b'"
             )
 
     patches.replace_method(module, "optimizer_zero_grad", run)

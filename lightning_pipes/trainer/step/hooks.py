@@ -391,7 +391,7 @@ def warn_about_hooks(parameters: Sequence[nn.Parameter], reducer: Reducer | None
     if number:
         warnings.warn(
             f"hooks of {number} parameters run once for every micro-batch where batches overlap, with a part of the "
-            "gradient each, so that training may differ from one process. Change gradients in "
+            "gradient each. Training may differ from one process. Change gradients in "
             "on_before_optimizer_step, or use a schedule that flushes between batches, such as '1f1b'",
             stacklevel=2,
         )

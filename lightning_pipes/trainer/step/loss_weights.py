@@ -326,8 +326,8 @@ class LossWeights:
         if names:
             rank_zero_warn(
                 f"{', '.join(names)} of {type(self._module).__name__}.training_step was 0 in all batches that were "
-                "looked at, so that it is not known whether values of micro-batches are averaged or added up in this "
-                "one: reduce_fx is taken to say it. The next batch is looked at"
+                "compared, so they do not show whether values of micro-batches are averaged or added up. In this "
+                "batch reduce_fx decides. The next batch is compared"
             )
         self._start_looking()
 

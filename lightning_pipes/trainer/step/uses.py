@@ -82,10 +82,10 @@ class Overlap:
         speed = speed_behind(plan, stage)
         if speed < 1:
             rank_zero_warn(
-                f"every batch steps layer {name!r} on stage {stage}, so that each waits there for the one before: "
-                f"about {speed:.0%} of the speed of batches that overlap. For more, use more micro-batches, or let "
-                "batches not step the layer, or read it late (in a Supernet shared='frozen', 'per_choice' or "
-                "'delayed'), which gives another result"
+                f"every batch steps layer {name!r} on stage {stage}, so each waits there for the one before. Training "
+                f"has about {speed:.0%} of the speed of batches that overlap. Use more micro-batches, or let batches "
+                "not step the layer or read it late, which changes the result (in a Supernet shared='frozen', "
+                "'per_choice' or 'delayed')"
             )
 
 
@@ -135,7 +135,7 @@ def check_room(
     if needed > device_bytes:
         raise PlanError(
             f"no room on the device for layers {', '.join(names[:6])}, the largest that a batch may use on stage "
-            f"{stage}: they take {needed} bytes with what the optimizer keeps, and device_bytes={device_bytes}; give "
+            f"{stage}. They take {needed} bytes with their optimizer states, and device_bytes={device_bytes}. Give "
             "MemorySwap more device_bytes, cut the model into more stages, or leave such layers out of the network"
         )
 

@@ -205,7 +205,7 @@ def _join_values(parts: Sequence[torch.Tensor], axis: int | None) -> torch.Tenso
 
 def _other_way(what: str) -> PipelineError:
     return PipelineError(
-        f"a micro-batch {what}, and the others, or the step that was recorded, do not, so they can't be joined to the "
-        "whole batch for its loss. Control flow must not depend on values of samples; or set "
-        "PipelineStrategy(loss='microbatch'), by which each micro-batch has a loss of its own"
+        f"a micro-batch {what}, and the others, or the recorded step, do not. They can't be joined to the whole batch "
+        "for its loss. Control flow must not depend on values of samples; or set PipelineStrategy(loss='microbatch'), "
+        "which gives each micro-batch a loss of its own"
     )

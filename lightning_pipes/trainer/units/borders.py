@@ -109,8 +109,8 @@ class Borders:
         possible = [border for border in range(1, end or len(units)) if self.is_possible(border)]
         if len(possible) < stages - 1:
             raise PlanError(
-                f"the step has {len(units)} units with {len(possible)} possible borders between them, too few for "
-                f"{stages} stages: take fewer processes, or split modules that compute much into several"
+                f"training_step has {len(units)} units (calls of modules and functions) with {len(possible)} possible "
+                f"borders, too few for {stages} stages; start fewer processes (devices x nodes), or split large modules"
             )
         starts = [0]
         for stage in range(1, stages):
@@ -137,13 +137,13 @@ class Borders:
             border = next((n for n in units if not self._record.units[n].pure), None)
             if border is None or border <= starts[-1]:
                 raise PlanError(
-                    f"a stage is to begin at {place!r}, where the step has nothing left to compute, or which comes no "
-                    "later than the stage before; name modules in the order in which the step calls them"
+                    f"partition names {place!r}, where the step has nothing left to compute, or which it calls no "
+                    "later than the module before; name modules in the order in which the step calls them"
                 )
             if not self.is_possible(border):
                 raise PlanError(
-                    f"a stage can't begin at {place!r}: it lies in a checkpoint, or a tensor that crosses the border "
-                    "is changed behind it under another name; name a module before or after it"
+                    f"partition names {place!r}, where no stage can begin. It lies in a checkpoint, or the step "
+                    "changes a tensor in place that crosses the border; name a module before or after it"
                 )
             starts.append(border)
         return tuple(starts)

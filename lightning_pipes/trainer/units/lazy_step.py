@@ -183,8 +183,8 @@ class LazyStep(TracedStep):
             torch.utils.swap_tensors(stand, value)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise PipelineError(
-                f"a tensor of shape {tuple(value.shape)} that crosses the border in front of unit {len(self.units)} is "
-                "held by a checkpoint, a weak reference or code in C++, and can't be replaced there. Name another "
+                f"a tensor of shape {tuple(value.shape)} crosses the border in front of unit {len(self.units)}, and a "
+                "checkpoint, a weak reference or code in C++ holds it, so it can't be replaced there. Name another "
                 "border by PipelineStrategy(partition=[...])"
             ) from error
 
@@ -204,9 +204,8 @@ class LazyStep(TracedStep):
         """Refuse a change of a value that shared memory with others on the stage before."""
         if any(t._version != version for t, version in self._watched):
             raise PipelineError(
-                "the step changes a tensor in place that it also holds under another name, as a view, and a border "
-                "between stages lies between: the other one would keep its old values. Change a copy, or name another "
-                "border by PipelineStrategy(partition=[...])"
+                "the step changes a tensor in place, and a view of it on the other side of a border between stages "
+                "would keep its old values. Change a copy, or name another border by PipelineStrategy(partition=[...])"
             )
         self._watched = []
 

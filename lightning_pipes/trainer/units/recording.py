@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import pickle
 from collections import defaultdict, deque
@@ -94,8 +95,10 @@ class StepRecord:
             PlanError: the step does not call it.
         """
         if place not in self.entered:
+            close = difflib.get_close_matches(place, self.entered, n=1)
+            hint = f". Did you mean {close[0]!r}?" if close else ";"
             known = ", ".join(repr(path) for path in list(self.entered)[:20])
-            raise PlanError(f"a stage is to begin at {place!r}, which the step does not call; it calls {known}")
+            raise PlanError(f"partition names {place!r}, which the step does not call{hint} It calls {known}")
         return self.entered[place]
 
 

@@ -55,8 +55,8 @@ class WeightGroups:
         """
         if len(self._sizes) < stages:
             raise PlanError(
-                f"the weights that training_step uses can be had in {len(self._sizes)} parts, too few for {stages} "
-                "stages: take fewer processes, or split modules that have many weights into several"
+                f"training_step uses {len(self._sizes)} groups of weights that can be on different stages, too few "
+                f"for {stages} stages; start fewer processes (devices x nodes), or split modules with many weights"
             )
         before, starts = [0, *accumulate(self._sizes)], [0]
         for stage in range(1, stages):
@@ -81,8 +81,8 @@ class WeightGroups:
             first = next((self._number[min(weights)] for weights in used), None)
             if first is None or first <= starts[-1]:
                 raise PlanError(
-                    f"a stage is to begin at {place!r}, whose weights are used no later than those of the stage "
-                    "before; name modules in the order in which the step first calls them"
+                    f"partition names {place!r}, whose weights the step uses no later than those of the stage before; "
+                    "name modules in the order in which the step first calls them"
                 )
             starts.append(first)
         return tuple(starts)

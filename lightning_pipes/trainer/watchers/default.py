@@ -118,7 +118,7 @@ class FirstBatch(Watcher):
         run, plan = self._run, self._run.engine.plan
         if not run.is_asynchronous:
             self._warns = False
-            warn_about_small_batch(step.rows, plan.n_stages)
+            warn_about_small_batch(step.rows, plan.n_stages, len(plan.spans(Kind.F, 0)), run.plans.microbatches)
         elif len(plan.spans(Kind.F, 0)) > 1:
             self._warns = False
             warn_about_hooks(run.part.parameters, run.part.reducer)

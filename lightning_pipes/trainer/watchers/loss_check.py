@@ -173,9 +173,9 @@ class LossCheck(Watcher):
         likely = [each for each in weights.found if each.name in fitting]
         if likely and candidates_differ(likely, weights.spans):
             rank_zero_warn(
-                f"The loss of {type(self._module).__name__}.training_step does not tell in batch {item.number} whether "
-                f"micro-batches are weighed by {' or by '.join(each.name for each in likely[:3])}; the first is taken, "
-                "until a later batch tells. microbatch_weight(batch) of the module says it"
+                f"The loss of {type(self._module).__name__}.training_step in batch {item.number} does not show whether "
+                f"micro-batches are weighed by {' or by '.join(each.name for each in likely[:3])}. The first is taken, "
+                "until a later batch decides. Give the module microbatch_weight(batch) to set the weight"
             )
         self._weights.weigh_logs(weights, self._weights_of_logs(losses, weights))
 
@@ -252,13 +252,13 @@ class LossCheck(Watcher):
             later = "" if again else self._later(losses, data.weights)
             batch = "the first batch" if first else f"batch {item.number}"
             rank_zero_warn(
-                f"{type(self._module).__name__}.training_step returns a loss that is no mean over samples: it is "
+                f"{type(self._module).__name__}.training_step returns a loss that is no mean over samples. It is "
                 f"{losses.whole:.6g} for {batch} as a whole, and {mean:.6g} as the mean of its {len(losses.parts)} "
-                f"micro-batches, so training differs from one process{later}. Set PipelineStrategy(microbatches=1), or "
-                "let the loss be a mean over the samples of what each one has by itself, over labels of the batch that "
-                "are not -100, or a sum; a mean over something else needs microbatch_weight(batch) in the module, "
-                "which gives the weight of a micro-batch. A comparison of samples with each other is none of these. "
-                "PipelineStrategy(check_loss=False) leaves this comparison out"
+                f"micro-batches, so training differs from one process{later}. Ways out: "
+                "PipelineStrategy(microbatches=1); a loss that is a mean over samples, a mean over labels that are "
+                "not -100, or a sum; or for another mean microbatch_weight(batch) of the module, which returns the "
+                "weight of a micro-batch. Losses that compare samples with each other need loss='batch' or "
+                "microbatches=1. check_loss=False turns this comparison off"
             )
 
     def _weigh_logs(self, weights: BatchWeights, losses: _Losses, again: Callable[[], _Losses]) -> None:

@@ -153,8 +153,8 @@ class _StoreConnection:
         else:
             if _has_other_launcher():
                 raise InputError(
-                    "another launcher than Lightning or torchrun starts the processes, and they can't find rank 0 "
-                    "before they train: start the script by torchrun, on SLURM by srun torchrun"
+                    "the processes were started by a launcher other than Lightning or torchrun, and can't find rank 0 "
+                    "before they train; start the script by torchrun, on SLURM by srun torchrun"
                 )
             self.rank, self.hosted = 0, True
             secret = secret_for_children()

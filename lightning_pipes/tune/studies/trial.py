@@ -61,9 +61,8 @@ class ArrayTrial(BaseTrial):
             AttributeError: always, with what to do instead.
         """
         raise AttributeError(
-            "a trial of an array has no study, for only rank 0 has one and all must do the same: stop it, or read what "
-            "it knows, in optimize_array(callbacks=[lambda study, trial: ...]); trial.find_duplicate() finds equal "
-            "parameters"
+            "a trial of an array has no study, because only rank 0 has one. Use the study in "
+            "optimize_array(callbacks=[lambda study, trial: ...]); trial.find_duplicate() finds equal parameters"
         )
 
     def suggest_float(

@@ -82,7 +82,7 @@ def test_what_strangers_write_is_not_there(
     assert signed.get("b") == b"late"
     raw.set("c", "text")
     signed.set_timeout(timedelta(seconds=0.2))
-    with pytest.raises(ForgedError, match="c in the store of this run was not written by a rank of it"):
+    with pytest.raises(ForgedError, match="c in the store of this run was not written by one of its ranks"):
         signed.get("c")
 
 
@@ -197,7 +197,7 @@ def test_a_door_of_another_user(raw: TCPStore) -> None:
                 connection.sendall(b"x" * 32)
         return b"asked"
 
-    cant = r"rank 0 can't be asked for the secret of this run \(another user answers"
+    cant = r"rank 0 does not answer with the secret of this run \(another user answers"
     with nobody(answer) as said:
         with pytest.raises(PipelineError, match=cant):
             seal_store(raw.clone(), 1, True, 2)
@@ -211,7 +211,7 @@ def test_secrets_of_several_hosts(
     raw: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert seal_store(raw, 0, False, 2) is raw
-    assert "any process that reaches their ports can send them data" in caplog.text
+    assert "Any process that reaches their ports can send them data" in caplog.text
     assert seal_store(raw, 1, False, 2) is raw
     assert len(caplog.records) == 1
     monkeypatch.setenv(SECRET, "one")

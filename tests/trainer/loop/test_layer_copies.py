@@ -76,5 +76,5 @@ def test_when_batches_are_cut() -> None:
     assert Cuts.are_needed(Says(), CSP(balanced=True))
     assert Cuts.are_needed(SaysCut(), CSP())
     assert not Cuts.are_needed(pl.LightningModule(), CSP(balanced=True))
-    with pytest.raises(PipelineError, match=r"OnlyCut has cut_of_batch, .* and not layers_of_batch"):
+    with pytest.raises(PipelineError, match=r"OnlyCut has cut_of_batch, .* and no layers_of_batch"):
         Cuts.are_needed(OnlyCut(), CSP())

@@ -174,7 +174,7 @@ def moving(trainer: Any, way: str) -> LayerRelocation:
 def test_a_scaler_can_not_wait() -> None:
     trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=object()))
     assert not moving(trainer, "overlapped").should_pause()
-    with pytest.raises(PipelineError, match="use 'bf16-mixed', or relocation='overlapped'"):
+    with pytest.raises(PipelineError, match="Use 'bf16-mixed', or relocation='overlapped'"):
         moving(trainer, "buffered")
 
 

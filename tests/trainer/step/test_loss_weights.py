@@ -209,7 +209,7 @@ def fitted(kind: type[LitTokens], lengths: Any, settings: dict[str, Any], strate
         )
         trainer.fit(module, DataLoader(data, batch_size=None))
     said = [
-        str(w.message) for w in caught if "mean over samples" in str(w.message) or "does not tell" in str(w.message)
+        str(w.message) for w in caught if "mean over samples" in str(w.message) or "does not show" in str(w.message)
     ]
     facts = made.report.record.facts.get("micro-batches weighed by", "") if strategy else ""
     return {
@@ -298,7 +298,7 @@ def test_what_a_first_loss_does_not_tell():
     (nothing, later), others = run_ranks(told, 2, timeout=120)
     assert others == [[], []]
     assert len(nothing) == len(later) == 1
-    assert "does not tell in batch 0 whether micro-batches are weighed by samples or by labels in" in nothing[0]
+    assert "in batch 0 does not show whether micro-batches are weighed by samples or by labels in" in nothing[0]
     assert re.search(
         r"differs from one process in this batch; from the next one on they are weighed by labels", later[0]
     )

@@ -107,8 +107,8 @@ def test_stages_begin_at_modules_that_partition_names(tmp_path: Path) -> None:
 
 def test_partitions_that_can_not_be_had(tmp_path: Path) -> None:
     for unknown, number in run_ranks(refused, 2, str(tmp_path), timeout=120):
-        assert "a stage is to begin at 'net.fc99', which the step does not call; it calls" in unknown
-        assert "partition names 2 modules, and 2 stages need 1" in number
+        assert "partition names 'net.fc99', which the step does not call. Did you mean 'net.fc" in unknown
+        assert "makes 3 stages, and the run has 2. Name 1 module, at which" in number
 
 
 class Between(Lit):

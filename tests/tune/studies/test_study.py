@@ -153,7 +153,7 @@ def test_stop_and_maximal_trials() -> None:
         return 1.0
 
     assert len(optimize_array(study, stops_itself, 9, 1).trials) == 3
-    with pytest.raises(AttributeError, match="stop it, or read what it knows, in optimize_array"):
+    with pytest.raises(AttributeError, match="Use the study in optimize_array"):
         optimize_array(new_study(), lambda trial: trial.study.best_value, 1, 1)
     grid = optuna.create_study(sampler=optuna.samplers.GridSampler({"x": [-1.0, 0.0, 1.0]}, seed=0))
     assert sorted(t.params["x"] for t in optimize_array(grid, toy, None, 1).trials) == [-1.0, 0.0, 1.0]
