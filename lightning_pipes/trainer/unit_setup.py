@@ -348,7 +348,7 @@ class UnitSetup(ModuleSetup):
             return int(min(ends))
         if asked:
             raise PlanError(
-                f"loss='batch' can't be had for {type(self._module).__name__}: "
+                f"loss='batch' does not work for {type(self._module).__name__}: "
                 f"{why or 'its samples meet before the last stage, or no sample of the data can be had'}. Set "
                 "PipelineStrategy(microbatches=1), or have samples meet at the end of training_step"
             )
@@ -689,7 +689,7 @@ def check_manual(context: SetupContext, refused: Sequence[str]) -> None:
     if found:
         raise PlanError(
             f"{type(context.module).__name__} optimizes manually: its step calls backward for whole batches, on stages "
-            f"that take turns, and {' and '.join(found)} can't be had with that. Leave it out, or set "
+            f"that take turns. {' and '.join(found)} does not work with that. Leave it out, or set "
             "automatic_optimization = True and return the loss"
         )
 

@@ -101,7 +101,7 @@ supernet(
     "no layers_of_batch",
     module=nets.SaysNothing,
     strategy=CSP,
-    warned="has no layers_of_batch to say which",
+    warned="has no layers_of_batch to name them",
     reason="equal, but one batch after another",
     check=equal_weights,
 )

@@ -566,9 +566,9 @@ def check_streaming(trainer: pl.Trainer, schedule: Schedule | Policy, grid: Grid
             )
     if by_norm and grid.length > 1:
         rank_zero_warn(
-            f"schedule {name!r}: every stage clips by the norm of its own layers, for stages step at other times; "
-            f"gradient_clip_val={trainer.gradient_clip_val} bounds that, and the norm of all of them by as much times "
-            "the root of the number of stages"
+            f"schedule {name!r}: every stage clips by the norm of its own layers, because stages step at other times. "
+            f"gradient_clip_val={trainer.gradient_clip_val} bounds the norm of each stage; the norm of all stages may "
+            "be larger, by the root of their number"
         )
     if shared:
         raise PipelineError(
@@ -621,13 +621,13 @@ def check_turns(run: PipelineRun) -> None:
     module, plan = run.cut.module, run.engine.plan
     if not isinstance(module, ChoosesLayers):
         raise PipelineError(
-            f"MemorySwap has the layers on the device that batches use, and {type(module).__name__} does not say which "
-            "those are; give it layers_of_batch, as for a Supernet, or leave MemorySwap out"
+            f"MemorySwap keeps the layers on the device that batches use, and {type(module).__name__} does not name "
+            "them; give it layers_of_batch, as for a Supernet, or leave MemorySwap out"
         )
     if not _recomputes(plan):
         raise PipelineError(
-            "MemorySwap needs PipelineStrategy(recompute=True): a forward that waits for its backward keeps its layers "
-            "on the device, and batches under way could keep each other out"
+            "MemorySwap needs PipelineStrategy(recompute=True). Else a forward keeps its layers on the device until "
+            "its backward, and batches in flight could block each other"
         )
     if plan.split_backward:
         raise PipelineError(

@@ -90,8 +90,8 @@ def find_pipelined(module: pl.LightningModule, path: str | None, seconds: Mappin
         raise PipelineError(f"{owner}.{path} has forward hooks, which no rank could run; register them on its layers")
     if backward_hooks(full):
         raise PipelineError(
-            f"{owner}.{path} has backward hooks, which no rank could run, for its gradients are on several; register "
-            "them on its layers"
+            f"{owner}.{path} has backward hooks, which no rank could run, because its gradients are on several; "
+            "register them on its layers"
         )
     return path
 

@@ -48,16 +48,16 @@ def check_steps_apart(optimizers: Sequence[Optimizer], streams: bool) -> None:
                 found = _compare(optimizer)
         except Exception as error:  # one that steps nothing but what it was made for
             rank_zero_warn(
-                f"can't tell whether {name} steps each parameter by itself, for it does not step small ones "
-                f"({type(error).__name__}: {error}). Every rank steps the parameters of its layers: with a norm over "
-                "all of them training would differ from one process"
+                f"it is unknown whether {name} steps each parameter by itself: it does not step small ones "
+                f"({type(error).__name__}: {error}). Every rank steps the parameters of its layers, so an optimizer "
+                "with a norm over all of them would differ from one process"
             )
             continue
         if found == "random":
             raise PipelineError(
-                f"{name} draws random numbers for one parameter after another; every rank steps the parameters of its "
-                "layers, and would draw other ones than one process, the same on each rank. Add the noise to gradients "
-                "in on_before_optimizer_step, where it is that of one process"
+                f"{name} draws random numbers for one parameter after another. Every rank steps the parameters of its "
+                "layers, and would draw other numbers than one process. Add the noise to gradients in "
+                "on_before_optimizer_step, where it is that of one process"
             )
         if found == "all":
             way_out = (

@@ -184,9 +184,9 @@ class HookClipping:
         # What follows must come out alike on all ranks, or some wait for the others.
         if others and len(others) < len(found):
             raise PipelineError(
-                f"{scope.hook} takes one norm over weights or gradients of the module and over other tensors; every "
-                "process has the layers of its stages, and which of them have the others can't be told: take a norm "
-                "of each kind. What was computed from a weight is no weight any more"
+                f"{scope.hook} takes one norm over weights or gradients of the module and over other tensors, which "
+                "may be computed from weights. Every process has the layers of its stages, and it is unknown which "
+                "processes have the other tensors. Take a norm of each kind"
             )
         if elsewhere and (others or not scope.everywhere):
             elsewhere[0].refuse_use("takes a norm of")

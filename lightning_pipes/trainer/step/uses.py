@@ -106,8 +106,8 @@ def warn_without_uses(module: pl.LightningModule, schedule: Schedule | Policy, r
     if ranks > 1 and isinstance(schedule, Policy) and not isinstance(module, ChoosesLayers):
         owner = type(module).__name__
         rank_zero_warn(
-            f"schedule {schedule.name!r} has batches overlap that use different layers, and {owner} has no "
-            "layers_of_batch to say which: one batch is trained after another. Give it layers_of_batch, as a "
+            f"schedule {schedule.name!r} overlaps batches that use different layers, and {owner} has no "
+            "layers_of_batch to name them, so one batch is trained after another. Give it layers_of_batch, as a "
             "Supernet's module has it, or use a schedule for batches that use all layers, such as '1f1b'"
         )
 

@@ -99,9 +99,9 @@ class UncomparedLoss(Watcher):
             return
         self._batches = LABELLED_BATCHES
         rank_zero_warn(
-            f"The loss of {type(module).__name__}.training_step is not compared with those of its micro-batches, for "
-            f"{self._why}. Nothing was compared before that "
-            f"tells {found[0].name} from {other.name}. Micro-batches are weighed by their {found[0].name}; if "
+            f"The loss of {type(module).__name__}.training_step is not compared with those of its micro-batches: "
+            f"{self._why}. Batches before do not "
+            f"distinguish {found[0].name} from {other.name}. Micro-batches are weighed by their {found[0].name}; if "
             "the loss is a mean over the other, training differs from one process. Give the module "
             "microbatch_weight(batch), which returns the weight of a micro-batch, or set "
             "PipelineStrategy(microbatches=1)"

@@ -123,7 +123,7 @@ def _plan_script(script: str, options: argparse.Namespace) -> None:
         flag for flag in ("png", "html") if options.__dict__[flag]
     ]
     if given:
-        raise InputError(f"{given[0]} is for a plan by a profile; {script} itself says what it trains on")
+        raise InputError(f"{given[0]} is for a plan by a profile; {script} sets its own model, data and devices")
     if not Path(script).is_file():
         raise InputError(f"{script}: there is no such script")
     with tempfile.TemporaryDirectory() as folder:
