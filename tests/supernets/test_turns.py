@@ -81,7 +81,7 @@ def refused(rank: int, schedule: str | CSP, ranks: int, recompute: bool, device_
             10**6,
             "'1f1b' runs all layers for each batch, and has one version. Leave MemorySwap out, or",
         ),
-        ("pipedream", 2, False, 10**6, r"PipelineError: MemorySwap has the weight versions .*\(recompute=True\): a"),
+        ("pipedream", 2, False, 10**6, r"PipelineError: MemorySwap moves weight versions .*\(recompute=True\); else a"),
         ("csp", 2, False, 10**6, r"PipelineError: MemorySwap needs PipelineStrategy\(recompute=True\)"),
         (
             CSP(split_backward=True),
