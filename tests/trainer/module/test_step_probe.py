@@ -81,7 +81,5 @@ def test_what_needs_all_parameters_is_refused(make, streams, message):
 
 
 def test_what_cannot_be_told_is_said():
-    with pytest.warns(
-        UserWarning, match="unknown whether NeedsItsOwn steps each parameter by itself.*made for oth"
-    ):
+    with pytest.warns(UserWarning, match="unknown whether NeedsItsOwn steps each parameter by itself.*made for oth"):
         check_steps_apart([NeedsItsOwn(parameters(), lr=0.1)], streams=False)
