@@ -27,6 +27,9 @@ os.environ["LIGHTNING_PIPES_PROFILES"] = ""
 LATE = ("torch.profiler", "torch.distributed.fsdp", "torch.distributed.tensor", "hydra", "optuna", "tests.compat.rows")
 """Modules that ranks would import by themselves, in up to half a second."""
 
+MODELS = "transformers.models.llama.modeling_llama"
+"""What all models of transformers need, a second and a half of each rank."""
+
 QUICK = ("ir", "cost", "sim", "planning")
 """Rooms whose tests come late: they are many and short, so all workers end at the same time."""
 
@@ -77,7 +80,8 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     if (ranks := sys.modules.get("lightning_pipes.testing.ranks")) is not None:
-        ranks.PRELOAD += [*(name for name in LATE if name in sys.modules), "tests.warm"]
+        models = [MODELS] if "transformers" in sys.modules else []
+        ranks.PRELOAD += [*(name for name in LATE if name in sys.modules), *models, "tests.warm"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

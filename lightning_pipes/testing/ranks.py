@@ -36,11 +36,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from lightning_pipes.engine.watch import heartbeat
 
 
-def scale_timeout(seconds: float) -> float:
-    """Return `seconds` scaled by the load: twice the number of runnable processes per core, now or in the last minutes,
-    from 1 to 20. A hang on a quiet machine is still noticed soon."""
+def scale_timeout(seconds: float, least: float = 4.0) -> float:
+    """Return `seconds` of a quiet machine as a limit for slow and busy ones.
+
+    The factor is twice the number of runnable processes per core, now or in the last minutes, from `least` to 20.
+    """
     waiting = max(os.getloadavg()) / (os.cpu_count() or 1)
-    return seconds * min(max(1.0, 2 * waiting), 20.0)
+    return seconds * min(max(least, 2 * waiting), 20.0)
 
 
 # A store looks up the name of every client that connects, and answers no request meanwhile. A name server that loses
@@ -156,6 +158,7 @@ def _collect(
     while sentinels:
         left = started + scale_timeout(timeout) - time.monotonic()
         ready = wait([*open_readers, *sentinels], timeout=max(left, 0))
+        seconds = time.monotonic() - started
         for thing in ready:
             if thing in open_readers:
                 rank = open_readers.pop(thing)
@@ -169,7 +172,7 @@ def _collect(
                 processes[rank].join()
                 code = processes[rank].exitcode
                 value, error = replies.get(rank, (None, f"the process ended with exit code {code} without a result"))
-                results[rank] = RankResult(rank, value, error, code, time.monotonic() - started)
+                results[rank] = RankResult(rank, value, error, code, seconds)
         if not ready:  # the deadline
             for rank in sentinels.values():
                 processes[rank].kill()
@@ -315,13 +318,13 @@ def rank_of(env: Mapping[str, str]) -> int:
     return int(env.get("RANK", env.get("LOCAL_RANK", "0")))
 
 
-def wait_until(ready: Callable[[], object], seconds: float) -> bool:
-    """Return whether `ready()` became true within `seconds`."""
+def wait_until(ready: Callable[[], object], seconds: float, every: float = 0.1) -> bool:
+    """Return whether `ready()`, which is asked `every` so many seconds, became true within `seconds`."""
     until = time.monotonic() + seconds
     while not ready():
         if time.monotonic() > until:
             return False
-        time.sleep(0.1)
+        time.sleep(every)
     return True
 
 

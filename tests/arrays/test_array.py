@@ -41,7 +41,7 @@ def array_and_alone(rank: int, jobs: list[Job], size: int) -> tuple[list[Any], l
     return together, alone
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_siblings_are_what_they_are_alone(ranks: int, tmp_path: Path) -> None:
     """Dropout, shuffling, other batch sizes, epochs, clipping; two stop early, one fails in its loss, one is late."""
     jobs = [
@@ -337,7 +337,7 @@ def unequal(rank: int, size: int) -> list[Any]:
     return [(o.index, o.value, told_text(o.error)) for o in JobArray(size).run(jobs)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 6])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(6, marks=pytest.mark.slow)])
 def test_ranks_that_load_other_data_end_one_sibling_only(size: int) -> None:
     for result in run_ranks(unequal, 3, size, timeout=90):
         errors = {index: error for index, _, error in result}

@@ -16,8 +16,8 @@ from lightning_pipes import JobArray, PipelineStrategy
 from lightning_pipes.engine import allocator
 from lightning_pipes.testing.ranks import run_ranks
 
-SIBLINGS, BATCHES, ROWS, WIDTH = 4, 12, 16, 1 << 17
-WARM = 6
+SIBLINGS, BATCHES, ROWS, WIDTH = 3, 8, 16, 1 << 17
+WARM = 4
 """Batches of each sibling in which memory is touched for the first time."""
 
 

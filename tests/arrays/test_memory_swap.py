@@ -39,7 +39,7 @@ def with_and_without(rank: int, jobs: list[Job], size: int, *swap: Any) -> tuple
     return found[0], found[1], memory.statistics, memory.switching
 
 
-@pytest.mark.parametrize(("ranks", "bandwidth"), [(1, None), (2, None), (2, 1e7)])
+@pytest.mark.parametrize(("ranks", "bandwidth"), [(1, None), pytest.param(2, None, marks=pytest.mark.slow), (2, 1e7)])
 def test_bit_for_bit(ranks: int, bandwidth: float | None) -> None:
     """Six siblings on two slots; one joins late, one leaves early, one fails, one clips, batches differ."""
     jobs = [

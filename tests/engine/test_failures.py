@@ -14,7 +14,7 @@ import torch
 from lightning_pipes.engine import Engine, Item, PeerFailure, Stage
 from lightning_pipes.ir import Plan, PlanError, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.testing.ranks import watch_ranks
+from lightning_pipes.testing.ranks import scale_timeout, watch_ranks
 from lightning_pipes.testing.reference import Loopback
 from tests.engine.pipes import ROWS, batch, body, connect, layers, make_stages
 
@@ -39,7 +39,7 @@ def train(rank: int, what: str, victim: int, transport_name: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if what == "interrupt":
                 threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-                time.sleep(5)
+                time.sleep(60)  # until it comes
         return body(stage, item, span, received)
 
     model = layers(3)
@@ -60,7 +60,7 @@ def train(rank: int, what: str, victim: int, transport_name: str) -> None:
 def test_everybody_ends(what: str, victim: int, transport: str) -> None:
     outcomes = watch_ranks(train, RANKS, what, victim, transport, timeout=30)
     for o in outcomes:
-        assert o.seconds - outcomes[victim].seconds < 30, o  # on a busy machine
+        assert o.seconds - outcomes[victim].seconds < scale_timeout(10), o
         assert o.error, o
         if o.rank == victim:
             expected = {"raise": "no such token", "kill": "exit code -9", "interrupt": "KeyboardInterrupt"}[what]

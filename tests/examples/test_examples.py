@@ -1,4 +1,4 @@
-"""The examples run, shortened; each start of two processes takes ten seconds, so most are slow."""
+"""The examples run, shortened; most of those in interpreters of their own, which take ten seconds, are slow."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import lightning as L
 import pytest
 import torch
 
 from lightning_pipes.sim.shown.record import RunRecord
-from tests.launch.example import ROOT
+from lightning_pipes.testing.ranks import scale_timeout
+from tests.launch.example import ROOT, run_in_ranks
 
 SLOW = pytest.mark.slow
 SHORT = {
@@ -30,15 +32,15 @@ SHORT = {
 
 
 def run(script: str, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a script as its users do: under Lightning it starts other ranks by itself."""
     env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
     command = [sys.executable, str(ROOT / "examples" / script), *arguments]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=scale_timeout(120))
 
 
-def train(cwd: Path, model: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return run(
-        "train.py", cwd, f"model={model}", *SHORT[model], "pipeline.microbatches=4", "hydra.run.dir=out", *overrides
-    )
+def train(cwd: Path, model: str, *overrides: str, by: Any = run) -> subprocess.CompletedProcess[str]:
+    short = [f"model={model}", *SHORT[model], "pipeline.microbatches=4", "hydra.run.dir=out"]
+    return by("train.py", cwd, *short, *overrides)  # type: ignore[no-any-return]
 
 
 def check_output(found: subprocess.CompletedProcess[str], out: Path) -> None:
@@ -88,7 +90,7 @@ SYSTEMS = [
 @pytest.mark.parametrize(("schedule", "overrides"), SYSTEMS)
 def test_every_system(schedule: str, overrides: list[str], tmp_path: Path) -> None:
     """All five systems, and the choice among schedules, train the same model by a word, and leave the same things."""
-    check_output(train(tmp_path, "gpt", f"schedule={schedule}", *overrides), tmp_path / "out")
+    check_output(train(tmp_path, "gpt", f"schedule={schedule}", *overrides, by=run_in_ranks), tmp_path / "out")
     record = RunRecord.load(tmp_path / "out")
     assert record.plan.n_stages == 2
     assert record.measured is not None
@@ -97,7 +99,7 @@ def test_every_system(schedule: str, overrides: list[str], tmp_path: Path) -> No
 
 
 def test_minimal(tmp_path: Path) -> None:
-    found = run("minimal.py", tmp_path)
+    found = run_in_ranks("minimal.py", tmp_path)
     assert found.returncode == 0, found.stdout + found.stderr
     loss = re.search(r"^loss (\S+), bubble \d+%$", found.stdout, re.M)
     assert loss is not None
@@ -167,7 +169,7 @@ def test_multirun_by_optuna(model: str, trials: int, tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_end_in_a_sentence(overrides: list[str], said: str, tmp_path: Path) -> None:
-    found = run("train.py", tmp_path, *overrides)
+    found = run_in_ranks("train.py", tmp_path, *overrides, ranks=1)
     assert found.returncode == 1
     assert said in found.stderr
     assert "Traceback" not in found.stderr

@@ -23,9 +23,8 @@ def faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return benchmark
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if n else pytest.mark.slow) for n, name in enumerate(CASES)]
-)
+@pytest.mark.slow  # test_connecting.py and test_kills.py have the like on ranks
+@pytest.mark.parametrize("name", CASES)
 def test_all_end_and_go_on(name, faults):
     case = faults.Case(number=0, launcher="lightning", ranks=2, victim=1, act="kill", nth=2, **CASES[name])
     result = faults.try_one(case, SOON, faults.undisturbed(case.kind, 2))

@@ -40,7 +40,7 @@ CASES = {
     "rank 0, with the store": Case(2, (0,), "save", 5.0, rank_zero_hosts_store=True),
     "one of four": Case(4, (2,), "step", 5.0),
     "all for a while": Case(2, (0, 1), "batch end", 5.0, rank_zero_hosts_store=True, seconds=8.0),
-    "busy": Case(2, (1,), "forward", 2.0, harm="be busy"),
+    "busy": Case(2, (1,), "forward", 4.0, harm="be busy"),
 }
 
 
@@ -104,7 +104,7 @@ def test_a_stopped_rank_is_declared_dead(name, outcomes):
         if o.rank != victim:
             assert who in o.error
             assert "PeerFailure" in o.error
-            assert o.seconds < outcomes[name][victim].seconds  # which could go on after that only
+            assert o.seconds <= outcomes[name][victim].seconds  # which could go on after that only
     own = outcomes[name][victim].error
     assert who in own, "a rank that goes on does not learn that it was given up"
 
@@ -115,7 +115,7 @@ def test_who_was_only_late_is_not_declared_dead(name, outcomes):
     for o in outcomes[name]:
         assert o.error == ""
         assert o.value["steps"] == EPOCHS * STEPS
-    assert outcomes[name][0].seconds > 5
+    assert outcomes[name][0].seconds > CASES[name].timeout
 
 
 def test_silence_is_measured_in_the_time_of_who_listens():

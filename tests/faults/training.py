@@ -108,7 +108,7 @@ def requeue() -> None:
     time.sleep(0.01)
 
 
-BUSY_SECONDS = 5.0
+BUSY_SECONDS = 9.0
 HARM: dict[str, Callable[[], None]] = {
     "kill": kill,
     "raise": fail,

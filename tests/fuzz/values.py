@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_pipes.testing.ranks import scale_timeout
+
 NAN, INF = math.nan, math.inf
 
 
@@ -95,10 +97,10 @@ def deadline(seconds: float, what: object) -> Iterator[None]:
     """Raises where the block does not end in time: what hangs is found, and named."""
 
     def late(*_: object) -> None:
-        raise TimeoutError(f"no end after {seconds} s: {what}")
+        raise TimeoutError(f"no end after {limit:.0f} s: {what}")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    limit, before = scale_timeout(seconds), signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, limit)
     try:
         yield
     finally:

@@ -1,14 +1,18 @@
-"""The example as a process of its own."""
+"""The examples in processes of their own, and on ranks."""
 
 from __future__ import annotations
 
+import io
 import os
+import runpy
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
-from lightning_pipes.testing.ranks import TOKEN, scale_timeout
+from lightning_pipes.testing.ranks import TOKEN, rank_environment, run_ranks, scale_timeout
 
 ROOT = Path(__file__).parents[2]
 STARTUP = ROOT / "tests" / "startup"
@@ -33,6 +37,30 @@ def environment(token: str) -> dict[str, str]:
     """What to add to the environment; one thread a process, so that sums are the same whatever starts it."""
     path = f"{STARTUP}{os.pathsep}{ROOT}"
     return {TOKEN: token, "PYTHONPATH": path, "RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
+
+
+def run_main(rank: int, script: str, cwd: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    os.chdir(cwd)
+    if os.environ["WORLD_SIZE"] == "1":  # as started by hand
+        for name in rank_environment(0, 1, "", 0):
+            del os.environ[name]
+    path = ROOT / "examples" / script
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.parent))
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else int(bool(end.code))
+            print(end.code, file=sys.stderr)
+    return subprocess.CompletedProcess(sys.argv, status, out.getvalue(), err.getvalue())
+
+
+def run_in_ranks(script: str, cwd: Path, *arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    """Run a script on ranks that have loaded what it imports; its outcome is that of rank 0."""
+    found, *_ = run_ranks(run_main, ranks, script, cwd, arguments, timeout=120)
+    return found  # type: ignore[no-any-return]
 
 
 def wait_until(ready: Callable[[], object], agents: list[subprocess.Popen[str]]) -> None:

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from lightning_pipes.engine.watch import launcher
-from lightning_pipes.testing.ranks import find_processes
+from lightning_pipes.testing.ranks import find_processes, scale_timeout
 from tests.launch.example import environment
 from tests.launch.fit import HEARTBEAT_TIMEOUT, STOPS
 
@@ -59,13 +59,13 @@ class Script:
     def end(self, but: int | None = None) -> tuple[int | None, str]:
         """The exit status of the launcher, and what was said; all processes end soon, `but` for a rank that is stopped,
         which may stay."""
-        until = time.monotonic() + SOON
+        until = time.monotonic() + scale_timeout(SOON)
         stays = "-1" if but is None else (self.folder / f"started{but}").read_text()
         while any(str(pid) != stays for pid in find_processes(self.token)):
             assert time.monotonic() < until, "processes are left"
             self.launched.poll()
             time.sleep(0.05)
-        return self.launched.wait(5), (self.folder / "said").read_text()
+        return self.launched.wait(scale_timeout(15)), (self.folder / "said").read_text()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from lightning_pipes.engine.watch.rendezvous import agree_on_name, launcher_stor
 from lightning_pipes.engine.watch.shared_store import run_store
 from lightning_pipes.tune.run_name import run_name
 
-SOON = timedelta(seconds=20)
+SOON = timedelta(seconds=60)
 
 
 @pytest.fixture

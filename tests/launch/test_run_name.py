@@ -59,6 +59,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.skipif(bool(namespaces.unavailable_reason()), reason=namespaces.unavailable_reason())
 def test_another_user_of_another_host_does_not_name_a_run(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from lightning_pipes.testing import namespaces
 from lightning_pipes.testing.ranks import find_processes, scale_timeout
-from tests.launch.example import EPOCHS, SCRIPT, SETTINGS, environment, wait_until
+from tests.launch.example import EPOCHS, SCRIPT, SETTINGS, environment, run_in_ranks, wait_until
 
 Start = Callable[[int, list[str], dict[str, str], Path], "subprocess.Popen[str]"]
 """Starts a command on one of the hosts, in a directory."""
@@ -105,10 +105,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Training:
 
 
 def test_the_result_of_one_process(undisturbed, tmp_path):
-    """One stage in one process, without torchrun: the same numbers up to rounding."""
-    command = [sys.executable, SCRIPT, *SETTINGS, "trainer.devices=1"]
-    env = {**os.environ, **environment("one process")}
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, env=env)
+    """One stage in one process: the same numbers up to rounding."""
+    found = run_in_ranks("train.py", tmp_path, *SETTINGS, "trainer.devices=1", ranks=1)
+    assert found.returncode == 0, found.stdout + found.stderr
     (last,) = tmp_path.glob("outputs/**/last.ckpt")
     check_near(Training(last.parent.parent, ""), undisturbed)
     assert undisturbed.attempts == 1

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
-import subprocess
+import io
+import runpy
 import sys
+from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lightning_pipes.testing.ranks import run_ranks
 from tests.packaging.json_keys import literal_keys
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -18,19 +22,7 @@ FILES = sorted(FOLDER.rglob("*.py"))
 SCRIPTS = [
     path for path in FILES if "_parser(__doc__" in (text := path.read_text()) or "ArgumentParser(description" in text
 ]
-
-START = """
-import contextlib, io, runpy, sys
-for path in sys.argv[1:]:
-    sys.argv = [path, "--help"]
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said):
-            runpy.run_path(path, run_name="__main__")
-    except SystemExit as end:
-        assert not end.code, (path, end.code)
-    print(path, "--quick" in said.getvalue())
-"""
+QUICK = {path.name for path in FOLDER.glob("[a-z]*.py")} - {"netlab.py"}
 
 
 def missing(path: Path) -> list[str]:
@@ -70,13 +62,25 @@ def test_what_a_benchmark_imports_is_there(path):
     assert missing(path) == []
 
 
-@pytest.mark.slow
-def test_all_start():
-    command = [sys.executable, "-c", START, *map(str, SCRIPTS)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr
-    started = dict(line.rsplit(" ", 1) for line in ended.stdout.splitlines())
-    assert set(started) == set(map(str, SCRIPTS))
+def start_all(rank: int) -> dict[str, tuple[Any, str]]:
+    """How each script ends that is asked for its options, and what it says, in one process."""
+    ended: dict[str, tuple[Any, str]] = {}
+    for path in SCRIPTS:
+        sys.argv, out = [str(path), "--help"], io.StringIO()
+        code: Any = 0
+        try:
+            with redirect_stdout(out):
+                runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        ended[str(path.relative_to(FOLDER))] = code, out.getvalue()
+    return ended
+
+
+def test_all_start() -> None:
+    (ended,) = run_ranks(start_all, 1, timeout=120)
+    assert {name: code for name, (code, _) in ended.items() if code} == {}
+    assert {name for name, (_, said) in ended.items() if "--quick" in said and "--json" in said} >= QUICK
 
 
 def test_keys_of_json_are_measured() -> None:

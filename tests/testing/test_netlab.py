@@ -32,22 +32,22 @@ def lab() -> Iterator[NetLab]:
         yield lab
 
 
-def speed(competition: Competition, seconds: float = 0.4) -> float:
+def speed(*traffic: Competition, seconds: float = 0.4) -> float:
     """Bytes per second that come through, once a change has taken hold."""
     time.sleep(0.2)
-    before, began = competition.received, time.monotonic()
+    before, began = sum(each.received for each in traffic), time.monotonic()
     time.sleep(seconds)
-    return (competition.received - before) / (time.monotonic() - began)
+    return (sum(each.received for each in traffic) - before) / (time.monotonic() - began)
 
 
-def assert_speed(competition: Competition, bandwidth: float) -> None:
-    """That many bytes per second come through, to 10 %, and never more; on a busy machine less for a while."""
-    for _ in range(8):
-        found = speed(competition)
-        assert found < 1.1 * bandwidth
-        if found > 0.9 * bandwidth:
-            return
-    raise AssertionError(f"{found:.3g} bytes a second come through of {bandwidth:.3g}")
+def assert_speed(bandwidth: float, *traffic: Competition, within: float = 0.0) -> None:
+    """That many bytes per second come through, to 10 % or `within`. On a busy machine it may be less for a while, and
+    then more: what has waited for the process that receives it."""
+    found: list[float] = []
+    until = time.monotonic() + scale_timeout(10)
+    while not found or found[-1] != pytest.approx(bandwidth, rel=0.1, abs=within):
+        assert time.monotonic() < until, f"{found} bytes a second come through of {bandwidth:.3g}"
+        found.append(speed(*traffic))
 
 
 @pytest.mark.alone
@@ -56,7 +56,7 @@ class TestShaping:
         with lab.compete_on(0, 1, flows=2) as traffic:
             for bandwidth in (4e6, 1e6, 1e7):
                 lab.shape(bandwidth, [(0, 1)])
-                assert_speed(traffic, bandwidth)
+                assert_speed(bandwidth, traffic)
 
     def test_what_is_less_urgent_waits(self) -> None:
         with NetLab(2, 2e6, bands=True) as lab, lab.compete_on(0, 1) as bulk:
@@ -64,30 +64,30 @@ class TestShaping:
                 sender.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, 2)
             time.sleep(1.0)  # what was sent before is through
             with lab.compete_on(0, 1) as urgent:
-                assert_speed(urgent, 2e6)
-                assert speed(bulk) < 0.1 * 2e6
-            assert_speed(bulk, 2e6)
+                assert_speed(2e6, urgent)
+                assert_speed(0.0, bulk, within=0.1 * 2e6)
+            assert_speed(2e6, bulk)
 
     def test_each_direction_and_cable_has_its_own(self, lab: NetLab) -> None:
         lab.shape(2e6, [(0, 1)])
         lab.shape(6e6, [(1, 0)])
         lab.shape(4e6, [(2, 0)])  # the ring is closed
         with lab.compete_on(0, 1) as there, lab.compete_on(1, 0) as back, lab.compete_on(2, 0) as around:
-            assert_speed(there, 2e6)
-            assert_speed(back, 6e6)
-            assert_speed(around, 4e6)
+            assert_speed(2e6, there)
+            assert_speed(6e6, back)
+            assert_speed(4e6, around)
 
     def test_none_takes_the_limit_away(self, lab: NetLab) -> None:
         lab.shape(2e6)
         lab.shape(None)
         assert set(lab.links.values()) == {Link()}
         with lab.compete_on(0, 1) as traffic:
-            assert speed(traffic) > 1e8
+            assert speed(traffic) > 1e7  # a hundred times as much on a quiet machine
 
     def test_set_times(self, lab: NetLab) -> None:
         lab.shape(8e6)
         with lab.play_changes([(0.0, 2e6, [(0, 1)]), (60.0, 1e6, None)]), lab.compete_on(0, 1) as traffic:
-            assert_speed(traffic, 2e6)
+            assert_speed(2e6, traffic)
         assert lab.links[0, 1].bandwidth == 2e6  # what is set for later is not done any more
         assert lab.links[1, 0].bandwidth == 8e6
 
@@ -95,13 +95,7 @@ class TestShaping:
         lab.shape(6e6, [(0, 1)])
         with lab.compete_on(0, 1) as one, lab.compete_on(0, 1, flows=3, on=0.05, off=0.05) as others:
             time.sleep(0.5)
-            for _ in range(8):  # on a busy machine less comes through for a while
-                before, began = one.received + others.received, time.monotonic()
-                time.sleep(0.4)
-                both = (one.received + others.received - before) / (time.monotonic() - began)
-                if both > 0.9 * 6e6:
-                    break
-        assert both == pytest.approx(6e6, rel=0.1)
+            assert_speed(6e6, one, others)
         assert one.received < 0.9 * (one.received + others.received)
         assert others.received > 0
 
@@ -132,13 +126,14 @@ def test_ranks_find_the_links_as_they_were_set(lab: NetLab) -> None:
     lab.shape(8e6)
     lab.shape(2e6, [(1, 2)])
     asked = {(0, 1): 8e6, (1, 0): 8e6, (1, 2): 2e6, (2, 1): 8e6}
-    for _ in range(5):  # others on this machine may hold messages up for as long as a measurement takes
+    seen: list[dict[tuple[int, int], float]] = []
+    right = set[tuple[int, int]]()
+    while right < set(asked):  # others on this machine may hold messages up for as long as a measurement takes
+        assert len(seen) < 12, seen
         found = lab.run_ranks(measured, timeout=60)
         assert [name for name, _ in found] == [GlooTransport.__name__] * 3
-        bandwidths = {key: link.bandwidth for _, each in found for key, link in each.items()}
-        if bandwidths == pytest.approx(asked, rel=0.1):
-            break
-    assert bandwidths == pytest.approx(asked, rel=0.1)
+        seen.append({key: link.bandwidth for _, each in found for key, link in each.items()})
+        right |= {key for key, bandwidth in seen[-1].items() if bandwidth == pytest.approx(asked[key], rel=0.1)}
     assert lab.links[1, 2] == Link(2e6, burst=GOODPUT * 8192)
 
 
@@ -146,7 +141,7 @@ def test_ranks_find_the_links_as_they_were_set(lab: NetLab) -> None:
 def test_a_command_on_every_host(tmp_path: Path, ends: str, code: int) -> None:
     command = ["sh", "-c", f"echo $WORLD_SIZE $MASTER_ADDR > {tmp_path}/$RANK; {ends}"]
     netlab = [sys.executable, "-m", "benchmarks.netlab", "run", "-n", "2", "--bandwidth", "1e6", "--"]
-    ran = subprocess.run([*netlab, *command], cwd=Path(__file__).parents[2], check=False, timeout=60)
+    ran = subprocess.run([*netlab, *command], cwd=Path(__file__).parents[2], check=False, timeout=600)
     assert ran.returncode == code
     ranks = ("0", "1") if not code else ("1",)  # who has not ended when another fails is killed
     assert [(tmp_path / rank).read_text() for rank in ranks] == [f"2 {namespaces.host_address(0)}\n"] * len(ranks)

@@ -140,6 +140,8 @@ def trained(rank: int, cases: dict[str, tuple[Case, dict[str, Any]]], folder: st
             decider._profiles.clear()
             for where, value in replaced.items():
                 patch.setattr(decider, where, partial(constant, value[rank] if isinstance(value, tuple) else value))
+            if name == "tiny":
+                patch.setattr(layer_profiler, "WORTH_MEASURING", 600.0)  # on a slow machine they take long, too
             if case.trainer.get("seconds"):
                 patch.setattr(layer_profiler.LayerProfiler, "profile", faked(case.trainer.pop("seconds"), rank))
                 patch.setattr(Trials, "run", as_predicted)
@@ -495,6 +497,7 @@ class LitMeta(pl.LightningModule):
 
 def skipped(rank: int, folder: str) -> dict[str, str]:
     quiet()
+    layer_profiler.WORTH_MEASURING = 600.0  # on a slow machine a step of small layers takes long, too
 
     def why(module: Any, loader: Any, **settings: Any) -> str:
         options = {"limit_train_batches": 2, "max_epochs": 1, **settings}

@@ -122,7 +122,7 @@ def test_a_script_with_lightnings_launcher(tmp_path: Path, expected: Any) -> Non
     left = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by trainings in this process
     env = {k: v for k, v in os.environ.items() if k not in left}
     command = [sys.executable, str(APP), "fit", "--config=printed.yaml"]
-    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
     (checkpoint,) = tmp_path.rglob("*.ckpt")
     weights = torch.load(checkpoint, weights_only=True)["state_dict"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -23,42 +24,32 @@ BY_UNITS = {"hrm_text": "equal", "diffusion_gemma": "equal", "segformer": "diffe
 """Families that are cut by units only, and how they end: segformer, whose hooks collect outputs, normalises batches."""
 
 
-def trained(rank: int, file: str) -> None:
+def trained(rank: int, folder: str) -> None:
     from benchmarks.hf_families import compare
 
-    compare(rank, [*FAMILIES], file)
+    compare(rank, [*FAMILIES], f"{folder}/layers")
+    compare(rank, [*BY_UNITS], f"{folder}/units", {"module": "", "microbatches": 2})
 
 
-def trained_by_units(rank: int, file: str) -> None:
-    from benchmarks.hf_families import compare
+@cache
+def results() -> dict[str, list[dict[str, Any]]]:
+    """What is found of each model, by how it is cut."""
+    with TemporaryDirectory() as folder:
+        run_ranks(trained, 2, folder, timeout=480)
+        return {path.name: [*map(json.loads, path.read_text().splitlines())] for path in Path(folder).iterdir()}
 
-    compare(rank, [*BY_UNITS], file, {"module": "", "microbatches": 2})
 
-
-def test_families_by_units(tmp_path: Path) -> None:
-    file = tmp_path / "results"
-    run_ranks(trained_by_units, 2, str(file), timeout=240)
-    found = [json.loads(line) for line in file.read_text().splitlines()]
+def test_families_by_units() -> None:
+    found = results()["units"]
     assert {(each["family"], each["outcome"]) for each in found} == {*BY_UNITS.items()}
     padded = [each["weighed"] for each in found if each["variant"] == "padded" and each["outcome"] == "equal"]
     assert len(padded) == 2
     assert all("labels in batch['labels'] that are not -100" in said for said in padded)
 
 
-@cache
-def results(file: str) -> list[dict[str, Any]]:
-    run_ranks(trained, 2, file, timeout=240)
-    return [json.loads(line) for line in Path(file).read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("families") / "results")
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family(family, file):
-    found = {each["variant"]: each for each in results(file) if each["family"] == family}
+def test_a_family(family: str) -> None:
+    found = {each["variant"]: each for each in results()["layers"] if each["family"] == family}
     assert [(each["outcome"], each["said"]) for each in found.values()] == [("equal", "")] * 2
     assert found["default"]["cut"] == FAMILIES[family]
     assert "labels in batch['labels'] that are not -100" in found["padded"]["weighed"]

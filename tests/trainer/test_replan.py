@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import cache
 from tempfile import mkdtemp
 from typing import Any
@@ -20,13 +19,14 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.plan import prediction
 from lightning_pipes.trainer.plan.layer_profiler import LayerProfiler
 from lightning_pipes.trainer.plan.trial import Trial, Trials
-from tests.trainer.lit import WIDTH, Case, Lit, differences, train
+from tests.trainer.lit import WIDTH, Case, Lit, SleptTime, differences, train
 
 BATCHES = 24
 SLOW_FROM = 6
 PLANNER = {"every": 4, "windows": 2}
 LAYERS = 8
 _slow = {"rank": -1}
+_time = SleptTime()
 
 
 class Pause(torch.autograd.Function):
@@ -45,7 +45,7 @@ class Pause(torch.autograd.Function):
 
 def pause(seconds: float) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    time.sleep(seconds * (3 if rank == _slow["rank"] else 1))
+    _time.sleep(seconds * (3 if rank == _slow["rank"] else 1))
 
 
 class Paced(nn.Module):
@@ -93,6 +93,7 @@ def as_predicted(self: Any, made: Any, *_: Any) -> Trial:
 def corrected(rank: int, folder: str) -> tuple[dict[str, Any], list[list[int]], str, float | None]:
     """A run by a profile that is wrong: what it leaves, who had how many layers, and what its report says."""
     with pytest.MonkeyPatch.context() as patch:
+        _time.patch(patch)
         patch.setattr(LayerProfiler, "profile", faked)
         patch.setattr(Trials, "run", as_predicted)
         patch.setattr(prediction, "FEWEST", 4)
@@ -131,7 +132,9 @@ def runs(rank: int, names: tuple[str, ...], folder: str) -> list[tuple[Any, ...]
         elif schedule == "dynpipe":
             strategy["schedule_args"] = PLANNER
         options = {"max_steps": BATCHES, "max_epochs": -1, "limit_val_batches": 0, "callbacks": [sees]}
-        out = train(Case(LitPaced, {}, strategy, options), 2, f"{folder}/{n}")
+        with pytest.MonkeyPatch.context() as patch:
+            _time.patch(patch)
+            out = train(Case(LitPaced, {}, strategy, options), 2, f"{folder}/{n}")
         found.append((out, sees.sizes))
     return found
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +285,12 @@ def resume(rank: int, folder: str, names: tuple[str, ...], processes: int, repli
     return found
 
 
-def compare(folder: Path, ranks: list[dict[str, Any]]) -> None:
+def train_and_resume(rank: int, folder: str, parts: tuple[str, ...]) -> tuple[dict[str, Any], list[Any]]:
+    """In the same processes, which have learnt by then how to run operations of DTensors."""
+    return train_sharded(rank, folder, tuple(CASES), 4), resume(rank, folder, ("tensors", *parts), 4, 2, 1)
+
+
+def compare(folder: Path, ranks: Sequence[dict[str, Any]]) -> None:
     """Compare what was trained with one process, from weights that begin on the CPU, on `meta` or in a file."""
     whole = {}
     for name in ranks[0]:
@@ -318,16 +324,16 @@ def test_two_stages_of_two_shards_are_one_process(tmp_path):
     weights = GPT(HEADS, 2 * WIDTH).state_dict()
     del weights["head.weight"]  # which is that of the embedding
     save_file(weights, tmp_path / FILE)
-    ranks = run_ranks(train_sharded, 4, str(tmp_path), tuple(CASES), 4, timeout=200)
+    parts = ("parts", "tensor parts")
+    ranks, again = zip(*run_ranks(train_and_resume, 4, str(tmp_path), parts, timeout=300), strict=True)
     compare(tmp_path, ranks)
     check_parts(tmp_path / "parts", 2)
     check_parts(tmp_path / "tensor parts", 2)
     further = train(tmp_path / "plain on", resume=tmp_path / "plain")["logged"]
     resumed = [train(tmp_path / "on", resume=tmp_path / "parts.ckpt")["logged"]]
-    parts = ("parts", "tensor parts")
     resumed += resume(0, str(tmp_path), parts, 1, 1, 1)
     resumed += [e for r in run_ranks(resume, 2, str(tmp_path), ("fsdp", *parts), 2, 1, 1, timeout=90) for e in r]
-    resumed += [e for r in run_ranks(resume, 4, str(tmp_path), ("tensors", *parts), 4, 2, 1, timeout=90) for e in r]
+    resumed += [logged for found in again for logged in found]
     for logged in resumed:
         assert differences(logged, further, tolerance=1e-10) == []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from dataclasses import replace
 from itertools import pairwise
@@ -33,7 +32,7 @@ from lightning_pipes.trainer.plan.profile_cache import (
     describe_module,
 )
 from lightning_pipes.trainer.plan.request import RunRequest
-from tests.trainer.lit import Keeper, Lit, data, differences, plain_values, quiet
+from tests.trainer.lit import Keeper, Lit, SleptTime, data, differences, plain_values, quiet
 from tests.trainer.loop.streamed import ROWS, Streamed, stale
 from tests.trainers import make_trainer
 
@@ -61,6 +60,9 @@ class LitKeeping(LitNumbers):
         return super().training_step(batch, batch_idx)
 
 
+TIME = SleptTime()
+
+
 class Uneven(nn.Module):
     """A layer that takes a millisecond for a sample, and twelve on the second rank of the first stage."""
 
@@ -69,7 +71,7 @@ class Uneven(nn.Module):
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(1e-3 * len(x) * (12 if dist.is_initialized() and dist.get_rank() == 1 else 1))
+        TIME.sleep(1e-3 * len(x) * (12 if dist.is_initialized() and dist.get_rank() == 1 else 1))
         return self.inner(x)  # type: ignore[no-any-return]
 
 
@@ -127,8 +129,10 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
     found["sharded"] = fit(f"{folder}/sharded", "1f1b", [1, 2], 3, strategy={"checkpoint": "sharded"})
     looks = {"every": 2, "windows": 2}
     uneven: dict[str, Any] = {"degrees": [2, 1], "ranks": 3, "module": LitUneven, "max_epochs": 2}
-    found["balanced"] = fit(f"{folder}/balanced", "1f1b", strategy={"replan": looks}, **uneven)
-    found["streamed"] = fit(f"{folder}/streamed", "dynpipe", m=1, strategy={"schedule_args": looks}, **uneven)
+    with pytest.MonkeyPatch.context() as patch:
+        TIME.patch(patch)
+        found["balanced"] = fit(f"{folder}/balanced", "1f1b", strategy={"replan": looks}, **uneven)
+        found["streamed"] = fit(f"{folder}/streamed", "dynpipe", m=1, strategy={"schedule_args": looks}, **uneven)
     refused = {
         "policy": ([2, 1], {"schedule": "ready"}, PlanError),
         "auto": ([2, 1], {"schedule": "auto", "strategy": {"partition": "auto"}}, PlanError),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from lightning_pipes.testing.neighbours import Neighbour
 from lightning_pipes.tune import interference
 from lightning_pipes.tune.cli import main
 from lightning_pipes.tune.interference import NONE, Background, NeighbourWindow
+from tests.trainer.lit import SleptTime
 
 STAGE = HostedStage(1, 8, 0.01, 0.02, 1e6, 1e6, 1e5, 1e4)
 
@@ -34,20 +36,34 @@ def made_windows() -> list[NeighbourWindow]:
     return found
 
 
-@pytest.mark.alone
 @pytest.mark.skipif(sys.platform != "linux", reason="neighbours are pinned by Linux")
 def test_windows_are_measured_beside_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that computes all the time on the same core takes about half of it: the slow one is found."""
-    core = max(os.sched_getaffinity(0))
-    beside = [Background("spin", lambda: Neighbour("spin", core=core)), Background(NONE, nullcontext)]
+    """By a clock that only stages move, a neighbour takes half of the core: the slow windows are found."""
+    core, clock, took, step = max(os.sched_getaffinity(0)), SleptTime(), [0.01], interference.TimedStage.step
+
+    @contextmanager
+    def crowded() -> Iterator[None]:
+        with Neighbour("spin", core=core):
+            took[0] = 0.02
+            yield
+        took[0] = 0.01
+
+    def timed(stage: interference.TimedStage) -> tuple[float, float]:
+        assert step(stage) == (0.0, 0.0)
+        clock.pass_by(took[0])
+        return took[0] / 3, took[0]
+
+    monkeypatch.setattr(interference, "time", clock)
+    monkeypatch.setattr(interference.TimedStage, "step", timed)
+    beside = [Background("spin", crowded), Background(NONE, nullcontext)]
     monkeypatch.setattr(interference, "settings", lambda *_: beside)
     monkeypatch.setattr(interference, "PASSES", 2)
     told: list[float] = []
     windows = interference.collect_windows(True, 0.05, lambda text, done: told.append(done))
     assert len(windows) == 2 * 5 * 2  # surroundings, kinds of stages, halves
     assert {window.kind for window in windows} == {"mlp", "attention", "convolution", "embedding", "elementwise"}
-    slow, fast = (np.median([w.ratio for w in windows if w.neighbour == kind]) for kind in ("spin", NONE))
-    assert slow > fast
+    assert [w.ratio for w in windows] == pytest.approx([2.0 if w.neighbour == "spin" else 1.0 for w in windows])
+    assert all(w.stage.backward == pytest.approx(0.02 / 3) for w in windows)
     assert told[0] == 0.0
 
 

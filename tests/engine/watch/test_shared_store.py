@@ -10,7 +10,7 @@ import pytest
 from lightning_pipes.engine.watch.shared_store import LOOPBACK, hold_port, store_on_loopback
 from lightning_pipes.ir import PipelineError
 
-SOON = timedelta(seconds=20)
+SOON = timedelta(seconds=60)
 
 
 def test_who_holds_a_port_hosts_a_store_there_and_nobody_else() -> None:

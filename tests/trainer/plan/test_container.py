@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from functools import cache
 from pathlib import Path
@@ -20,10 +19,13 @@ from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.module.pipelined import find_pipelined
 from lightning_pipes.trainer.plan.container import Clock, warn_about_outside
-from tests.trainer.lit import differences, quiet
+from tests.trainer.lit import SleptTime, differences, quiet
 from tests.trainers import make_trainer
 
 WIDTH = 6
+
+
+TIME = SleptTime()
 
 
 class Slow(nn.Module):
@@ -36,7 +38,7 @@ class Slow(nn.Module):
         self.back = nn.Linear(width, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.seconds)
+        TIME.pass_by(self.seconds)
         return self.back(self.linear(x))
 
 
@@ -92,6 +94,7 @@ CONTAINER: dict[str, Any] = {"partition": "parameters", "microbatches": 1, "reco
 
 def chosen(rank: int, folder: str) -> dict[str, Any]:
     quiet()
+    TIME.patch(pytest.MonkeyPatch())
     pl.seed_everything(3, verbose=False)
     module = LitHeads()
     fit = trainer(2, strategy=PipelineStrategy(**CONTAINER))
@@ -141,6 +144,7 @@ def test_training_sees_nothing_of_it() -> None:
 def resumed(rank: int, path: str) -> list[str]:
     """What is cut in a run that goes on, where train_dataloader has to wait and nothing can be measured."""
     quiet()
+    TIME.patch(pytest.MonkeyPatch())
 
     class WithData(LitHeads):
         def train_dataloader(self) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.plan import profile_cache
 from lightning_pipes.trainer.plan.profile_cache import VARIABLE, ProfileCache, clear_profiles, find_cache
 from lightning_pipes.tune.cli.main import main
-from tests.trainer.lit import quiet
+from tests.trainer.lit import SleptTime, quiet
 from tests.trainers import make_trainer
 
 PROFILE = ModelProfile((LayerProfile("one", ((1, 0.5),), ((1, 1.0),)),))
@@ -91,6 +90,9 @@ def test_the_command_removes_them(
     assert [*tmp_path.iterdir()] == []
 
 
+TIME = SleptTime()
+
+
 class Slow(nn.Linear):
     """A layer that takes as long as is said, and counts its forwards."""
 
@@ -102,7 +104,7 @@ class Slow(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         Slow.forwards += 1
-        time.sleep(self.seconds)
+        TIME.sleep(self.seconds)
         return super().forward(x)
 
 
@@ -124,6 +126,7 @@ class LitSlow(pl.LightningModule):
 def train(rank: int, folder: str) -> tuple[int, Any]:
     """Return the forwards before training and the decision."""
     quiet()
+    TIME.patch(pytest.MonkeyPatch())
     os.environ[VARIABLE] = folder
     strategy = PipelineStrategy("1f1b", microbatches=4)
     trainer = make_trainer(strategy=strategy, max_steps=1)

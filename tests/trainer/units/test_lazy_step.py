@@ -16,11 +16,13 @@ from torch import nn
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.private_transformers import install_output_hooks
+from lightning_pipes.trainer.units import timing
 from lightning_pipes.trainer.units.borders import Borders, match_starts, merge_units
 from lightning_pipes.trainer.units.lazy_step import LazyStep
 from lightning_pipes.trainer.units.recording import StepRecord, UnitLayout, record_step
 from lightning_pipes.trainer.units.timing import measure_units
 from lightning_pipes.trainer.units.trace import map_leaves, tensors_of
+from tests.trainer.lit import SleptTime
 from tests.trainer.units.library_zoo import HUGGING_FACE, VISION
 from tests.trainer.units.zoo import CASES, Case, classify
 
@@ -186,18 +188,21 @@ def test_modules_that_no_border_divides_are_one_unit() -> None:
     assert not {"counting", "writing", "deferring"} & opened, "these leave something behind"
 
 
+CLOCK = SleptTime()
+
+
 class Sleep(torch.autograd.Function):
     """Passes a tensor on; forward and backward last."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
         ctx.seconds = backward
-        time.sleep(forward)
+        CLOCK.pass_by(forward)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        time.sleep(ctx.seconds)
+        CLOCK.pass_by(ctx.seconds)
         return gradient, None, None
 
 
@@ -214,15 +219,16 @@ class Slow(nn.Module):
         return x
 
 
-def test_borders_balance_measured_time() -> None:
+def test_borders_balance_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "perf_counter", CLOCK.perf_counter)
     torch.manual_seed(0)
     case = Case(Slow().double(), (torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 4), classify)
     found = record(case)
     seconds = measure(case, found)
     assert seconds is not None
     sleeps = [n for n, unit in enumerate(found.units) if unit.name == "Sleep.apply"]
-    assert [0.04 <= seconds[sleeps[0]] < 0.07, 0.08 <= seconds[sleeps[1]] < 0.11] == [True, True], seconds
-    assert sum(seconds) - sum(seconds[n] for n in sleeps) < 0.04, "the others have none of it"
+    assert [seconds[n] for n in sleeps] == pytest.approx([0.04, 0.08])
+    assert sum(seconds) == pytest.approx(0.12), "the others have none of it"
     border = Borders(found, seconds).choose(2)[1]
     assert sleeps[0] < border <= sleeps[1]
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pipes import MemorySwap, PipelineStrategy
 from lightning_pipes.arrays.array import JobArray
 from lightning_pipes.ir import InputError
-from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.testing.ranks import run_ranks, scale_timeout
 from lightning_pipes.trainer.verify import reference
 from tests.trainer.lit import Lit, data, quiet
 from tests.trainer.verify.faults import EQUAL, FAULTS, FOUND, Fault, Net, Search, found, patched, trained
@@ -411,7 +411,7 @@ def ended(rank: int) -> list[str]:
             fitted(kind(), verify=2)
         except Exception as error:
             said.append(str(error))
-        assert time.monotonic() - started < 40
+        assert time.monotonic() - started < scale_timeout(40)
     return said
 
 
