@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.engine import Cell, gpt_parts, make_problem, make_stages
+from benchmarks.engine import Cell, gpt_parts, make_problem
 from benchmarks.papers.kfkb.links import Measured, Trial, bandwidth, measure, ordered
 from lightning_pipes.cost import CostModel
 from lightning_pipes.engine import Item, Stage
@@ -29,30 +29,46 @@ from lightning_pipes.testing.netlab import NetLab
 # ---- Real GPTs of two stages in place of emulated ones, for steps over really shaped links.
 
 
-@dataclass(frozen=True)
-class GPT(Trial):
-    """The GPT of `engine.py`, two samples a micro-batch; `forward` is what messages are measured in."""
+Problem = tuple[Sequence[nn.Module], torch.Tensor, torch.Tensor, Callable[[Any, torch.Tensor], torch.Tensor]]
+"""The stages' modules, the batch, the target and the loss."""
 
-    @property
-    def cell(self) -> Cell:
-        """What `engine.py` calls it."""
-        return Cell("1f1b", self.stages, self.microbatches, "gpt")
+
+class Real(Trial):
+    """Real stages; `forward` is what messages are measured in.
+
+    Attributes:
+        samples: of a micro-batch.
+    """
+
+    samples: ClassVar[int] = 2
+
+    def make_problem(self) -> Problem:
+        """What is trained."""
+        raise NotImplementedError
 
     @property
     def plan(self) -> Plan:
         """The same for all schedules."""
-        plan = Plan.even(self.stages, self.microbatches, self.cell.rows)
+        plan = Plan.even(self.stages, self.microbatches, self.samples * self.microbatches)
         return replace(plan, layers=even_partition([1.0] * self.stages, self.stages))
 
     def stages_on(self, rank: int) -> list[Stage]:
         """Those that a rank runs, with a thread."""
         torch.set_num_threads(1)
-        return make_stages(self.cell, self.plan, rank)
+        parts, x, target, loss = self.make_problem()
 
-    def replicated_step(self, rank: int) -> Callable[[], None]:
+        def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+            out = stage.run_layers(item, span, x[span.start : span.stop] if received is None else received)
+            if stage.number < self.stages - 1:
+                return out
+            return loss(out, target[span.start : span.stop]) * (span.rows / item.rows)
+
+        return [Stage(rank, {rank: parts[rank]}, body)]
+
+    def replicated_step(self, rank: int) -> Callable[[], None] | None:
         """DDP: each rank has the whole model, takes its share of the samples at once, and averages gradients with the
         others, over the same links."""
-        parts, x, target, loss = make_problem(self.cell)
+        parts, x, target, loss = self.make_problem()
         model = DistributedDataParallel(nn.Sequential(*parts))
         rows = len(x) // self.stages
         mine = slice(rank * rows, (rank + 1) * rows)
@@ -65,15 +81,23 @@ class GPT(Trial):
 
     @property
     def operations(self) -> int:
-        """Floating point operations of a step: forward and backward of all samples, matrix products counted."""
-        parts, x, target, loss = make_problem(self.cell)
+        """Floating point operations of a step: forward and backward of all samples, products and convolutions."""
+        parts, x, target, loss = self.make_problem()
         with FlopCounterMode(display=False) as counted:
             torch.autograd.backward(loss(nn.Sequential(*parts)(x), target))
         return int(counted.get_total_flops())
 
 
 @dataclass(frozen=True)
-class WideGPT(Trial):
+class GPT(Real):
+    """The GPT of `engine.py`, of eight blocks on any number of stages, two samples a micro-batch."""
+
+    def make_problem(self) -> Problem:
+        return make_problem(Cell("1f1b", self.stages, self.microbatches, "gpt"))
+
+
+@dataclass(frozen=True)
+class WideGPT(Real):
     """A GPT whose blocks are 256 wide, four a stage, two samples of 96 tokens a micro-batch."""
 
     WIDTH: ClassVar[int] = 256
@@ -82,26 +106,94 @@ class WideGPT(Trial):
     """Seconds of a stage's forward, about."""
     MESSAGE: ClassVar[int] = 2 * TOKENS * WIDTH * 4
 
-    @property
-    def plan(self) -> Plan:
-        """The same for all schedules."""
-        plan = Plan.even(self.stages, self.microbatches, 2 * self.microbatches)
-        return replace(plan, layers=even_partition([1.0] * self.stages, self.stages))
-
-    def stages_on(self, rank: int) -> list[Stage]:
-        """Those that a rank runs, with a thread."""
-        torch.set_num_threads(1)
+    def make_problem(self) -> Problem:
         parts = gpt_parts(self.stages, self.WIDTH)
         torch.manual_seed(1)
         x, target = torch.randint(256, (2, 2 * self.microbatches, self.TOKENS))
+        return parts, x, target, nn.functional.cross_entropy
 
-        def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
-            out = stage.run_layers(item, span, x[span.start : span.stop] if received is None else received)
-            if stage.number < self.stages - 1:
-                return out
-            return nn.functional.cross_entropy(out, target[span.start : span.stop]) * (span.rows / item.rows)
+    def replicated_step(self, rank: int) -> Callable[[], None] | None:
+        """Replicas say nothing of backwards in two parts."""
+        return None
 
-        return [Stage(rank, {rank: parts[rank]}, body)]
+
+# ---- A real U-Net, whose stages pass on what later ones read beside their output.
+
+
+class Down(nn.Module):
+    """Goes down a level: (x, *skips) becomes (half of x, *skips, x)."""
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.block = convolutions(before, after)
+
+    def forward(self, received: Any) -> tuple[torch.Tensor, ...]:
+        x, *skips = (received,) if isinstance(received, torch.Tensor) else received
+        x = self.block(x)
+        return nn.functional.max_pool2d(x, 2), *skips, x
+
+
+class Middle(nn.Module):
+    """The lowest level."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.block = convolutions(width, width)
+
+    def forward(self, received: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return self.block(received[0]), *received[1:]
+
+
+class Up(nn.Module):
+    """Goes up a level: (x, *skips, last) becomes (both as one image of the size of `last`, *skips)."""
+
+    def __init__(self, before: int, after: int, is_last: bool) -> None:
+        super().__init__()
+        self.up, self.block = nn.ConvTranspose2d(before, before, 2, 2), convolutions(2 * before, after)
+        self.is_last = is_last
+
+    def forward(self, received: Sequence[torch.Tensor]) -> Any:
+        x, *skips, last = received
+        x = self.block(torch.cat([last, self.up(x)], 1))
+        return x if self.is_last else (x, *skips)
+
+
+def convolutions(before: int, after: int) -> nn.Sequential:
+    """Two convolutions, whose norm is that of each sample."""
+    first, second = nn.Conv2d(before, after, 3, padding=1), nn.Conv2d(after, after, 3, padding=1)
+    return nn.Sequential(first, nn.GroupNorm(4, after), nn.SiLU(), second, nn.SiLU())
+
+
+@dataclass(frozen=True)
+class UNet(Real):
+    """A U-Net that denoises images of 32 x 32, four samples a micro-batch, cut by operations of its levels."""
+
+    WIDTH: ClassVar[int] = 16
+    IMAGE: ClassVar[int] = 32
+    samples: ClassVar[int] = 4
+
+    def make_problem(self) -> Problem:
+        torch.manual_seed(0)
+        w = self.WIDTH
+        downs, ups = [Down(3, w), Down(w, 2 * w), Down(2 * w, 4 * w)], [Up(4 * w, 2 * w, False), Up(2 * w, w, False)]
+        levels = [*downs, Middle(4 * w), *ups, Up(w, 4, True)]
+        x = torch.randn(self.samples * self.microbatches, 3, self.IMAGE, self.IMAGE)
+        costs, out = list[float](), x[:1]
+        for level in levels:
+            with FlopCounterMode(display=False) as counted:
+                out = level(out)
+            costs.append(float(counted.get_total_flops()))
+        parts = [nn.Sequential(*levels[a:b]) for a, b in even_partition(costs, self.stages)]
+        return parts, x, x, lambda found, target: nn.functional.mse_loss(found[:, :3], target)
+
+    def message_bytes(self) -> int:
+        """Bytes of the largest message of a micro-batch between stages."""
+        parts, x, *_ = self.make_problem()
+        received, sizes = x[: self.samples], list[int]()
+        for part in parts[:-1]:
+            received = part(received)
+            sizes.append(sum(t.nbytes for t in received))
+        return max(sizes, default=0)
 
 
 FIRST = "1f1b"
