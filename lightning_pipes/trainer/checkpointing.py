@@ -218,13 +218,12 @@ class Checkpointing:
             return found
         return self._gather(cut, gather_whole(state))
 
-    def gather_average(self, cut: CutModule, local: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state dict of another module with the keys and the spread of `cut`.
+    def gather_state(self, cut: CutModule, local: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state dict of another module with the spread of `cut`.
 
         It is whole on the first rank and empty on the others. Collective.
         """
-        own = {key: local[key] for key in cut.local_state(outside=self._ranks.grid.position == 0)}
-        return self._gather(cut, own)
+        return self._gather(cut, cut.select_own(local, outside=self._ranks.grid.position == 0))
 
     def _gather(self, cut: CutModule, own: Mapping[str, Any]) -> dict[str, Any]:
         self._ranks.pipeline.connect()

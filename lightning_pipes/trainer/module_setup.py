@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+from weakref import WeakSet
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
@@ -56,6 +57,7 @@ class SetupContext:
         reference: the process that verifies the run, if one does.
         start_epoch: called when an epoch has begun.
         patches: closed by `teardown`.
+        by_units: modules whose training_step could not be cut in the layers of a container.
     """
 
     host: PipelineHost
@@ -66,6 +68,7 @@ class SetupContext:
     reference: ReferenceProcess | None
     start_epoch: Callable[[], None]
     patches: Patches
+    by_units: WeakSet[pl.LightningModule]
 
     @property
     def module(self) -> pl.LightningModule:

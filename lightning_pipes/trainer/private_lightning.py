@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -29,7 +29,13 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp,
 )
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
-from lightning.pytorch.callbacks import BatchSizeFinder, ProgressBar, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    ModelPruning,
+    ProgressBar,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loops.utilities import _is_max_limit_reached
 from lightning.pytorch.plugins import Precision
@@ -482,3 +488,38 @@ def count_averaged(callback: Averaging) -> int:
 def drop_average(callback: Averaging) -> None:
     """Have a callback be as before its `setup`."""
     callback._average_model = None
+
+
+def find_pruning_obstacles(callback: ModelPruning) -> Iterator[str]:
+    """Yield the settings of a callback with which layers are not pruned each by itself, and what to set instead."""
+    prunes_at_random = (callback._pruning_method_name or "").startswith("random")
+    resamples = bool(callback._use_lottery_ticket_hypothesis) and callback._resample_parameters
+    obstacles = {
+        "compares the weights of all layers: set use_global_unstructured=False": callback._use_global_unstructured,
+        "draws random numbers for one layer after another: take an 'l1' or 'ln' function": prunes_at_random,
+        "draws new weights for one layer after another: set resample_parameters=False": resamples,
+        "leaves weights with other names when it ends: set make_pruning_permanent=True": (
+            not callback._make_pruning_permanent
+        ),
+        "prunes in each validation: set prune_on_train_epoch_end=True": not callback._prune_on_train_epoch_end,
+    }
+    return (obstacle for obstacle, is_set in obstacles.items() if is_set)
+
+
+def pruned_layers(callback: ModelPruning) -> tuple[list[tuple[nn.Module, str]], dict[int, Any]]:
+    """Return what a callback prunes, layers and names of weights, and its copies of them from its `setup`."""
+    return [*callback._parameters_to_prune], callback._original_layers or {}
+
+
+def keep_pruned(callback: ModelPruning, kept: Sequence[tuple[nn.Module, str]], copies: Mapping[int, Any]) -> None:
+    """Have a callback prune these weights, and begin anew from these copies where it does so."""
+    numbers = {(id(layer), name): n for n, (layer, name) in enumerate(kept)}
+    callback._parameters_to_prune = kept
+    if callback._original_layers is not None:
+        callback._original_layers = {
+            key: {
+                "data": copies[key]["data"],
+                "names": [(numbers[key, name], name) for _, name in copies[key]["names"]],
+            }
+            for key in dict.fromkeys(id(layer) for layer, _ in kept)
+        }

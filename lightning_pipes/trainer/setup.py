@@ -83,7 +83,7 @@ def prepare(context: SetupContext) -> None:
     holdings = place_layers(context, setup, decision)
     plans = make_plans(context, setup, decision, holdings)
     make_training = choose_training(context, plans, holdings)
-    check_user_callbacks(context, plans, weights)
+    check_user_callbacks(context, plans, weights, setup.path)
     part = cut_module(context, setup, holdings, plans, parameter_names, deferred)
     run = make_run(context, setup, part, plans, make_training)
     active = activate_run(context, setup, decision, run)
@@ -201,6 +201,8 @@ def choose_cut(context: SetupContext) -> tuple[str, UnitSetup | None]:
         or (settings.loss == BATCH and settings.module is None)
     ):
         return WHOLE, None
+    if not context.is_fitting and settings.module is None and module in context.by_units:
+        return WHOLE, None  # its other steps have the same model
     refused = settings.module is not None or settings.degrees or find_refused(context)
     try:
         path = choose_container(context)
@@ -217,6 +219,7 @@ def choose_cut(context: SetupContext) -> tuple[str, UnitSetup | None]:
             units = UnitSetup(context)
             why = reason.partition("; ")[0].partition(". ")[0]
             rank_zero_info(f"{type(module).__name__} is cut by units, not in the layers of self.{path}: {why}")
+            context.by_units.add(module)
             return WHOLE, units
         except PipelineError as error:  # then the first batch ends with what is wrong with the container
             _log.debug("setup: %s can't be cut by units: %s", type(module).__name__, error)
@@ -343,7 +346,7 @@ def explain_choice(request: RunRequest, schedule: Schedule | Policy) -> Iterator
         raise type(error)(f"{why} {error}") from None
 
 
-def check_user_callbacks(context: SetupContext, plans: Plans, weights: WholeWeights) -> None:
+def check_user_callbacks(context: SetupContext, plans: Plans, weights: WholeWeights, path: str) -> None:
     """Refuse callbacks that can't work with a module in parts."""
     check_callbacks(
         private.callbacks(context.trainer),
@@ -351,6 +354,7 @@ def check_user_callbacks(context: SetupContext, plans: Plans, weights: WholeWeig
         overlaps=plans.schedule.name if context.is_fitting and plans.is_endless else None,
         saves_parts=context.session.checkpointing.sharded,
         is_sharded=weights.is_sharded,
+        stays=path != WHOLE and context.request.replanner is None,
     )
 
 
@@ -382,8 +386,8 @@ def cut_module(
     for layout in session.layouts:
         layout.keep_local(cut.is_foreign)
     host.model_to_device()
-    gather_average = partial(checkpointing.gather_average, cut)
-    spread_callbacks(private.callbacks(context.trainer), module, cut.scope, gather_average, ranks.pipeline, patches)
+    gather_state = partial(checkpointing.gather_state, cut)
+    spread_callbacks(private.callbacks(context.trainer), cut, gather_state, ranks, patches)
     checkpointing.shards = None
     if context.is_fitting and settings.shard_optimizer:
         checkpointing.shards = OptimizerShards(host.optimizers, session.replicas, cut.scope, patches)

@@ -12,6 +12,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import lightning.pytorch as pl
 import torch
@@ -222,6 +223,7 @@ class PipelineStrategy(PipelineHost):
         self._session: Session | None = None
         self._spread: CutModule | None = None
         """The last run's, if its layers stay where they are: they were made on meta."""
+        self._by_units = WeakSet[pl.LightningModule]()
         self._reference: ReferenceProcess | None = None
         self._accumulating = False
         self._patches = Patches()
@@ -240,7 +242,7 @@ class PipelineStrategy(PipelineHost):
         Connections and the run under way are not copied.
         """
         state = {**self.__dict__, **dict.fromkeys(("_session", "_spread"))}
-        return {**state, "_patches": Patches()}
+        return {**state, "_patches": Patches(), "_by_units": WeakSet()}
 
     # ---- processes and devices
 
@@ -367,6 +369,7 @@ class PipelineStrategy(PipelineHost):
             self._reference,
             self._start_epoch,
             self._patches,
+            self._by_units,
         )
         prepare(context)
 

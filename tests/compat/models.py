@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.trainer.lit import WIDTH, Lit, data
+from tests.trainer.replicas import REPLICAS, ROWS, Dealt
 
 TOKENS = 11
 CLASSES = 3
@@ -154,6 +157,41 @@ class Up(nn.Module):
     def forward(self, state: dict[str, Any]) -> dict[str, Any]:
         *skips, skip = state["skips"]
         return {"x": torch.tanh(self.linear(torch.cat([state["x"], skip], dim=1))), "skips": skips}
+
+
+class LitReplicas(Lit):
+    """As many samples a step on one process as on all replicas, and what is logged is the mean over them."""
+
+    @property
+    def rows(self) -> int:
+        """Samples of a process in a step."""
+        return ROWS if self.trainer.world_size > 1 else REPLICAS * ROWS
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(data(), self.rows, sampler=None if self.rows == ROWS else Dealt(22, shuffle=True))
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(data(16), self.rows)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+
+class LitFullySharded(LitReplicas):
+    """Shards its layers over the replicas of their stage by FSDP2."""
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            for layer in self.model:
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
 
 class LitUNet(Lit):
@@ -428,6 +466,39 @@ class LitLlama(Language):
             use_cache=False,
         )
         self.net = LlamaForCausalLM(config)
+
+
+class LitFlex(LitLlama):
+    """Attention with a BlockMask, which the model makes before its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        AttentionInterface.register("flex on a CPU", attend_by_block_mask)
+        AttentionMaskInterface.register("flex on a CPU", make_block_mask)
+        self.net.config._attn_implementation = "flex on a CPU"
+
+
+def make_block_mask(batch_size: int, q_length: int, kv_length: int, **given: Any) -> BlockMask:
+    """What `flex_attention_mask` of transformers makes, which compiles it."""
+    padding = given["attention_mask"].bool()
+
+    def is_seen(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return given["mask_function"](b, h, q, kv) & padding[b, kv]
+
+    return create_block_mask(is_seen, batch_size, None, q_length, kv_length, device="cpu")
+
+
+def attend_by_block_mask(layer: nn.Module, q: Any, k: Any, v: Any, mask: Any, **given: Any) -> tuple[Any, None]:
+    """FlexAttention; where it needs gradients, which it has on GPUs only, another attention with its mask."""
+    assert isinstance(mask, BlockMask)
+    if torch.is_grad_enabled():
+        seen = create_mask(mask.mask_mod, *mask.shape, device="cpu")
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=given["scaling"])
+    else:
+        out = flex_attention(q, k, v, block_mask=mask, scale=given["scaling"])
+    return out.transpose(1, 2).contiguous(), None
 
 
 class LitAdapter(LitLlama):

@@ -59,6 +59,13 @@ def averaged(folder: Path) -> dict[str, Any]:
     return {**options, "callbacks": [cb.WeightAveraging(), *options["callbacks"]]}
 
 
+def pruned(folder: Path) -> dict[str, Any]:
+    """Half of what is left of each weight goes after each epoch; what stays begins anew."""
+    options = checkpointing(folder, save_last=True, save_top_k=-1)
+    pruning = cb.ModelPruning("l1_unstructured", amount=0.5, use_global_unstructured=False)
+    return {**options, "callbacks": [pruning, *options["callbacks"]]}
+
+
 def using(make: Any, **options: Any) -> Any:
     return lambda folder: {"callbacks": [make()], **options}
 
@@ -418,8 +425,15 @@ callbacks(
 callbacks(
     "ModelPruning",
     using(lambda: cb.ModelPruning("l1_unstructured", amount=0.5)),
-    refused="can't be used in a pipeline: it prunes the layers of all stages",
+    refused="this one compares the weights of all layers: set use_global_unstructured=False",
     reason="each process holds its own layers only",
+)
+callbacks(
+    "ModelPruning of each layer by itself, and its checkpoints",
+    pruned,
+    module=LitOutside,
+    watch=saved,
+    then=fitted_again,
 )
 
 
@@ -645,6 +659,7 @@ model(
 model(
     "nn.ModuleList, operations between its layers",
     module=models.LitBetween,
+    evaluate=True,
     reason="cut by units",
 )
 for name, kind, path in (
@@ -673,6 +688,22 @@ for name in ("LoRA", "DoRA", "IA3"):
         lacks=models.no_peft,
         slow=True,
     )
+model(
+    "Hugging Face Llama with flex attention, whose BlockMask the model makes",
+    module=models.LitFlex,
+    loaders=token_loaders,
+    evaluate=True,
+    evaluate_on=token_loader,
+    reason="cut by units: each stage makes the mask",
+)
+model(
+    "Hugging Face Llama with flex attention, named container",
+    module=models.LitFlex,
+    loaders=token_loaders,
+    strategy={"module": "net.model.layers"},
+    refused="holds a BlockMask; between stages travel tensors",
+    reason='a mask has code, which does not travel; leave `module` out, or set `module=""`',
+)
 model(
     "Hugging Face, use_cache=True, the default of decoders",
     module=partial(models.LitGPT2, use_cache=True),
@@ -837,6 +868,21 @@ strategy(
     'checkpoint="sharded"', partial(checkpointing, save_last=True), strategy={"checkpoint": "sharded"}, watch=saved
 )
 strategy('checkpoint="sharded", ckpt_path', lambda folder: {}, strategy={"checkpoint": "sharded"}, resume=True)
+replicated = partial(
+    strategy, trainer=partial(checkpointing, save_last=True), loaders=dict, differs=frozenset({"outputs"}), watch=saved
+)
+replicated(
+    "data_parallel=2, shard_optimizer=True",
+    module=models.LitReplicas,
+    strategy={"data_parallel": 2, "shard_optimizer": True},
+)
+replicated(
+    "fully_shard (FSDP2) of the layers of each stage",
+    module=models.LitFullySharded,
+    strategy={"data_parallel": 2, "partition": "parameters"},
+    differs=frozenset({"outputs", "weights"}),
+    reason="weights are compared in checkpoints",
+)
 strategy(
     "async_checkpoint=True",
     partial(checkpointing, save_last=True, every_n_train_steps=2),

@@ -27,10 +27,6 @@ from lightning_pipes.trainer.private_lightning import callbacks, spectral_norms
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.replicas import Replicas
 
-_UNSUITABLE: dict[type[pl.Callback], str] = {
-    cb.ModelPruning: "prunes the layers of all stages, of which each process holds its own only; prune after training",
-}
-
 
 def check_run(module: pl.LightningModule, trainer: pl.Trainer, background: bool) -> None:
     """Raise PipelineError for a module or callbacks that can't be used.
@@ -41,10 +37,8 @@ def check_run(module: pl.LightningModule, trainer: pl.Trainer, background: bool)
     fitting = trainer.state.fn == TrainerFn.FITTING
     check_precision(trainer.strategy.precision_plugin)
     check_module(module, fitting)
-    if fitting:
-        check_callbacks(callbacks(trainer))
-        if background:
-            check_async(callbacks(trainer))
+    if fitting and background:
+        check_async(callbacks(trainer))
 
 
 def check_precision(plugin: Precision) -> None:
@@ -55,14 +49,6 @@ def check_precision(plugin: Precision) -> None:
             "float8 tensors over all processes after each layer, and stages run different layers. Use "
             "precision='bf16-mixed' or 'bf16-true'"
         )
-
-
-def check_callbacks(found: Iterable[pl.Callback]) -> None:
-    """Raise PipelineError for a callback that needs the whole module on every process."""
-    for callback in found:
-        for kind, reason in _UNSUITABLE.items():
-            if isinstance(callback, kind):
-                raise PipelineError(f"{type(callback).__name__} can't be used in a pipeline: it {reason}")
 
 
 def check_async(found: Iterable[pl.Callback]) -> None:
@@ -195,7 +181,7 @@ def broadcast_random_state(control: Control, device: torch.device) -> None:
     set_random_state(control.broadcast(random_state(device), control.ranks[0]), device)
 
 
-def equalize_weights(module: pl.LightningModule, control: Control, replicas: Replicas | None = None) -> bool:
+def equalize_weights(module: nn.Module, control: Control, replicas: Replicas | None = None) -> bool:
     """Give all ranks the parameters and buffers of rank 0, except tensors on `meta` on any rank.
 
     Of sharded parameters each rank has the shards of the first stage's ranks, and of the first replica where replicas

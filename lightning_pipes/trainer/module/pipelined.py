@@ -321,10 +321,14 @@ class CutModule:
 
     def local_state(self, outside: bool) -> dict[str, Any]:
         """This rank's part of the state dict: its layers, and with `outside` what is not pipelined."""
+        return self.select_own(self.module.state_dict(), outside)
+
+    def select_own(self, state: Mapping[str, Any], outside: bool) -> dict[str, Any]:
+        """Return the entries of this rank's layers, and with `outside` those of what is not pipelined."""
         inside = f"{self.path}."
         return {
             key: value
-            for key, value in self.module.state_dict().items()
+            for key, value in state.items()
             if key.startswith(self.layer_prefixes) or (outside and not key.startswith(inside))
         }
 

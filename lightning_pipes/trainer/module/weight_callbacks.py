@@ -1,5 +1,5 @@
-"""Lightning's callbacks that work on the weights of all layers, where each rank has its own: running averages, and
-layers that train later than others."""
+"""Lightning's callbacks that work on the weights of all layers, where each rank has its own: running averages, layers
+that train later than others, and pruning."""
 
 from __future__ import annotations
 
@@ -17,17 +17,25 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.module.checks import equalize_weights
+from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.remote_tensors import HookScope, RemoteTensor, digest_of_tensor
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.private_lightning import Averaging
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.ranks.ranks import Ranks
 
 GatherState: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
 """Return the state dict of the whole module where a checkpoint is written, from that of this rank. Collective."""
 
 
 def check_callbacks(
-    found: Iterable[pl.Callback], module: pl.LightningModule, overlaps: str | None, saves_parts: bool, is_sharded: bool
+    found: Iterable[pl.Callback],
+    module: pl.LightningModule,
+    overlaps: str | None,
+    saves_parts: bool,
+    is_sharded: bool,
+    stays: bool,
 ) -> None:
     """Refuse callbacks that work on the weights of all layers under settings in which they can't.
 
@@ -35,11 +43,13 @@ def check_callbacks(
         overlaps: name of a schedule whose batches overlap; None for one that flushes.
         saves_parts: whether checkpoints are written in parts.
         is_sharded: whether `configure_model` has sharded layers.
+        stays: whether the module is cut in layers of a container, which stay where they are.
 
     Raises:
         PipelineError: names the callback, the setting and a way out.
     """
     parts = "with checkpoint='sharded', whose parts have one state of each layer: use checkpoint='full'"
+    moved = "of layers that may move or are cut by units: leave replan out, and name a container, module=..."
     settings = {
         f"with schedule {overlaps!r}, whose stages are at other batches: use one that flushes between batches, such as "
         "'1f1b'": overlaps is not None,
@@ -48,12 +58,21 @@ def check_callbacks(
     }
     for callback in found:
         name = type(callback).__name__
-        averages = isinstance(callback, Averaging)
-        what = "average weights" if averages else "change the parameter groups of optimizers"
-        otherwise = "average checkpoints after training" if averages else "set requires_grad in configure_model"
-        for setting, is_asked in settings.items():
-            if is_asked and (averages or (isinstance(callback, cb.BaseFinetuning) and setting is not parts)):
-                raise PipelineError(f"{name} can't {what} {setting}, or {otherwise}")
+        prunes = isinstance(callback, cb.ModelPruning)
+        for setting, is_asked in {**settings, moved: prunes and not stays}.items():
+            if not is_asked:
+                continue
+            if isinstance(callback, Averaging):
+                raise PipelineError(f"{name} can't average weights {setting}, or average checkpoints after training")
+            if prunes:
+                raise PipelineError(f"{name} can't prune weights {setting}, or prune them after training")
+            if isinstance(callback, cb.BaseFinetuning) and setting is not parts:
+                raise PipelineError(
+                    f"{name} can't change the parameter groups of optimizers {setting}, or set requires_grad in "
+                    "configure_model"
+                )
+        for obstacle in private.find_pruning_obstacles(callback) if isinstance(callback, cb.ModelPruning) else ():
+            raise PipelineError(f"{name} prunes each layer by itself in a pipeline, and this one {obstacle}")
         if isinstance(callback, cb.StochasticWeightAveraging) and callback.pl_module_contains_batch_norm(module):
             raise PipelineError(
                 f"{name} measures batch normalisation anew in an epoch without backwards, which a pipeline does not "
@@ -62,21 +81,20 @@ def check_callbacks(
 
 
 def spread_callbacks(
-    found: Iterable[pl.Callback],
-    module: pl.LightningModule,
-    scope: HookScope,
-    gather: GatherState,
-    pipeline: Control,
-    patches: Patches,
+    found: Iterable[pl.Callback], cut: CutModule, gather: GatherState, ranks: Ranks, patches: Patches
 ) -> None:
-    """Have callbacks that work on the weights of all layers work on this rank's layers, as `module` has been cut.
+    """Have callbacks that work on the weights of all layers work on this rank's layers, as the module has been cut.
 
     Each rank updates the average of its own layers. A checkpoint gets the whole average, as in one process. A callback
     that unfreezes layers may compare weights of several ranks, as Lightning's does.
     """
+    module, scope = cut.module, cut.scope
     for callback in found:
+        if isinstance(callback, cb.ModelPruning):
+            _prune_own_layers(callback, cut, ranks.control, patches)
+            _save_whole(callback, gather, patches)
         if isinstance(callback, cb.BaseFinetuning):
-            _compare_everywhere(callback, module, scope, pipeline, patches)
+            _compare_everywhere(callback, module, scope, ranks.pipeline, patches)
         if isinstance(callback, Averaging) and private.find_average(callback) is not None:
             _spread_average(callback, module, scope)
             _save_whole(callback, gather, patches)
@@ -99,6 +117,16 @@ def _spread_average(callback: Averaging, module: pl.LightningModule, scope: Hook
                 made[id(tensor)] = table[name] = copy.deepcopy(tensor.to(kind))
             elif begins or table[name].is_meta:
                 made[id(tensor)] = table[name] = _with_values(table[name], tensor)
+
+
+def _prune_own_layers(callback: cb.ModelPruning, cut: CutModule, control: Control, patches: Patches) -> None:
+    """Have the callback prune what is here, and begin anew from the copies of the first rank where it does so."""
+    pruned, copies = private.pruned_layers(callback)
+    equalize_weights(nn.ModuleList(each["data"] for each in copies.values()), control)
+    remote = {id(part) for n, layer in enumerate(cut.full) if n not in cut.local for part in layer.modules()}
+    remote -= {id(part) for layer in cut.layers.values() for part in layer.modules()}
+    private.keep_pruned(callback, [each for each in pruned if id(each[0]) not in remote], copies)
+    patches.callback(private.keep_pruned, callback, pruned, copies)
 
 
 def _compare_everywhere(
@@ -153,16 +181,16 @@ def _with_values(average: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
 
 
-def _save_whole(callback: Averaging, gather: GatherState, patches: Patches) -> None:
-    """Have the callback put the average of all ranks into a checkpoint."""
-    if isinstance(callback, cb.WeightAveraging):
+def _save_whole(callback: Averaging | cb.ModelPruning, gather: GatherState, patches: Patches) -> None:
+    """Have the callback put the average, or the pruned weights, of all ranks into a checkpoint."""
+    if not isinstance(callback, cb.StochasticWeightAveraging):
         save = callback.on_save_checkpoint
 
-        def save_average(trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        def save_gathered(trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
             save(trainer, module, checkpoint)
             checkpoint["state_dict"] = gather(checkpoint["state_dict"])
 
-        patches.replace_method(callback, "on_save_checkpoint", save_average)
+        patches.replace_method(callback, "on_save_checkpoint", save_gathered)
         return
     state_dict = callback.state_dict
 

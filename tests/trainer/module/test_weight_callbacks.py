@@ -102,12 +102,26 @@ def test_two_stages_average_and_resume_as_one_process(tmp_path):
     ],
 )
 def test_averages_that_no_rank_can_keep_are_refused(setting, way_out):
-    allowed: dict[str, Any] = {"overlaps": None, "saves_parts": False, "is_sharded": False}
+    allowed: dict[str, Any] = {"overlaps": None, "saves_parts": False, "is_sharded": False, "stays": True}
     check_callbacks([cb.WeightAveraging()], pl.LightningModule(), **allowed)
     with pytest.raises(PipelineError, match=f"WeightAveraging can't .*{way_out}"):
         check_callbacks([cb.WeightAveraging()], pl.LightningModule(), **{**allowed, **setting})
     with nullcontext() if "saves_parts" in setting else pytest.raises(PipelineError, match="set requires_grad in"):
         check_callbacks([cb.BackboneFinetuning()], pl.LightningModule(), **{**allowed, **setting})
+    pruning: dict[str, Any] = {"pruning_fn": "l1_unstructured", "use_global_unstructured": False}
+    check_callbacks([cb.ModelPruning(**pruning)], pl.LightningModule(), **allowed)
+    for others in (setting, {"stays": False}):
+        with pytest.raises(PipelineError, match=r"ModelPruning can't prune weights .*or prune them after training"):
+            check_callbacks([cb.ModelPruning(**pruning)], pl.LightningModule(), **{**allowed, **others})
+    for argument, wish in {
+        ("use_global_unstructured", True): "use_global_unstructured=False",
+        ("pruning_fn", "random_unstructured"): "take an 'l1' or 'ln' function",
+        ("resample_parameters", True): "resample_parameters=False",
+        ("make_pruning_permanent", False): "make_pruning_permanent=True",
+        ("prune_on_train_epoch_end", False): "prune_on_train_epoch_end=True",
+    }.items():
+        with pytest.raises(PipelineError, match=f"ModelPruning prunes each layer by itself .*{wish}"):
+            check_callbacks([cb.ModelPruning(**pruning | dict([argument]))], pl.LightningModule(), **allowed)
     normed: Any = nn.BatchNorm1d(1)
     with pytest.raises(PipelineError, match="use WeightAveraging"):
         check_callbacks([cb.StochasticWeightAveraging(0.1)], normed, **allowed)
