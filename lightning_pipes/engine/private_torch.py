@@ -16,11 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import ProcessGroupGloo as ProcessGroupGloo
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad
 from torch.optim import swa_utils
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -190,6 +193,17 @@ def backward_hooks(module: nn.Module) -> list[Any]:
     return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
 
 
+@contextmanager
+def without_weak_references(module: nn.Module) -> Iterator[None]:
+    """Have a recurrent module hold no weak references to its weights in the block, in which they may be swapped."""
+    recurrent: Any = module if isinstance(module, nn.RNNBase) else None
+    if recurrent is not None:
+        recurrent._flat_weight_refs = []
+    yield
+    if recurrent is not None:
+        recurrent._init_flat_weights()
+
+
 def unsaved_buffers(module: nn.Module) -> set[str]:
     """Names of the buffers of a module, without its children, that its state dict leaves out."""
     return module._non_persistent_buffers_set
@@ -231,10 +245,16 @@ def without_top_function_mode() -> Any:
     return torch.overrides._pop_mode_temporarily()
 
 
-def in_checkpoint() -> bool:
-    """Return whether a block of `torch.utils.checkpoint` is running that is not reentrant."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and "checkpoint" in str(hooks[0])
+def replace_checkpoints(make: Any) -> Any:
+    """Have `make` return the generator around the block of a checkpoint that is not reentrant; return what did."""
+    before = checkpoint._checkpoint_without_reentrant_generator
+    checkpoint._checkpoint_without_reentrant_generator = make
+    return before
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number that tensors with the same memory share, also where they have no values."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def count_python_references(tensor: Any) -> int:

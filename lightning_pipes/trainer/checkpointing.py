@@ -38,6 +38,7 @@ from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.module.optimizer_shards import OptimizerShards
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout
 from lightning_pipes.trainer.module.pipelined import CutModule
+from lightning_pipes.trainer.module.remote_tensors import RemoteTensor
 from lightning_pipes.trainer.plan.request import Placement
 from lightning_pipes.trainer.private_lightning import optimizer_to_device
 from lightning_pipes.trainer.ranks.control import Control
@@ -501,10 +502,12 @@ def load_model(cut: CutModule, state: Mapping[str, Any], strict: bool) -> None:
     if strict and set(state) != set(cut.keys):
         different = sorted(set(state) ^ set(cut.keys))
         raise PipelineError(f"the checkpoint's keys are not those of the module; only in one: {different[:5]}")
-    own = cut.module.state_dict()
     read: Any = getattr(state, "read_like", lambda key, _: state[key])  # parts of a checkpoint are read as shards
-    loaded = {key: _like(read(key, value), value) if key in state else value for key, value in own.items()}
-    cut.module.load_state_dict(loaded)
+    with cut.scope.module_view(True):  # batch normalization asks for what it has
+        own = cut.module.state_dict()
+        here = {key for key, value in own.items() if key in state and not isinstance(value, RemoteTensor)}
+        loaded = {key: _like(read(key, value), value) if key in here else value for key, value in own.items()}
+        cut.module.load_state_dict(loaded)
 
 
 def _like(value: Any, own: Any) -> Any:

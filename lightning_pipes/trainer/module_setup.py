@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 from weakref import WeakSet
@@ -20,7 +20,7 @@ from lightning_pipes.trainer.loop.connections import Connections
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.module.capture import CacheSwitch, Interceptor
 from lightning_pipes.trainer.module.checks import warn_about_module
-from lightning_pipes.trainer.module.deferred import check_same_cut
+from lightning_pipes.trainer.module.deferred import DeferredWeights, check_same_cut, group_layers
 from lightning_pipes.trainer.module.hidden_state import HiddenState
 from lightning_pipes.trainer.module.pipelined import LEAST_FOR_STATISTICS, CutModule, batch_statistics, layer_sizes
 from lightning_pipes.trainer.module.proxy import Layers
@@ -160,6 +160,14 @@ class ModuleSetup(ABC):
         """Tell `holdings` the stages of each parameter."""
 
     @abstractmethod
+    def group_parts(self) -> Mapping[int, Iterable[nn.Module]]:
+        """Return the parts of the module whose weights on `meta` are made together, by the number of their draws."""
+
+    @abstractmethod
+    def make_weights(self, deferred: DeferredWeights, holdings: Holdings) -> None:
+        """Give values to the weights of this rank. Called while the module is whole. Collective."""
+
+    @abstractmethod
     def make_hidden_state(self, holdings: Holdings) -> HiddenState:
         """Return what watches objects that layers of several stages share. Called while the module is whole."""
 
@@ -230,6 +238,14 @@ class ContainerSetup(ModuleSetup):
         """Tell `holdings` the layers of each parameter."""
         holdings.index_parameters(self._module, self.path)
 
+    def group_parts(self) -> Mapping[int, Iterable[nn.Module]]:
+        """Return the parts of each layer, and those outside of them."""
+        return group_layers(self._module, self.path)
+
+    def make_weights(self, deferred: DeferredWeights, holdings: Holdings) -> None:
+        """Give values to the weights of the local layers, and to those outside of them."""
+        deferred.make_layers(holdings.local, holdings.position_of_layer, self._settings.seed, self._ranks)
+
     def make_hidden_state(self, holdings: Holdings) -> HiddenState:
         """Return what watches objects that layers of several stages share."""
         return HiddenState(self._module, self.path, holdings, self._ranks.pipeline, self._context.links.check_later)
@@ -240,7 +256,7 @@ class ContainerSetup(ModuleSetup):
         if self._weights.is_sharded:
             leave_spread(self._module, self.path, local)
         if self._weights.is_spread:
-            check_same_cut(self._module, self.path, local, self._ranks.control)
+            check_same_cut(self._module, (self.path, tuple(local)), self._ranks.control)
         return CutModule(self._module, self.path, local, self._interceptor, self._ranks.device)
 
     def make_steps(self, part: LocalLayers, plan: Plan, seed: int) -> Steps:

@@ -45,6 +45,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.call import _call_strategy_hook
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch._dynamo import OptimizedModule
@@ -77,6 +78,8 @@ WrappingCheckpointIO = _WrappingCheckpointIO
 
 Averaging: TypeAlias = WeightAveraging | StochasticWeightAveraging
 SignalHandler = Callable[[int, FrameType | None], None]
+_FRAMES = 10
+"""Calls between a function of Lightning's that reads a tensor and the tensor's own answer; modes of ours have some."""
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:
@@ -200,10 +203,17 @@ def as_in_training_step(trainer: pl.Trainer) -> Iterator[None]:
         module._current_fx_name, trainer.state.stage = hook, stage
 
 
-def in_grad_norm(above: int) -> bool:
-    """Whether Lightning's `grad_norm` is what asks, so many calls above the caller. It wants values at once; those of
-    other ranks' layers are put together from what ranks log of it."""
-    return sys._getframe(above + 1).f_globals is grad_norm.__globals__
+def in_grad_norm() -> bool:
+    """Return whether Lightning's `grad_norm` asks, a few calls above.
+
+    It wants values at once; those of other ranks' layers are put together from what ranks log of it.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame is None or frame.f_globals is grad_norm.__globals__:
+            return frame is not None
+        frame = frame.f_back
+    return False
 
 
 def before_step(precision: Precision, module: pl.LightningModule, optimizer: Optimizer) -> None:
@@ -261,16 +271,16 @@ def training_loaders(trainer: pl.Trainer) -> list[Any]:
     return [] if combined is None else list(combined.flattened)
 
 
-def training_data(trainer: pl.Trainer) -> Any:
-    """The data that train_dataloader returns. If Lightning has not asked for it yet it will get the same object when it
-    does, once, so that the hook is not called again; `forget_training_data` takes that back.
+def run_data(trainer: pl.Trainer) -> Any:
+    """The data that the hook for loaders of a run returns. If Lightning has not asked for it yet it will get the same
+    object when it does, once, so that the hook is not called again; `forget_run_data` takes that back.
 
     Random numbers that the hook draws are drawn when Lightning asks, where no others are drawn before.
     """
-    fit = trainer.fit_loop
-    if fit._combined_loader is not None:
-        return fit._combined_loader.iterables
-    source = fit._data_source
+    loop = _loops(trainer)[trainer.state.fn or TrainerFn.FITTING]
+    if loop._combined_loader is not None:
+        return loop._combined_loader.iterables
+    source = loop._data_source
     device = trainer.strategy.root_device
     before = random_state(device)
     data = _request_dataloader(source)
@@ -278,13 +288,22 @@ def training_data(trainer: pl.Trainer) -> Any:
     set_random_state(before, device)
 
     def given() -> Any:
-        forget_training_data(trainer)
+        forget_run_data(trainer)
         if comparable_state(random_state(device)) == comparable_state(before):
             set_random_state(after, device)
         return data
 
     source.__dict__["dataloader"] = given
     return data
+
+
+def _loops(trainer: pl.Trainer) -> dict[TrainerFn, Any]:
+    return {
+        TrainerFn.FITTING: trainer.fit_loop,
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }
 
 
 def has_delayed_training_data(trainer: pl.Trainer) -> bool:
@@ -297,13 +316,14 @@ def has_delayed_training_data(trainer: pl.Trainer) -> bool:
     return changing and fit._combined_loader is None and fit._data_source.is_module()
 
 
-def forget_training_data(trainer: pl.Trainer) -> None:
-    """Have Lightning call train_dataloader when it asks for data."""
-    trainer.fit_loop._data_source.__dict__.pop("dataloader", None)
+def forget_run_data(trainer: pl.Trainer) -> None:
+    """Have Lightning call hooks for loaders when it asks for data."""
+    for loop in _loops(trainer).values():
+        loop._data_source.__dict__.pop("dataloader", None)
 
 
 def on_device(trainer: pl.Trainer, batch: Any) -> Any:
-    """Return a training batch as training_step gets it: converted, and through the module's hooks around the transfer.
+    """Return a batch as a step gets it: converted, and through the module's hooks around the transfer.
 
     The Trainer's profiler does not see it: the batch is a sample from before training.
     """

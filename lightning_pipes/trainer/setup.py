@@ -78,7 +78,7 @@ def prepare(context: SetupContext) -> None:
     weights = share_weights(context)
     parameter_names = make_optimizers(context)
     setup = choose_setup(context, weights)
-    deferred = DeferredWeights(context.module, setup.path)
+    deferred = DeferredWeights(context.module, setup.group_parts())
     decision = decide(context, setup)
     holdings = place_layers(context, setup, decision)
     plans = make_plans(context, setup, decision, holdings)
@@ -368,8 +368,8 @@ def cut_module(
 ) -> LocalLayers:
     """Cut the module and its optimizers, and return the layers that this rank keeps.
 
-    The module is shown while it is whole. Once it is cut, weights on `meta` and those of a checkpoint get their values,
-    optimizers keep their part, and all moves to the device.
+    The module is shown while it is whole, and this rank's weights on `meta` get values. Once it is cut, those of a
+    checkpoint get theirs, optimizers keep their part, and all moves to the device.
 
     Args:
         parameter_names: of each optimizer, by group.
@@ -379,8 +379,8 @@ def cut_module(
     module, checkpointing, settings = context.module, session.checkpointing, context.settings
     hidden = setup.make_hidden_state(holdings)
     show_module(context.trainer, module, patches)  # while it is whole
+    setup.make_weights(deferred, holdings)
     session.cut = cut = setup.cut(holdings.local)
-    deferred.make(holdings.local, holdings.position_of_layer, settings.seed, ranks.device, ranks.pipeline)
     checkpointing.load_waiting(cut)
     session.layouts = [OptimizerLayout(o, names) for o, names in zip(host.optimizers, parameter_names, strict=True)]
     for layout in session.layouts:
@@ -461,7 +461,7 @@ def wrap_steps(context: SetupContext, active: ActiveRun, weights: WholeWeights) 
     if run.steps.may_skip_batches and context.is_fitting:
         patches.callback(private.allow_skipped_batches(context.trainer))
     limit_metric_sync(context.module, session.replicas.group, patches)
-    patches.callback(private.forget_training_data, context.trainer)
+    patches.callback(private.forget_run_data, context.trainer)
     patches.callback(session.checkpointing.data.forget_loaded)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
@@ -18,7 +19,7 @@ from lightning_pipes.cost import ModelProfile
 from lightning_pipes.cost.layer import LayerProfile
 from lightning_pipes.engine.compute.profiler import optimizer_state
 from lightning_pipes.engine.compute.rng import RngUse, forked_rng, seed_all
-from lightning_pipes.engine.private_torch import backward_hooks
+from lightning_pipes.engine.private_torch import backward_hooks, unsaved_buffers
 from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Span
 from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.trainer import private_lightning as private
@@ -27,9 +28,9 @@ from lightning_pipes.trainer.loop.manual import idle_optimizers
 from lightning_pipes.trainer.module.batches import copy_batch, make_cutter, rows_of
 from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.checks import warn_about_module
-from lightning_pipes.trainer.module.deferred import has_meta
+from lightning_pipes.trainer.module.deferred import DeferredWeights, check_same_cut, group_owners, has_meta
 from lightning_pipes.trainer.module.hidden_state import NoHiddenState
-from lightning_pipes.trainer.module.pipelined import LEAST_FOR_STATISTICS, batch_statistics
+from lightning_pipes.trainer.module.pipelined import LEAST_FOR_STATISTICS, SPREAD, batch_statistics
 from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.module_setup import ModuleSetup, SetupContext
 from lightning_pipes.trainer.plan.decision import Decision, Piece
@@ -62,6 +63,7 @@ from lightning_pipes.trainer.step.uses import ChoosesLayers
 from lightning_pipes.trainer.units.batch_end import Axes, BatchEnd, SampleTrace, find_axes
 from lightning_pipes.trainer.units.borders import Borders, match_starts, merge_units
 from lightning_pipes.trainer.units.cut import WHOLE, UnitCut, weights_of_stages
+from lightning_pipes.trainer.units.fake_run import FakeRun
 from lightning_pipes.trainer.units.joint_step import JointStep
 from lightning_pipes.trainer.units.lazy_step import Crossing, LazyStep
 from lightning_pipes.trainer.units.recording import StepRecord, UnitLayout, find_atomic, record_step
@@ -76,6 +78,12 @@ PARTS = 8
 MANY_ROWS = 4096
 """Samples of a batch that shows whether all stages cut it alike."""
 
+_STEPS = {
+    TrainerFn.FITTING: "training_step",
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
 MAX_COMPARED_ROWS = 32
 """The most samples of a batch whose loss is compared with the losses of its parts."""
 
@@ -93,7 +101,7 @@ class UnitSetup(ModuleSetup):
 
     Raises:
         PlanError: the run asks for what works with one container of layers only.
-        PipelineError: weights are on `meta`; or the step can't be recorded, or differs between ranks.
+        PipelineError: the step can't be recorded, or differs between ranks.
     """
 
     _recorded_rows: int
@@ -106,6 +114,11 @@ class UnitSetup(ModuleSetup):
     def __init__(self, context: SetupContext) -> None:
         super().__init__(context)
         module = self.body = self._module
+        self._step = _STEPS[context.trainer.state.fn or TrainerFn.FITTING]
+        """The name of the step that is recorded."""
+        is_on_meta = self._ranks.control.any(has_meta(module))[0]
+        self._fake = FakeRun(self._ranks.device) if is_on_meta else None
+        """Runs steps without values, where weights are on `meta`."""
         self._check_module()
         self._request = self._complete_request()
         self._n_stages = len(self._request.schedule.place_stages(self._ranks.grid.length))
@@ -132,13 +145,8 @@ class UnitSetup(ModuleSetup):
         warn_about_module(module, None)
 
     def _check_module(self) -> None:
-        """Refuse a module whose step can't run before it is cut, or whose hooks need the whole of it. Collective."""
+        """Refuse a module whose hooks need the whole of it."""
         module, owner = self._module, type(self._module).__name__
-        if self._ranks.control.any(has_meta(module))[0]:
-            raise PipelineError(
-                f"weights of {owner} are on meta, and its step has to run once before it is cut by units. Make them "
-                "with values, or put the layers into one nn.Sequential, which needs none"
-            )
         hooked = next((path for path, part in module.named_modules() if _has_hooked_parts(part)), None)
         if hooked is not None:
             raise PipelineError(
@@ -194,13 +202,29 @@ class UnitSetup(ModuleSetup):
         names = {id(p): name for name, p in self._module.named_parameters()}
         holdings.look_at_weights(self._module, lambda _, p: self._layout.stages_of.get(names[id(p)], ()))
 
+    def group_parts(self) -> Mapping[int, Iterable[nn.Module]]:
+        """Return each part by itself, for units of a part may be on several stages."""
+        return group_owners(self._module)
+
+    def make_weights(self, deferred: DeferredWeights, holdings: Holdings) -> None:
+        """Give values to the weights of the local stages, to those that no stage uses, and to buffers without a key."""
+        local, ranks = {*holdings.local}, self._ranks
+        unsaved = {id(p._buffers[name]) for p in self._module.modules() for name in unsaved_buffers(p)}
+        named = (*self._module.named_parameters(), *self._module.named_buffers())
+        stages = ((t, self._layout.stages_of.get(name)) for name, t in named)
+        foreign = {id(t) for t, used in stages if used and not local & {*used}} - unsaved
+        deferred.make_tensors(lambda tensor: id(tensor) not in foreign, self._settings.seed, ranks)
+
     def make_hidden_state(self, holdings: Holdings) -> NoHiddenState:
         """Return what watches nothing: units pass what they share."""
         return NoHiddenState(holdings, self._ranks.pipeline, self._context.links.check_later)
 
     def cut(self, local: Sequence[int]) -> UnitCut:
         """Return the module with the weights of the `local` stages alone."""
-        return UnitCut(self._module, self._layout, self._weights, local, self._ranks.device, self._moves_parts)
+        module, layout = self._module, self._layout
+        spread = WHOLE, tuple(sorted(local)), layout.stages_of, self._starts, layout.n_stages
+        check_same_cut(module, spread, self._ranks.control)
+        return UnitCut(module, layout, self._weights, local, self._ranks.device, spread, self._moves_parts)
 
     def make_steps(self, part: LocalLayers, plan: Plan, seed: int) -> UnitSteps:
         """Return what runs the user's steps on the stages of this rank."""
@@ -215,9 +239,14 @@ class UnitSetup(ModuleSetup):
         return UnitSteps(module, precision, plan, rank, seed, device, state, cut, layout, self.end, joint, holdings)
 
     def _lay_units(self, request: RunRequest, stages: int) -> UnitLayout:
-        """Return the cut of the recorded step; where nothing is trained the last stage has all weights."""
-        if not self._context.is_fitting or self._trainer.limit_train_batches == 0 or stages == 1:
-            return self._undivided(stages)
+        """Return the cut of the recorded step; where nothing is trained the last stage has all weights.
+
+        What no process can hold is cut there, too.
+        """
+        trains = self._context.is_fitting and self._trainer.limit_train_batches != 0
+        is_made = self._fake is None or self._ranks.control.any(SPREAD in vars(self._module))[0]
+        if stages == 1 or (is_made and not trains):
+            return self._lay_unrecorded(stages)
         record = self._record(request, stages)
         self._check_same(record)
         if self._context.is_manual:
@@ -286,7 +315,7 @@ class UnitSetup(ModuleSetup):
             if other != names[0]:
                 at = next((n for n, pair in enumerate(zip(names[0], other, strict=False)) if pair[0] != pair[1]), -1)
                 raise PipelineError(
-                    f"training_step runs otherwise on rank {rank} than on rank {ranks[0]}, from unit {at} on, with the "
+                    f"{self._step} runs otherwise on rank {rank} than on rank {ranks[0]}, from unit {at} on, with the "
                     "same samples. Control flow must depend on the batch, on weights and on random numbers of torch "
                     "alone"
                 )
@@ -330,7 +359,7 @@ class UnitSetup(ModuleSetup):
         """
         asked, why = self._settings.loss == BATCH, ""
         unexplained = self._ranks.control.any(bool(self._loss_warning))[0] and self._settings.loss == AUTO
-        if request.microbatches == 1 or not (asked or unexplained):
+        if request.microbatches == 1 or not (asked or unexplained) or not self._context.is_fitting:
             return None
         found: int | None = None
         if self._ranks.grid.replicas > 1:
@@ -339,6 +368,8 @@ class UnitSetup(ModuleSetup):
             why = f"schedule {request.schedule.name!r} has several stages on a rank, or does not flush"
         elif self._moves_parts:
             why = "replan moves units"
+        elif self._fake is not None:
+            why = "weights are on meta, and losses can't be compared before the module is cut"
         else:
             axes = self._trace_samples(record.atomic)
             possible = range(after + 1, min(len(axes) + 1, len(record.units)))
@@ -452,6 +483,8 @@ class UnitSetup(ModuleSetup):
     def _measure(self, record: StepRecord) -> list[tuple[float, float]] | None:
         """Return the seconds of each unit, forward and backward; None where a step can't be measured. Collective."""
         module, device = self._module, self._ranks.device
+        if self._fake is not None:  # operations say how much a unit costs
+            return None
 
         def run(work: Callable[[], list[tuple[float, float]]]) -> list[tuple[float, float]]:
             return self._run_without_trace(True, work)
@@ -470,11 +503,11 @@ class UnitSetup(ModuleSetup):
     def _merge(self, record: StepRecord, starts: tuple[int, ...]) -> tuple[StepRecord, tuple[int, ...]]:
         """Return a record in which modules that no border divides are one unit each, and its borders. Collective."""
         module, device = self._module, self._ranks.device
-        run = partial(self._run_without_trace, True)
+        run = partial(self._run_without_trace, self._context.is_fitting)
         choose = partial(merge_units, module, record, starts)
 
         def record_merged() -> StepRecord:
-            return record_step(module, run, *self._recorded_step, device, choose, self._context.is_manual)
+            return record_step(module, run, *self._recorded_step, device, choose, self._context.is_manual, self._fake)
 
         try:
             merged: StepRecord = CollectiveCall(self._ranks.control)(record_merged)[self._ranks.control.position]
@@ -484,21 +517,28 @@ class UnitSetup(ModuleSetup):
         of_ranks = self._ranks.control.all_gather((found, [unit.name for unit in merged.units]))
         return (merged, found) if found and all(other == of_ranks[0] for other in of_ranks) else (record, starts)
 
-    def _undivided(self, stages: int) -> UnitLayout:
-        """Return a layout in which the last stage has all weights."""
-        named = (*self._module.named_parameters(), *self._module.named_buffers())
+    def _lay_unrecorded(self, stages: int) -> UnitLayout:
+        """Return a layout in which the last stage has all weights, or each those that an earlier run has left there."""
         atomic = tuple(find_atomic(self._module))
+        named = (*self._module.named_parameters(), *self._module.named_buffers())
         of_atomic = {id(t) for path in atomic for t in self._module.get_submodule(path).buffers(recurse=False)}
-        placed = {name: (stages - 1,) for name, t in named if isinstance(t, nn.Parameter) or id(t) in of_atomic}
+        last = {name: (stages - 1,) for name, t in named if isinstance(t, nn.Parameter) or id(t) in of_atomic}
+        _, _, placed, starts, parts = vars(self._module).get(SPREAD, (WHOLE, (), last, self._starts, stages))
+        if len(starts) != stages:  # which `cut` refuses
+            placed, starts, parts = last, self._starts, stages
+        self._starts = starts
         drawing = frozenset(atomic)  # whichever of them draws random numbers
-        return UnitLayout((0,) * stages, (), atomic, drawing, placed, clones=True)
+        return UnitLayout((0,) * parts, (), atomic, drawing, placed, clones=True)
 
     def _record(self, request: RunRequest, stages: int) -> StepRecord:
-        """Return the record of a training step with as many samples as a micro-batch has. Collective."""
+        """Return the record of a step with as many samples as a micro-batch has. Collective."""
         trainer = self._trainer
-        data = loader_of_batches(private.training_data(trainer))  # on all ranks: it may draw random numbers
+        data = private.run_data(trainer)  # on all ranks: it may draw random numbers
+        if isinstance(data, list) and data and not self._context.is_fitting:  # of which each has an own turn
+            data = data[0]
+        data = loader_of_batches(data)
         if private.has_delayed_training_data(trainer):
-            private.forget_training_data(trainer)
+            private.forget_run_data(trainer)
 
         def run() -> tuple[StepRecord, frozenset[str] | None]:
             try:
@@ -513,6 +553,7 @@ class UnitSetup(ModuleSetup):
                 larger = make_cutter(larger, rows_of(larger))(Span(0, MAX_COMPARED_ROWS))
             self._compared_batch = private.on_device(trainer, larger)
             weighs = larger is not None and compares and self._settings.loss != BATCH
+            weighs = weighs and self._fake is None  # which needs the values of losses
             return self._record_with(batch), self._rule_out_weights(self._compared_batch) if weighs else None
 
         try:
@@ -524,7 +565,7 @@ class UnitSetup(ModuleSetup):
         except NotMeasuredError as why:
             raise PipelineError(
                 f"{type(self._module).__name__} has no one container of layers that is called in order, and its "
-                f"training_step can't be recorded to cut it by units: {why}. Give `fit` a DataLoader with a "
+                f"{self._step} can't be recorded to cut it by units: {why}. Give the Trainer a DataLoader with a "
                 "batch_size, or put the layers into one nn.Sequential"
             ) from why
 
@@ -542,17 +583,21 @@ class UnitSetup(ModuleSetup):
 
     def _record_with(self, batch: Any) -> StepRecord:
         module, device = self._module, self._ranks.device
-        if device.type != "cpu":
+        if device.type != "cpu" and self._fake is None:
             module.to(device)
         batch = private.on_device(self._trainer, batch)
-        run = partial(self._run_without_trace, True)
+        run = partial(self._run_without_trace, self._context.is_fitting)
         self._recorded_rows = rows_of(batch)
-        self._recorded_step = named_step(module, "training_step"), partial(copy_batch, batch), self._step_arguments()
-        return record_step(module, run, *self._recorded_step, device, differentiates=self._context.is_manual)
+        self._recorded_step = named_step(module, self._step), partial(copy_batch, batch), self._step_arguments()
+        return record_step(
+            module, run, *self._recorded_step, device, differentiates=self._context.is_manual, fake=self._fake
+        )
 
     def _step_arguments(self) -> tuple[Any, ...]:
         """Return the arguments of the step after the batch."""
-        return (0,) if is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2) else ()
+        step = named_step(self._module, self._step)
+        of_loader = (0,) if is_param_in_hook_signature(step, "dataloader_idx", explicit=True) else ()
+        return (0, *of_loader) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else of_loader
 
     def _run_without_trace(self, training: bool, work: Callable[[], T]) -> T:
         """Return the result of `work`, which runs the step of the whole module in a mode and leaves no trace in it."""

@@ -156,6 +156,33 @@ def test_forward_hooks():
     assert set(private.forward_hooks(module)) == set(hooks)
 
 
+def test_tensors_without_values():
+    """A mode takes tensors with values, too; those that it makes share memory as others do, and `item()` fails."""
+    real = torch.ones(2, 3)
+    with private.FakeTensorMode(allow_non_fake_inputs=True):
+        made = real @ torch.empty_strided((3, 4), (4, 1))
+    assert isinstance(made, private.FakeTensor)
+    assert not isinstance(real, private.FakeTensor)
+    assert made.device == real.device
+    assert private.storage_key(made) == private.storage_key(made.view(8)) != private.storage_key(made + 1)
+    with pytest.raises(RuntimeError):
+        (made + real.sum()).sum().item()
+
+
+def test_flat_weight_refs():
+    """Recurrent modules hold weak references to their weights, which then can't be swapped."""
+    part = nn.LSTM(2, 3)
+    other = nn.Parameter(torch.zeros_like(part.weight_hh_l0))
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(part.weight_hh_l0, other)
+    with private.without_weak_references(part):
+        torch.utils.swap_tensors(part.weight_hh_l0, other)
+    assert part.weight_hh_l0.sum() == 0
+    assert not part._weights_have_changed()
+    part.weight_hh_l0 = other
+    assert part._weights_have_changed()
+
+
 def test_non_persistent_buffers_set():
     module = nn.Module()
     module.register_buffer("a", torch.zeros(1))
@@ -222,16 +249,27 @@ def test_functions_within_modes_and_transforms() -> None:
     assert mode.seen[-1] is True
 
 
-def test_a_checkpoint_is_seen_inside() -> None:
-    seen: list[bool] = []
+def test_the_generator_around_a_checkpoint() -> None:
+    """It runs to its yield before the block, and to its end behind it; one that only yields saves as without it."""
+    seen: list[str] = []
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        seen.append("begins")
+        yield
+        seen.append("ends")
 
     def inside(x: torch.Tensor) -> torch.Tensor:
-        seen.append(private.in_checkpoint())
+        seen.append("runs")
         return x * x
 
-    checkpoint(inside, torch.ones(3, requires_grad=True), use_reentrant=False)
-    inside(torch.ones(3))
-    assert seen == [True, False]
+    before = private.replace_checkpoints(make)
+    try:
+        checkpoint(inside, torch.ones(3, requires_grad=True), use_reentrant=False).sum().backward()
+    finally:
+        assert private.replace_checkpoints(before) is make
+    assert seen == ["begins", "runs", "ends"]
+    checkpoint(inside, torch.ones(3, requires_grad=True), use_reentrant=False).sum().backward()
+    assert seen[3:] == ["runs", "runs"]
 
 
 def test_references_of_python_are_counted_without_those_of_the_graph() -> None:

@@ -23,6 +23,7 @@ from lightning.pytorch.loops import evaluation_loop, fetchers, training_epoch_lo
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import AsyncCheckpointIO, Precision, TorchCheckpointIO
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from lightning_pipes.trainer import private_lightning as private
@@ -114,7 +115,7 @@ def test_random_numbers_of_a_hook_that_is_asked_ahead_are_drawn_when_lightning_a
         t._data_connector.attach_data(module)
         torch.manual_seed(7)
         if ahead:
-            private.training_data(t)
+            private.run_data(t)
         before = torch.rand(drawn)
         t.fit_loop.setup_data()
         made.append((before, t.fit_loop._combined_loader.iterables.dataset, torch.rand(1)))
@@ -129,20 +130,26 @@ def test_data_source_and_request_dataloader():
     t.strategy.connect(module)
     module.trainer = t
     t._data_connector.attach_data(module)
-    ahead = private.training_data(t)
+    ahead = private.run_data(t)
     assert module.calls == 1
     assert not private.has_delayed_training_data(t)
     t.fit_loop.setup_data()
     assert module.calls == 1
     assert t.fit_loop._combined_loader.iterables.dataset is ahead.dataset
-    assert private.training_data(t) is t.fit_loop._combined_loader.iterables
+    assert private.run_data(t) is t.fit_loop._combined_loader.iterables
     t.fit_loop._combined_loader = None
     t.fit_loop.setup_data()
     assert module.calls == 2
     t.fit_loop._combined_loader = None
-    private.training_data(t)
-    private.forget_training_data(t)
+    private.run_data(t)
+    private.forget_run_data(t)
     assert "dataloader" not in vars(t.fit_loop._data_source)
+    t._data_connector.attach_data(module, test_dataloaders=[ahead])
+    t.state.fn = TrainerFn.TESTING
+    assert private.run_data(t) == [ahead]
+    private.forget_run_data(t)
+    assert "dataloader" not in vars(t.test_loop._data_source)
+    t.state.fn = TrainerFn.FITTING
     t.ckpt_path = "somewhere"
     assert private.has_delayed_training_data(t)
 

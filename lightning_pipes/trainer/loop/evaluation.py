@@ -63,8 +63,7 @@ class Evaluation:
         run = self._run
         around, weights = run.watchers.of_evaluation.around_batch(data), run.cut.scope.module_view(True)
         with around, data.context(), recorded(run.cut.module) as calls, weights:
-            out = run.steps.joint.run_together(data.step, data.batch, data.arguments, calls)
-        data.last_mark = run.control.broadcast(data.mark, run.last_rank)
+            out, data.last_mark = run.steps.joint.run_together(data.step, data.batch, data.arguments, calls, data.mark)
         run.watchers.of_evaluation.after_batch(data)
         with data.context():
             run.replay.replay_calls(calls if run.trainer.state.fn != TrainerFn.PREDICTING else [])

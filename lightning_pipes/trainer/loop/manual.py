@@ -50,8 +50,8 @@ class ManualLoop(TrainingLoop):
             stack.enter_context(self._paused_calls(optimizers))
             calls = stack.enter_context(recorded(module))
             stack.enter_context(trainer.precision_plugin.train_step_context())
-            out = run.steps.joint.run_together(named_step(module, "training_step"), batch, arguments, calls)
-        step.last_mark = run.control.broadcast(step.mark, run.last_rank)
+            user_step = named_step(module, "training_step")
+            out, step.last_mark = run.steps.joint.run_together(user_step, batch, arguments, calls, step.mark)
         run.watchers.of_evaluation.after_batch(step)
         with trainer.precision_plugin.train_step_context():
             run.replay.replay_calls(calls)

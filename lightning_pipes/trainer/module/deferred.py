@@ -8,7 +8,7 @@ of transformers initialize their parts. Random numbers depend on the seed and th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from lightning_pipes.trainer.module.pretrained import (
     take_attached,
 )
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.ranks.replicas import whole_parameters
 
 NOT_SAMPLES = Span(0, 0)
@@ -54,14 +55,14 @@ class DeferredWeights:
 
     Args:
         module: the user's module, whole.
-        path: the pipelined container in it.
+        groups: its parts by the number from which their random numbers start. Those of a group are made together.
 
     Raises:
         PipelineError: nobody says what the values should be.
     """
 
-    def __init__(self, module: pl.LightningModule, path: str) -> None:
-        self._units: dict[int, list[nn.Module]] = {}
+    def __init__(self, module: pl.LightningModule, groups: Mapping[int, Iterable[nn.Module]]) -> None:
+        self._groups: dict[int, list[nn.Module]] = {}
         self._tied: list[_Tied] = []
         self._initializers: dict[int, Callable[[], object]] = {}
         self._adapters: dict[int, list[Callable[[], object]]] = {}
@@ -70,45 +71,24 @@ class DeferredWeights:
             return
         self._initializers = find_initializers(module)
         self._adapters = _find_adapters(module)
-        layers = module.get_submodule(path)
-        inside = {id(m) for m in layers.modules()}
-        outside = [m for m in module.modules() if id(m) not in inside]
-        self._units[BEFORE_LAYERS] = [m for m in outside if own_meta_tensors(m)]
-        for number, layer in enumerate(layers._modules.values()):
-            assert layer is not None
-            self._units[number] = [m for m in layer.modules() if own_meta_tensors(m)]
+        self._groups = {number: [m for m in parts if own_meta_tensors(m)] for number, parts in groups.items()}
         self._check(module)
         self._tied = list(self._find_tied())
 
-    def make(
-        self, local: Iterable[int], positions: Sequence[int], seed: int, device: torch.device, pipe: Control
-    ) -> None:
-        """Give values to the weights of the `local` layers and to those outside; a collective call of the pipeline.
+    def make_layers(self, local: Iterable[int], positions: Sequence[int], seed: int, ranks: Ranks) -> None:
+        """Give values to the weights of the `local` groups and to those outside. Collective.
 
         Tensors stay the same objects, so optimizers need not be told.
 
         Args:
-            positions: of each layer in the pipeline.
+            positions: of each group in the pipeline.
             seed: what the random numbers start from, besides torch's own seed.
         """
-        if not self._units:
+        if not self._groups:
             return
-        started = pipe.broadcast(torch.initial_seed(), pipe.ranks[0])
-        with forked_rng(device):
-            for number in (BEFORE_LAYERS, *sorted(local)):
-                unit = self._units[number]
-                for module in unit:
-                    for tensor in own_meta_tensors(module):
-                        give_memory(tensor, device)
-                seed_all(stream_seed(seed, 0, number, started, NOT_SAMPLES), device, everything=True)
-                for module in unit:
-                    if id(module) in self._initializers and not all(map(self._is_in_files, own_tensors(module))):
-                        with whole_parameters(module):
-                            self._initializers[id(module)]()
-                for weights in self._pretrained:
-                    weights.fill([tensor for module in unit for tensor in own_tensors(module)])
-                for initialize in (each for module in unit for each in self._adapters.get(id(module), ())):
-                    initialize()
+        seeds, pipe = self._agree_on_seeds(seed, ranks), ranks.pipeline
+        for number in (BEFORE_LAYERS, *sorted(local)):
+            self._make_group(number, seeds, ranks.device)
         for tied in self._tied:
             value = torch.empty_like(tied.tensor, device="cpu")
             if not tied.tensor.is_meta:
@@ -117,11 +97,47 @@ class DeferredWeights:
             if not tied.tensor.is_meta:
                 tied.tensor.detach().copy_(value)
 
+    def make_tensors(self, is_here: Callable[[torch.Tensor], bool], seed: int, ranks: Ranks) -> None:
+        """Give values to some tensors, which do not depend on what other ranks have. Collective.
+
+        Each group with one of them is made whole, and what this rank does not have is released at once.
+        """
+        if not self._groups:
+            return
+        seeds = self._agree_on_seeds(seed, ranks)
+        for number, group in self._groups.items():
+            if not any(is_here(t) for part in group for t in own_tensors(part)):
+                continue
+            foreign = [(part, [t for t in own_meta_tensors(part) if not is_here(t)]) for part in group]
+            self._make_group(number, seeds, ranks.device)
+            for part, tensors in foreign:
+                give_memory(part, tensors, torch.device("meta"))
+
+    @staticmethod
+    def _agree_on_seeds(seed: int, ranks: Ranks) -> tuple[int, int]:
+        """Return the seed, and the one of torch on the first rank."""
+        return seed, ranks.control.broadcast(torch.initial_seed(), ranks.control.ranks[0])
+
+    def _make_group(self, number: int, seeds: tuple[int, int], device: torch.device) -> None:
+        group = self._groups[number]
+        with forked_rng(device):
+            for module in group:
+                give_memory(module, own_meta_tensors(module), device)
+            seed_all(stream_seed(seeds[0], 0, number, seeds[1], NOT_SAMPLES), device, everything=True)
+            for module in group:
+                if id(module) in self._initializers and not all(map(self._is_in_files, own_tensors(module))):
+                    with whole_parameters(module):
+                        self._initializers[id(module)]()
+            for weights in self._pretrained:
+                weights.fill([tensor for module in group for tensor in own_tensors(module)])
+            for initialize in (each for module in group for each in self._adapters.get(id(module), ())):
+                initialize()
+
     def _is_in_files(self, tensor: torch.Tensor) -> bool:
         return any(tensor in weights for weights in self._pretrained)
 
     def _check(self, module: pl.LightningModule) -> None:
-        owners = [m for unit in self._units.values() for m in unit]
+        owners = [m for group in self._groups.values() for m in group]
         known = {id(t) for m in owners if id(m) in self._initializers for t in own_meta_tensors(m)}
         for name, part in module.named_modules():
             if any(id(t) not in known and not self._is_in_files(t) for t in own_meta_tensors(part)):
@@ -131,8 +147,8 @@ class DeferredWeights:
     def _find_tied(self) -> Iterator[_Tied]:
         having: dict[int, set[int]] = defaultdict(set)
         resetting: dict[int, tuple[torch.Tensor, int]] = {}
-        for number, unit in self._units.items():
-            for module in unit:
+        for number, group in self._groups.items():
+            for module in group:
                 for tensor in own_meta_tensors(module):
                     having[id(tensor)].add(number)
                     if id(module) in self._initializers and not self._is_in_files(tensor):
@@ -140,6 +156,27 @@ class DeferredWeights:
         for key, (tensor, last) in resetting.items():
             if len(having[key]) > 1 and last != BEFORE_LAYERS:  # what is outside starts equal on all ranks
                 yield _Tied(tensor, last)
+
+
+def group_layers(module: nn.Module, path: str) -> dict[int, Iterable[nn.Module]]:
+    """Return the parts of each layer of a container, and those outside of it."""
+    layers = module.get_submodule(path)
+    inside = {id(m) for m in layers.modules()}
+    outside = [m for m in module.modules() if id(m) not in inside]
+    found = {number: layer.modules() for number, layer in enumerate(layers._modules.values()) if layer is not None}
+    return {BEFORE_LAYERS: outside, **found}
+
+
+def group_owners(module: nn.Module) -> dict[int, Iterable[nn.Module]]:
+    """Return each part of a module by itself, so that its values depend on no cut; adapters are with their like."""
+    group_of = {id(part): number for number, part in enumerate(module.modules())}
+    for part in module.modules():
+        if hasattr(part, "reset_lora_parameters"):
+            group_of.update((id(inside), group_of[id(part)]) for inside in part.modules())
+    found: dict[int, list[nn.Module]] = defaultdict(list)
+    for part in module.modules():
+        found[group_of[id(part)]].append(part)
+    return dict(found)
 
 
 def _find_adapters(module: nn.Module) -> dict[int, list[Callable[[], object]]]:
@@ -167,11 +204,16 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
                     )
 
 
-def check_same_cut(module: pl.LightningModule, path: str, local: Sequence[int], control: Control) -> None:
-    """Raise PipelineError on all ranks if an earlier run has left other layers on any of them. Collective."""
+def check_same_cut(module: pl.LightningModule, cut: tuple[Any, ...], control: Control) -> None:
+    """Raise PipelineError on all ranks if an earlier run has left other layers on any of them. Collective.
+
+    Args:
+        cut: what the attribute `SPREAD` of the module would be after this run: first the path and the local layers.
+    """
     before = vars(module).get(SPREAD)
-    if control.any(before is not None and before != (path, tuple(local)))[0]:
-        where = "" if before is None else f" (here layers {list(before[1])} of {before[0]}, and now {list(local)})"
+    if control.any(before is not None and before != cut)[0]:
+        layers = "" if before is None else f"layers {list(before[1])} of {before[0]}, and now {list(cut[1])}"
+        where = f" (here {layers})" if layers and cut[0] else ""
         raise PipelineError(
             f"this run cuts {type(module).__name__} differently from the last one, and its layers, made on meta, are "
             f"where that run left them{where}. Keep devices, schedule and partition, or "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_pipes.engine.private_torch import without_weak_references
 from lightning_pipes.ir import InputError
 from lightning_pipes.trainer import private_transformers as private
 from lightning_pipes.trainer.ranks.replicas import copy_whole
@@ -65,8 +66,7 @@ def load_pretrained(module: nn.Module, path: str | Path, *, strict: bool = True)
         if id(part) not in initialize:
             raise InputError(explain_unknown_values(f"{type(module).__name__}{name and f'.{name}'}", part))
     for part in module.modules():
-        for tensor in own_meta_tensors(part):
-            give_memory(tensor, torch.device("cpu") if device.type == "meta" else device)
+        give_memory(part, own_meta_tensors(part), torch.device("cpu") if device.type == "meta" else device)
     for _, part in reversed(incomplete):
         initialize[id(part)]()
     weights.fill(list(chain.from_iterable(own_tensors(part) for part in module.modules())))
@@ -252,11 +252,13 @@ def own_meta_tensors(module: nn.Module) -> list[Tensor]:
     return [t for t in own_tensors(module) if t.is_meta]
 
 
-def give_memory(tensor: Tensor, device: torch.device) -> None:
-    """Give a tensor on `meta` memory without values; it stays the same object."""
-    empty = torch.empty_like(tensor, device=device)
-    made = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
+def give_memory(module: nn.Module, tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Give tensors of a module memory without values, or none on `meta`; they stay the same objects."""
+    with without_weak_references(module):
+        for tensor in tensors:
+            empty = torch.empty_like(tensor, device=device)
+            made = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+            torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -68,7 +68,7 @@ def find_reason_for_units(
     """
     if control.any(has_meta(module))[0] or private.has_delayed_training_data(trainer):
         return ""
-    data = private.training_data(trainer)  # on all ranks: it may draw random numbers
+    data = private.run_data(trainer)  # on all ranks: it may draw random numbers
     collective, loaded = CollectiveCall(control), []
 
     def load() -> None:
@@ -103,7 +103,7 @@ def _time_containers(
     Rank 0, whose loggers write, only looks on."""
     if has_shards(module) or control.any(has_meta(module))[0] or private.has_delayed_training_data(trainer):
         return None
-    data = private.training_data(trainer)  # on all ranks: it may draw random numbers
+    data = private.run_data(trainer)  # on all ranks: it may draw random numbers
 
     def run() -> dict[str, float] | None:
         return None if control.position == 0 else _time_step(trainer, module, data, device)

@@ -138,7 +138,7 @@ class PlanDecider:
             raise NotMeasuredError(
                 "train_dataloader has to wait until a resumed run has its counters, or the batch size is known"
             )
-        data = private.training_data(self._trainer)  # on all ranks: it may draw random numbers
+        data = private.run_data(self._trainer)  # on all ranks: it may draw random numbers
         sampled: list[tuple[int, Any]] = []
         self._collective(lambda: sampled.append(self._load_sample(request, data)))
         (rows, batch) = sampled[0]

@@ -63,7 +63,8 @@ class Borders:
         """Return whether a step can be cut there: not within a checkpoint, and not between a value and a change of its
         memory under another name."""
         units = self._record.units
-        if units[border].pure or units[border].held or units[border - 1].held:  # a checkpoint holds on to its inputs
+        held, before = units[border].held, units[border - 1].held
+        if held == before if held else units[border].pure:
             return False
         live = self.live(border)
         memory = [m for key in live if (m := self._record.memory.get(key)) is not None]
@@ -134,7 +135,7 @@ class Borders:
         for place in places:
             entered = self._record.find_entry(place)
             units = range(entered, len(self._record.units))
-            border = next((n for n in units if not self._record.units[n].pure), None)
+            border = next((n for n in units if not self._record.units[n].pure or (n and self.is_possible(n))), None)
             if border is None or border <= starts[-1]:
                 raise PlanError(
                     f"partition names {place!r}, where the step has nothing left to compute, or which it calls no "

@@ -16,7 +16,7 @@ from lightning_pipes.engine.compute.weights import WeightVersion
 from lightning_pipes.engine.private_torch import unsaved_buffers
 from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.ir import PlanError
-from lightning_pipes.trainer.module.pipelined import INCOMPLETE, CutModule, on_meta
+from lightning_pipes.trainer.module.pipelined import INCOMPLETE, SPREAD, CutModule, on_meta
 from lightning_pipes.trainer.module.remote_tensors import HookScope, ParameterSlot, RemoteParameters
 from lightning_pipes.trainer.units.recording import UnitLayout
 
@@ -57,6 +57,7 @@ class UnitCut(CutModule):
         full: the weights of each stage, as `weights_of_stages` gives them.
         local: the stages of this rank.
         device: of this rank.
+        spread: this cut, as a later run finds it in a module whose weights stay spread.
         moves: whether weights may go to other ranks later.
     """
 
@@ -67,6 +68,7 @@ class UnitCut(CutModule):
         full: nn.ModuleList,
         local: Collection[int],
         device: torch.device,
+        spread: tuple[Any, ...] = (),
         moves: bool = False,
     ) -> None:
         self.module = module
@@ -75,9 +77,10 @@ class UnitCut(CutModule):
         self.full = full
         self.local = sorted(local)
         self.scope = HookScope(device)
-        self.stays_spread = False
+        self.stays_spread = any(t.is_meta for t in (*module.parameters(), *module.buffers()))
         self._moves = moves
         self._stages_of = layout.stages_of
+        self._spread = spread
         self._absent = RemoteParameters(self.scope)
         named = (*module.named_parameters(), *module.named_buffers())
         self._by_id = {id(t): layout.stages_of[name] for name, t in named if name in layout.stages_of}
@@ -229,7 +232,10 @@ class UnitCut(CutModule):
             slot.table[slot.name] = back
             if isinstance(back, nn.Parameter):  # nn.LSTM has a list of its own
                 setattr(self.module.get_submodule(slot.key.rpartition(".")[0]), slot.name, back)
-        if self._absent.slots and (not ended or self.stays_spread):
+        vars(self.module).pop(SPREAD, None)
+        if ended and self.stays_spread:
+            self.module.__dict__[SPREAD] = self._spread
+        elif not ended and self._absent.slots:
             self.module.__dict__[INCOMPLETE] = True
 
     def _stages(self, tensor: torch.Tensor) -> tuple[int, ...]:

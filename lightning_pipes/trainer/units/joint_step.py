@@ -181,13 +181,16 @@ class JointStep(LazyStep):
         self._transfers: list[_Transfer] = []
         self._generators = self._random_state()
 
-    def run_together(self, step: Callable[..., Any], batch: Any, arguments: Sequence[Any], keep: Any) -> Any:
-        """Return the result of a step, with values, on every stage.
+    def run_together(
+        self, step: Callable[..., Any], batch: Any, arguments: Sequence[Any], keep: Any, mark: Any
+    ) -> tuple[Any, Any]:
+        """Return the result of a step, with values, on every stage, and the `mark` of the last one.
 
         All that the user's code still holds has values afterwards.
 
         Args:
             keep: held until then, such as a list that the step fills.
+            mark: a few numbers that tell batches apart.
 
         Raises:
             PipelineError: stages run it otherwise; or it can't be run in stages.
@@ -202,12 +205,12 @@ class JointStep(LazyStep):
             with self:
                 out = step(batch, *arguments)
                 self._meet("ends")
-            self._settle()
+            last_mark = self._settle(mark)
         finally:
             self._is_running = False
             self.begin(())
             self._reset()
-        return out
+        return out, last_mark
 
     # ---- pauses
 
@@ -507,14 +510,19 @@ class JointStep(LazyStep):
         tensor = tensor if on_host else tensor.to(self._device)
         return tensor.detach().requires_grad_(trained)
 
-    def _settle(self) -> None:
-        """Give all values that the user's code still holds to the stages that have not made them."""
+    def _settle(self, mark: Any) -> Any:
+        """Give all values that the user's code still holds to the stages that have not made them.
+
+        Return the mark of the last stage.
+        """
         mine = [key for key in self.values.alive() if self._home.get(key) == self._stage]
-        found = self._control.all_gather({key: self._pack_tensor(self.values.value(key), False) for key in mine})
-        for of_rank in found:
+        values = {key: self._pack_tensor(self.values.value(key), False) for key in mine}
+        found = self._control.all_gather((values, mark))
+        for of_rank, _ in found:
             for key, packed in of_rank.items():
                 if key not in self._known and self.values.holds(key):
                     self._put(self.values.value(key), self._unpack_tensor(packed))
+        return found[self._control.ranks.index(self._ranks[-1])][1]
 
     # ---- gradients
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipes.engine.private_torch import in_checkpoint
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.units.mode import Function
 from lightning_pipes.trainer.units.recording import UnitLayout
@@ -57,6 +56,8 @@ class LazyStep(TracedStep):
         self._as_recorded = True
         self._watched: list[tuple[torch.Tensor, int]] = []
         self._crossing: Crossing | None = None
+        self._held = 0
+        """The checkpoint that the last unit with values of this stage is in."""
 
     def run(
         self,
@@ -77,7 +78,7 @@ class LazyStep(TracedStep):
         """
         self.begin(batch, seed)
         self._received = received or ((), Trace())
-        self._as_recorded, self._watched, self._crossing = True, [], None
+        self._as_recorded, self._watched, self._crossing, self._held = True, [], None, 0
         try:
             with self:
                 out = step(batch, *arguments)
@@ -122,7 +123,7 @@ class LazyStep(TracedStep):
         has_weights = self._as_recorded and number < self._border  # those of its module
         foreign = [t for t in self.placed(None if has_weights else path, given) if t.is_meta]
         if not self._ends and (foreign or (self._as_recorded and number >= self._border)):
-            if in_checkpoint():
+            if self.checkpoint and self.checkpoint == self._held:
                 raise refuse_unit(
                     number,
                     name,
@@ -143,8 +144,13 @@ class LazyStep(TracedStep):
             )
         ran = self.run_here(name, path, function, args, kwargs, given)
         self.units.append(ran.done)
+        self._held = self._held if ran.done.pure else self.checkpoint
         self.values.prune()
         return ran.out
+
+    def begin_checkpoint(self) -> bool:
+        super().begin_checkpoint()
+        return len(self.units) >= len(self._received[1].units)  # else it holds what stands for values
 
     def _pass_over(self, done: Done, given: Sequence[torch.Tensor]) -> Any:
         """Return placeholders for the results of a unit on an earlier stage."""
@@ -166,8 +172,6 @@ class LazyStep(TracedStep):
         with torch.enable_grad():  # the border may be in a block without gradients
             for key, value in zip(trace.keys, values, strict=True):
                 self._put(self.values.value(key), value)
-        if self._seed is not None:
-            self._seed(self._draws)  # for a checkpoint, whose draws go on from here
         groups = [self.values.value(key) for group in trace.shared for key in group]
         self._watched = [(t, t._version) for t in groups]
 

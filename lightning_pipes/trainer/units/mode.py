@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from threading import get_ident
@@ -14,7 +14,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_pipes.engine.private_torch import in_functorch, is_top_function_mode, without_top_function_mode
+from lightning_pipes.engine.private_torch import (
+    in_functorch,
+    is_top_function_mode,
+    replace_checkpoints,
+    without_top_function_mode,
+)
 
 _LOOKING_NAMES = (
     "size dim numel nelement ndimension stride storage_offset is_contiguous element_size dim_order get_device "
@@ -51,6 +56,7 @@ class UnitMode(TorchFunctionMode, ABC):
         self._inside = 0
         self._thread = 0
         self._forwards: list[tuple[dict[str, Any], Any]] = []
+        self._checkpoints, self._depth = 0, 0
 
     @abstractmethod
     def run_unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
@@ -77,8 +83,21 @@ class UnitMode(TorchFunctionMode, ABC):
         """Return whether `run_inner` is to be called in a module, which costs time for each operation."""
         return False
 
+    @property
+    def checkpoint(self) -> int:
+        """Number of the block of `torch.utils.checkpoint` that runs, counted from 1; 0 outside of these.
+
+        What is within another one has the number of that.
+        """
+        return self._checkpoints if self._depth else 0
+
+    def begin_checkpoint(self) -> bool:
+        """Return whether the block that begins is to run once more in backward."""
+        return True
+
     def __enter__(self) -> UnitMode:
         self._thread, self._inside = get_ident(), 0
+        self._checkpoints, self._depth = 0, 0
         for path, module in self._atomic.items():
             table = vars(module)
             self._forwards.append((table, table.get("forward")))
@@ -93,6 +112,7 @@ class UnitMode(TorchFunctionMode, ABC):
             return self._unit(f"{cls.__name__}.apply", None, function, args, kwargs)
 
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+        self._checkpoint_before = replace_checkpoints(self._make_checkpoint)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -101,6 +121,7 @@ class UnitMode(TorchFunctionMode, ABC):
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         torch.autograd.Function.apply = self._apply  # type: ignore[method-assign]
+        replace_checkpoints(self._checkpoint_before)
         for table, forward in self._forwards:
             if forward is None:
                 del table["forward"]
@@ -130,6 +151,37 @@ class UnitMode(TorchFunctionMode, ABC):
         alone = not self.sees_inside(path) and is_top_function_mode(self)
         with without_top_function_mode() if alone else nullcontext():  # its operations cost what they did
             return self._unit(path, path, forward, args, kwargs)
+
+    def _make_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        make = self._checkpoint_before
+        follows = self._thread == get_ident() and torch.is_grad_enabled()
+        return self._run_checkpoint(make, args, kwargs) if follows else make(*args, **kwargs)
+
+    def _run_checkpoint(self, make: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[None]:
+        self._checkpoints += not self._depth
+        self._depth += 1
+        try:
+            if self._depth == 1 and not self.begin_checkpoint():
+                yield
+                return
+            around = make(*args, **kwargs)
+            self._advance(around)
+            try:
+                yield
+            except BaseException as error:
+                around.throw(error)
+                raise
+            self._advance(around)
+        finally:
+            self._depth -= 1
+
+    def _advance(self, around: Iterator[None]) -> None:
+        """Run code of torch around a checkpoint, in which hooks of saved tensors call functions that are no units."""
+        self._inside += 1
+        try:
+            next(around, None)
+        finally:
+            self._inside -= 1
 
     def _unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
         self._inside += 1

@@ -7,6 +7,7 @@ import io
 import pickle
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,8 +17,9 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 from torchmetrics import Metric
 
-from lightning_pipes.engine.private_torch import TorchDispatchMode, in_checkpoint, packet_of
+from lightning_pipes.engine.private_torch import FakeTensor, TorchDispatchMode, packet_of
 from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.trainer.units.fake_run import FakeRun, list_places
 from lightning_pipes.trainer.units.mode import Function
 from lightning_pipes.trainer.units.trace import TemplateLeaf, map_leaves, tensors_of
 from lightning_pipes.trainer.units.traced_step import TracedStep, version_of
@@ -39,7 +41,7 @@ class RecordedUnit:
         weights: names of the parameters and buffers that it has.
         reads, writes, makes: keys of values.
         operations: what it costs.
-        held: whether it is in a checkpoint, as of `torch.utils.checkpoint`, which runs again as a whole.
+        held: number of the block of `torch.utils.checkpoint` that it is in, which runs again as a whole; 0 for none.
         drew: whether it drew random numbers.
     """
 
@@ -50,7 +52,7 @@ class RecordedUnit:
     writes: frozenset[int]
     makes: frozenset[int]
     operations: float
-    held: bool
+    held: int
     drew: bool
 
 
@@ -111,15 +113,21 @@ class Recorder(TracedStep):
 
     Args:
         differentiates: whether the step may call backward.
+        fake: runs units without values, where weights are on `meta`; the module gets weights that stay in it.
     """
 
     def __init__(
-        self, module: nn.Module, atomic: Mapping[str, nn.Module], device: torch.device, differentiates: bool = False
+        self,
+        module: nn.Module,
+        atomic: Mapping[str, nn.Module],
+        device: torch.device,
+        differentiates: bool = False,
+        fake: FakeRun | None = None,
     ) -> None:
         super().__init__(module, atomic, (), device)
         self._differentiates = differentiates
-        named = (*module.named_parameters(), *module.named_buffers())
-        self._names = {id(t): name for name, t in named}
+        self._fake = fake
+        self._names: dict[int, str] = {}
         self._flops = _Operations()  # type: ignore[no-untyped-call]
         self._running: str | None = None
         self._given: set[int] = set()
@@ -141,6 +149,11 @@ class Recorder(TracedStep):
 
     def record(self, step: Callable[..., Any], batch: Any, arguments: Sequence[Any]) -> StepRecord:
         """Return the record of a step; `hidden` has the modules afterwards that are not atomic."""
+        if self._fake is not None:
+            owned = {id(b) for part in self._buffered for b in part._buffers.values()}
+            self._fake.replace_weights(self._module, lambda buffer: id(buffer) in owned)
+        named = (*self._module.named_parameters(), *self._module.named_buffers())
+        self._names = {id(t): name for name, t in named}
         self.begin(batch)
         parts = {path: part for path, part in self._module.named_modules() if path}
         before = {path: _attributes(part) for path, part in parts.items()}
@@ -149,7 +162,7 @@ class Recorder(TracedStep):
         for path in whole:
             vars(parts[path])["forward"] = partial(self._call_whole, path, parts[path].forward)
         try:
-            with self, self._flops:
+            with nullcontext() if self._fake is None else self._fake.explain_errors(), self:
                 out = step(batch, *arguments)
         finally:
             for path, forward in whole.items():
@@ -186,17 +199,22 @@ class Recorder(TracedStep):
                 f"a step calls torch's {name} between its modules, and each stage has only a part of the graph from "
                 "loss to weights. Return the loss instead, or train in one process what needs gradients in its loss"
             )
-        held, before = in_checkpoint(), self._flops.total
+        before = self._flops.total
         given = tensors_of((args, kwargs))
         for tensor in given:
             self._look_for_hidden(tensor)
         self._given, self._used = {id(t) for t in given}, set()
-        ran = self.run_here(name, path, partial(self._run_watched, path, function), args, kwargs, given)
+        fake = self._fake is not None and self._lacks_values(path, given)
+        if fake and name == "__getitem__":
+            args = args[0], list_places(args[1])
+        ran = self.run_here(name, path, partial(self._run_watched, path, fake, function), args, kwargs, given)
         made = tensors_of(ran.out)
         self._kept.append((ran.out, ran.read))
         for tensor in made:
             self._left.pop(id(tensor), None)
-        weights = [] if function in DIFFERENTIATING else self.placed(path, ran.read)
+        weights = self.placed(path, ran.read)
+        if function in DIFFERENTIATING:  # checkpoints run again in it
+            weights, self._used = [], set()
         self.units.append(ran.done)
         if path is not None and not ran.done.pure and _holds_tensors(ran.done.out):
             self.hidden.add(path)
@@ -210,23 +228,33 @@ class Recorder(TracedStep):
                 frozenset(key for t in ran.written if (key := self._key(t)) is not None),
                 frozenset(key for key in keys if key is not None),
                 self._flops.total - before + _PER_ENTRY * sum(t.numel() for t in made),
-                held,
+                self.checkpoint,
                 ran.drew,
             )
         )
         return ran.out
 
-    def _run_watched(self, path: str | None, function: Function, /, *args: Any, **kwargs: Any) -> Any:
-        self._running = path
+    def _run_watched(self, path: str | None, fake: bool, function: Function, /, *args: Any, **kwargs: Any) -> Any:
+        self._running, drawn = path, self._flops.drawn
         try:
-            return function(*args, **kwargs)
+            with nullcontext() if self._fake is None or not fake else self._fake.mode, self._flops:
+                return function(*args, **kwargs)
         finally:
             self._running = None
+            if fake:  # no generator has changed
+                self._draws += self._flops.drawn - drawn
+
+    def _lacks_values(self, path: str | None, given: Sequence[torch.Tensor]) -> bool:
+        """Return whether a unit depends on weights or random numbers, or is given a tensor without values."""
+        found = (isinstance(t, FakeTensor) or self.values.is_placed(t) or self.values.is_value(t) for t in given)
+        return path in self._weighty or any(found)
 
     def run_inner(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
+        given = tensors_of((args, kwargs)) if self._inside else []
+        if self._running is None:  # in an autograd.Function
+            self._used.update(self._names[id(t)] for t in given if self.values.is_placed(t) and id(t) in self._names)
         if self._running is None or not self._inside:
             return super().run_inner(name, function, args, kwargs)
-        given = tensors_of((args, kwargs))
         versions = [version_of(t) for t in given]
         out = super().run_inner(name, function, args, kwargs)
         here = self._running, len(self.units)
@@ -268,10 +296,13 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts multiplications and additions, as `FlopCounterMode` does, but without calls of torch in its hooks."""
 
     total = 0.0
+    drawn = 0
+    """Operations that draw random numbers, or may do so."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        self.drawn += torch.Tag.nondeterministic_seeded in func.tags
         count = flop_registry.get(packet_of(func))
         if count is not None:
             self.total += count(*args, **kwargs, out_val=out)
@@ -292,6 +323,7 @@ def record_step(
     device: torch.device,
     choose: Callable[[Collection[str]], Mapping[str, nn.Module]] | None = None,
     differentiates: bool = False,
+    fake: FakeRun | None = None,
 ) -> StepRecord:
     """Return the record of a step.
 
@@ -304,13 +336,14 @@ def record_step(
         batch: returns the batch anew.
         choose: returns the modules whose calls are units, without those that can't be; by default all without children.
         differentiates: whether the step may call backward.
+        fake: runs units without values, where weights are on `meta`.
 
     Raises:
         PipelineError: the step can't be cut into units.
     """
     hidden: set[str] = set()
     for _ in range(_TRIES):
-        recorder = Recorder(module, (choose or partial(find_atomic, module))(hidden), device, differentiates)
+        recorder = Recorder(module, (choose or partial(find_atomic, module))(hidden), device, differentiates, fake)
         record = run(partial(_record, recorder, step, batch, arguments))
         if not recorder.hidden:
             return record

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipes.engine.private_torch import in_checkpoint
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.units.mode import DEVICES, Function, UnitMode
 from lightning_pipes.trainer.units.trace import Done, KnownWeight, map_leaves, tensors_of
@@ -68,6 +67,8 @@ class TracedStep(UnitMode):
         self._device = device
         self._seed: Callable[[int], None] | None = None
         self._draws = 0
+        self._in_module, self._weighed = False, False
+        """Whether the unit that runs is a module, and if not, whether code in it has used weights."""
         self._buffered = [part for each in atomic.values() for part in each.modules() if part._buffers]
         self._weighty = {path for path, part in atomic.items() if any(True for _ in _weights_of(part))}
 
@@ -90,15 +91,23 @@ class TracedStep(UnitMode):
         return path in self._drawing
 
     def run_inner(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
+        if not (self._weighed or self._in_module):
+            self._weighed = any(map(self.values.is_placed, tensors_of((args, kwargs))))
         if name in _DRAWING and self._inside:
             return self._run_drawing(function, args, kwargs)
         return function(*args, **kwargs)
+
+    def begin_checkpoint(self) -> bool:
+        if self._seed is not None:  # its numbers depend on no border
+            self._seed(self._draws)
+        return True
 
     def run_here(
         self, name: str, path: str | None, function: Function, args: Any, kwargs: Any, given: list[torch.Tensor]
     ) -> UnitRun:
         """Run the next unit, which is given these tensors."""
         self.values.meet(given)
+        self._in_module, self._weighed = path is not None, False
         versions = [version_of(t) for t in given]
         draws = self._draws
         if self.may_draw(name, path):
@@ -131,7 +140,7 @@ class TracedStep(UnitMode):
     ) -> Done:
         """Record the values of a unit for later stages, and number its results."""
         values = self.values
-        weighed = path in self._weighty or any(map(values.is_placed, given))
+        weighed = self._weighed or path in self._weighty or any(map(values.is_placed, given))
         if not drew and not weighed and not any(map(values.is_value, given)):
             for tensor in tensors_of(out):
                 values.add_pure(tensor)
@@ -149,7 +158,7 @@ class TracedStep(UnitMode):
 
     def _run_drawing(self, function: Function, args: Any, kwargs: Any) -> Any:
         """Run a function that may draw random numbers, from a stream of its own; draws within it have theirs."""
-        if self._seed is not None and not in_checkpoint():  # a checkpoint draws the same numbers once more by itself
+        if self._seed is not None and not self.checkpoint:  # which draws the same numbers once more by itself
             self._seed(self._draws)
         draws, state = self._draws, self._random_state()
         out = function(*args, **kwargs)

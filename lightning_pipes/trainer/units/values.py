@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipes.engine.private_torch import count_python_references
+from lightning_pipes.engine.private_torch import FakeTensor, count_python_references, storage_key
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.units.trace import KnownPure, KnownValue, KnownWeight, Made, map_leaves
 
@@ -175,6 +175,8 @@ def stands_on(tensor: torch.Tensor) -> torch.device | None:
 
 def storage_of(tensor: torch.Tensor) -> int | None:
     """Return where the memory of a tensor begins; None where it has none."""
+    if isinstance(tensor, FakeTensor):
+        return storage_key(tensor)
     if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
         return None
     return tensor.untyped_storage().data_ptr()

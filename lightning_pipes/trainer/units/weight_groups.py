@@ -31,12 +31,13 @@ class WeightGroups:
                 name = parent[name]
             return name
 
-        held: str | None = None
+        held: dict[int, str] = {}
         for unit in record.units:
-            names = sorted(unit.weights) + ([held] if unit.held and held else [])
+            names = sorted(unit.weights) + ([held[unit.held]] if unit.held in held else [])
             for one, other in pairwise(names):
                 parent[find(other)] = find(one)
-            held = (names[0] if names else held) if unit.held else None
+            if unit.held and names:
+                held[unit.held] = names[0]
         firsts = list(dict.fromkeys(find(name) for unit in record.units for name in sorted(unit.weights)))
         self._number = {name: firsts.index(find(name)) for name in parent}
         sizes = {name: p.numel() for name, p in (*module.named_parameters(), *module.named_buffers())}

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -138,6 +139,9 @@ class Target(pl.LightningModule):
 
     def on_after_backward(self) -> None:
         self.log("batch", float(self.global_step))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.log_dict(grad_norm(self, 2))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("outputs", outputs["logits"].sum() + outputs["loss"] + self.seen[-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.checkpoint.files import AtomicCheckpointIO, load_mapped
 from lightning_pipes.trainer.module.capture import Interceptor
 from lightning_pipes.trainer.module.checks import check_module
-from lightning_pipes.trainer.module.deferred import DeferredWeights, check_optimizers
+from lightning_pipes.trainer.module.deferred import DeferredWeights, check_optimizers, group_layers
 from lightning_pipes.trainer.module.pipelined import CutModule
 from tests.trainer.lit import WIDTH, Lit, data, differences, plain_values, quiet
 from tests.trainers import make_trainer
@@ -41,16 +41,28 @@ def look() -> None:
 
 
 class Layer(nn.Linear):
+    """It has a buffer that no checkpoint has."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("shift", torch.empty(self.out_features), persistent=False)
+
     def reset_parameters(self) -> None:
         super().reset_parameters()
+        if hasattr(self, "shift"):
+            self.shift.fill_(0.5)
         look()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.shift
 
 
 class LitMeta(Lit):
     """Made on meta, but for the outlet: two linear layers in each, a buffer, tied weights, weights outside."""
 
-    def __init__(self) -> None:
+    def __init__(self, by_units: bool = False) -> None:
         super().__init__()
+        self.by_units = by_units
         self.model = None
         self.outlet = nn.Linear(3, 3)
 
@@ -71,7 +83,10 @@ class LitMeta(Lit):
 
 
 class LitReal(LitMeta):
-    """The same, with the values that the rule says: by seed, torch's seed and layer; what is outside is number -1."""
+    """The same, with the values that the rule says: by seed, torch's seed and layer; what is outside is number -1.
+
+    By units the number is that of each part of the module.
+    """
 
     def configure_model(self) -> None:
         if self.model is not None:
@@ -81,10 +96,13 @@ class LitReal(LitMeta):
         self.model[0].weight = self.model[3][0].weight
         self.outlet.load_state_dict(self.outlet_before)
         state = torch.get_rng_state()
-        for number, unit in [(-1, self.inlet), *enumerate(self.model)]:
+        groups = [(-1, self.inlet.modules()), *((n, layer.modules()) for n, layer in enumerate(self.model))]
+        if self.by_units:  # each part by itself, whatever the cut is
+            groups = [(n, [part]) for n, part in enumerate(self.modules()) if part is not self.outlet]
+        for number, parts in groups:
             text = f"{SEED}/0/{number}/{TORCH_SEED}/0:0".encode()
             torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
-            for module in unit.modules():
+            for module in parts:
                 if hasattr(module, "reset_parameters"):
                     module.reset_parameters()
         torch.set_rng_state(state)
@@ -99,9 +117,11 @@ class Looking(Callback):
         return super().__getattribute__(name)
 
 
-def trainer(ranks: int, folder: str | Path, strategy: Any = None, **options: Any) -> pl.Trainer:
+def trainer(
+    ranks: int, folder: str | Path, strategy: Any = None, path: str | None = None, **options: Any
+) -> pl.Trainer:
     if strategy is None:
-        strategy = PipelineStrategy("1f1b", microbatches=1, seed=SEED) if ranks else "auto"
+        strategy = PipelineStrategy("1f1b", microbatches=1, seed=SEED, module=path) if ranks else "auto"
     return make_trainer(
         devices=max(ranks, 1),
         strategy=strategy,
@@ -115,42 +135,44 @@ def loaders() -> tuple[Any, Any]:
     return DataLoader(data(), batch_size=8), DataLoader(data(13), batch_size=5)
 
 
-def made(kind: Any) -> Any:
+def made(kind: Any, by_units: bool = False) -> Any:
     pl.seed_everything(TORCH_SEED, verbose=False)
-    module = kind()
+    module = kind(by_units)
     module.outlet_before = {k: v.double() for k, v in module.outlet.state_dict().items()}
     return module
 
 
-def used(rank: int, ranks: int, folder: str) -> dict[str, Any]:
+def used(rank: int, ranks: int, folder: str, by_units: bool = False) -> dict[str, Any]:
     """Fits, saves, tests with the same module, goes on from the checkpoint, and tests with another cut."""
     quiet()
-    folder_ = Path(folder)
+    folder_, make = Path(folder), partial(made, LitMeta if ranks else LitReal, by_units)
+    train = partial(trainer, path="" if by_units else None)
     sizes.clear()
-    module = made(LitMeta if ranks else LitReal)
+    module = make()
     found: dict[str, Any] = {}
-    first = trainer(ranks, folder_, callbacks=[Looking(), AtStart(found)])
+    first = train(ranks, folder_, callbacks=[Looking(), AtStart(found)])
     first.fit(module, *loaders())
     found["peak"] = max(sizes)
     first.save_checkpoint(folder_ / "first.ckpt")
-    found["tested"] = trainer(ranks, folder_).test(module, loaders()[1], verbose=False)
-    again = trainer(ranks, folder_)
+    found["tested"] = train(ranks, folder_).test(module, loaders()[1], verbose=False)
+    again = train(ranks, folder_)
     again.fit(module, *loaders())
     again.save_checkpoint(folder_ / "again.ckpt")
     if ranks > 1:
         found["held"] = sum(p.numel() for p in module.parameters() if not p.is_meta)
-        other = trainer(ranks, folder_, PipelineStrategy("1f1b", partition=[1, 2, 3][: ranks - 1]))
+        places: Any = ["model.1", "model.2", "model.3"] if by_units else [1, 2, 3]
+        other = trainer(ranks, folder_, PipelineStrategy("1f1b", microbatches=1, partition=places[: ranks - 1]))
         with pytest.raises(Exception, match="differently from the last one, and its layers") as error:
-            other.test(module, loaders()[1], verbose=False)
+            other.fit(module, *loaders())
         found["error"] = str(error.value)
-    fresh = made(LitMeta if ranks else LitReal)
-    second = trainer(ranks, folder_, max_epochs=2)
+    fresh = make()
+    second = train(ranks, folder_, max_epochs=2)
     second.fit(fresh, *loaders(), ckpt_path=folder_ / "first.ckpt", weights_only=True)
     second.save_checkpoint(folder_ / "second.ckpt")
-    loaded = made(LitMeta if ranks else LitReal)
-    found["loaded"] = trainer(ranks, folder_).test(
-        loaded, loaders()[1], ckpt_path=folder_ / "first.ckpt", verbose=False
-    )
+    loaded = make()
+    testing = train(ranks, folder_)
+    found["loaded"] = testing.test(loaded, loaders()[1], ckpt_path=folder_ / "first.ckpt", verbose=False)
+    found["held in test"] = sum(p.numel() for p in loaded.parameters() if not p.is_meta)
     if rank == 0:
         for name in ("first", "again", "second"):
             whole = torch.load(folder_ / f"{name}.ckpt", weights_only=True)
@@ -170,32 +192,37 @@ class AtStart(Callback):
 
 
 @cache
-def pipeline(ranks: int) -> list[dict[str, Any]]:
-    return run_ranks(used, ranks, ranks, mkdtemp(), timeout=90)
+def pipeline(ranks: int, by_units: bool) -> list[dict[str, Any]]:
+    return run_ranks(used, ranks, ranks, mkdtemp(), by_units, timeout=120)
 
 
 @cache
-def plain() -> dict[str, Any]:
-    return run_ranks(used, 1, 0, mkdtemp(), timeout=90)[0]
+def plain(by_units: bool = False) -> dict[str, Any]:
+    return run_ranks(used, 1, 0, mkdtemp(), by_units, timeout=120)[0]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_starts_and_trains_as_one_process(ranks):
-    found = pipeline(ranks)
+RUNS = [(1, False), (2, False), (2, True), (3, True), pytest.param(4, False, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("ranks", "by_units"), RUNS)
+def test_starts_and_trains_as_one_process(ranks, by_units):
+    found, alone = pipeline(ranks, by_units), plain(by_units)
     for what in ("start", "first", "again", "second"):
-        assert differences(found[0][what], plain()[what]) == [], what
+        assert differences(found[0][what], alone[what]) == [], what
     for on_rank in found:
-        assert differences([on_rank["tested"], on_rank["loaded"]], [plain()["tested"], plain()["loaded"]]) == []
+        assert differences([on_rank["tested"], on_rank["loaded"]], [alone["tested"], alone["loaded"]]) == []
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_no_rank_ever_holds_it_whole(ranks):
-    whole = sum(v.size * 8 for k, v in pipeline(ranks)[0]["start"].items() if k.endswith(("weight", "bias")))
+@pytest.mark.parametrize(("ranks", "by_units"), RUNS[1:])
+def test_no_rank_ever_holds_it_whole(ranks, by_units):
+    start = pipeline(ranks, by_units)[0]["start"]
+    whole = sum(v.size * 8 for k, v in start.items() if k.endswith(("weight", "bias")))
     tied = WIDTH * WIDTH * 8
-    outside = (WIDTH + 1) * WIDTH * 8 + 4 * 3 * 8
-    assert plain()["peak"] >= whole - tied
-    for on_rank in pipeline(ranks):
+    outside = 0 if by_units else (WIDTH + 1) * WIDTH * 8 + 4 * 3 * 8
+    assert plain(by_units)["peak"] >= whole - tied
+    for on_rank in pipeline(ranks, by_units):
         assert outside < on_rank["peak"] <= outside + (whole - outside) * 0.75
+        assert on_rank["held in test"] * 8 <= outside + (whole - outside) * 0.75
         assert on_rank["held"] * 8 <= on_rank["peak"]
         assert "differently from the last one, and its layers" in on_rank["error"]
 
@@ -234,16 +261,20 @@ class Silent(nn.Module):
         self.scale = nn.Parameter(torch.ones(2))
 
 
+def defer(module: pl.LightningModule) -> DeferredWeights:
+    return DeferredWeights(module, group_layers(module, "model"))
+
+
 def test_whoever_does_not_say_what_it_starts_from_is_named():
     with pytest.raises(
         PipelineError, match=r"LightningModule.model.1 is a Silent with weights on meta and has no reset"
     ):
-        DeferredWeights(on_meta(lambda: nn.Linear(1, 1), Silent), "model")
+        defer(on_meta(lambda: nn.Linear(1, 1), Silent))
     with pytest.raises(PipelineError, match=r"LightningModule is a LightningModule with weights on meta and has no"):
-        DeferredWeights(on_meta(scale=lambda: nn.Parameter(torch.ones(1))), "model")
+        defer(on_meta(scale=lambda: nn.Parameter(torch.ones(1))))
     tied = on_meta(Silent, norm=lambda: nn.LayerNorm(2))
     tied.model[0].scale = tied.norm.weight
-    DeferredWeights(tied, "model")
+    defer(tied)
 
 
 class Adapted(nn.Module):
@@ -263,7 +294,8 @@ def test_adapters_start_as_their_library_has_it():
     module = on_meta(Adapted, Adapted)
     module.peft_config = {"own": SimpleNamespace(init_lora_weights="gaussian")}
     pipe: Any = SimpleNamespace(broadcast=lambda value, source: value, ranks=[0])
-    DeferredWeights(module, "model").make([1], [0, 0], 0, torch.device("cpu"), pipe)
+    ranks: Any = SimpleNamespace(pipeline=pipe, control=pipe, device=torch.device("cpu"))
+    defer(module).make_layers([1], [0, 0], 0, ranks)
     assert module.model[0].lora_B["own"].weight.is_meta
     assert module.model[1].lora_A["own"].weight.unique().tolist() == [2.0]
     assert module.model[1].lora_B["own"].weight.unique().tolist() == [0.0]

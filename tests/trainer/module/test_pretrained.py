@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy, export_weights, load_pretrained
 from lightning_pipes.ir import InputError, PipelineError
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.module.deferred import DeferredWeights
+from lightning_pipes.trainer.module.deferred import DeferredWeights, group_layers
 from lightning_pipes.trainer.module.pretrained import PretrainedWeights, reads_later
 from tests.trainer.lit import quiet
 
@@ -220,7 +220,7 @@ def test_values_that_are_in_no_file_need_a_way_to_be_made(file):
     with reads_later():
         load_pretrained(module.net, file)
     with pytest.raises(PipelineError, match=r"net is a Scaled with weights on meta and has no reset_parameters\(\)"):
-        DeferredWeights(module, "net.layers")
+        DeferredWeights(module, group_layers(module, "net.layers"))
 
 
 def test_a_missing_value_is_named_and_initialized_where_that_is_asked_for(file):

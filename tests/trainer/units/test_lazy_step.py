@@ -6,6 +6,7 @@ import copy
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,13 +19,14 @@ from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.private_transformers import install_output_hooks
 from lightning_pipes.trainer.units import timing
 from lightning_pipes.trainer.units.borders import Borders, match_starts, merge_units
+from lightning_pipes.trainer.units.fake_run import FakeRun
 from lightning_pipes.trainer.units.lazy_step import LazyStep
 from lightning_pipes.trainer.units.recording import StepRecord, UnitLayout, record_step
 from lightning_pipes.trainer.units.timing import measure_units
 from lightning_pipes.trainer.units.trace import map_leaves, tensors_of
 from tests.trainer.lit import SleptTime
 from tests.trainer.units.library_zoo import HUGGING_FACE, VISION
-from tests.trainer.units.zoo import CASES, Case, classify
+from tests.trainer.units.zoo import CASES, Case, Checkpoints, classify
 
 CPU = torch.device("cpu")
 
@@ -38,9 +40,9 @@ def run_in(case: Case, work: Callable[[], Any]) -> Any:
         return work()
 
 
-def record(case: Case, choose: Any = None) -> StepRecord:
+def record(case: Case, choose: Any = None, fake: FakeRun | None = None) -> StepRecord:
     step, batch = partial(case.step, case.model), partial(cloned, case.batch)
-    return record_step(case.model, partial(run_in, case), step, batch, (), CPU, choose)
+    return record_step(case.model, partial(run_in, case), step, batch, (), CPU, choose, fake=fake)
 
 
 def measure(case: Case, found: StepRecord) -> list[float] | None:
@@ -72,8 +74,12 @@ class Stages:
         """Processor time of each stage in the last batch, forward and backward."""
         self.steps = [LazyStep(model, layout, stage, CPU) for stage, model in enumerate(self.models)]
 
-    def train(self, batch: Any) -> torch.Tensor:
-        """Run one batch, forward and backward, and return its loss."""
+    def train(self, batch: Any, seed: Callable[[int], None] | None = None) -> torch.Tensor:
+        """Run one batch, forward and backward, and return its loss.
+
+        Args:
+            seed: as for `LazyStep.run`.
+        """
         sent: Any = None
         entered: list[list[torch.Tensor]] = []
         left: list[Any] = []
@@ -81,8 +87,10 @@ class Stages:
             if sent is not None:
                 sent = (tuple(t.detach().requires_grad_(t.requires_grad) for t in sent[0]), sent[1])
                 entered.append(list(sent[0]))
+            if seed is not None:
+                torch.seed()  # processes have streams of their own
             begun = time.thread_time()
-            sent = lazy.run(lambda given, model=model: self.case.step(model, given), cloned(batch), (), sent)
+            sent = lazy.run(lambda given, model=model: self.case.step(model, given), cloned(batch), (), sent, seed)
             self.seconds[stage] = time.thread_time() - begun
             left.append(sent)
         begun = time.thread_time()
@@ -166,10 +174,84 @@ def check_borders(name: str, make: Callable[[], Case], seeds: int) -> None:
         check_exact(f"{name} {starts}", case, UnitLayout.from_record(found, starts), [case.batch])
 
 
+BY_WEIGHTS = {
+    ".item() control flow": r"zoo\.py:\d+ \(if h\.mean\(\)\.item\(\) > 1e9:\) can't: DataDependentOutputException",
+    "experts by hand": r"zoo\.py:\d+ \(at, place = .*nonzero\(as_tuple=True\)\) can't: DynamicOutputShapeException",
+    "things left behind": r"zoo\.py:\d+ \(self\.share = 0\.5 \+ float\(.*\) can't: DataDependentOutputException",
+}
+"""Cases whose steps take numbers from weights, with what a recording without values says."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_record_without_values_is_that_of_a_step(name: str) -> None:
+    case = CASES[name]()
+    put_on_meta(case.model, {name for name, _ in case.model.named_parameters()})
+    if name in BY_WEIGHTS:
+        with pytest.raises(PipelineError, match=f"weights are on meta.*{BY_WEIGHTS[name]}"):
+            record(case, fake=FakeRun(CPU))
+        return
+    found, expected = record(case, fake=FakeRun(CPU)), record(CASES[name]())
+    assert all(p.is_meta and type(p) is nn.Parameter for p in case.model.parameters())
+    units = [[replace(unit, drew=False) for unit in each.units] for each in (found, expected)]
+    assert units[0] == units[1]
+    assert found.drawing >= expected.drawing, "what may draw counts"
+    assert (found.bytes, found.results, found.calls) == (expected.bytes, expected.results, expected.calls)
+    borders = [Borders(each) for each in (found, expected)]
+    possible = [[each.is_possible(n) for n in range(1, len(found.units))] for each in borders]
+    assert possible[0] == possible[1]
+
+
+class ByBatch(nn.Module):
+    """Chooses entries and branches by the batch, and writes what comes from weights into a tensor of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = x[:, 0] > 0
+        x = self.first(x) if chosen.any() else x
+        x[:, 0] = 0
+        out = torch.zeros_like(x, requires_grad=False)
+        out[: int(chosen.sum())] = self.last(x)[chosen]
+        return out[chosen.long().argsort()] + x[0, chosen[:4]].sum()
+
+
+def test_numbers_of_the_batch_are_known_without_those_of_weights() -> None:
+    def make() -> Case:
+        torch.manual_seed(0)
+        return Case(ByBatch().double(), (torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 4), classify)
+
+    case = make()
+    case.model.to("meta")
+    assert record(case, fake=FakeRun(CPU)).units == record(make()).units
+
+
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_stages_are_exact(name: str, stages: int) -> None:
     check_cut(name, CASES[name], stages)
+
+
+def test_checkpoints_are_parts_and_draw_what_they_draw_in_any_cut() -> None:
+    def make() -> Case:
+        torch.manual_seed(0)
+        return CASES["checkpoints in a row"]()._replace(model=Checkpoints(dropout=0.5).double())
+
+    found = record(make())
+    borders, held = Borders(found), [unit.held for unit in found.units]
+    firsts = [held.index(number) for number in range(1, 5)]
+    assert all(map(borders.is_possible, firsts))
+    assert not any(borders.is_possible(n) for n in range(firsts[0], len(held)) if held[n] and held[n] == held[n - 1])
+    losses, gradients = [], []
+    for starts in [(0,), *((0, n) for n in firsts), (0, *firsts)]:
+        stages = Stages(make(), UnitLayout.from_record(found, starts))
+        losses.append(float(stages.train(stages.case.batch, torch.manual_seed)))
+        gradients.append(stages.gradients())
+    assert losses == [losses[0]] * len(losses)
+    for other in gradients[1:]:
+        assert other.keys() == gradients[0].keys()
+        assert all(torch.allclose(other[name], g, rtol=0, atol=1e-12) for name, g in gradients[0].items())
 
 
 @pytest.mark.parametrize("name", CASES)

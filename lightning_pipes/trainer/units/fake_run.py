@@ -1,0 +1,98 @@
+"""Units that run without values, where no process has the weights of a module."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+import lightning_pipes
+from lightning_pipes.engine.private_torch import FakeTensorMode
+from lightning_pipes.ir import PipelineError
+
+_LIBRARIES = tuple(str(Path(str(each.__file__)).parent) for each in (torch, pl, lightning_pipes))
+_PYTHON = sysconfig.get_paths()["stdlib"]
+
+
+class FakeRun:
+    """Runs what depends on weights with shapes, types and devices alone.
+
+    Tensors of the batch, and what is computed from them alone, have their values. So control flow may depend on them,
+    and not on weights.
+
+    Args:
+        device: of this rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+        """A context in which tensors have no values."""
+        self._device = device
+
+    def replace_weights(self, module: nn.Module, atomic: Callable[[torch.Tensor], bool]) -> None:
+        """Put tensors without values in the place of weights, and other buffers on the device.
+
+        Args:
+            atomic: returns whether a buffer belongs to a unit.
+        """
+        made: dict[int, torch.Tensor] = {}
+        for part in module.modules():
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    fake = tensor.is_meta or isinstance(tensor, nn.Parameter) or atomic(tensor)
+                    made[id(tensor)] = self._make_like(tensor) if fake else tensor.to(self._device)
+                setattr(part, name, made[id(tensor)])  # nn.LSTM has a list of its own
+
+    def _make_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self.mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+        return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+    @contextmanager
+    def explain_errors(self) -> Iterator[None]:
+        """Name the line of the user's code where the block fails.
+
+        Raises:
+            PipelineError: it fails.
+        """
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by LSTMs
+                yield
+        except PipelineError:
+            raise
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [frame for frame in frames if not _is_of_library(frame.filename)] or frames
+            text = " ".join(str(error).split())[:200]
+            raise PipelineError(
+                f"weights are on meta, so its step runs without their values, and {own[-1].filename}:{own[-1].lineno} "
+                f"({own[-1].line}) can't: {type(error).__name__}: {text}. No branch, index or number may depend on the "
+                "value of a weight; log tensors, not their item()"
+            ) from error
+
+
+def _is_of_library(path: str) -> bool:
+    of_python = path.startswith(_PYTHON) and "site-packages" not in path
+    return of_python or path.startswith(("<", *_LIBRARIES))
+
+
+def list_places(index: Any) -> Any:
+    """Return an index in which masks with values are lists of places, for these say how long the result is."""
+    if not isinstance(index, tuple):
+        index = (index,)
+    found: list[Any] = []
+    for each in index:
+        is_mask = type(each) is torch.Tensor and each.dtype == torch.bool and each.ndim
+        found += each.nonzero(as_tuple=True) if is_mask else [each]
+    return tuple(found)
