@@ -328,7 +328,7 @@ class UnitSetup(ModuleSetup):
         bare = [stage for stage, (a, b) in enumerate(spans) if not any(unit.weights for unit in record.units[a:b])]
         hint = f". Stages without weights: {', '.join(map(str, bare))}; fewer processes may do" if bare else ""
         rank_zero_info(
-            f"{type(self._module).__name__}.training_step has {len(record.units)} units, calls of modules and "
+            f"{type(self._module).__name__}.{self._step} has {len(record.units)} units, calls of modules and "
             f"functions. Stages after the first begin at {listed}. The stages have {shares} of the {measure}{hint}"
         )
 
