@@ -438,15 +438,30 @@ class Adapting(Lit):
         self.model[0][0] = nn.Sequential(self.model[0][0])
 
 
-def adapt(rank: int) -> str:
-    with pytest.raises((PipelineError, PeerFailure)) as error:
-        fit(rank, Adapting, 2, {}, {"max_epochs": 1, "limit_train_batches": 1})
-    return str(error.value)
+class Growing(Lit):
+    """Gives a layer one more weight, as peft does that loads a second adapter."""
+
+    def on_train_start(self) -> None:
+        self.model[0][0].register_parameter("scale", nn.Parameter(torch.ones(1)))
+
+
+def adapt(rank: int) -> list[str]:
+    found = []
+    for module in (Adapting, Growing):
+        with pytest.raises((PipelineError, PeerFailure)) as error:
+            fit(rank, module, 2, {}, {"max_epochs": 1, "limit_train_batches": 1})
+        found.append(str(error.value))
+    return found
 
 
 def test_an_adapter_for_layers_elsewhere_is_named():
-    for said in run_ranks(adapt, 2, timeout=60):
-        assert "a hook has replaced self.model.0.0.weight of a layer on another rank" in said
+    for replaced, added in run_ranks(adapt, 2, timeout=60):
+        names = (
+            "a hook has replaced self.model.0.0.weight of a layer on another rank",
+            "self.model.0.0.0.weight has come",
+        )
+        assert any(name in replaced for name in names)  # of the rank without the layer, and of the one that has it
+        assert "self.model.0.0.scale has come into a layer while the run went on" in added
 
 
 def test_spectral_norm_warns():

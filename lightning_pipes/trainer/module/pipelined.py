@@ -256,6 +256,7 @@ class CutModule:
         self.stays_spread = any(t.is_meta for t in (*full.parameters(), *full.buffers()))
         self._absent = RemoteParameters(self.scope)
         self._let_go(set(range(len(full))) - {*self.local})
+        self._slot_keys = {slot.key for slot in self._slots_of(range(len(full)))}
         release_free_memory()
 
     def is_foreign(self, tensor: torch.Tensor) -> bool:
@@ -364,7 +365,8 @@ class CutModule:
         Raises:
             PipelineError: code of the user's has put other modules around those of layers on other ranks.
         """
-        gaps: dict[str, list[ParameterSlot]] = {slot.key: [] for slot in self._slots_of(range(len(self.full)))}
+        slots = [*self._slots_of(range(len(self.full)))]
+        gaps: dict[str, list[ParameterSlot]] = {slot.key: [] for slot in slots}
         for slot in self._absent.slots:
             if slot.key not in gaps:
                 raise PipelineError(
@@ -372,6 +374,14 @@ class CutModule:
                     "modules in before fit, in __init__ or configure_model"
                 )
             gaps[slot.key].append(slot)
+        added = [
+            slot.key for slot in slots if isinstance(slot.tensor, nn.Parameter) and slot.key not in self._slot_keys
+        ]
+        if added:
+            raise PipelineError(
+                f"self.{added[0]} has come into a layer while the run went on, and other ranks do not have it: a hook "
+                "has added a module, as peft's load_adapter does. Add it before fit, in __init__ or configure_model"
+            )
         return gaps
 
     def list_parameters(self) -> dict[int, tuple[str, torch.Tensor]]:
