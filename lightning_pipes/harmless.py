@@ -1,7 +1,7 @@
 """Code of ours that runs in programs which never asked for us, and must not end them.
 
-Whoever imports Lightning, or starts a Hydra app, where this package is installed runs some of it: the trainer layer is
-loaded as soon as Lightning is, before or after us.
+A program that imports Lightning, or starts a Hydra app, where this package is installed runs some of it: the trainer
+layer is loaded as soon as Lightning is, before or after us.
 
 `Trainer(strategy="pipeline_1f1b")` and LightningCLI know a strategy only once its class exists, and Lightning has no
 entry point for strategies. So `import lightning_pipes` has to do, in any order, without importing Lightning itself.

@@ -107,11 +107,11 @@ class JobArray(Generic[T]):
         self._record = ArrayRecord()
         self.shared = SharedConnections()
         self._queue: deque[Sibling[T] | None] = deque()
-        """Who has a turn next; None where a sibling has ended one turn earlier than on other ranks."""
+        """The sibling that has a turn next; None where a sibling has ended one turn earlier than on other ranks."""
         self._arrivals: Arrivals[Sibling[T]] = Arrivals()
         self._running: dict[int, Sibling[T]] = {}
         self._news_of_peers: defaultdict[int, list[tuple[int, Failure | Return, float]]] = defaultdict(list)
-        """News of other ranks about siblings that have not ended here: who, what, and when it was heard."""
+        """News of other ranks about siblings that have not ended here: which sibling, what, and when it arrived."""
         self._job_counts_of_peers: dict[int, int] = {}
         """Of ranks that have no more than these."""
         self._started = 0
@@ -124,14 +124,14 @@ class JobArray(Generic[T]):
     def run(self, jobs: Iterable[Callable[[], T]]) -> Iterator[Outcome[T]]:
         """Yield the outcome of each sibling as it ends. The next job is taken when a slot is free.
 
-        A sibling that raises ends alone; whoever iterates decides whether the others go on.
+        A sibling that raises ends alone; the caller decides whether the others go on.
 
         Raises:
             InputError: it is called by a sibling, a job is no function, or one does other things on other ranks.
             PeerFailure: a rank has died.
             SIGTERMException: after SIGTERM to any rank, once the siblings under way have ended by it, each after the
                 same batch on all ranks; at once where ranks have not met yet. No other job is begun then.
-            KeyboardInterrupt: after Ctrl-C, when all siblings have been told. A second one does not wait for them.
+            KeyboardInterrupt: after Ctrl-C, when all siblings know it. A second one does not wait for them.
         """
         if current_sibling() is not None:
             raise InputError("a sibling of an array can't run an array itself; give the outer one all the jobs")
@@ -179,7 +179,7 @@ class JobArray(Generic[T]):
                     self._rounds.begin_turn(head)
                 if head is not None:
                     yield from self._give_turn(head)
-        except GeneratorExit:  # whoever iterates has enough, or has failed
+        except GeneratorExit:  # the caller has enough, or has failed
             raise
         except BaseException as error:
             end = error
@@ -216,8 +216,9 @@ class JobArray(Generic[T]):
     # ---- turns
 
     def _give_turn(self, sibling: Sibling[T], filling: bool = False) -> Iterator[Outcome[T]]:
-        """A turn of a sibling. While the array is `filling` nobody computes meanwhile: a rank that computes keeps all
-        others waiting, and the first siblings would start one by one, each some computations after the one before."""
+        """A turn of a sibling. While the array is `filling` no other sibling computes meanwhile: a rank that computes
+        keeps all others waiting, and the first siblings would start one by one, each some computations after the one
+        before."""
         self._work_until(lambda: self.memory.has_room(sibling.index))
         self.memory.begin_turn(sibling.index)
         self.memory.look_ahead(self._upcoming_indices())
@@ -253,13 +254,13 @@ class JobArray(Generic[T]):
         mine = [0 if s is None or s.engine is None else s.engine.plan.jobs[0].rows for s in self._queue]
         board.post_value("rows", json.dumps(mine))
         self._work_until(lambda: board.have_all_posted("rows"), idle=True)
-        told = [json.loads(each) for each in board.values("rows")] if board.others else [mine]
-        order = order_first_batches([max(each) for each in zip(*told, strict=True)])
+        rows_of_ranks = [json.loads(each) for each in board.values("rows")] if board.others else [mine]
+        order = order_first_batches([max(each) for each in zip(*rows_of_ranks, strict=True)])
         self._queue = deque(self._queue[n] for n in order)
 
     def _end_turn(self, sibling: Sibling[T]) -> None:
         trainer, memory = sibling.trainer, self.memory
-        assert trainer is not None, "who has a window has a trainer"
+        assert trainer is not None, "a sibling with a window has a trainer"
         try:
             memory.end_turn(sibling.index, trainer.lightning_module, trainer.optimizers, trainer.strategy.root_device)
         except PlanError as error:

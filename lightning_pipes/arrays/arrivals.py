@@ -14,7 +14,7 @@ S = TypeVar("S", bound=Sibling[Any])
 
 class Arrivals(Generic[S]):
     """First come, first computed. So no batch overtakes another on its way through the stages and back, and
-    turns in the order in which batches were handed in hold up nobody.
+    turns in the order in which batches were handed in delay no sibling.
 
     Simulated on 8 stages with 16 siblings of mixed batch sizes, a stage that is to compute all the time idles 5 % of it
     where turns decide among what has come during a computation, and a quarter where backwards come first. A head start
@@ -40,7 +40,7 @@ class Arrivals(Generic[S]):
                 found.append((since, sibling))
         self._waiting.extend(sibling for _, sibling in sorted(found, key=itemgetter(0)))
         chosen = next((s for s in self._waiting if s.is_failing or memory.is_leased(s.index)), None)
-        if chosen is None:  # who holds its place on the device comes first, to give it free
+        if chosen is None:  # a sibling that has a place on the device goes first, to free it
             chosen = next((s for s in self._waiting if memory.has_room(s.index)), None)
         if chosen is not None:
             self._waiting.remove(chosen)
@@ -50,7 +50,7 @@ class Arrivals(Generic[S]):
 def order_first_batches(rows: Sequence[int]) -> list[int]:
     """Return places in `rows` in their starting order: small batches at both ends, large ones between them.
 
-    Whoever comes first stays first, so this is the order for long. Simulated on 8 stages, 16 siblings with batches of 8
+    The first one stays first, so this is the order for long. Simulated on 8 stages, 16 siblings with batches of 8
     to 32 in turn keep the busiest stage computing 94 % of the time from their third batches to their eighth, and
     99.7 % of it in this order; neighbours of very different sizes wait for each other.
     """

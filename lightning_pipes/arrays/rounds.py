@@ -115,7 +115,7 @@ class Rounds(Generic[S]):
 
     def _measured_costs(self, sibling: S, plan: Plan) -> CostModel:
         """Return the costs of the stages by the profile of the siblings' layers; equal stages where there is none."""
-        assert sibling.trainer is not None, "who has a window has a trainer"
+        assert sibling.trainer is not None, "a sibling with a window has a trainer"
         host: PipelineHost = sibling.trainer.strategy  # type: ignore[assignment]  # a sibling with a window has one
         decision = host.decision
         if decision.profile is not None and decision.deployment is not None:

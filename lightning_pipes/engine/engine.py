@@ -96,7 +96,7 @@ class Engine:
         rank: this rank of the pipeline.
         device: where its tensors are.
         seed: what all random streams start from.
-        watch: told of failures; wakes this rank when another fails.
+        watch: gets this rank's failure, and wakes it when another fails.
         turns: whose engine this is, where several share the rank; it decides when a window is worked on.
 
     Raises:

@@ -1,11 +1,11 @@
 """The state of NumPy's global generator: NumPy takes 50 microseconds to tell it, and 35 to take it.
 
-It is compared where it lies with the one that was told last: mostly nobody has drawn in between. How it lies there is
+It is compared where it lies with the one that was read last: mostly nothing was drawn in between. How it lies there is
 nowhere promised, so that it is compared with what NumPy says of a fresh generator first; where that differs, NumPy is
 asked each time.
 
-Half of a pair of normal numbers may be kept elsewhere, and a state with one is told by NumPy each time. It is missed by
-one way only: between two calls somebody goes back to an earlier state, and from there with normal numbers to where
+Half of a pair of normal numbers may be kept apart, and a state with one is read from NumPy each time. It is missed by
+one way only: between two calls the user goes back to an earlier state, and from there with normal numbers to where
 others were drawn to before.
 """
 
@@ -29,16 +29,16 @@ _CACHED = 3
 
 _KEPT = 8
 _raws: OrderedDict[int, tuple[bytes, State]] = OrderedDict()
-"""States that were told last, without a kept number, each with what the generator holds then; by their ids."""
+"""States that were read last, without a kept number, each with what the generator holds then; by their ids."""
 
 
 def numpy_state() -> State:
     """`np.random.get_state()`."""
     raw = _raw(_generator())
     if raw is not None and _raws:
-        last, told = _raws[next(reversed(_raws))]
+        last, held = _raws[next(reversed(_raws))]
         if last == raw:
-            return told
+            return held
     state: State = np.random.get_state()
     if raw is not None and not state[_CACHED]:
         _raws[id(state)] = raw, state
@@ -53,7 +53,7 @@ def set_numpy_state(state: State) -> None:
     now = _raw(generator)
     if now is None or id(state) not in _raws:
         np.random.set_state(state)
-        _raws.clear()  # it may differ by a kept number from the one that was told last
+        _raws.clear()  # it may differ by a kept number from the one that was read last
         return
     _raws.move_to_end(id(state))
     raw, _ = _raws[id(state)]

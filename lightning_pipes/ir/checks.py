@@ -29,7 +29,7 @@ class PlanError(PipelineError):
 class InputError(PlanError):
     """Something that was given can't be used: a setting, an argument, a file, a number, a unit, a name.
 
-    It is a PlanError for those who catch all that is wrong before anything runs.
+    It is a PlanError, so that one `except` catches all that is wrong before anything runs.
     """
 
 
@@ -38,7 +38,7 @@ class ProgramError(PipelineError):
 
 
 class DeadlockError(ProgramError):
-    """Every rank waits for another one; the message lists who waits for what."""
+    """Every rank waits for another one; the message lists which rank waits for what."""
 
 
 _T = TypeVar("_T")
@@ -52,7 +52,7 @@ def short_repr(value: object) -> str:
     """Return the repr of a value for error messages, at most 80 characters long."""
     try:
         text = repr(value)
-    except Exception as error:  # an int of more digits than Python prints, or somebody's own __repr__
+    except Exception as error:  # an int of more digits than Python prints, or a user's own __repr__
         text = f"<{type(value).__name__}: {type(error).__name__}>"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 4]} ..."
 

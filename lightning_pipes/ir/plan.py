@@ -165,7 +165,7 @@ class Plan:
         whole_forward: stages whose forwards run in one piece even where backward is cut finer: they keep their input,
             and each backward runs forward again for its own samples. Elsewhere such a forward runs once for each
             backward that its samples belong to. Empty means none. See `ir.lowering`.
-        layers: the layers of each stage, as spans of layer numbers; empty where nobody asked.
+        layers: the layers of each stage, as spans of layer numbers; empty if it was not asked for.
         after: what an instruction waits for besides its data, for orders that a paper demands.
 
     Raises:

@@ -36,7 +36,7 @@ class Change:
 
     Attributes:
         what: in words.
-        arguments: what PipelineStrategy would be told instead.
+        arguments: the arguments of PipelineStrategy with the change.
         seconds: of a step.
         bubble: the share of all ranks' time in which they idle, 0 to 1.
         held: the most samples that a rank holds between forward and backward.

@@ -34,7 +34,7 @@ class BalancedPlanner(Planner):
     """The plans of another planner, with layers cut by time, within the devices' memory: where that saves enough.
 
     That is a share of the step that the fallback takes. Without a profile, or where layers are decided, nothing is
-    balanced. It is asked where a run begins, or is cut anew; who cuts batches of other sizes is the `inner` planner.
+    balanced. It is asked where a run begins, or is cut anew; the `inner` planner cuts batches of other sizes.
     """
 
     inner: Planner

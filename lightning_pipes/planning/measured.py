@@ -48,14 +48,14 @@ class StepSample(NamedTuple):
     def from_events(
         cls, events: Sequence[tuple[int, Instruction, int, int]], plan: Plan, since: int = 0, chosen: bool = False
     ) -> StepSample:
-        """Return the sample that one rank recorded in one window; transfers with those who received them.
+        """Return the sample that one rank recorded in one window; transfers with their receivers.
 
         Sender and receiver stamp a message each by its own clock. If one of these jumps, a message arrives before it
         was sent, or was sent before the window began: such transfers say nothing.
 
         Args:
-            since: when the rank's last backward before this window ended, by the same clock: who still updates weights
-                may get messages already.
+            since: when the rank's last backward before this window ended, by the same clock: a rank that still updates
+                weights may get messages already.
             chosen: whether a policy orders, which may hold back a forward that has all it needs.
         """
         durations: dict[Key, list[float]] = defaultdict(list)
@@ -99,8 +99,8 @@ class Averages:
     last `window` steps say something else by more than `drift`.
 
     Attributes:
-        latency: seconds of messages without content, by (from stage, to stage), where somebody has measured them.
-        parts: by stage, what input and weight gradients (I and W) take over a whole backward, where somebody has
+        latency: seconds of messages without content, by (from stage, to stage), where they were measured.
+        parts: by stage, what input and weight gradients (I and W) take over a whole backward, where they were
             measured layers both ways. While a run does one, this prices the other.
     """
 

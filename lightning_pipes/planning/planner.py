@@ -31,13 +31,13 @@ class Problem:
         microbatches: pieces of the batch that were asked for; None where the planner decides.
         recompute: whether all stages but the last are to keep only their input.
         layers: of each stage, where that is decided; a plan then keeps to it.
-        profile: seconds and bytes of the layers; None where nobody has measured them.
-        deployment: devices, links and memory limits; None where nobody has asked for them.
+        profile: seconds and bytes of the layers; None where they were not measured.
+        deployment: devices, links and memory limits; None where they were not asked for.
         costs: what the stages and links of the plan that runs took in its last batches, for the sizes that they have;
             None before anything has run.
         seen: windows of the plan that runs, from one `replan` to the next, the oldest first; of another plan none.
         before: windows of plans that ran before this one, the oldest first, each with its plan.
-        remaining: batches that are left in the run; None where nobody knows.
+        remaining: batches that are left in the run; None where it is unknown.
         tied: numbers of layers that share a parameter: together in one stage they can go to another one together, and
             otherwise they stay.
         relocation: how layers would move.
@@ -70,8 +70,8 @@ class Solution:
 
     Attributes:
         problem: the one that was asked, with what the planner has decided in it: the layers, and where it chooses
-            these, too, the schedule, the number of micro-batches and recomputation. Who asks a schedule's own planner
-            for another batch gives it this problem with other `rows`.
+            these, too, the schedule, the number of micro-batches and recomputation. For another batch, a schedule's
+            own planner gets this problem with other `rows`.
         plan: of the batch, ordered by the schedule of `problem`.
         why: for people; empty where there was nothing to choose.
         table: what was compared, for people.

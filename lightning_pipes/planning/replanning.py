@@ -21,7 +21,7 @@ MAX_OBSERVATIONS = 64
 
 
 FreeBytes = tuple[int | None, ...]
-"""Bytes that are free on the device of each rank of the pipeline; None where nobody knows."""
+"""Bytes that are free on the device of each rank of the pipeline; None where it is unknown."""
 
 
 @dataclass(frozen=True, eq=False)

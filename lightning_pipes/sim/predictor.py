@@ -51,13 +51,13 @@ class TaskPredictor(Protocol):
     """Predicts for one stage. A wrong prediction costs time only."""
 
     def before(
-        self, task: Task, queue: Sequence[WaitingSubnet], told: Sequence[PendingBackward] = ()
+        self, task: Task, queue: Sequence[WaitingSubnet], received: Sequence[PendingBackward] = ()
     ) -> TaskPrediction:
         """Return the contexts that come after `task`, which runs now.
 
         Args:
-            queue: who waits on the stage, the lowest first; `task.subnet` may be among them.
-            told: what came with its gradient.
+            queue: the subnets that wait on the stage, the lowest first; `task.subnet` may be among them.
+            received: what came with its gradient.
         """
 
     def idle(self, queue: Sequence[WaitingSubnet]) -> TaskPrediction:
@@ -73,9 +73,9 @@ class StepAheadPredictor:
     """Algorithm 3 of the paper, two contexts ahead.
 
     Before a backward it pretends that this has stepped and looks for the forward that follows. A backward of which the
-    stage behind has told comes after that forward: it is kept until the forward is about to run, fetched then, and told
-    on. The last stage tells of the backward of its next forward, which follows at once. Before a forward it looks for
-    the next one.
+    stage behind has sent a record comes after that forward. The record is kept until the forward is about to run;
+    then the context is fetched, and the record sent on. The last stage tells of the backward of its next forward, which
+    follows at once. Before a forward it looks for the next one.
 
     As printed, subnet 0 is never predicted, what is blocked is forgotten at each call, and the list of finished
     subnets is changed by pretending; none of this is so here.
@@ -88,17 +88,19 @@ class StepAheadPredictor:
         self._last = last
         self._blocked: dict[int, list[int]] = {}  # by the forward that comes before these backwards
         self._now: tuple[int, bool] | None = None
-        self._said = TaskPrediction()
+        self._prediction = TaskPrediction()
 
     def before(
-        self, task: Task, queue: Sequence[WaitingSubnet], told: Sequence[PendingBackward] = ()
+        self, task: Task, queue: Sequence[WaitingSubnet], received: Sequence[PendingBackward] = ()
     ) -> TaskPrediction:
-        if self._now == task[:2] and not told:
-            return self._said
+        if self._now == task[:2] and not received:
+            return self._prediction
         self._now = task[:2]
         others = [each for each in queue if each.subnet != task.subnet]
-        self._said = self._backward(task.subnet, others, told) if task.backward else self._forward(task.subnet, others)
-        return self._said
+        self._prediction = (
+            self._backward(task.subnet, others, received) if task.backward else self._forward(task.subnet, others)
+        )
+        return self._prediction
 
     def idle(self, queue: Sequence[WaitingSubnet]) -> TaskPrediction:
         self._now = None
@@ -106,16 +108,18 @@ class StepAheadPredictor:
         wanted = [subnet for blocked in self._blocked.values() for subnet in blocked]
         return TaskPrediction((*wanted, *([] if following is None else [following])))
 
-    def _backward(self, subnet: int, queue: Sequence[WaitingSubnet], told: Sequence[PendingBackward]) -> TaskPrediction:
+    def _backward(
+        self, subnet: int, queue: Sequence[WaitingSubnet], received: Sequence[PendingBackward]
+    ) -> TaskPrediction:
         for blocked in self._blocked.values():
             if subnet in blocked:
                 blocked.remove(subnet)
         forward = admissible(queue, frozenset([subnet]))
         if forward is None:
-            return TaskPrediction(tuple(each.subnet for each in told))
-        if told:
-            self._blocked.setdefault(forward, []).extend(each.subnet for each in told)
-        pending = [PendingBackward(each.subnet, forward) for each in told]
+            return TaskPrediction(tuple(each.subnet for each in received))
+        if received:
+            self._blocked.setdefault(forward, []).extend(each.subnet for each in received)
+        pending = [PendingBackward(each.subnet, forward) for each in received]
         if self._last:
             pending.append(PendingBackward(forward, forward))
         return TaskPrediction((forward,), tuple(pending))
@@ -142,7 +146,7 @@ class SimulatedPredictor:
         self._first = 0  # all before it have run
 
     def before(
-        self, task: Task, queue: Sequence[WaitingSubnet], told: Sequence[PendingBackward] = ()
+        self, task: Task, queue: Sequence[WaitingSubnet], received: Sequence[PendingBackward] = ()
     ) -> TaskPrediction:
         self._ran.add(task)
         return self.idle(queue)

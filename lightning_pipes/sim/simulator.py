@@ -1,7 +1,7 @@
 """Simulation of a program or a policy in virtual time, by given costs or by costs drawn from a seed.
 
 `draw_spread` tells how much a makespan scatters where operations do. Medians are no fair picture of a pipeline: each
-rank waits for whoever is slow this time, so rare slow operations cost more than their share.
+rank waits for the one that is slow this time, so rare slow operations cost more than their share.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def simulate(
         memory_limit: bytes of every rank, or of each. What would not fit waits.
 
     Raises:
-        DeadlockError: ranks wait for each other, for memory, or for a policy that picks nothing; names who and what.
+        DeadlockError: ranks wait for each other, for memory, or for a policy that picks nothing; names the rank and the
+            reason.
         InputError: the costs do not know some stage, or the weights alone exceed the limit; or this is neither a
             program nor a policy.
         PlanError: an endless policy can't order the plan.
@@ -179,11 +180,11 @@ def _timeline(
 Kinds = type[Program] | type[Policy]
 
 
-def check_order(who: str, order: object, plan: object, *kinds: Kinds) -> None:
+def check_order(function: str, order: object, plan: object, *kinds: Kinds) -> None:
     """Refuse arguments that are no order or no plan; a schedule makes programs and is no order.
 
     Args:
-        who: the function that was called.
+        function: the function that was called.
         kinds: what it takes; by default programs and policies.
 
     Raises:
@@ -196,9 +197,9 @@ def check_order(who: str, order: object, plan: object, *kinds: Kinds) -> None:
             if isinstance(order, Schedule)
             else ("a schedule's program is schedule.program(plan)")
         )
-        raise TypeError(f"{who} takes {wanted}, got {short_repr(order)}; {way_out}")
+        raise TypeError(f"{function} takes {wanted}, got {short_repr(order)}; {way_out}")
     if not isinstance(plan, Plan):
-        raise TypeError(f"{who} needs the Plan that was ordered as second, got {short_repr(plan)}")
+        raise TypeError(f"{function} needs the Plan that was ordered as second, got {short_repr(plan)}")
 
 
 SLOW = 0.95

@@ -80,9 +80,9 @@ class ActiveRun:
             about = describe_run(host, links.n_trainings)
             reported = gather_run(self.run, ranks.pipeline, host.optimizers, ranks.device, gather, about)
             links.check()
-            told = "" if reported is None else describe_memory(*reported)
-            if told:
-                rank_zero_info(told)
+            memory_text = "" if reported is None else describe_memory(*reported)
+            if memory_text:
+                rank_zero_info(memory_text)
         fault_point("teardown.gathered")
         self.run.close()
         fault_point("teardown.closed")

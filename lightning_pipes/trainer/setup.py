@@ -188,8 +188,8 @@ def choose_setup(context: SetupContext, weights: WholeWeights) -> ModuleSetup:
 def choose_cut(context: SetupContext) -> tuple[str, UnitSetup | None]:
     """Return the path of the container to cut, and how the module is cut by units where that is decided here.
 
-    A container that nobody names is left for units where it has a code or hooks of its own, where the step does not
-    call its layers once and in order, and where most of the work is around it. Collective.
+    A container that the user has not named is left for units where it has a code or hooks of its own, where the step
+    does not call its layers once and in order, and where most of the work is around it. Collective.
 
     Raises:
         PlanError, PipelineError: it can't be cut so.

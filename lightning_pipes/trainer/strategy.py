@@ -665,7 +665,7 @@ class PipelineStrategy(PipelineHost):
         checkpoint = checkpointing.load(path, weights_only, self._module, running, super().load_checkpoint)
         if self._is_cut_off:
             checkpointing.meet_after_failure()
-        self.barrier()  # whoever removes it afterwards must not be too early
+        self.barrier()  # a caller that removes the file must wait for all ranks
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -754,7 +754,7 @@ class PipelineStrategy(PipelineHost):
             as_terminated(exception)
             atexit.register(skip_final_gc)
         if self._leaving_together and isinstance(exception, SIGTERMException):
-            self.control.barrier()  # whoever started them may end all when the first one has ended
+            self.control.barrier()  # a launcher may end all processes when the first one has ended
         elif self._session is not None:
             self._session.status.report_failure(exception)
 

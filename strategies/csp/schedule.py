@@ -70,7 +70,7 @@ class CSP(Policy):
     def make_planner(self) -> SubnetPlanner:
         return SubnetPlanner()
 
-    # Batch 2 shares a layer of stage 0 with batch 0, batch 3 waits for nobody and overtakes it.
+    # Batch 2 shares a layer of stage 0 with batch 0, batch 3 waits for none and overtakes it.
     # Drawn by `subnets(CSP(), "000", "111", "020", "202")`:
     # rank 0 |0-1-3-........0===2-1===..3===..2===| bubble 33.3%
     # rank 1 |..0-1-....0===3-1===2-3===..2===....| bubble 33.3%

@@ -39,10 +39,10 @@ def looks_that_count(
     seconds: Array, at: int, stays: Iterable[int], shortest: int, least: float
 ) -> tuple[int, int | None]:
     """How many of the last looks to choose a partition by: `shortest`, or twice as many and so on; or the partition to
-    stay with. Each is tried on what was seen so far: who had chosen so before every look, had taken how long?
+    stay with. Each is tried on what was seen so far: how long would all steps have taken with it?
 
-    Where neighbours stay for long, few looks serve best, for they tell soonest what has changed. Where they soon go it
-    is over what few looks tell, and who goes by many, or stays, is better off.
+    Where neighbours stay for long, few looks serve best, for they show soonest what has changed. Where they soon go,
+    few looks are out of date, and choosing by many, or staying, is better.
 
     Args:
         seconds: of a step: axis 0 is looks, the oldest first, axis 1 partitions.

@@ -37,7 +37,7 @@ RELIEF = 1.5
 class MemoryGuard:
     """When batches stop overlapping (DynPipe, S V-B2): each then runs alone, so that one is held and no older weights
     are. Where that leaves less than `low` free, layers leave the device. What is free is seen by a monitor; where
-    nobody knows, nothing is guarded.
+    is unknown, nothing is guarded.
 
     Attributes:
         low: bytes of which more has to be free on each device; None for no such mark.
@@ -135,7 +135,7 @@ class DynPlanner(EvenPlanner):
         if seen.profile is None or len(looks) < self.windows or plan.n_stages < 2 or not plan.layers:
             return None
         schedule = seen.schedule
-        if not isinstance(schedule, Schedule):  # who orders while it runs can't be asked what it would do
+        if not isinstance(schedule, Schedule):  # a policy that orders while it runs can't be simulated in advance
             return None
         every = [*_comparable_looks(plan, seen.before), *((plan, look) for look in looks)][-MAX_OBSERVATIONS:]
         seen = replace(seen, profile=estimate_work(seen.profile, every, self.windows))

@@ -26,7 +26,7 @@ class Situation:
 
     Args:
         seen: a window of `plan`, which it fits.
-        deployment: links and devices; None where nobody has asked for them.
+        deployment: links and devices; None where they were not asked for.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ def _factors(operations: Array, solo: Array) -> Array:
 
 
 def _whole(operations: Mapping[tuple[Kind, int], Array]) -> dict[tuple[Kind, int], Array]:
-    """Operations; of those that nobody saw the mean of the others."""
+    """Operations; for those without a measurement the mean of the others."""
     found = {}
     for key, table in operations.items():
         known = np.isfinite(table)

@@ -194,7 +194,7 @@ class _Array:
         elif way == FORWARD:
             self._after(end, BACKWARD, stage, number, span)
         if way == FORWARD and stage == 0 and more:
-            self._after(end, FORWARD, 0, number, span + 1)  # who has just been computed for comes last
+            self._after(end, FORWARD, 0, number, span + 1)  # a job that was computed just now comes last
         if way == BACKWARD and not more:
             self.rows[stage].append(STEP(stage, number, job.batch))
             end += job.update[stage]

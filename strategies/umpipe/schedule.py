@@ -36,7 +36,7 @@ LARGEST = 2048
 class UnequalMicrobatches(Traits):
     """The settings of both orders: how many micro-batches each stage makes of a batch, and each link in messages.
 
-    Where nobody says so, the planner decides by what layers and links take: see `UnequalPlanner`.
+    Where it is not set, the planner decides by what layers and links take: see `UnequalPlanner`.
 
     Attributes:
         forward: micro-batches of each stage, 1 to the samples of a batch; p of them have ceil(P / p) of P samples each,

@@ -188,7 +188,7 @@ def has_purpose(name: str | None, trainer: pl.Trainer) -> bool:
     if name not in _AFTER:
         return True
     if name == "_CheckpointConnector.resume_end" and trainer.ckpt_path is not None:
-        return True  # nobody may write it anew before all have read it
+        return True  # no rank may write it anew before all have read it
     parts = (trainer.lightning_module, getattr(trainer, "datamodule", None), *private.callbacks(trainer))
     return any(_is_users(hook, part) for part in parts for hook in _AFTER[name])
 

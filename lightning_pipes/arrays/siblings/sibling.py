@@ -32,9 +32,10 @@ _LOOK_SECONDS = 0.001
 _REASON_SECONDS = 1.0
 """How long a computation that failed waits for an answer of other ranks that may say why."""
 RETURN_SECONDS = 60.0
-"""How long a sibling may go on in a turn in which it has returned on another rank, for what that has said before."""
+"""How long a sibling may go on in a turn in which it has returned on another rank, for what that rank has sent
+before."""
 _PATIENCE = 100
-"""How often a sibling that was told to end may go on waiting for something before it is left alone."""
+"""How often a sibling that is to end may go on waiting for something before it is left alone."""
 _current: contextvars.ContextVar[Sibling[Any] | None] = contextvars.ContextVar("lightning_pipes_sibling", default=None)
 
 
@@ -126,7 +127,7 @@ class Sibling(Generic[T]):
         self._ready: Callable[[], bool] = lambda: True
         self._task: Callable[[], None] | None = None
         self._end: tuple[int, BaseException] | None = None  # the turn that it does not survive, and what ends it
-        self._error_of_peer: BaseException | None = None  # what ends it, if another rank has said so
+        self._error_of_peer: BaseException | None = None  # what ends it, by the message of another rank
         self._runner = Runner(self._body, f"sibling {index}", state)
 
     # ---- called on its own thread

@@ -60,13 +60,14 @@ News = Failure | Return | JobCount
 
 
 class PeerStore:
-    """A part of the ranks' store. What is told before `open` is told then; nothing is where there is a single rank.
+    """A part of the ranks' store. What is published before `open` is sent then; nothing is where there is a single
+    rank.
 
-    Where the store has ended nobody can be told any more, and who asks gets a PeerFailure.
+    Where the store has ended, news can't be published any more, and a question raises PeerFailure.
 
     Attributes:
         rank: this one.
-        others: the ranks that can be told.
+        others: the ranks that get the news.
     """
 
     def __init__(self) -> None:
@@ -135,7 +136,8 @@ class PeerStore:
 
     @contextmanager
     def _answering_store(self) -> Iterator[None]:
-        """Raise PeerFailure where the store does not answer the block: the watch's, which says who has ended."""
+        """Raise PeerFailure where the store does not answer the block: that of the watch, which names the rank that has
+        ended."""
         try:
             yield
         except RuntimeError as error:

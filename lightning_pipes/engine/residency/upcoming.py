@@ -83,13 +83,13 @@ class UpcomingTasks:
         """Predict what follows a forward or backward that begins now."""
         self._simulate()
         task = Task(i.batch, i.kind is not Kind.F, self._plan.spans(i.kind, i.stage).index(i.span))
-        told = self._notes.take_records(i) if self._notes is not None and task.backward else ()
-        said = self._predictors[i.stage].before(task, queue(i.stage), told)
-        self._running = i.stage, said.wanted
+        records = self._notes.take_records(i) if self._notes is not None and task.backward else ()
+        prediction = self._predictors[i.stage].before(task, queue(i.stage), records)
+        self._running = i.stage, prediction.wanted
         if self._notes is None:
             self._ran.append(task)
         elif task.backward and not task.microbatch:
-            self._notes.send_records(i, said.pending)
+            self._notes.send_records(i, prediction.pending)
 
     def end_task(self) -> None:
         """Forget the prediction of the task that has run."""

@@ -159,8 +159,8 @@ class FailureWatch:
 
     def report_failure(self, error: BaseException, where: str = "") -> None:
         """Report this rank's failure to all ranks, unless another failure came first."""
-        who = f"rank {self._rank} failed in {where}" if where else f"{self.name(self._rank)} failed"
-        self._publish_failure(f"{who}: {type(error).__name__}: {error}", is_remote=False)
+        failed = f"rank {self._rank} failed in {where}" if where else f"{self.name(self._rank)} failed"
+        self._publish_failure(f"{failed}: {type(error).__name__}: {error}", is_remote=False)
 
     def report_lost_peer(self, peer: int, error: BaseException) -> None:
         """Report a broken connection to `peer`. If the peer has reported a failure, that is the failure; else the peer
@@ -247,7 +247,7 @@ class FailureWatch:
 
     def exchange_texts(self, topic: str, text: str | None, timeout: float) -> list[str]:
         """Return the texts of all ranks on a topic, after a failure; none if a rank has ended, sends no text in time,
-        or refuses. Whoever comes when a rank has given up gets none, too, and at once.
+        or refuses. A rank that joins when another has given up gets none, too, and at once.
 
         Args:
             topic: is new in this run.
@@ -333,14 +333,15 @@ class FailureWatch:
         ended = self._heartbeat.has_exited(self._neighbour)
         if (not ended and seconds <= self._timeout) or self._has_left(self._neighbour):
             return
-        who = self.name(self._neighbour)
+        failed = self.name(self._neighbour)
         if ended:
             self._publish_failure(
-                f"{who} has ended{self._exit_note(self._neighbour)}: rank {self._rank} noticed it{self._while_doing()}"
+                f"{failed} has ended{self._exit_note(self._neighbour)}: rank {self._rank} noticed it"
+                f"{self._while_doing()}"
             )
         else:
             self._publish_failure(
-                f"{who} was declared dead by rank {self._rank}: no heartbeat for "
+                f"{failed} was declared dead by rank {self._rank}: no heartbeat for "
                 f"{seconds:.0f} s. Its process or host is stopped, or can't be reached; if it was only "
                 f"busy, raise heartbeat_timeout (now {self._timeout:g})"
             )

@@ -17,7 +17,7 @@ from lightning_pipes.planning.staleness import Iterations
 MOST_TRIED = 2**15
 """Forwards of a batch on all ranks, in what is tried: more take long to simulate, and gain next to nothing."""
 POLICY_SIZE = 30_000
-"""Computations of the largest step that is simulated with a policy which nobody has named."""
+"""Computations of the largest step that is simulated with a policy that the user has not named."""
 
 
 NEVER = "gradients so stale never reach the target"

@@ -39,7 +39,7 @@ BESIDE = "not simulated: "
 NAMED = 8
 """Options that a sentence names."""
 Progress = Callable[[str, float], None]
-"""Told what is tried, and how much of all is done, 0 to 1."""
+"""Called with what is tried, and the share of all that is done, 0 to 1."""
 
 
 def choose_option(

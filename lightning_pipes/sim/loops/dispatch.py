@@ -136,7 +136,7 @@ class _Seen:
         self._enter()
 
     def end(self, i: Instruction) -> None:
-        """The rank has run `i`, and maybe nothing since it said so before."""
+        """The rank has run `i`, and maybe nothing since the last call."""
         if not self._uses or i == self._ended:
             return
         self._ended = i

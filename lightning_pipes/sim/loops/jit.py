@@ -126,7 +126,7 @@ def cache_folder() -> Path | None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
-    except (OSError, RuntimeError):  # RuntimeError: nobody knows the user's home
+    except (OSError, RuntimeError):  # RuntimeError: the user's home is unknown
         return None
 
 

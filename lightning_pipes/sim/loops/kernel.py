@@ -117,7 +117,7 @@ def chosen(work, standing, ready, prices, needed, held, wires, ran, turn, altern
     turns.
 
     An operation waits for those that hold it up. A queue offers the first of its members that is ready, or with
-    `in_order` its next or nothing; what does not fit lets nobody pass. The smallest number comes first. With
+    `in_order` its next or nothing; what does not fit lets nothing pass. The smallest number comes first. With
     `alternate` a forward follows what is none, see `pick`; with `weights_last` weight gradients run where nothing else
     does.
 

@@ -180,7 +180,7 @@ def priced_by(costs: Costs, operations: _Some) -> tuple[_Some, Prices]:
     """Return the operations and their prices: equal sizes share one, unless `costs` distinguishes them."""
     if (
         isinstance(costs, CostModel | PerInstructionCosts) and costs.per_instruction
-    ):  # the first is told at once, a protocol takes 7 us
+    ):  # the first is sent at once, a protocol takes 7 us
         operations = operations.per_operation
     return operations, operations.price_operations(costs)
 

@@ -57,7 +57,7 @@ class NumberedOperations:
 
     Attributes:
         instructions: what they are.
-        ranks: who runs each of them.
+        ranks: the rank that runs each of them.
         links: the link of each send; -1 for a computation.
         groups: the index into `like` of each.
         first, before: `before[first[i] : first[i + 1]]` are the messages that operation i waits for; all else is in
@@ -94,7 +94,7 @@ class _Send(NamedTuple):
 
 def number_regular(program: Program, plan: Plan) -> NumberedOperations | None:
     """The finite `program`, which has no transfers yet; None where the plan is not regular, or where the program can't
-    run: whoever looks at each instruction says why."""
+    run: a check of each instruction explains why."""
     return _Numbering(plan).run(program) if is_regular(program, plan) else None
 
 
@@ -221,7 +221,7 @@ def compile_program(program: Program, plan: Plan) -> CompiledProgram:
 
     Raises:
         ProgramError: the program is one of another plan.
-        DeadlockError: ranks wait for each other, or for what nobody runs.
+        DeadlockError: ranks wait for each other, or for what no rank runs.
     """
     quick = number_regular(program, plan)
     if quick is not None:

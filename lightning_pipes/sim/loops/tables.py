@@ -21,10 +21,10 @@ Numbers = Any
 
 
 class Graph(NamedTuple):
-    """The operations: who runs them, what they cost as, and what each is joined with.
+    """The operations: the rank that runs each, what it costs as, and what it is joined with.
 
     Attributes:
-        rank, link, group: (i) who runs it, what moves it (-1 is nothing), the group whose costs it has.
+        rank, link, group: (i) the rank that runs it, what moves it (-1 is nothing), the group whose costs it has.
         first, others: `others[first[i] : first[i + 1]]` are the operations that i waits for, in a fixed order; those
             that it holds up, where the order is open.
     """
@@ -161,7 +161,7 @@ Fields = TypeVar("Fields", Graph, PriceList, Queued, Beginning, Needed)
 
 @dataclass(frozen=True, eq=False)
 class Table(Generic[Fields]):
-    """A structure that the kernel only reads, as lists; and as arrays from when somebody asks."""
+    """A structure that the kernel only reads, as lists; and as arrays once they are asked for."""
 
     lists: Fields
 

@@ -19,7 +19,7 @@ class TimelineComparison:
         makespan: nanoseconds, predicted and measured.
         bubble: of each rank, predicted and measured, 0 to 1.
         medians: nanoseconds by (kind, stage), predicted and measured, of the kinds that both have.
-        regime: the world of the prediction, in words; empty where nobody said.
+        regime: the world of the prediction, in words; empty where it is unknown.
         batches: of the measured one, which overlap.
         moved: computations that a rank ran at another place of its order than predicted, as a share of all, 0 to 1.
     """

@@ -52,11 +52,11 @@ def describe_peaks(predicted: Sequence[int], measured: Sequence[int | None], oth
         ranks += [f"rank {rank} {', '.join(known)}"] if known else []
     if not ranks:
         return ""
-    told = f"Peak memory: {'; '.join(ranks)}"
+    text = f"Peak memory: {'; '.join(ranks)}"
     if others is None or len(ranks) < 2:
-        return told
+        return text
     return (
-        f"{told}. Estimated for the same batch: {bytes_text(others.one_process)} in one process, "
+        f"{text}. Estimated for the same batch: {bytes_text(others.one_process)} in one process, "
         f"{bytes_text(others.ddp)} in each process of DDP"
     )
 

@@ -258,7 +258,7 @@ class RunRecord:
         schedule: its name.
         settings: of the schedule.
         profile: of the layers, where it is known.
-        memory: bytes of every rank's device; None where nobody asked; empty for all of them.
+        memory: bytes of every rank's device; None if it was not asked for; empty for all of them.
         between: seconds from the end of one step of the pipeline to the start of the next; None if unknown.
         facts: whatever else there is to tell people, by name.
         choice: why this schedule was chosen, or this cut; lines of a table among them.

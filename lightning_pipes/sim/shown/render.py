@@ -27,7 +27,7 @@ _COLOURS = {
 }
 _BAR = 0.62  # of a rank's row; transfers share the rest
 _MOST_BARS = 160
-"""Computations of a rank that can be told apart in a picture."""
+"""Computations of a rank that can be distinguished in a picture."""
 _LEFT, _RIGHT = 0.78, 0.9  # inches beside the bars
 
 

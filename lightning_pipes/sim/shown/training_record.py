@@ -1,4 +1,5 @@
-"""A record of a training, kept to be compared with another: losses, hashes of layers, and who used each layer when.
+"""A record of a training, kept to be compared with another: losses, hashes of layers, and which batch used each layer
+when.
 
 A folder has a file for each fit and rank, `000-rank0.jsonl`. A fit that resumed the one before takes the place of what
 that did from there on. A line is one of

@@ -25,7 +25,7 @@ _WHERE = "on_train_batch_end"
 
 
 class StageTimes(NamedTuple):
-    """Seconds of a stage for one micro-batch, on average since it was told last; NaN for what has not run."""
+    """Seconds of a stage for one micro-batch, on average since the last report; NaN for what has not run."""
 
     forward: float
     backward: float
@@ -82,10 +82,11 @@ class InterferenceMonitor(PipelineCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = self.pipeline(trainer)
-        who = f"rank {strategy.global_rank}"
         device = strategy.root_device
-        told, memory = (_FORWARD, _BACKWARD), free_metrics(device)
-        monitor = self._monitor = Monitor(sources_for(device), self.hertz, self.window, who, told, memory)
+        name, computations = f"rank {strategy.global_rank}", (_FORWARD, _BACKWARD)
+        monitor = self._monitor = Monitor(
+            sources_for(device), self.hertz, self.window, name, computations, free_metrics(device)
+        )
         self._notices = Notices(strategy.control)
         self._ranks, self._rank = range(strategy.grid.size), strategy.grid.rank
         self._own: RankState | None = None
@@ -139,7 +140,7 @@ class InterferenceMonitor(PipelineCallback):
         self._notices.put(str(self._rank), self._own)
 
     def _fresh(self, run: PipelineRun) -> Iterable[Event]:
-        """Events of this rank since it said so last: of batches under way, and of windows that have ended."""
+        """Events of this rank since its last report: of batches under way, and of windows that have ended."""
         yield from (e for e in run.engine.under_way if e.end > self._until)
         for window in reversed(run.windows):
             fresh = [e for e in window.events if e.end > self._until]

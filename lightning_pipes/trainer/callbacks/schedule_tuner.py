@@ -187,7 +187,7 @@ class ScheduleTuner(PipelineCallback):
             logger.log_metrics(order.metrics, trainer.global_step)
 
     def _prepare(self, plan: Plan) -> None:
-        """Set up what can be said without measurements, in the first batch, which is slow anyway."""
+        """Set up what is known without measurements, in the first batch, which is slow anyway."""
         nothing_known = CostModel.uniform(plan.n_stages, forward=1.0, backward=2.0)
         candidates = self._source.list_candidates(plan, nothing_known, None, self.sizes)
         if sum(c.n_microbatches for c in candidates) * plan.n_stages > LARGE:
@@ -215,8 +215,8 @@ class ScheduleTuner(PipelineCallback):
             latest = reversed(windows)  # the largest, which is not a short last batch
             plan = max((w.plan for w in latest), key=lambda plan: plan.jobs[0].rows)
             order = self._order(reports, strategy.schedule, plan, _gap(windows), began)
-        told: _Order = control.broadcast(order, control.ranks[0])
-        return told
+        agreed: _Order = control.broadcast(order, control.ranks[0])
+        return agreed
 
     def _order(
         self, reports: Sequence[_Report], schedule: Schedule | Policy, plan: Plan, step: float, began: float

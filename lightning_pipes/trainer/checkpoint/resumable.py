@@ -127,7 +127,7 @@ class Samples(Iterable[Any]):
 
     Args:
         sampler: gives indices, or lists of them.
-        kept: how many entries at the end of what was given can be told apart later.
+        kept: how many entries at the end of what was given can be distinguished later.
     """
 
     def __init__(self, sampler: Iterable[Any], kept: int) -> None:

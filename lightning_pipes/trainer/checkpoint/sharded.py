@@ -209,9 +209,9 @@ def _receive_report(position: int, part: Part, control: Control, store: Any) -> 
         if control.ended(position) or (failed_at is not None and time.monotonic() > failed_at + _GRACE_SECONDS):
             raise PipelineError(f"rank {rank} has ended before its part was written")
         time.sleep(_POLL_SECONDS)
-    said: str | bytes = store.get(key)
+    content: str | bytes = store.get(key)
     store.delete_key(key)
-    return said
+    return content
 
 
 def _as_json(written: Sequence[WriteResult], sums: Mapping[str, Sum]) -> str:
@@ -224,9 +224,9 @@ def _as_json(written: Sequence[WriteResult], sums: Mapping[str, Sum]) -> str:
     return json.dumps({"tensors": tensors, "sums": sums})
 
 
-def _from_json(said: str | bytes, rank: int) -> tuple[list[WriteResult], dict[str, Sum]]:
+def _from_json(content: str | bytes, rank: int) -> tuple[list[WriteResult], dict[str, Sum]]:
     """Return the other direction; PipelineError if the rank has failed."""
-    found = json.loads(said)
+    found = json.loads(content)
     if "error" in found:
         raise PipelineError(f"rank {rank} could not write its part: {found['error']}")
     written = [

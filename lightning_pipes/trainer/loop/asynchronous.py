@@ -486,14 +486,15 @@ class AsynchronousLoop(TrainingLoop):
 
 
 class Results:
-    """The results of each batch, told by the last stage: it goes on at once, and the others ask when they are that far.
+    """The results of each batch: the last stage publishes them and goes on, and the others read them when they are that
+    far.
 
     By the time a rank has stepped for a batch its result is there.
 
     Args:
         pipeline: a name of it, for replicas have one store.
         apart: batches that ranks may be apart.
-        last_stage: the global ranks of the last stage; the first one tells the result, of which each has a part.
+        last_stage: the global ranks of the last stage; the first one publishes the result, of which each has a part.
     """
 
     def __init__(self, notices: Notices, pipeline: int, apart: int, last_stage: Sequence[int]) -> None:

@@ -153,7 +153,7 @@ class PipelineRun:
         relocation: the moves of layers.
         training_loop: trains the batches.
         decision: the one that first steps have called for; None while they agree with that of the run.
-        watchers: checks, statistics and safety nets beside the step; whoever makes the run gives them.
+        watchers: checks, statistics and safety nets beside the step; set after the run is made.
         loss_weights: weighs the losses of micro-batches, on the rank of the last stage.
         awaits_batch: whether an optimizer is to step by a batch that has not begun.
 

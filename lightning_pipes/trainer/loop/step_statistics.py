@@ -297,7 +297,7 @@ class StreamStatistics:
         self._looks, self._notices, self._ranks, self._rank, self._late = looks, notices, ranks, rank, late
         self._begun: tuple[int, Plan, RankStatistics] | None = None
         self._left: deque[int] = deque()  # batches of looks whose notices are there
-        self._told: deque[int] = deque()  # batches before which free bytes were told
+        self._counted_batches: deque[int] = deque()  # batches before which free bytes were published
         self._ended: list[Window] = []
         self._from = 0  # events that end before were looked at
 
@@ -354,12 +354,12 @@ class StreamStatistics:
         """Exchange free bytes before batch number `batch`, and return one number for each device of `plan`.
 
         They were free about `late` batches before; None until all ranks are sure to have sent theirs."""
-        self._told.append(batch)
+        self._counted_batches.append(batch)
         self._notices.put(f"free/{batch}/{self._rank}", self._looks.own_free_bytes())
-        while self._told[0] < batch - 2 * self._late - 1:
-            self._notices.remove(f"free/{self._told.popleft()}/{self._rank}")
+        while self._counted_batches[0] < batch - 2 * self._late - 1:
+            self._notices.remove(f"free/{self._counted_batches.popleft()}/{self._rank}")
         then = batch - self._late - 1
-        if then not in self._told:
+        if then not in self._counted_batches:
             return None
         return self._looks.merge_free_bytes([self._notices.get(f"free/{then}/{r}") for r in self._ranks], plan)
 

@@ -24,7 +24,7 @@ class StopAgreement:
     """Has all ranks stop after the same batch. Signal handlers set a flag, which `agree_on_stop` exchanges.
 
     Args:
-        told: returns whether the process has to end for another reason, as an array's siblings do.
+        is_terminated: returns whether the process got SIGTERM without the Trainer's handler, as in a job array.
         patches: Lightning's own signal handlers and broadcast are back when they are closed.
 
     Attributes:
@@ -36,14 +36,14 @@ class StopAgreement:
         trainer: pl.Trainer,
         control: Control,
         writing_at_once: Callable[[], AbstractContextManager[None]],
-        told: Callable[[], bool],
+        is_terminated: Callable[[], bool],
         patches: Patches,
     ) -> None:
         self._trainer = trainer
         self._control = control
         self.terminated = False
         self._writing_at_once = writing_at_once
-        self._told = told
+        self._is_terminated = is_terminated
         self._sigterm = False
         self._requeue: tuple[int, FrameType | None] | None = None
         self._requeue_handler = private.replace_signal_handlers(trainer, self._note_sigterm, self._note_requeue)
@@ -97,7 +97,7 @@ class StopAgreement:
 
     @property
     def _is_to_end(self) -> bool:
-        return self._sigterm or self._told()
+        return self._sigterm or self._is_terminated()
 
     def _terminate(self) -> None:
         self.terminated = True
@@ -141,13 +141,15 @@ def check_ends(found: Sequence[bool], batch: int) -> None:
 
 
 class LateAgreement:
-    """Has ranks agree where they are not at the same batch: what they ask for after a batch is answered some batches
-    later, when all have come that far, so that nobody waits. After a flush they agree at once.
+    """Has ranks agree on stops where they are not at the same batch.
+
+    A rank asks after each batch, and reads the answer some batches later, when all ranks have asked: so none waits.
+    After a flush they agree at once.
 
     Args:
-        late: batches that ranks may be apart.
-        flushed: whether all ranks are at the same batch, and through with it.
-        flush: makes it so.
+        max_lag: batches that ranks may be apart.
+        is_flushed: whether all ranks are at the same batch, and through with it.
+        flush: brings them there.
     """
 
     def __init__(
@@ -155,17 +157,17 @@ class LateAgreement:
         trainer: pl.Trainer,
         stops: StopAgreement,
         control: Control,
-        late: int,
-        flushed: Callable[[], bool],
+        max_lag: int,
+        is_flushed: Callable[[], bool],
         flush: Callable[[], None],
     ) -> None:
         self._trainer = trainer
         self._stops = stops
         self._control = control
-        self._late = late
-        self._flushed = flushed
+        self._max_lag = max_lag
+        self._is_flushed = is_flushed
         self._flush = flush
-        self._asked: deque[tuple[int, Callable[[], list[bool]]]] = deque()  # by batch
+        self._pending: deque[tuple[int, Callable[[], list[bool]]]] = deque()  # by batch
 
     def agree_on_stop(self) -> None:
         """Make every rank stop, or none.
@@ -175,12 +177,12 @@ class LateAgreement:
         """
         flags = self._stops.stop_flags()
         self._trainer.should_stop = False  # not before the others
-        self._asked.append((self._trainer.fit_loop.batch_idx, self._control.start_any(*flags)))
-        while self._asked and (self._flushed() or len(self._asked) > self._late):
-            batch, answer = self._asked.popleft()
+        self._pending.append((self._trainer.fit_loop.batch_idx, self._control.start_any(*flags)))
+        while self._pending and (self._is_flushed() or len(self._pending) > self._max_lag):
+            batch, answer = self._pending.popleft()
             found = answer()
             if any(found[:3]):
-                self._flush()  # all ranks are here, and hear of it after the same batch
-                found[:3] = [any(flags) for flags in zip(found[:3], *(a()[:3] for _, a in self._asked), strict=True)]
-                self._asked.clear()
+                self._flush()  # all ranks are here, and know it after the same batch
+                found[:3] = [any(flags) for flags in zip(found[:3], *(a()[:3] for _, a in self._pending), strict=True)]
+                self._pending.clear()
             self._stops.apply_flags(found, batch)

@@ -108,16 +108,17 @@ def _sample_lists(batch: Any, rows: int, known: Collection[Path] = (), path: Pat
 
 
 class SampleLists:
-    """The content of lists in the batches of a run, samples or columns: what cannot be told of one batch, an earlier
-    one has told."""
+    """The content of lists in the batches of a run: samples or columns, where one batch shows it for later ones."""
 
     def __init__(self) -> None:
         self._samples: dict[Path, bool] = {}
 
     def find_lists(self, batch: Any, rows: int) -> frozenset[Path]:
-        """The lists that have an entry for each of `rows` samples though their tensors could as well be columns, as
-        where each of eight images happens to have eight boxes. What no earlier batch has told is taken for columns, and
-        that is said."""
+        """Return the lists with an entry for each of `rows` samples whose tensors could as well be columns.
+
+        An example is a batch of eight images with eight boxes each. A list that no earlier batch has explained is taken
+        for columns, with a warning.
+        """
         found = set()
         for path, part, samples in _lists(batch, rows, frozenset(_sample_lists(batch, rows))) if rows > 1 else ():
             if samples is not None:
@@ -139,7 +140,7 @@ class SampleLists:
 def _lists(
     batch: Any, rows: int, decided: Collection[int], path: Path = ()
 ) -> Iterator[tuple[Path, Sequence[Any], bool | None]]:
-    """The lists within a batch that hold tensors, and whether these are samples; None where that can't be told."""
+    """The lists within a batch that hold tensors, and whether these are samples; None where that is unknown."""
     for number, part in enumerate(() if isinstance(batch, torch.Tensor) else _parts(batch)):
         where = (*path, number)
         columns = [t.size(0) == rows for t in tensors_of(part) if t.ndim] if _is_list(part) else []

@@ -58,7 +58,7 @@ class DeferredWeights:
         groups: its parts by the number from which their random numbers start. Those of a group are made together.
 
     Raises:
-        PipelineError: nobody says what the values should be.
+        PipelineError: the values are unknown.
     """
 
     def __init__(self, module: pl.LightningModule, groups: Mapping[int, Iterable[nn.Module]]) -> None:
@@ -78,7 +78,7 @@ class DeferredWeights:
     def make_layers(self, local: Iterable[int], positions: Sequence[int], seed: int, ranks: Ranks) -> None:
         """Give values to the weights of the `local` groups and to those outside. Collective.
 
-        Tensors stay the same objects, so optimizers need not be told.
+        Tensors stay the same objects, so optimizers need no change.
 
         Args:
             positions: of each group in the pipeline.

@@ -91,7 +91,7 @@ class HiddenState:
     Args:
         module: the user's module, whole.
         path: the pipelined container in it.
-        holdings: who has which layer.
+        holdings: the rank of each layer.
         control: of the pipeline.
         check_later: `Connections.check_later`.
     """
@@ -215,10 +215,10 @@ class HiddenState:
                     )
 
     def _error(
-        self, shared: _Shared, place: str, shape: tuple[int, ...], who: str, number: int | None = None
+        self, shared: _Shared, place: str, shape: tuple[int, ...], culprit: str, number: int | None = None
     ) -> PipelineError:
         return PipelineError(
-            f"{who} left a tensor of shape {shape} in {shared.name}{place}, which {self._others(shared, number)} "
+            f"{culprit} left a tensor of shape {shape} in {shared.name}{place}, which {self._others(shared, number)} "
             f"may read; {_WAY_OUT}. If no other layer needs it, give each layer an object of its own"
         )
 
@@ -304,7 +304,7 @@ class NoHiddenState(HiddenState):
     """Watches nothing.
 
     Args:
-        holdings: who has which weights.
+        holdings: the ranks of each weight.
         control: of the pipeline.
         check_later: `Connections.check_later`.
     """

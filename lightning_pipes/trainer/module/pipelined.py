@@ -129,7 +129,7 @@ def _largest(module: pl.LightningModule, seconds: Mapping[str, float] | None) ->
                 f"{type(module).__name__} has no attribute that is an nn.Sequential, and there is no other container "
                 f"of layers that is clearly the largest. {_candidates(module)}"
             )
-        by_size = max(single)[1]  # one layer is enough for one stage; what else is wrong with it is said
+        by_size = max(single)[1]  # one layer is enough for one stage; a later check names what else is wrong with it
     return by_size
 
 

@@ -131,11 +131,11 @@ class StageProxy(nn.Module):
     def _refuse(self, what: str) -> NoReturn:
         """Raise PipelineError: the layers are those that training began with."""
         call, scope, name = (self.__dict__[key] for key in ("_call", "_scope", "_name"))
-        who = (scope.hook if scope is not None else "") or ("a step" if call.running else "code outside of a step")
+        caller = (scope.hook if scope is not None else "") or ("a step" if call.running else "code outside of a step")
         raise PipelineError(
-            f"{who} {what} {name} while its layers are spread over several ranks, which were cut when the run began. "
-            "Make layers in __init__ or configure_model, and hooks on the layers; a layer can be left out by a flag "
-            "that its forward looks at"
+            f"{caller} {what} {name} while its layers are spread over several ranks, which were cut when the run "
+            "began. Make layers in __init__ or configure_model, and hooks on the layers; a layer can be left out by a "
+            "flag that its forward looks at"
         )
 
     def add_module(self, name: str, module: nn.Module | None) -> None:

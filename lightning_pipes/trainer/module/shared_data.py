@@ -61,20 +61,20 @@ class BatchSharing:
         return self._exchange(batches, is_first) if self.is_shared else next(batches)
 
     def _exchange(self, batches: Iterator[Any], is_first: bool) -> Any:
-        said: Any = None
+        message: Any = None
         if self.loads:
             before = random_state(_CPU)
             try:
                 batch = next(batches)
             except StopIteration:
-                said = (_END, None, None)
+                message = (_END, None, None)
             except Exception as error:
                 self.control.broadcast((f"{type(error).__name__}: {error}", None, None), self._source)
                 raise
             else:
                 state = random_state(_CPU)
-                said = ("", batch, state if is_first or not same_random_state(before, state) else None)
-        failed, batch, state = self.control.broadcast(said, self._source)
+                message = ("", batch, state if is_first or not same_random_state(before, state) else None)
+        failed, batch, state = self.control.broadcast(message, self._source)
         if failed == _END:
             raise StopIteration
         if failed:

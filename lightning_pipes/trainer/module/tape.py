@@ -1,6 +1,6 @@
 """A loop over layers as data: what each layer is called with. It travels from stage to stage with the values.
 
-Layers that take the same time are told by their structure: modules, settings, shapes and input.
+Layers that take the same time are recognised by their structure: modules, settings, shapes and input.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Decisions before training: measured, planned, told all ranks."""
+"""Decisions before training: measured, planned, broadcast to all ranks."""

@@ -40,7 +40,7 @@ from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.ranks.replicas import has_shards
 
 SECONDS_UNTIL_LOG = 2.0
-"""Seconds after which people are told what takes so long."""
+"""Seconds after which a message explains what takes so long."""
 SPEED_TOLERANCE = 0.2
 """By what share times of devices may differ that are measured once and still count as equally fast."""
 USABLE_MEMORY = 0.9
@@ -299,7 +299,7 @@ class PlanDecider:
         """
         trials = Trials(profiler, self._ranks, self._transport)
         tried: list[tuple[float, Decision]] = []
-        said: list[str] = []
+        reasons: list[str] = []
         while True:
             made = self._plan(request, plain, profile, rows, deployment)
             if not made.schedule.flushes:  # which is tried batch by batch only
@@ -309,19 +309,19 @@ class PlanDecider:
             known = [_list_choices(made) == _list_choices(earlier) for _, earlier in tried]
             left = seconds_left(made.computing if tried else None)
             if tried and left <= 0:  # by corrected times, which first steps of the run look at
-                return replace(made, why="\n".join([*said, made.why]))
+                return replace(made, why="\n".join([*reasons, made.why]))
             if any(known) or len(tried) == MAX_TRIALS or size > request.sample_rows(rows, self._grid.length):
                 break
             trial = trials.run(made, m, size, deployment, left)
             tried.append((trial.measured / (m * size), made))
             if trial.is_contradicted:
-                said.append(_describe_contradiction(made, trial))
+                reasons.append(_describe_contradiction(made, trial))
             profile = profile.scaled(trial.factors(made.layers))
         if tried:
             best = min(tried, key=lambda each: each[0])[1]
             if _list_choices(best) != _list_choices(made):
                 made = best.predicted(profile)
-        return replace(made, why="\n".join([*said, made.why]))
+        return replace(made, why="\n".join([*reasons, made.why]))
 
     def _count_seconds_left(self, begun: float, batches: float, step: float | None) -> float:
         """Return the seconds that are left for trials, the same on all ranks.
@@ -407,7 +407,7 @@ def _sum_seconds(profile: ModelProfile) -> float:
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Bytes that stages may take of a GPU; None on CPU, where nobody counts."""
+    """Bytes that stages may take of a GPU; None on CPU, where they are not counted."""
     return int(USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 

@@ -53,7 +53,7 @@ class NotMeasuredError(Exception):
     """Why there is no profile, the same on all ranks.
 
     Attributes:
-        quiet: nobody needs to know.
+        quiet: the reason needs no message.
     """
 
     def __init__(self, reason: str, quiet: bool = False) -> None:
@@ -91,11 +91,11 @@ class CollectiveCall:
         except Exception as error:  # of the user's code, which Lightning will run into where it can be explained
             refused, text = isinstance(error, PipelineError), str(error).splitlines()[0] if str(error) else ""
             reason = text if refused and text else f"{type(error).__name__}: {text}"
-        said = self._control.all_gather((reason, quiet, refused, value))
-        for reason, quiet, refused, _ in said:
+        of_ranks = self._control.all_gather((reason, quiet, refused, value))
+        for reason, quiet, refused, _ in of_ranks:
             if reason:
                 raise UnsuitableContainerError(reason) if refused else NotMeasuredError(reason, quiet)
-        return [value for _, _, _, value in said]
+        return [value for _, _, _, value in of_ranks]
 
 
 @dataclass

@@ -149,7 +149,7 @@ class Plans:
 
     @property
     def guards_memory(self) -> bool:
-        """Whether the planner is told before every batch what memory is free."""
+        """Whether the planner gets the free bytes of all ranks before every batch."""
         return not self._degrees and self._asked.guards_memory
 
     def is_throttled(self, free: Sequence[FreeBytes], throttled: bool) -> bool:

@@ -32,7 +32,7 @@ class Prediction:
 
     Args:
         decision: what runs; one without a prediction is right.
-        alone: whether nobody else computes on the ranks, as siblings of an array do.
+        alone: whether no siblings of an array compute on the ranks.
         stays: whether layers have to stay where they are, whatever the decision says.
         contradicted: called on rank 0 when steps contradict the decision.
     """
@@ -98,7 +98,7 @@ class Prediction:
         first, *_, last = trial.ratios if len(trial.ratios) > 1 else trial.ratios * 2
         profile = made.profile.scaled(trial.factors(made.layers), first, last)
         between, _ = simulated(profile, window.plan, window.order, made.deployment)
-        rest = trial.measured / between  # messages that take other times, and whatever nobody has priced
+        rest = trial.measured / between  # messages that take other times, and whatever has no price
         profile = profile.scaled([rest] * len(profile.layers), rest, rest)
         found = made.predicted(profile)
         if made.movable:

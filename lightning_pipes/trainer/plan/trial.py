@@ -157,8 +157,8 @@ class Trials:
                 before = waited_so_far()
                 engine.inject(Item(len(found), plan.jobs[0].rows))
                 engine.drain()
-                said = self._control.all_gather((Share.from_events(engine.events), waited_so_far() - before))
-                shares, waited = zip(*said, strict=True)
+                of_ranks = self._control.all_gather((Share.from_events(engine.events), waited_so_far() - before))
+                shares, waited = zip(*of_ranks, strict=True)
                 longest = max(share.took for share in shares)
                 if found:  # the first one takes longer
                     turns.append(StepTiming(longest, max(waited)))
@@ -208,7 +208,7 @@ def _predicted(
 
 
 _WAITED = 0.05
-"""The share of a step that no rank may wait for a core, if nobody has disturbed it."""
+"""The share of a step that no rank may wait for a core, if nothing has disturbed it."""
 _LONGER = 2
 """How many times as many turns there are at most where something disturbs them."""
 _ENOUGH = 0.25
@@ -234,8 +234,8 @@ def needs_more_steps(turns: Sequence[StepTiming], wanted: int) -> bool:
 
 
 def counting(turns: Sequence[StepTiming]) -> list[int]:
-    """The numbers of the turns that count: those that nobody has disturbed; where neighbours are always there, the half
-    that they have disturbed least."""
+    """The numbers of the turns that count: those that nothing has disturbed; where neighbours are always there, the
+    half that they have disturbed least."""
     if _enough(turns):
         return [number for number, turn in enumerate(turns) if _steady(turn)]
     by_waiting = sorted(range(len(turns)), key=lambda number: turns[number].waited / max(turns[number].took, 1))

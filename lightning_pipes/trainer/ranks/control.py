@@ -52,9 +52,9 @@ class PendingGather(Generic[T]):
         self._answers: list[T] = []
 
     @classmethod
-    def at_once(cls, said: T) -> PendingGather[T]:
+    def at_once(cls, result: T) -> PendingGather[T]:
         """Return the gather of a single rank."""
-        return cls(lambda: True, lambda _: None, lambda: said)
+        return cls(lambda: True, lambda _: None, lambda: result)
 
     def has_arrived(self) -> bool:
         """Return whether a call returns at once."""
@@ -191,10 +191,10 @@ class Control:
         here = host_id()
         listener = PeerListener() if here else None
         try:
-            said = self._all_gathered((here, listener.name if listener else ""), group)()
-            if listener is None or {there for there, _ in said} != {here}:
+            of_ranks = self._all_gathered((here, listener.name if listener else ""), group)()
+            if listener is None or {there for there, _ in of_ranks} != {here}:
                 return None
-            names = dict(zip(self.ranks, (name for _, name in said), strict=True))
+            names = dict(zip(self.ranks, (name for _, name in of_ranks), strict=True))
             return Mesh(dist.get_rank(), names, listener, self.watch)
         finally:
             if listener is not None:
@@ -250,8 +250,8 @@ class Control:
         mesh.send(letter, bytes(flags))
 
         def answer() -> list[bool]:
-            said = self._receive_all(mesh, mesh.others, letter)
-            return [any(of_all) for of_all in zip(flags, *said, strict=True)]
+            of_ranks = self._receive_all(mesh, mesh.others, letter)
+            return [any(of_all) for of_all in zip(flags, *of_ranks, strict=True)]
 
         return PendingGather(
             partial(mesh.exchange_until, partial(mesh.has_messages, mesh.others, letter)),
@@ -271,8 +271,9 @@ class Control:
     def prepare_broadcast(self, source: int) -> Callable[[Any], Any]:
         """Get ready for a `broadcast` that comes later; what it returns takes the thing of `source`, else None.
 
-        Who gets ready early need not wait: the bytes arrive while it does something else. The source waits for nobody
-        but those who lag several broadcasts behind. Other collectives may come in between, in one order among them.
+        A rank that gets ready early need not wait: the bytes arrive while it does something else. The source waits for
+        those ranks alone that lag several broadcasts behind. Other collectives may come in between, in one order among
+        them.
         """
         return (lambda thing: thing) if self.size == 1 else self._broadcast(source, self.connect_broadcasts(), _LATER)
 
@@ -338,7 +339,7 @@ class Control:
 
     def start_all_gather(self, thing: Any) -> PendingGather[list[Any]]:
         """Start `all_gather`; what it returns waits for the things. Where one of them is long that is a collective
-        call, too, and they are never said to have come."""
+        call, too, and they never count as arrived."""
         if self.size == 1:
             return PendingGather.at_once([thing])
         return self._all_gathered(thing, self._group)
@@ -390,7 +391,7 @@ class Control:
         return padded, lengths
 
     def _raise_reason(self, error: Exception) -> NoReturn:
-        """Raise why a collective broke: what the watch gets to know, or is told of a process that has ended."""
+        """Raise why a collective broke: the failure that the watch has seen, or a process that has ended."""
         for _ in range(2):  # one that was killed may take its time to end
             for rank in self.ranks:
                 if self.watch.has_ended(rank):
@@ -454,7 +455,7 @@ def close_all(controls: Iterable[Control]) -> None:
     """End the connections of all of them at a time: each takes 15 ms, until threads of gloo see that they end."""
     fault_point("control.close")
     groups = [group for control in controls for group in control._parted()]
-    threads = [threading.Thread(target=groups.pop) for _ in groups]  # closed by who forgets it last
+    threads = [threading.Thread(target=groups.pop) for _ in groups]  # closed when the last reference goes
     for thread in threads:
         thread.start()
     for thread in threads:

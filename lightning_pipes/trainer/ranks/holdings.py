@@ -113,9 +113,13 @@ class Holdings:
             )
         after = Holdings(self.grid, self.ranks, layers)
         after._parts_of = self._parts_of
-        who = after.holders
+        holders = after.holders
         for key, positions in self.holders.items():
-            if who[key] != positions and len(self._parts_of[key]) > 1 and max(len(who[key]), len(positions)) > 1:
+            if (
+                holders[key] != positions
+                and len(self._parts_of[key]) > 1
+                and max(len(holders[key]), len(positions)) > 1
+            ):
                 parts = " and ".join("the code around" if n == OUTSIDE else str(n) for n in sorted(self._parts_of[key]))
                 raise PlanError(
                     f"{self._names[key]} is shared by layers {parts}, which would be on ranks {who[key]} of the "

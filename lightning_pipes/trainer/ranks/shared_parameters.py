@@ -24,26 +24,26 @@ class SharedParameters:
     A collective call of all ranks of `control`; good for as long as no layer moves.
 
     Args:
-        parameters: those of this rank, but for what a Reducer looks after; what nobody else holds is left alone.
+        parameters: those of this rank, but for what a Reducer looks after; what no other rank holds is left alone.
         control: of all ranks.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], holdings: Holdings, control: Control) -> None:
         self._control = control
         self._replicas = holdings.grid.replicas
-        who, grid = holdings.holders, holdings.grid
-        several = sorted({positions for positions in who.values() if len(grid.on_all_replicas(positions)) > 1})
+        holders, grid = holdings.holders, holdings.grid
+        several = sorted({positions for positions in holders.values() if len(grid.on_all_replicas(positions)) > 1})
         groups = {
             positions: [control.subgroup(grid.on_all_replicas(positions, n)) for n in range(grid.shards)][grid.shard]
             for positions in several
         }
-        self._shared = [(groups[p], found) for p, found in _by_holders(parameters, who).items() if p in groups]
+        self._shared = [(groups[p], found) for p, found in _by_holders(parameters, holders).items() if p in groups]
         self._trained = TrainableParameters(p for _, found in self._shared for p in found)
         self._sets = self._in_buckets()
 
     def sum_gradients(self) -> None:
         """Replace the gradient of every shared parameter by the sum over its holders, averaged over the replicas of
-        the pipeline; none stays none where nobody has one.
+        the pipeline; it stays None where no rank has one.
 
         Raises:
             PipelineError: a gradient is sparse.
@@ -71,10 +71,10 @@ class SharedParameters:
         return lambda: None
 
 
-def _by_holders(parameters: Iterable[nn.Parameter], who: Holders) -> dict[tuple[int, ...], list[nn.Parameter]]:
+def _by_holders(parameters: Iterable[nn.Parameter], holders: Holders) -> dict[tuple[int, ...], list[nn.Parameter]]:
     here = {id(p): p for p in parameters}
     found: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)
-    for key, positions in who.items():  # in the order of the whole module, as on the other holders
+    for key, positions in holders.items():  # in the order of the whole module, as on the other holders
         if key in here:
             found[positions].append(here[key])
     return dict(sorted(found.items()))

@@ -14,7 +14,7 @@ import torch
 from lightning_pipes.trainer.ranks.control import Control
 
 VARIABLE = "OMP_NUM_THREADS"
-"""Who sets it wants so many threads in every process."""
+"""The variable by which users set the threads of every process."""
 _GROUPS = Path("/sys/fs/cgroup")
 
 
@@ -65,11 +65,11 @@ class Threads:
     def share_cores(self, control: Control) -> None:
         """Let this process compute with its share of threads, unless the user has set their number. Collective."""
         mine = Cores.here()
-        said = control.all_gather((mine.host, sorted(mine.cores), mine.group, mine.allowed))
+        of_ranks = control.all_gather((mine.host, sorted(mine.cores), mine.group, mine.allowed))
         if not self._given:
             os.environ.pop(VARIABLE, None)
             torch.set_num_threads(
-                threads_of_process(mine, [Cores(host, frozenset(cores), *rest) for host, cores, *rest in said])
+                threads_of_process(mine, [Cores(host, frozenset(cores), *rest) for host, cores, *rest in of_ranks])
             )
 
 

@@ -1,7 +1,7 @@
 """The part of the model that this rank has, and what changes here when layers go to other ranks between two windows.
 
 source   drained, as all ranks are    its state ----->  stand-ins     gradients, clipping, checkpoints, logs:
-target                                     -----> its weights here    all ask who holds what
+target                                     -----> its weights here    all read the new placement
 """
 
 from __future__ import annotations

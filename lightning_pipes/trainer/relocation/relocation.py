@@ -10,7 +10,7 @@
 
 In the first two ways every weight is at every batch what it would be if nothing moved. In the third the gradients of
 some batches are those of older weights, as many as batches came in between; they are applied in their order, each with
-the learning rate and all else that its batch was told, clipped as it would have been, one optimizer step for each.
+the learning rate and all other settings of its batch, clipped as it would have been, one optimizer step for each.
 
 All ranks switch at one batch, where the pipeline is drained: when all have what comes to them, or, if that takes more
 than MOST_BATCHES, as soon as it is there. Where weights have to be up to date, no step stays late: validation,
@@ -72,8 +72,8 @@ class MoveRecord:
     def __str__(self) -> str:
         which = f"layer{'s' if len(self.layers) > 1 else ''} {', '.join(map(str, self.layers))}"
         return (
-            f"{which} moved before batch {self.ended}: stages have {', '.join(map(str, self.stages))} layers; nobody "
-            f"trained for {seconds_text(1e9 * self.waited)}"
+            f"{which} moved before batch {self.ended}: stages have {', '.join(map(str, self.stages))} layers; no "
+            f"rank trained for {seconds_text(1e9 * self.waited)}"
         )
 
 

@@ -6,7 +6,7 @@
 Weights, buffers, gradients and optimizer states travel as parcels. They arrive before anything changes on any rank, so
 a rank that fails meanwhile ends the run as it always does. Nothing random moves: random numbers depend on the layer.
 
-The source keeps the state of a layer until the target has said that it has the very same, by a checksum: weights may
+The source keeps the state of a layer until the target has confirmed by a checksum that it has the same: weights may
 have been changed by something else than steps. What differs is sent once more. Optimizer steps of a layer
 that is under way may be taken later than their batches came, in the order of these.
 """
@@ -31,7 +31,7 @@ from lightning_pipes.ir import Span
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 
 GroupSettings = list[dict[str, Any]]
-"""Learning rate and all else that an optimizer's groups are told, by group."""
+"""The learning rate and all other settings of an optimizer's groups, by group."""
 Gradients = dict[torch.Tensor, torch.Tensor]
 """By parameter."""
 _OF_THIS_RANK = ("params", "param_names")
@@ -47,7 +47,7 @@ def settings_of(optimizer: Optimizer) -> GroupSettings:
 
 @contextmanager
 def with_settings(optimizer: Optimizer, settings: GroupSettings) -> Iterator[None]:
-    """Within the block its groups are told this."""
+    """Give the groups of an optimizer these settings in the block."""
     now = settings_of(optimizer)
     _put_settings(optimizer, settings)
     yield
@@ -65,7 +65,7 @@ def _keep_gradients() -> float:
 
 
 class DeferredSteps:
-    """Steps by batch and optimizer: the gradients of some parameters, and what the optimizer was told then."""
+    """Steps by batch and optimizer: the gradients of some parameters, and the settings of the optimizer then."""
 
     def __init__(self) -> None:
         self._steps: dict[tuple[int, int], tuple[GroupSettings, Gradients]] = {}
@@ -112,7 +112,7 @@ class LayerTransfer:
         number: tells transfers of a training apart.
 
     Attributes:
-        moves: who goes where.
+        moves: the layers that travel, with their target.
         again: how many layers this rank was sent a second time.
 
     Raises:

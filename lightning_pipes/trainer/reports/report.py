@@ -176,8 +176,8 @@ class PipelineReport:
         from lightning_pipes.planning.advice import advise_run
         from lightning_pipes.planning.formatting import progress_bar
 
-        with progress_bar("trying changes for the report") as told:
-            return advise_run(self.record, told)
+        with progress_bar("trying changes for the report") as show_progress:
+            return advise_run(self.record, show_progress)
 
     def save(self, directory: str | Path) -> ReportFiles:
         """Write timeline.png, measured above predicted, timeline.json for Perfetto, the page report.html, and
@@ -226,7 +226,7 @@ def _mean(shares: Sequence[float]) -> float:
 def describe_memory(windows: Sequence[Sequence[Window]], about: RunInfo) -> str:
     """Return sentences on the peak of each rank in the largest of the last batches; empty where nothing is known.
 
-    Nothing is simulated: where batches overlap, or a policy orders them, what was measured is told alone.
+    Nothing is simulated: where batches overlap, or a policy orders them, only what was measured is reported.
 
     Args:
         windows: of every rank, as a report takes them.

@@ -39,7 +39,7 @@ class ValueMerger:
         self._compared: set[Path] = set()
         self._guessed: set[Path] = set()
         self.ambiguous: set[Path] = set()
-        """Sums of which no batch has told yet whether they begin anew with each."""
+        """Sums of which no batch has shown yet whether they begin anew with each."""
 
     def merge(self, path: Path, before: Any, values: Sequence[Any], rows: Sequence[int], whole: Any) -> Any:
         """Return the merged value.

@@ -132,7 +132,7 @@ class BatchWeights:
         logs: names of the candidates by which logged and returned values are weighed.
         unsure: values for which several of them are possible.
         look_again: called with log calls of such values that would tell.
-        undecided: whether candidates that disagree are to be told apart by this batch.
+        undecided: whether candidates that disagree are to be distinguished by this batch.
         sums: adds up numbers over replicas and returns what waits for that; None without replicas.
         replicas: how many there are.
     """
@@ -196,9 +196,11 @@ class BatchWeights:
         named = {each.name: each for each in self.every}
         known = {key: named[name] for key, name in self.logs.items() if name in named}
         by = {**dict.fromkeys(of_loss, self.chosen), **known}
-        told = [call for each in calls for key, call in number_calls(each) if key in self.unsure and _is_named(call)]
-        if told:
-            self.look_again(told)
+        calls_of_batch = [
+            call for each in calls for key, call in number_calls(each) if key in self.unsure and _is_named(call)
+        ]
+        if calls_of_batch:
+            self.look_again(calls_of_batch)
         return {
             key: [by[key].loss_share(span) for span in spans]
             for key, call in (number_calls(calls[0]) if by else ())
@@ -218,7 +220,7 @@ class LossWeights:
     """Weighs the micro-batches of each batch of a run, on the rank of the last stage.
 
     Args:
-        looks: whether candidates may be told apart by the losses of a batch.
+        looks: whether candidates may be distinguished by the losses of a batch.
         sums: adds up numbers over replicas, in place, and returns what waits for that; None without replicas.
 
     Attributes:
@@ -227,7 +229,7 @@ class LossWeights:
     """
 
     MOST_LOOKS, MOST_FOR_LOGS, MOST_AGAIN = 5, 3, 16
-    """Batches by which candidates for the loss, and for logged values, are told apart; then the likeliest counts.
+    """Batches by which candidates for the loss, and for logged values, are distinguished; then the likeliest counts.
     Where a logged value has been 0, one more is looked at in each epoch and when that changes, so often at most."""
 
     def __init__(self, module: pl.LightningModule, looks: bool, sums: Sums | None, replicas: int) -> None:
@@ -242,7 +244,7 @@ class LossWeights:
         """The candidates that have made each logged value so far."""
         self._usual: dict[LogKey, str] = {}
         self._unsure: set[LogKey] = set()
-        self._told: dict[str, None] = {}
+        self._named_calls: dict[str, None] = {}
         self._epoch = 0
 
     @staticmethod
@@ -273,7 +275,7 @@ class LossWeights:
         """Take the likeliest of those candidates that make the loss of a batch; collective over replicas.
 
         Args:
-            fitting: their names; None if no loss can be told.
+            fitting: their names; None if the loss fits no candidate.
         """
         names = [each.name for each in weights.found]
         fit = torch.tensor([float(fitting is None or name in fitting) for name in names], dtype=torch.float64)
@@ -320,9 +322,9 @@ class LossWeights:
         }
         return {key: names[0] if names else self._usual[key] for key, names in left.items()}
 
-    def _look_again(self, told: Iterable[LogCall]) -> None:
-        names = {call.call_text: None for call in told if call.call_text not in self._told}
-        self._told.update(names)
+    def _look_again(self, calls_of_batch: Iterable[LogCall]) -> None:
+        names = {call.call_text: None for call in calls_of_batch if call.call_text not in self._named_calls}
+        self._named_calls.update(names)
         if names:
             rank_zero_warn(
                 f"{', '.join(names)} of {type(self._module).__name__}.training_step was 0 in all batches that were "

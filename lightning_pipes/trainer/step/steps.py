@@ -569,7 +569,7 @@ class Steps:
 
     @staticmethod
     def _distinguish_batches(stage: Stage, item: Item) -> None:
-        """Have candidates for the weights of micro-batches told apart, once one has run."""
+        """Have candidates for the weights of micro-batches compared, once one has run."""
         if item.data.weights.undecided and item.data.look is not None:
             item.data.look(stage, item)
 

@@ -42,21 +42,21 @@ def use_of(module: pl.LightningModule, full: Layers, batch: Any, plan: Plan) -> 
     """
     if not isinstance(module, ChoosesLayers):
         return None
-    said = module.layers_of_batch(batch)
-    names = {name: inner for inner, name in number_layers(full, {name: name for name in said}).items()}
-    if not isinstance(said, Mapping):
+    named_layers = module.layers_of_batch(batch)
+    names = {name: inner for inner, name in number_layers(full, {name: name for name in named_layers}).items()}
+    if not isinstance(named_layers, Mapping):
         return LayerUse.from_names(names.values(), plan.layers)
-    steps = [names[name] for name, stepped in said.items() if stepped]
-    delays = {names[name]: how for name, how in said.items() if isinstance(how, Delayed)}
-    return LayerUse.from_names(names.values(), plan.layers, None if len(steps) == len(said) else steps, delays)
+    steps = [names[name] for name, stepped in named_layers.items() if stepped]
+    delays = {names[name]: how for name, how in named_layers.items() if isinstance(how, Delayed)}
+    return LayerUse.from_names(names.values(), plan.layers, None if len(steps) == len(named_layers) else steps, delays)
 
 
-def number_layers(full: Layers, said: Mapping[str, T]) -> dict[str, T]:
+def number_layers(full: Layers, named_layers: Mapping[str, T]) -> dict[str, T]:
     """Return a mapping by names of layers as one by their numbers."""
     numbers = {name: str(number) for number, name in enumerate(full._modules)}
     return {
         ".".join((numbers.get(head, head), *rest)): what
-        for name, what in said.items()
+        for name, what in named_layers.items()
         for head, *rest in [name.split(".")]
     }
 

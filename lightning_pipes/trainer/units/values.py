@@ -13,7 +13,7 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.units.trace import KnownPure, KnownValue, KnownWeight, Made, map_leaves
 
 _PRUNED = 64
-"""Values after which those are looked for that nobody holds any more."""
+"""Values after which those without a reference are looked for."""
 
 
 class Values:

@@ -290,8 +290,8 @@ class Verifier(StageListener):
             notes = answer.notes
             if answer.last:
                 break
-        said = control.all_gather(min(found, key=lambda each: each.order, default=None))
-        first = min((each for each in said if each is not None), key=lambda each: each.order, default=None)
+        of_ranks = control.all_gather(min(found, key=lambda each: each.order, default=None))
+        first = min((each for each in of_ranks if each is not None), key=lambda each: each.order, default=None)
         if first is not None:
             self._report(describe_difference(first, notes, self._run.cut.full))
         return first is not None
@@ -329,8 +329,8 @@ class Verifier(StageListener):
 
     def _report_slices(self) -> bool:
         """Tell of the first difference between layers of all ranks and the same layers alone."""
-        said = self._control.all_gather(min(self._found, key=lambda each: each.order, default=None))
-        first = min((each for each in said if each is not None), key=lambda each: each.order, default=None)
+        of_ranks = self._control.all_gather(min(self._found, key=lambda each: each.order, default=None))
+        first = min((each for each in of_ranks if each is not None), key=lambda each: each.order, default=None)
         if first is not None:
             self._report(describe_difference(first, (), self._run.cut.full))
         return first is not None

@@ -112,7 +112,7 @@ class LossCheck(Watcher):
     """Compares the losses in the first batch of a run that is cut, on the rank of the last stage, and warns once.
 
     Args:
-        weights: gets told which candidates for the weights of micro-batches make the loss.
+        weights: gets the candidates for the weights of micro-batches that make the loss.
     """
 
     def __init__(self, run: PipelineRun, weights: LossWeights) -> None:

@@ -52,7 +52,7 @@ class Replanning(Watcher):
 
 
 class StreamReplanning(Replanning):
-    """Replans where batches overlap: the planner answers once all ranks are known to have told what they have seen."""
+    """Replans where batches overlap: the planner answers once all ranks have published their statistics."""
 
     def __init__(self, run: PipelineRun, training: AsynchronousLoop) -> None:
         super().__init__(run)

@@ -84,10 +84,10 @@ class SameBatch(EvaluationWatcher):
 
     def _check_layers(self, step: Step, own: list[str]) -> None:
         control = self._run.control
-        said = control.all_gather(own)
-        if any(names != said[0] for names in said[1:]):
-            common = set(said[0]).intersection(*said[1:])
-            others = [[name for name in names if name not in common] for names in said]
+        of_ranks = control.all_gather(own)
+        if any(names != of_ranks[0] for names in of_ranks[1:]):
+            common = set(of_ranks[0]).intersection(*of_ranks[1:])
+            others = [[name for name in names if name not in common] for names in of_ranks]
             where = f"{step.name}, batch {step.batch_idx}"
             raise _other_layers(where, [", ".join(names[:5]) or "none" for names in others], control.ranks)
 
@@ -98,8 +98,8 @@ def _check_same(found: PendingGather[list[tuple[str, dict[str, str]]]], ranks: S
     check_same(batches, ranks, where)
 
 
-def _other_layers(where: str, said: Sequence[str], ranks: Sequence[int]) -> PipelineError:
-    listed = "; ".join(f"{layers} on rank {rank}" for layers, rank in zip(said, ranks, strict=True))
+def _other_layers(where: str, of_ranks: Sequence[str], ranks: Sequence[int]) -> PipelineError:
+    listed = "; ".join(f"{layers} on rank {rank}" for layers, rank in zip(of_ranks, ranks, strict=True))
     return PipelineError(
         f"{where}: the ranks of one pipeline have the batch use different layers ({listed}), so that stages would be "
         "trained by different subnets. layers_of_batch must depend on the batch, or on numbers that are the same on "

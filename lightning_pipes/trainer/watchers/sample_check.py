@@ -189,7 +189,7 @@ class SampleCheck(Watcher):
                 with torch.enable_grad():
                     _, again = run(parts[spans[0]])
                 left_trained = {key for key, value in again.items() if any(t.requires_grad for t in tensors_in(value))}
-        # Which a warning has told before.
+        # A warning has named them before.
         known = any(isinstance(part, BatchNorm) for part in layer.modules()) or spectral_norms(layer)
         outputs = {span: out for span, (out, _) in found.items()}
         both = {

@@ -41,7 +41,7 @@ COMMAND = Command(
     "RUN is a folder into which the callback ReproducibilityLog wrote.",
     [
         "lightning-pipes compare runs/two_stages runs/eight_stages",
-        "lightning-pipes compare runs/a runs/b --layer 5.2      (who reads (F) and steps (B) it, in order)",
+        "lightning-pipes compare runs/a runs/b --layer 5.2      (the batches that read (F) and step (B) it, in order)",
     ],
     run,
     positionals=("RUN", "RUN"),

@@ -1,9 +1,9 @@
 """A device as its monitor sees it, and a stage that it would host, as one row of numbers.
 
 DynPipe has 26 counters of Nsight and 6 numbers of the task (S V-A). Nsight's are not to be had on CPUs, nor in
-containers without permission, so the row has whatever the monitor has; what is missing is NaN. The task is told by what
-it moves in a second, so that it may be larger or smaller than those of the training, and not by its count of layers of
-some type.
+containers without permission, so the row has whatever the monitor has; what is missing is NaN. The task is described by
+what it moves in a second, so that it may be larger or smaller than those of the training, and not by its count of
+layers of some type.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Forest:
         feature: the column that a node looks at.
         threshold: of a node; infinite where only what is missing goes another way.
         missing: which child a row goes to whose number is NaN: 0 or 1.
-        value: of every node; those of leaves are said.
+        value: of every node; those of leaves are predictions.
         low, high: of every column the range that it had in training; NaN where there was nothing.
         gaps: of every column whether it was missing in some row of the training.
 

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class LearningPredictor(Interference, Protocol):
-    """A predictor that wants to be told how much stages were slowed down."""
+    """A predictor that learns from how much stages were slowed down."""
 
     def observe(self, rows: Rows, ratios: Sequence[float]) -> None:
         """Stages ran on devices as seen, and took `ratios` times as long as alone."""
@@ -47,7 +47,7 @@ class RefittedPredictor:
     priority. Training goes on meanwhile.
 
     All ranks observe the same, and each has to plan with the same forest: so a new one counts from a certain row on,
-    however long it took, and who comes there first waits for it. It replaces the old one only if it is better on the
+    however long it took, and the first rank there waits for it. It replaces the old one only if it is better on the
     newest rows, which it has not seen.
 
     Args:
@@ -142,7 +142,7 @@ def _error(forest: Forest, fit: _Fit) -> float:
 
 
 _NICE = 5
-"""Who is more polite than this never ends beside a training that takes all cores, which then waits for it."""
+"""A process with a higher niceness never ends beside a training that takes all cores, which then waits for it."""
 _SIZE = struct.Struct("<q")
 _FOREST, _WORDS = b"F", b"W"
 """The first byte of an answer: a forest, or words on what went wrong."""
@@ -207,7 +207,7 @@ def main() -> None:
             forest = io.BytesIO()
             train(found["rows"], found["logs"], NAMES, trees=int(found["trees"])).save(forest)
         answer.write(_FOREST + forest.getvalue())
-    except Exception as error:  # goes to who started this
+    except Exception as error:  # raised where the result is asked for
         answer.write(_WORDS + str(error)[-300:].encode())
     answer.close()
     os._exit(0)

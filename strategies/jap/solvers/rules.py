@@ -37,14 +37,14 @@ RULES: Mapping[str, tuple[Any, int]] = {
     "longest first": (longest_first, 0),
     "pyramid": (longest_in_the_middle, 0),
 }
-"""Places, and what goes first among ready blocks: 0 backwards, 1 forwards, 2 whoever has the smaller place."""
+"""Places, and what goes first among ready blocks: 0 backwards, 1 forwards, 2 the smaller place."""
 
 
 def order_by_rule(problem: ArrayProblem, rule: str) -> ArraySolution:
     """Return the order that a rule gives.
 
     Raises:
-        InputError: nobody knows the rule.
+        InputError: the rule is unknown.
     """
     place, style = lookup_name(RULES, rule, "rule")
     there = place(problem)

@@ -28,7 +28,7 @@ CHUNK = 200
 
 @dataclass
 class Effort:
-    """The budget of a search: `orders` to be timed, and an end that somebody else's clock may call.
+    """The budget of a search: `orders` to be timed, and an end that the caller's clock may set.
 
     Only the number of orders makes results reproducible: ranks that must agree give no `over`.
     """

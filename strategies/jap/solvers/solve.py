@@ -48,7 +48,7 @@ def solve_array(
             results are the same everywhere.
 
     Raises:
-        InputError: nobody knows the method.
+        InputError: the method is unknown.
     """
     if not isinstance(effort, Effort):
         effort = Effort() if effort is None else Effort.from_seconds(effort)

@@ -72,7 +72,7 @@ class Style(NamedTuple):
 
     Attributes:
         there, back: (j) its place among forwards, and among backwards.
-        rule: [what goes first, patience, what comes of it]; first go 0 backwards, 1 forwards, 2 whoever has the smaller
+        rule: [what goes first, patience, what comes of it]; first go 0 backwards, 1 forwards, 2 the smaller
             place, and a stage waits for a better block for as long as the patience.
     """
 

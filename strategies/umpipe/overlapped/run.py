@@ -4,7 +4,7 @@ The paper names this UMPipeDream and gives no semantics (its section V-E says "b
 chunks in order of samples. A chunk starts when its stage or link is free and all its rows are finished in the process
 before; for the first backward process that is the last forward. A stage computes one chunk at a time, forward or
 backward, and never stops in the middle; a link moves one at a time in each direction. Where a stage could start either,
-a policy decides. Nobody waits for something better.
+a policy decides. No rank waits for something better.
 """
 
 from __future__ import annotations
