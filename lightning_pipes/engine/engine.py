@@ -47,7 +47,7 @@ from lightning_pipes.sim.timeline import Event
 
 
 class Watch(Protocol):
-    """Where an engine tells of failures and hears of them."""
+    """Exchanges failures with the other ranks."""
 
     doing: object | None
 
@@ -55,7 +55,7 @@ class Watch(Protocol):
         """Raise PeerFailure if any rank has failed."""
 
     def report_failure(self, error: BaseException, where: str = "") -> None:
-        """Tell the other ranks."""
+        """Report a failure of this rank to the others."""
 
 
 class Turns(Protocol):
@@ -184,7 +184,7 @@ class Engine:
         if item.use is not None and item.use.delays and isinstance(self._program, Program):
             raise PlanError(
                 f"a batch reads layer {item.use.delays[0][0]!r} late, and this schedule's order is fixed before "
-                "anybody knows: take a policy that waits for what batches read, or no delay"
+                "that is known: take a policy that waits for what batches read, or no delay"
             )
         for stage in self._stages:
             if item.use is not None:

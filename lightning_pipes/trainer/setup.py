@@ -76,7 +76,7 @@ def prepare(context: SetupContext) -> None:
     """
     check_arguments(context)
     weights = share_weights(context)
-    parameter_names = make_optimizers(context)
+    names_by_optimizer = make_optimizers(context)
     setup = choose_setup(context, weights)
     deferred = DeferredWeights(context.module, setup.group_parts())
     decision = decide(context, setup)
@@ -372,7 +372,7 @@ def cut_module(
     checkpoint get theirs, optimizers keep their part, and all moves to the device.
 
     Args:
-        parameter_names: of each optimizer, by group.
+        names_by_optimizer: names of the parameters of each optimizer, by group.
         deferred: the weights that get their values when their rank is known.
     """
     host, session, ranks, patches = context.host, context.session, context.ranks, context.patches
@@ -382,7 +382,7 @@ def cut_module(
     setup.make_weights(deferred, holdings)
     session.cut = cut = setup.cut(holdings.local)
     checkpointing.load_waiting(cut)
-    session.layouts = [OptimizerLayout(o, names) for o, names in zip(host.optimizers, parameter_names, strict=True)]
+    session.layouts = [OptimizerLayout(o, names) for o, names in zip(host.optimizers, names_by_optimizer, strict=True)]
     for layout in session.layouts:
         layout.keep_local(cut.is_foreign)
     host.model_to_device()

@@ -706,7 +706,7 @@ class PipelineStrategy(PipelineHost):
             if raised is not None:
                 session.status.report_failure(raised)  # others may wait for this rank, and are to save their parts, too
             may_join = session.links.n_trainings == 1 and not run.is_asynchronous and not has_shards(self._module)
-            may_join = may_join and not run.relocation.under_way
+            may_join = may_join and not run.relocation.is_moving
             checkpointing.save_after_failure(
                 checkpoint,
                 filepath,

@@ -17,7 +17,7 @@ from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.trainer import private_lightning as private
-from lightning_pipes.trainer.loop.connections import Connections, Make
+from lightning_pipes.trainer.loop.connections import Connections, MakeControl
 from lightning_pipes.trainer.loop.stopping import StopAgreement, check_ends
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.request import RunRequest
@@ -46,7 +46,7 @@ class SiblingConnections(Connections):
         return self.sibling.array.size
 
     @override
-    def connect(self, make: Make) -> Control:
+    def connect(self, make: MakeControl) -> Control:
         array = self.sibling.array
         descriptions = self.sibling.meet_peers(array.shared.describe_free_controls(array.size))
         control = array.shared.take_control(descriptions, partial(make, self.watch, wait_in_turn))
@@ -103,8 +103,8 @@ class SiblingConnections(Connections):
         return self.sibling
 
     @override
-    def check_later(self, come: Callable[[], bool], check: Callable[[], object], late: int) -> None:
-        self.sibling.check_later(come, check, late)
+    def check_later(self, is_ready: Callable[[], bool], check: Callable[[], object], max_turns: int) -> None:
+        self.sibling.check_later(is_ready, check, max_turns)
 
     @override
     def check(self) -> None:
@@ -119,8 +119,8 @@ class SiblingConnections(Connections):
         self.sibling.array.release_sibling(self.sibling.index)
 
     @override
-    def release_control(self, control: Control | None, down: bool) -> None:
-        if control is not None and not down:
+    def release_control(self, control: Control | None, peers_ended: bool) -> None:
+        if control is not None and not peers_ended:
             self.sibling.array.shared.return_control(control)
 
     @override
@@ -164,7 +164,7 @@ class SiblingAgreement:
             self._last_answer = None
             self._stops.apply_flags(_agreed(batch, answer), batch)
         else:
-            self._sibling.check_later(answer.has_arrived, lambda: _agreed(batch, answer), late=0)
+            self._sibling.check_later(answer.has_arrived, lambda: _agreed(batch, answer), max_turns=0)
 
 
 def _agreed(batch: int, answer: PendingGather[list[bool]]) -> list[bool]:

@@ -152,8 +152,10 @@ class Sibling(Generic[T]):
             self._pause(ready)
 
     def meet_peers(self, word: str) -> Sequence[str]:
-        """Return when all ranks have come here, so that calls that block find their like; a failure of this sibling
-        elsewhere ends it. What each rank says, by rank; `word` where there are no others.
+        """Return the words of all ranks once all of them call this, so that each blocking call has its counterpart.
+
+        The words are in the order of ranks; with one rank it is `word` alone. A failure of this sibling on another rank
+        ends it.
 
         Raises:
             InputError: it has failed before; ranks may be in different turns since.
@@ -171,12 +173,14 @@ class Sibling(Generic[T]):
         self.wait_until(lambda: board.have_all_posted(meeting))
         return board.values(meeting) if board.others else [word]
 
-    def check_later(self, come: Callable[[], bool], check: Callable[[], object], late: int) -> None:
-        """Call `check` when `come()`, to raise errors later. All ranks ask for it in the same turn, go on as if
-        nothing was, and find the same: an error ends the sibling `late` turns after this one, or in the middle of what
-        it waits for. In that turn they call `check`, unless they can't go on without each other. `check` waits by
-        itself where it is called before that."""
-        self._checks.append((self.turns + late, come, check))
+    def check_later(self, is_ready: Callable[[], bool], check: Callable[[], object], max_turns: int) -> None:
+        """Call `check` when `is_ready()`, to raise its error in a later turn, the same on all ranks.
+
+        All ranks ask for it in the same turn, and go on. An error ends the sibling `max_turns` turns after this one, or
+        in the middle of what it waits for. In that turn they call `check`, unless they can't go on without each other.
+        `check` waits by itself where it is called before that.
+        """
+        self._checks.append((self.turns + max_turns, is_ready, check))
 
     def check(self) -> None:
         """Return when all that was to be checked later is right."""
@@ -304,8 +308,8 @@ class Sibling(Generic[T]):
         """Run the pending checks that have answers; return whether one failed, which ends the sibling."""
         until = time.monotonic() + patience
         while self._checks and self._end is None:
-            turn, come, check = self._checks[0]
-            while not come():
+            turn, is_ready, check = self._checks[0]
+            while not is_ready():
                 if time.monotonic() >= until:
                     return False
                 time.sleep(_LOOK_SECONDS)

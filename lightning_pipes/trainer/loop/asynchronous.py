@@ -85,7 +85,7 @@ class AsynchronousLoop(TrainingLoop):
 
         # What ranks exchange while they are at different batches.
         depth = schedule.depth if isinstance(schedule, Policy) else 0
-        self._max_lag = run.relocation.apart = max(len(run.global_ranks), depth)
+        self._max_lag = run.relocation.max_lag = max(len(run.global_ranks), depth)
         notices, rank = Notices(run.control), run.global_ranks[run.part.holdings.rank]
         self._results = Results(notices, run.control.ranks[0], self._max_lag, run.last_stage_ranks)
         self.statistics = StreamStatistics(run.statistics, notices, control.ranks, rank, self._max_lag)
@@ -493,24 +493,24 @@ class Results:
 
     Args:
         pipeline: a name of it, for replicas have one store.
-        apart: batches that ranks may be apart.
+        max_lag: batches that ranks may be apart.
         last_stage: the global ranks of the last stage; the first one publishes the result, of which each has a part.
     """
 
-    def __init__(self, notices: Notices, pipeline: int, apart: int, last_stage: Sequence[int]) -> None:
-        self._notices, self._pipeline, self._max_lag = notices, pipeline, apart
+    def __init__(self, notices: Notices, pipeline: int, max_lag: int, last_stage: Sequence[int]) -> None:
+        self._notices, self._pipeline, self._max_lag = notices, pipeline, max_lag
         self._others = last_stage[1:]
-        self._told = self._heard = self._parts = 0
+        self._n_sent = self._n_received = self._n_parts = 0
 
     def send_part(self, results: Any) -> None:
         """Send this rank's part of the result of the next batch to the first rank of the last stage."""
-        self._notices.put(f"{dist.get_rank()}/{self._name(self._parts)}", results)
-        self._parts += 1
+        self._notices.put(f"{dist.get_rank()}/{self._name(self._n_parts)}", results)
+        self._n_parts += 1
 
     def receive_parts(self) -> list[Any]:
         """Return what other ranks of the last stage have of the next batch: they know it when gradients are summed."""
-        names = [f"{rank}/{self._name(self._parts)}" for rank in self._others]
-        self._parts += 1
+        names = [f"{rank}/{self._name(self._n_parts)}" for rank in self._others]
+        self._n_parts += 1
         found = [self._notices.get(name) for name in names]
         for name in names:
             self._notices.remove(name)
@@ -518,9 +518,9 @@ class Results:
 
     def send_result(self, message: Any) -> None:
         """Send the result of the next batch from the last stage."""
-        self._notices.put(self._name(self._told), message)
-        old = self._told - self._max_lag - 1
-        self._told += 1
+        self._notices.put(self._name(self._n_sent), message)
+        old = self._n_sent - self._max_lag - 1
+        self._n_sent += 1
         if old >= 0:
             self._notices.remove(self._name(old))  # all have read it: what they sent since needed its gradient
 
@@ -530,8 +530,8 @@ class Results:
         Raises:
             PeerFailure: another rank failed.
         """
-        self._heard += 1
-        return self._notices.get(self._name(self._heard - 1))
+        self._n_received += 1
+        return self._notices.get(self._name(self._n_received - 1))
 
     def _name(self, batch: int) -> str:
         return f"{self._pipeline}/{batch}"

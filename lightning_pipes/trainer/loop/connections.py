@@ -18,8 +18,8 @@ from lightning_pipes.trainer.ranks.control import Control
 
 Idle = Callable[[Callable[[], bool]], None] | None
 """Does something while a condition is waited for."""
-Make = Callable[[FailureWatch, Idle], Control]
-"""Makes a control."""
+MakeControl = Callable[[FailureWatch, Idle], Control]
+"""Returns the control of a training."""
 
 
 class Connections:
@@ -39,7 +39,7 @@ class Connections:
         """Number of trainings that share the ranks, this one included."""
         return 1
 
-    def connect(self, make: Make) -> Control:
+    def connect(self, make: MakeControl) -> Control:
         """Return the control by which all ranks exchange objects from now on."""
         return make(self.watch, None)
 
@@ -90,11 +90,11 @@ class Connections:
         """The turns that decide when the engine works; None where it has the rank for itself."""
         return None
 
-    def check_later(self, come: Callable[[], bool], check: Callable[[], object], late: int) -> None:
-        """Call `check` when `come()`, or at once where no other training needs the rank meanwhile.
+    def check_later(self, is_ready: Callable[[], bool], check: Callable[[], object], max_turns: int) -> None:
+        """Call `check` when `is_ready()`, or at once where no other training needs the rank meanwhile.
 
         Args:
-            late: the number of turns of the training after which an error of `check` ends it on all ranks.
+            max_turns: the number of turns of the training after which an error of `check` ends it on all ranks.
         """
         check()
 
@@ -108,12 +108,12 @@ class Connections:
     def release_state(self) -> None:
         """Take the training's weights and optimizers out of memory that trainings share."""
 
-    def release_control(self, control: Control | None, down: bool) -> None:
+    def release_control(self, control: Control | None, peers_ended: bool) -> None:
         """Release what `connect` returned.
 
         Args:
             control: the result of `connect`; None if it failed.
-            down: other ranks may have ended.
+            peers_ended: other ranks may have ended.
         """
         if control is not None:
             control.close()
@@ -130,9 +130,9 @@ class Connections:
         self.watch.close()
 
 
-Join = Callable[[pl.Trainer, int, int, Callable[[], FailureWatch]], Connections]
-"""Gives a training its connections: its trainer, its rank, how many there are, and what makes a watch."""
-_shared_connections: ContextVar[Join | None] = ContextVar("lightning_pipes_shared_connections", default=None)
+JoinTrainings = Callable[[pl.Trainer, int, int, Callable[[], FailureWatch]], Connections]
+"""Returns the connections of a training from its trainer, its rank, the number of ranks, and a factory of watches."""
+_shared_connections: ContextVar[JoinTrainings | None] = ContextVar("lightning_pipes_shared_connections", default=None)
 
 
 def make_connections(trainer: pl.Trainer, rank: int, ranks: int, make_watch: Callable[[], FailureWatch]) -> Connections:
@@ -142,7 +142,7 @@ def make_connections(trainer: pl.Trainer, rank: int, ranks: int, make_watch: Cal
 
 
 @contextmanager
-def share_connections(join: Join) -> Iterator[None]:
+def share_connections(join: JoinTrainings) -> Iterator[None]:
     """Give trainings that begin in the block, in its thread, the connections that `join` returns."""
     token = _shared_connections.set(join)
     try:

@@ -277,14 +277,14 @@ class PipelineRun:
             number: of the batch that comes next; by default the one after that of the Trainer.
         """
         moving = self.relocation
-        if not moving.under_way:
+        if not moving.is_moving:
             return
         self.finish_batches()
         moving.stop_sending()
         with self.training_loop.own_gradients():  # those that are accumulated move with their layers
             plans = moving.finish_move()
             self.switch_plan(*plans.for_rows(self.engine.plan.jobs[0].rows))
-        moving.end(self.trainer.fit_loop.total_batch_idx + 1 if number is None else number)
+        moving.record_end(self.trainer.fit_loop.total_batch_idx + 1 if number is None else number)
 
     def make_agreement(self, stops: StopAgreement) -> Callable[[], None]:
         """Return a function by which ranks agree on stopping; layers that travel arrive before the end."""

@@ -119,7 +119,7 @@ class SynchronousLoop(TrainingLoop):
             batch_idx=batch_idx,
             first=batch_idx % divisor == 0,
         )
-        run.relocation.gradients = self._keep_old or not step.first
+        run.relocation.keeps_gradients = self._keep_old or not step.first
         return step
 
     def _plan(self, step: TrainingStep) -> None:
@@ -127,7 +127,7 @@ class SynchronousLoop(TrainingLoop):
         run = self._run
         plan, step.order = (step.plans or run.plans).for_rows(step.rows)
         run.switch_plan(plan, step.order)
-        run.relocation.gradients = True
+        run.relocation.keeps_gradients = True
         step.samples = run.lists.find_lists(step.batch, step.rows)
         run.steps.begin_batch()
         run.weigh_losses(step)

@@ -63,18 +63,18 @@ def gather_layers(part: LocalLayers, pipeline: Control, gather: str) -> None:
         PipelineError: a rank has trained a tensor that another rank's copy of the layer does not have.
     """
     cut = part.cut
-    sides = gather_sides(cut, pipeline)
-    receivers = choose_receivers(gather, sides)
-    if len(receivers) < len(sides):
+    inventories = gather_inventories(cut, pipeline)
+    receivers = choose_receivers(gather, inventories)
+    if len(receivers) < len(inventories):
         move_layers_back(part)
-        sides = gather_sides(cut, pipeline)
+        inventories = gather_inventories(cut, pipeline)
     cut.stays_spread = pipeline.position not in receivers
-    if not receivers or len(sides) == 1:
+    if not receivers or len(inventories) == 1:
         return
     own, gaps = dict(cut.tensors(cut.local)), cut.find_gaps()
-    for source, side in zip(pipeline.ranks, sides, strict=True):
+    for source, inventory in zip(pipeline.ranks, inventories, strict=True):
         here = source == dist.get_rank()
-        for group in group_tensors(side.tensors):
+        for group in group_tensors(inventory.tensors):
             flat = pack_tensors([own[key] for key, *_ in group]) if here else _empty_bytes(group)
             pipeline.broadcast_tensor(flat, source)
             if here or cut.stays_spread:
@@ -88,16 +88,16 @@ def gather_layers(part: LocalLayers, pipeline: Control, gather: str) -> None:
                         "not have on this rank; register parameters and buffers before `fit`, on every rank"
                     )
         if not cut.stays_spread:
-            for name, value in side.extra.items():
+            for name, value in inventory.extra.items():
                 cut.full.get_submodule(name).set_extra_state(value)
 
 
-def gather_sides(cut: CutModule, pipeline: Control) -> list[RankInventory]:
+def gather_inventories(cut: CutModule, pipeline: Control) -> list[RankInventory]:
     """Return what each rank of a pipeline has and lacks."""
-    return [RankInventory(*side) for side in pipeline.all_gather(tuple(describe_side(cut)))]
+    return [RankInventory(*inventory) for inventory in pipeline.all_gather(tuple(describe_inventory(cut)))]
 
 
-def describe_side(cut: CutModule) -> RankInventory:
+def describe_inventory(cut: CutModule) -> RankInventory:
     """Return what this rank has and lacks."""
     tensors = [(key, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in cut.tensors(cut.local)]
     extra = {
@@ -113,29 +113,30 @@ def describe_side(cut: CutModule) -> RankInventory:
     return RankInventory(socket.gethostname(), available, missing, cut.stays_spread, tensors, extra)
 
 
-def choose_receivers(gather: str, sides: Sequence[RankInventory]) -> Sequence[int]:
+def choose_receivers(gather: str, inventories: Sequence[RankInventory]) -> Sequence[int]:
     """Return the positions of the ranks that get the whole module.
 
     By default these are all ranks where half of the free memory of each host has room for what its ranks lack, else
     the first rank where its host has room, else none. Layers that were made on `meta` stay where they are by default.
     """
-    everywhere = range(len(sides))
+    everywhere = range(len(inventories))
     if gather != "auto":
         return {"all": everywhere, "rank0": range(1), "none": range(0)}[gather]
-    if any(side.spread for side in sides):
+    if any(inventory.spread for inventory in inventories):
         return range(0)
     needed: Counter[str] = Counter()
-    for side in sides:
-        needed[side.host] += side.missing
-    room = {side.host: side.available // 2 for side in sides}
+    for inventory in inventories:
+        needed[inventory.host] += inventory.missing
+    room = {inventory.host: inventory.available // 2 for inventory in inventories}
     if all(needed[host] <= room[host] for host in room):
         return everywhere
-    first = sides[0]
+    first = inventories[0]
     chosen = range(int(first.missing <= first.available // 2))
+    least = min(inventory.available for inventory in inventories)
     rank_zero_info(
         f"The module's layers stay spread over the ranks{' but for rank 0' if chosen else ''}: all of them need "
-        f"{max(needed.values()) / 2**30:.1f} GiB on a host where {min(side.available for side in sides) / 2**30:.1f} "
-        "GiB are free. Set PipelineStrategy(gather='all') to have the whole module on every rank after `fit`"
+        f"{max(needed.values()) / 2**30:.1f} GiB on a host where {least / 2**30:.1f} GiB "
+        "are free. Set PipelineStrategy(gather='all') to have the whole module on every rank after `fit`"
     )
     return chosen
 

@@ -45,7 +45,7 @@ class LocalLayers:
         unstepped: those of them that no optimizer has.
         device: where they are.
         layouts: of the optimizers.
-        began: the layers of the stages when the run began.
+        initial_layers: the layers of the stages when the run began.
         shared: those that several ranks hold.
         reducer: averages the gradients of the stages over replicas of the pipeline, if there are any.
         sums: does so in its place, batch by batch, where replicas have orders of their own.
@@ -67,8 +67,8 @@ class LocalLayers:
         self.cut, self.holdings, self.hidden = cut, holdings, hidden
         self.buffers = BufferSync(cut.module, replicas.group or holdings.make_stage_group(ranks.control))
         self.layouts, self._replicas, self._control, self.device = layouts, replicas, ranks.control, ranks.device
-        self._bound = bound
-        self.began = holdings.layers
+        self._shares_rank = shares_rank
+        self.initial_layers = holdings.layers
         self._bulk_transfer: BulkTransfer | None = None
         self._replica_transfer: BulkTransfer | None = None
         self.sums = self._make_sums() if steps_by_batch and holdings.grid.replicas > 1 else None
@@ -78,19 +78,19 @@ class LocalLayers:
         """Return the layers of a stage of this rank, by number."""
         return {number: self.cut.full[number] for number in range(*self.holdings.layers[stage])}
 
-    def check(self, layers: Sequence[Span]) -> None:
+    def check_placement(self, layers: Sequence[Span]) -> None:
         """Check that the stages can have these layers.
 
         Raises:
             PlanError: see `Holdings.moves`; or siblings share this rank, whose memory holds the layers of each.
         """
-        if self.holdings.list_moves(layers) and self._bound:
+        if self.holdings.list_moves(layers) and self._shares_rank:
             raise PlanError(
                 "layers can't move while siblings of a job array share the ranks; run this training alone, or leave "
                 "the layers out of the plan"
             )
 
-    def take(self, layers: Sequence[Span], arrived: Mapping[int, tuple[LayerState, Sequence[str]]]) -> None:
+    def take_layers(self, layers: Sequence[Span], arrived: Mapping[int, tuple[LayerState, Sequence[str]]]) -> None:
         """Take the layers of the stages; this rank takes those that have `arrived`.
 
         Each has the names of its buffers that change, as `changing` gives them.

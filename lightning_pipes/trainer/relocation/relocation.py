@@ -85,36 +85,36 @@ class LayerRelocation:
 
     Args:
         control: of all ranks.
-        way: how they move.
+        mode: how they move: BLOCKING, OVERLAPPED or BUFFERED.
         plans: those of the run.
 
     Attributes:
         moved: the moves so far.
-        apart: how many batches ranks may be apart.
-        gradients: whether those that parameters have between two batches still count.
+        max_lag: how many batches ranks may be apart.
+        keeps_gradients: whether those that parameters have between two batches still count.
         streams: stages step apart.
-        under_way: layers travel.
-        arriving: a move is about to end: no further batch runs before it does.
+        is_moving: layers travel.
+        is_ending: a move is about to end: no further batch runs before it does.
 
     Raises:
         PipelineError: steps can't wait with this precision.
     """
 
-    def __init__(self, trainer: pl.Trainer, part: LocalLayers, control: Control, way: str, plans: Plans) -> None:
+    def __init__(self, trainer: pl.Trainer, part: LocalLayers, control: Control, mode: str, plans: Plans) -> None:
         self.moved: list[MoveRecord] = []
-        self.apart = 1
-        self.gradients = True
+        self.max_lag = 1
+        self.keeps_gradients = True
         self.streams = False
-        self.arriving = self.under_way = False
-        self._trainer, self._part, self._control, self._way = trainer, part, control, way
-        self._plans = self._wanted = plans  # of the last batch; where layers travel to
+        self.is_ending = self.is_moving = False
+        self._trainer, self._part, self._control, self._mode = trainer, part, control, mode
+        self._plans = self._target_plans = plans  # of the last batch; where layers travel to
         self._transfer: LayerTransfer | None = None
         self._late = DeferredSteps()
-        self._sent_for: set[int] = set()
-        self._began, self._since, self._waits_since = 0, 0.0, 0.0
-        self._asked: deque[Callable[[], list[bool]]] = deque()
+        self._sent_batches: set[int] = set()
+        self._began, self._began_at, self._paused_at = 0, 0.0, 0.0
+        self._pending: deque[Callable[[], list[bool]]] = deque()
         self._hooks: list[Any] = []
-        if way == BUFFERED and getattr(trainer.precision_plugin, "scaler", None) is not None:
+        if mode == BUFFERED and getattr(trainer.precision_plugin, "scaler", None) is not None:
             raise PipelineError(
                 "relocation='buffered' delays optimizer steps, and the scaler of precision='16-mixed' needs the "
                 "gradients of each step before the next batch. Use 'bf16-mixed', or relocation='overlapped' or "
@@ -127,41 +127,43 @@ class LayerRelocation:
         Raises:
             PipelineError: the way is one of them.
         """
-        if self._way != BLOCKING:
+        if self._mode != BLOCKING:
             raise PipelineError(
-                f"relocation={self._way!r} has layers travel while batches go on, and {why}; use 'blocking'"
+                f"relocation={self._mode!r} has layers travel while batches go on, and {why}; use 'blocking'"
             )
 
     @property
     def delays_steps(self) -> bool:
         """Whether steps wait while layers travel, so that weights are not up to date."""
-        return self._way == BUFFERED
+        return self._mode == BUFFERED
 
     def plans_for(self, wanted: Plans, number: int) -> Plans:
         """Return the plans that order batch `number`: those `wanted`, unless layers travel to where these have them."""
         if self._transfer is None:
-            if self._way == BLOCKING or wanted.layers in ((), self._part.holdings.layers):
+            if self._mode == BLOCKING or wanted.layers in ((), self._part.holdings.layers):
                 self._plans = wanted
             else:
                 self._begin(wanted, number)
         return self._plans
 
     def is_over(self, wanted: Plans, number: int) -> bool:
-        """Return whether the move ends before batch `number`: other plans are wanted, all is there, or it takes too
-        long. All ranks get the same answer."""
-        return wanted is not self._wanted or self._is_to_end(number)
+        """Return whether the move ends before batch `number`; all ranks get the same answer.
+
+        It does if other plans are wanted, all layers have arrived, or it takes too long.
+        """
+        return wanted is not self._target_plans or self._can_end(number)
 
     def move_now(self, layers: Sequence[Span]) -> None:
         """Bring the layers to where these stages have them, while all ranks wait."""
         begun = time.monotonic()
         moves = self._part.holdings.list_moves(layers)
-        move_layers(self._part, layers, self.gradients)
+        move_layers(self._part, layers, self.keeps_gradients)
         number, took = self._trainer.fit_loop.total_batch_idx, time.monotonic() - begun
-        self._over(MoveRecord(tuple(m.layer for m in moves), number, number, 0, 0, took, took, _sizes(layers)))
+        self._record_move(MoveRecord(tuple(m.layer for m in moves), number, number, 0, 0, took, took, _sizes(layers)))
 
     def should_pause(self) -> bool:
         """Return whether steps wait, where all stages step at the same time."""
-        return self._way == BUFFERED and self._transfer is not None and self._transfer.has_left
+        return self._mode == BUFFERED and self._transfer is not None and self._transfer.has_left
 
     def before_step(self, number: int) -> None:
         """Send the states of layers that travel, for a stage of a stream is about to step for that batch."""
@@ -169,55 +171,59 @@ class LayerRelocation:
             self._transfer.send_states()
 
     def defer_step(self, number: int, which: int, optimizer: Optimizer, layers: Collection[int]) -> bool:
-        """Return whether the step of these layers of the rank by optimizer `which` for a batch waits, with the
-        gradients that their parameters had."""
+        """Send the step of optimizer `which` for a batch to the ranks to which its layers travel; return whether it
+        waits.
+
+        Args:
+            layers: those of this rank that it would step, by the gradients that their parameters have.
+        """
         if self._transfer is None or not self._transfer.has_left:
             return False
-        self._sent_for.add(number)
+        self._sent_batches.add(number)
         self._transfer.send_step(number, which, optimizer, layers, self._late)
-        return self._way == BUFFERED
+        return self._mode == BUFFERED
 
     def stop_sending(self) -> None:
         """Prepare for `finish_move`: no further batch runs before it, and the window is drained."""
-        self.arriving = True
-        for answer in self._asked:
+        self.is_ending = True
+        for answer in self._pending:
             answer()
         for hook in self._hooks:
             hook.remove()
-        self._waits_since = time.monotonic()
+        self._paused_at = time.monotonic()
 
     def finish_move(self) -> Plans:
         """Wait until all layers are where they are to be and no step is late, and return the plans of the run now."""
         transfer = self._transfer
         assert transfer is not None
-        transfer.end(self._late, self.gradients)
-        self._plans = self._wanted
+        transfer.end(self._late, self.keeps_gradients)
+        self._plans = self._target_plans
         return self._plans
 
-    def end(self, number: int) -> None:
+    def record_end(self, number: int) -> None:
         """Keep the record of the move that has ended before batch `number`."""
-        transfer, self._transfer, self.arriving, self.under_way = self._transfer, None, False, False
+        transfer, self._transfer, self.is_ending, self.is_moving = self._transfer, None, False, False
         assert transfer is not None
         now, layers = time.monotonic(), tuple(m.layer for m in transfer.moves)
-        since, late = now - self._since, len(self._sent_for)
-        stages, waited = _sizes(self._part.holdings.layers), now - self._waits_since
-        self._over(MoveRecord(layers, self._began, number, late, transfer.again, since, waited, stages))
+        since, late = now - self._began_at, len(self._sent_batches)
+        stages, waited = _sizes(self._part.holdings.layers), now - self._paused_at
+        self._record_move(MoveRecord(layers, self._began, number, late, transfer.again, since, waited, stages))
 
-    def _over(self, moved: MoveRecord) -> None:
+    def _record_move(self, moved: MoveRecord) -> None:
         self.moved.append(moved)
         rank_zero_info(str(moved).capitalize())
 
     def _begin(self, wanted: Plans, number: int) -> None:
-        self._transfer = LayerTransfer(self._part, wanted.layers, self._way == BUFFERED, len(self.moved))
-        self._since, self._began, self._wanted, self.under_way = time.monotonic(), number, wanted, True
+        self._transfer = LayerTransfer(self._part, wanted.layers, self._mode == BUFFERED, len(self.moved))
+        self._began_at, self._began, self._target_plans, self.is_moving = time.monotonic(), number, wanted, True
         _log.debug("move: layers %s leave at batch %d", [m.layer for m in self._transfer.moves], number)
-        self._asked.clear()
-        self._sent_for.clear()
+        self._pending.clear()
+        self._sent_batches.clear()
         if self.streams:  # which tells of every step
             return
         optimizers = self._part.optimizers
         self._hooks = [o.register_step_post_hook(partial(self._stepped, n)) for n, o in enumerate(optimizers)]
-        if self._way == OVERLAPPED:
+        if self._mode == OVERLAPPED:
             self._transfer.send_states()
 
     def _stepped(self, which: int, optimizer: Optimizer, *_: Any) -> None:
@@ -225,18 +231,18 @@ class LayerRelocation:
         transfer, part = self._transfer, self._part
         assert transfer is not None
         if transfer.has_left:
-            if self._way == OVERLAPPED:
+            if self._mode == OVERLAPPED:
                 self.defer_step(self._trainer.fit_loop.total_batch_idx, which, optimizer, part.holdings.local)
         elif which == len(part.optimizers) - 1:
             transfer.send_states()  # steps wait from the next batch on
 
-    def _is_to_end(self, number: int) -> bool:
+    def _can_end(self, number: int) -> bool:
         """Return whether all ranks know that everything has arrived, or it takes too long."""
         assert self._transfer is not None
-        self._asked.append(self._control.start_any(not self._transfer.has_arrived))
+        self._pending.append(self._control.start_any(not self._transfer.has_arrived))
         if number - self._began >= MOST_BATCHES:
             return True
-        return len(self._asked) > self.apart and not self._asked.popleft()()[0]
+        return len(self._pending) > self.max_lag and not self._pending.popleft()()[0]
 
 
 def _sizes(layers: Sequence[Span]) -> tuple[int, ...]:

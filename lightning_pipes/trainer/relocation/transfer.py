@@ -120,7 +120,7 @@ class LayerTransfer:
     """
 
     def __init__(self, part: LocalLayers, layers: Sequence[Span], pauses: bool = False, number: int = 0) -> None:
-        part.check(layers)
+        part.check_placement(layers)
         self.again = 0
         self._part, self._layers, self._pauses, self._number = part, layers, pauses, number
         self.moves = part.holdings.list_moves(layers)
@@ -215,7 +215,7 @@ class LayerTransfer:
         for handle in self._sent:
             handle.wait()
         fault_point("move.arrived")
-        part.take(self._layers, arrived)
+        part.take_layers(self._layers, arrived)
         fault_point("move.taken")
         if self._pauses:
             self._compare(sums, kept)
@@ -274,4 +274,4 @@ def move_layers(part: LocalLayers, layers: Sequence[Span], gradients: bool = Tru
 
 def move_layers_back(part: LocalLayers) -> None:
     """The layers go back to where they were when the run began, and the next one looks for them."""
-    move_layers(part, part.began)
+    move_layers(part, part.initial_layers)

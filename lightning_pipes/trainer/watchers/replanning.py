@@ -28,7 +28,7 @@ class Replanning(Watcher):
     def before_batch(self, step: TrainingStep) -> None:
         """Ask the planner where it is due, and begin or end the move that its answer calls for."""
         run, relocation = self._run, self._run.relocation
-        if not relocation.under_way:
+        if not relocation.is_moving:
             run.plans = self._revised_plans(step)
         elif relocation.is_over(run.plans, step.number):
             run.finish_move(step.number)
@@ -88,7 +88,7 @@ class StreamReplanning(Replanning):
         self._free.append(free)
         self._throttle(step.number, plans.is_throttled(tuple(self._free), training.throttled), free)
         helps_at = (
-            self._throttled_at + 2 * self._run.relocation.apart + 1
+            self._throttled_at + 2 * self._run.relocation.max_lag + 1
         )  # what is known then was so while they ran one by one
         if not training.throttled or step.number < helps_at:
             return plans

@@ -48,7 +48,7 @@ class SameBatch(EvaluationWatcher):
         found = run.control.start_all_gather((checksum_batch(step.batch), settings))
         check = partial(_check_same, found, run.control.ranks, f"{step.name}, batch {step.batch_idx}")
         if step.training:
-            run.connections.check_later(found.has_arrived, check, late=1)
+            run.connections.check_later(found.has_arrived, check, max_turns=1)
         else:
             check()
 

@@ -82,7 +82,7 @@ class Acts(Callback):
         bulk_transfer.GATE_SECONDS = 1000.0
         loop, self.relocation = trainer.fit_loop, trainer.strategy.current_run.relocation
         # Where all wait for parcels of an earlier move that a busy machine has left late, nothing is held.
-        hold = lambda: loop.total_batch_idx < self.until and not self.relocation.arriving  # noqa: E731
+        hold = lambda: loop.total_batch_idx < self.until and not self.relocation.is_ending  # noqa: E731
         trainer.strategy.current_run.part.bulk_transfer.set_gate(hold)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
