@@ -200,7 +200,7 @@ class UnitSetup(ModuleSetup):
     def index_parameters(self, holdings: Holdings) -> None:
         """Tell `holdings` the stages that use each parameter."""
         names = {id(p): name for name, p in self._module.named_parameters()}
-        holdings.look_at_weights(self._module, lambda _, p: self._layout.stages_of.get(names[id(p)], ()))
+        holdings.index_weights(self._module, lambda _, p: self._layout.stages_of.get(names[id(p)], ()))
 
     def group_parts(self) -> Mapping[int, Iterable[nn.Module]]:
         """Return each part by itself, for units of a part may be on several stages."""

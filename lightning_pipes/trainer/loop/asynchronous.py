@@ -193,7 +193,7 @@ class AsynchronousLoop(TrainingLoop):
         self._last_number = step.number
         step.settings = [settings_of(o) for o in optimizers]
         step.samples = run.lists.find_lists(step.batch, step.rows)
-        step.began_with = run.state.capture_state() if self._has_batch_hooks else None
+        step.initial_state = run.state.capture_state() if self._has_batch_hooks else None
         run.weigh_losses(step)
         step.use = use_of(run.cut.module, run.cut.full, step.batch, engine.plan)
 

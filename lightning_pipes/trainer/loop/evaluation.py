@@ -145,14 +145,14 @@ class Evaluation:
                 end = error
         if known is None:
             first_rank = run.global_ranks[run.engine.plan.ranks[0]]
-            found = EvaluatedStep(*run.control.broadcast((end is None, data.elsewhere), first_rank))
+            found = EvaluatedStep(*run.control.broadcast((end is None, data.has_other_axis), first_rank))
             self._steps[key] = found
             if found.whole:
                 rank_zero_info(
                     f"{step.__name__} gives the layers tensors whose samples are not on axis 0: batches of evaluation "
                     "go through them whole, in one micro-batch"
                 )
-        elif data.elsewhere and not known.whole:
+        elif data.has_other_axis and not known.whole:
             raise PipelineError(
                 f"{step.__name__} gives the layers tensors whose samples are not on axis 0 in this batch, and did not "
                 "in the first one; give them tensors with samples on axis 0, or take microbatches=1"

@@ -46,7 +46,7 @@ class ManualLoop(TrainingLoop):
         )
         run.watchers.before_batch(step)
         with run.watchers.around_batch(step), ExitStack() as stack:
-            stack.enter_context(run.cut.scope.running(f"{type(module).__name__}.training_step", everywhere=True))
+            stack.enter_context(run.cut.scope.running(f"{type(module).__name__}.training_step", on_all_ranks=True))
             stack.enter_context(self._paused_calls(optimizers))
             calls = stack.enter_context(recorded(module))
             stack.enter_context(trainer.precision_plugin.train_step_context())

@@ -138,7 +138,7 @@ class PipelineRun:
         seed: what the random streams of the layers start from.
         transport: how messages travel, as `make_transport` names it.
         check_loss: find out in the first batches how losses of micro-batches are weighed.
-        left_out: candidates for these weights that are ruled out already; None if none were compared.
+        ruled_out: candidates for these weights that don't make the loss; None if none were compared.
         make_training: factory of the training loop, called last.
         relocation: how layers move while training goes on.
 
@@ -174,7 +174,7 @@ class PipelineRun:
         check_loss: bool,
         make_training: Callable[[PipelineRun], TrainingLoop],
         relocation: str = BLOCKING,
-        left_out: Collection[str] | None = None,
+        ruled_out: Collection[str] | None = None,
     ) -> None:
         self.part = part
         self.cut = cut = part.cut

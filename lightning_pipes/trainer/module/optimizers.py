@@ -370,7 +370,7 @@ class OptimizersView:
         changed = [(layout, groups) for layout, groups in shown if groups is not None]
         if not changed:
             return
-        known = self._parameters() if self._scope.everywhere else {}
+        known = self._parameters() if self._scope.on_all_ranks else {}
         if not all(id(p) in known for _, groups in changed for p in chain(*groups)):
             raise PipelineError(
                 f"{self._scope.hook} changes which parameters an optimizer has, as add_param_group does. It can give "

@@ -44,7 +44,7 @@ class ParameterSlot(NamedTuple):
 
 
 def no_view(whole: bool) -> AbstractContextManager[None]:
-    """Optimizers and modules show what there is."""
+    """Return the context in which optimizers and modules show their own tensors."""
     return nullcontext()
 
 
@@ -53,31 +53,31 @@ class HookScope:
 
     Attributes:
         hook: its name; empty where none runs.
-        everywhere: whether all ranks run it.
+        on_all_ranks: whether all ranks run it.
         device: of this rank.
         gradients: says whether weights have gradients now.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.hook = ""
-        self.everywhere = True
+        self.on_all_ranks = True
         self.device = device
         self.copies: WeakValueDictionary[int, RemoteTensor] = WeakValueDictionary()
-        """Those that code of the user's has made of stand-ins, as for a running average."""
+        """Copies that the user's code has made of stand-ins, as for a running average."""
         self.gradients: Callable[[], bool] = lambda: False
         self.view: Callable[[bool], AbstractContextManager[None]] = no_view
         """Has optimizers show the parameters of all ranks in its block, or of this rank."""
         self.module_view: Callable[[bool], AbstractContextManager[None]] = no_view
         """The same of a module that has no proxy, which would see whether a hook runs."""
         self.digests: Mapping[str, bytes] = {}
-        """Those of the weights of all ranks by name, where a hook may ask whether two are equal."""
+        """Digests of the weights of all ranks by name, where a hook may compare two of them."""
         self.on_layers: Callable[[], None] = lambda: None
         """Called when the hook reaches layers, or a tensor of them that is on another rank."""
         self._thread = 0
 
     @property
-    def here(self) -> bool:
-        """Whether it is a hook that asks: siblings of an array have a thread each."""
+    def is_active(self) -> bool:
+        """Whether a hook runs in this thread: siblings of an array have a thread each."""
         return bool(self.hook) and self._thread == get_ident()
 
     def find_digest(self, tensor: torch.Tensor) -> bytes:
@@ -85,35 +85,35 @@ class HookScope:
         return self.digests[tensor._name] if isinstance(tensor, RemoteTensor) else digest_of_tensor(tensor)
 
     @contextmanager
-    def running(self, hook: str, everywhere: bool, whole: bool = True) -> Iterator[None]:
+    def running(self, hook: str, on_all_ranks: bool, whole: bool = True) -> Iterator[None]:
         """Mark a hook as running in the block; if `whole`, optimizers show it the parameters of all ranks."""
-        with self._as(hook, everywhere), self.module_view(whole), self.view(whole):
+        with self._set_hook(hook, on_all_ranks), self.module_view(whole), self.view(whole):
             yield
 
     @contextmanager
     def suspend_hooks(self) -> Iterator[None]:
         """Mark no hook as running in the block, for calls of ours or of Lightning's about this rank."""
-        with self.view(False), self.module_view(False), self._as("", True):
+        with self.view(False), self.module_view(False), self._set_hook("", True):
             yield
 
-    def as_now(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        """Return `function` as it would run now, whatever hook runs when it is called."""
-        hook, everywhere = self.hook, self.everywhere
+    def bind(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """Return `function` as it would run now, in the hook that runs now."""
+        hook, on_all_ranks = self.hook, self.on_all_ranks
 
         def run() -> Any:
-            with self.running(hook, everywhere) if hook else self.suspend_hooks():
+            with self.running(hook, on_all_ranks) if hook else self.suspend_hooks():
                 return function()
 
         return run
 
     @contextmanager
-    def _as(self, hook: str, everywhere: bool) -> Iterator[None]:
-        before = self.hook, self.everywhere, self._thread
-        self.hook, self.everywhere, self._thread = hook, everywhere, get_ident()
+    def _set_hook(self, hook: str, on_all_ranks: bool) -> Iterator[None]:
+        before = self.hook, self.on_all_ranks, self._thread
+        self.hook, self.on_all_ranks, self._thread = hook, on_all_ranks, get_ident()
         try:
             yield
         finally:
-            self.hook, self.everywhere, self._thread = before
+            self.hook, self.on_all_ranks, self._thread = before
 
 
 class RemoteTensor(torch.Tensor):
@@ -127,20 +127,20 @@ class RemoteTensor(torch.Tensor):
     """
 
     _name = "a weight"
-    is_whole = False
+    is_weight_or_gradient = False
     """Whether it is a weight or its gradient, not what was made from one."""
     _scope = HookScope(torch.device("meta"))
 
     @staticmethod
     def make_like(tensor: torch.Tensor, name: str, scope: HookScope) -> RemoteTensor:
-        """Shape, type and kind of `tensor`, which is called `name`."""
+        """Return a remote tensor `name` with the shape, type and kind of `tensor`."""
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if is_distributed(tensor) else tensor
         found = whole.detach().to("meta").as_subclass(RemoteTensor)
         if isinstance(tensor, nn.Parameter):
             with NoSubclassFunctions():  # as nn.Parameter does, at a tenth of the cost
                 found.requires_grad_(tensor.requires_grad)
             found.__dict__["_is_param"] = True
-        found.__dict__["is_whole"] = True
+        found.__dict__["is_weight_or_gradient"] = True
         return found._describe(name, scope)
 
     @property
@@ -164,7 +164,7 @@ class RemoteTensor(torch.Tensor):
             _stand_in=stand_in,
             _name=stand_in._name,
             _scope=stand_in._scope,
-            is_whole=True,
+            is_weight_or_gradient=True,
             _is_param=isinstance(stand_in, nn.Parameter),
         )
 
@@ -180,7 +180,7 @@ class RemoteTensor(torch.Tensor):
         kept, _ = tensor.__dict__.pop("_kept_class", None), tensor.__dict__.pop("_stand_in", None)
         if kept is None:
             return
-        for name in ("_name", "_scope", "is_whole", "_is_param"):
+        for name in ("_name", "_scope", "is_weight_or_gradient", "_is_param"):
             tensor.__dict__.pop(name, None)
         tensor.__class__ = kept
         tensor.data = tensor.data.new_empty(0)
@@ -199,7 +199,7 @@ class RemoteTensor(torch.Tensor):
         if func == torch.Tensor.is_meta.__get__:  # type: ignore[attr-defined]
             _draw_as_init(sys._getframe(1), first._scope.device)
             return True
-        if first._scope.here and name not in _OF_SHAPE:
+        if first._scope.is_active and name not in _OF_SHAPE:
             first._scope.on_layers()
         if func == torch.Tensor.grad.__get__:  # type: ignore[union-attr]
             return first.gradient
@@ -210,7 +210,7 @@ class RemoteTensor(torch.Tensor):
         if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
             first.refuse_use("takes a gradient of, or by,")
         if name == "__deepcopy__":
-            return first._copied(args[1])
+            return first._copy_remote(args[1])
         if name.startswith("_foreach_") and len(args[0]) > 1:
             return _one_by_one(func, args, kwargs)
         if name in _RANDOM:
@@ -219,7 +219,7 @@ class RemoteTensor(torch.Tensor):
         if written:
             if any(not isinstance(t, RemoteTensor) for t in written):
                 first.refuse_use("writes into a tensor of this rank what it has of")
-            if not first._scope.everywhere:
+            if not first._scope.on_all_ranks:
                 first.refuse_use("changes, on one rank only,")
             return args[0] if args else written[0]
         if name in _MOVING:
@@ -234,10 +234,10 @@ class RemoteTensor(torch.Tensor):
                 leaf._describe(first._name, first._scope)
         return result
 
-    def _copied(self, memo: dict[int, Any]) -> RemoteTensor:
+    def _copy_remote(self, memo: dict[int, Any]) -> RemoteTensor:
         memo[id(self)] = copy = RemoteTensor.make_like(self, self._name, self._scope)
         self._scope.copies[id(copy)] = copy
-        copy.__dict__["is_whole"] = False
+        copy.__dict__["is_weight_or_gradient"] = False
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -249,13 +249,15 @@ class RemoteTensor(torch.Tensor):
     def derive(self, like: torch.Tensor, what: str) -> RemoteTensor:
         """Return a tensor without values that is `what` of this one, of the shape and type of `like`."""
         found = RemoteTensor.make_like(like, f"{what} {self._name}", self._scope)
-        found.__dict__["is_whole"] = False
+        found.__dict__["is_weight_or_gradient"] = False
         return found
 
     def refuse_use(self, what: str) -> NoReturn:
         """Raise PipelineError, for a hook that does `what` with it."""
         scope = self._scope
-        alone = "" if scope.everywhere else f" {scope.hook} runs on rank 0 only: use another hook, which all ranks run."
+        alone = (
+            "" if scope.on_all_ranks else f" {scope.hook} runs on rank 0 only: use another hook, which all ranks run."
+        )
         raise PipelineError(
             f"{scope.hook or 'code outside of a step'} {what} {self._name}, which is on another rank: every process "
             f"has the layers of its stages. Change each weight by itself, as a moving average does.{alone} For whole "
@@ -317,7 +319,7 @@ class RemoteParameters:
             slot.tensor.requires_grad_(slot.table[slot.name].requires_grad)
 
     def take_back(self, layer: int, values: Mapping[int, torch.Tensor]) -> None:
-        """The tensors of a layer have come here, with these values, by id of their stand-ins."""
+        """Put the tensors of a layer back into their slots, with these values by id of their stand-ins."""
         for slot in (s for s in self.slots if s.layer == layer):
             stand_in = slot.table[slot.name]
             give_values(slot.tensor, values[id(stand_in)], stand_in)
@@ -348,7 +350,7 @@ def give_values(tensor: torch.Tensor, values: torch.Tensor, like: torch.Tensor) 
 
 
 def _one_by_one(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
-    """The results of a function of lists on the n-th entries of all, for each n: some are here, and some are not."""
+    """Apply a function of lists to the n-th entries alone, for each n, for some entries are on other ranks."""
     rows = [[[a[n]] if isinstance(a, (list, tuple)) else a for a in args] for n in range(len(args[0]))]
     results = [func(*row, **kwargs) for row in rows]
     return None if results[0] is None else [entry for result in results for entry in result]
@@ -384,7 +386,7 @@ def _draw(func: Any, args: Any, kwargs: Any, device: torch.device) -> None:
     """Draw the random numbers of `func` for a local tensor, so that later draws are the same."""
 
     kept = {key: value for key, value in kwargs.items() if key != "out"}
-    args, kept = pytree.tree_map_only(RemoteTensor, lambda tensor: _made_up(tensor, device), (args, kept))
+    args, kept = pytree.tree_map_only(RemoteTensor, lambda tensor: _make_placeholder(tensor, device), (args, kept))
     func(*args, **kept)
 
 
@@ -393,10 +395,10 @@ def _draw_as_init(caller: FrameType, device: torch.device) -> None:
     code = caller.f_code
     if caller.f_globals is vars(nn.init):
         given = {name: caller.f_locals[name] for name in code.co_varnames[: code.co_argcount]}
-        vars(nn.init)[code.co_name](**pytree.tree_map_only(RemoteTensor, lambda t: _made_up(t, device), given))
+        vars(nn.init)[code.co_name](**pytree.tree_map_only(RemoteTensor, lambda t: _make_placeholder(t, device), given))
 
 
-def _made_up(tensor: RemoteTensor, device: torch.device) -> torch.Tensor:
+def _make_placeholder(tensor: RemoteTensor, device: torch.device) -> torch.Tensor:
     """Return a tensor here like one that is on another rank, with some values."""
     like = _without_values(tensor)
     return torch.full(tuple(like.shape), 0.5, dtype=like.dtype, device=device)

@@ -108,7 +108,7 @@ def _spread_average(callback: Averaging, module: pl.LightningModule, scope: Hook
     """
     begins = private.count_averaged(callback) == 0
     made: dict[int, torch.Tensor] = {}  # tied weights have one average
-    with scope.running("setup", everywhere=True):
+    with scope.running("setup", on_all_ranks=True):
         for tensor, table, name in _averaged_tensors(callback, module):
             kind = table[name].dtype
             if id(tensor) in made:

@@ -38,15 +38,15 @@ class PendingGather(Generic[T]):
     """A gather under way; a call waits for the answers of all ranks and returns them.
 
     Args:
-        here: whether all answers have arrived.
+        has_all: whether all answers have arrived.
         wait: returns when the given condition holds, or when a message has arrived.
         take: returns the answers, after waiting for missing ones.
     """
 
     def __init__(
-        self, here: Callable[[], bool], wait: Callable[[Callable[[], bool]], object], take: Callable[[], T]
+        self, has_all: Callable[[], bool], wait: Callable[[Callable[[], bool]], object], take: Callable[[], T]
     ) -> None:
-        self._here = here
+        self._has_all = has_all
         self._wait = wait
         self._take = take
         self._answers: list[T] = []
@@ -58,7 +58,7 @@ class PendingGather(Generic[T]):
 
     def has_arrived(self) -> bool:
         """Return whether a call returns at once."""
-        return bool(self._answers) or self._here()
+        return bool(self._answers) or self._has_all()
 
     def __call__(self) -> T:
         if not self._answers:
@@ -69,7 +69,7 @@ class PendingGather(Generic[T]):
 
 
 class Control:
-    """Collectives over a group of ranks, on gloo, so that they work next to any backend; small things between ranks of
+    """Collectives over a group of ranks, on gloo, so that they work next to any backend; small objects between ranks of
     one host go through a mesh of sockets.
 
     Every wait is cut into slices in which signals get through and a failure elsewhere is noticed.
@@ -97,12 +97,12 @@ class Control:
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
         self._part: Control | None = None
         self._waiting = False
-        self._leaving: deque[dist.Work] = deque()
+        self._sends: deque[dist.Work] = deque()
         """Broadcasts of this rank that it has not waited for, the oldest first."""
-        self._made: dict[str, Any] = {}
+        self._group_of_purpose: dict[str, Any] = {}
         """Groups of these ranks, by their purpose."""
         self._mesh: Mesh | None = None
-        self._letters: Counter[int] = Counter()
+        self._n_messages: Counter[int] = Counter()
 
     @property
     def size(self) -> int:
@@ -116,11 +116,11 @@ class Control:
 
     def connect(self, purpose: str = "") -> Any:
         """Make the connections, if there are none, and return their group; all ranks of the job must call it."""
-        if purpose not in self._made:
-            group = self._made[purpose] = self._connect(purpose)
+        if purpose not in self._group_of_purpose:
+            group = self._group_of_purpose[purpose] = self._connect(purpose)
             if not purpose:
-                self._mesh = self._made_mesh(group)
-        return self._made[purpose]
+                self._mesh = self._make_mesh(group)
+        return self._group_of_purpose[purpose]
 
     def connect_broadcasts(self) -> Any:
         """Make the connections of `prepare_broadcast`, if there are none, and return their group; like `connect`."""
@@ -128,7 +128,7 @@ class Control:
         return self.connect(_PREPARED)
 
     def subgroup(self, ranks: Sequence[int], purpose: str = "") -> Any:
-        """A process group of some of the ranks; all ranks of the job must ask for the same ones in the same order.
+        """Return a process group of some ranks; all ranks of the job must ask for the same ones in the same order.
 
         Calls in groups of different purposes need not come in one order.
         """
@@ -141,8 +141,10 @@ class Control:
         return self._groups[key]
 
     def split(self, parts: Sequence[Sequence[int]]) -> Control:
-        """The control of that part of the ranks which holds this one; all ranks must ask for the same parts. It lasts
-        until this one is closed."""
+        """Return the control of the part that has this rank; all ranks must ask for the same parts.
+
+        It lasts until this one is closed.
+        """
         if len(parts) == 1:
             return self
         mine = next(part for part in parts if dist.get_rank() in part)
@@ -165,7 +167,7 @@ class Control:
         """
         close_all([self])
 
-    def _parted(self) -> list[Any]:
+    def _release_groups(self) -> list[Any]:
         """Close the mesh, and release the process groups that may be destroyed."""
         controls = [control for control in (self, self._part) if control is not None]
         whole = [control._is_idle() for control in controls]
@@ -181,10 +183,10 @@ class Control:
         """Return whether no collective was given up; wait for those that are sure to end."""
         if self._waiting or self.watch.error is not None:
             return False
-        leaving, self._leaving = self._leaving, deque()
-        return not any(map(_broke, leaving))
+        leaving, self._sends = self._sends, deque()
+        return not any(map(_has_failed, leaving))
 
-    def _made_mesh(self, group: Any) -> Mesh | None:
+    def _make_mesh(self, group: Any) -> Mesh | None:
         """Return the mesh of ranks that are all on this host; None if they are not, or too many."""
         if not 1 < self.size <= MOST:
             return None
@@ -202,7 +204,7 @@ class Control:
 
     def _forget(self) -> None:
         mesh, self._mesh = self._mesh, None
-        self._made.clear()
+        self._group_of_purpose.clear()
         if mesh is not None:
             mesh.close()
 
@@ -246,15 +248,15 @@ class Control:
         return PendingGather(work.is_completed, lambda _: self._finish(work), lambda: [bool(f) for f in found])
 
     def _start_any(self, mesh: Mesh, flags: Sequence[bool]) -> PendingGather[list[bool]]:
-        letter = self._letter(_FLAGS)
-        mesh.send(letter, bytes(flags))
+        message_id = self._next_message_id(_FLAGS)
+        mesh.send(message_id, bytes(flags))
 
         def answer() -> list[bool]:
-            of_ranks = self._receive_all(mesh, mesh.others, letter)
+            of_ranks = self._receive_all(mesh, mesh.others, message_id)
             return [any(of_all) for of_all in zip(flags, *of_ranks, strict=True)]
 
         return PendingGather(
-            partial(mesh.exchange_until, partial(mesh.has_messages, mesh.others, letter)),
+            partial(mesh.exchange_until, partial(mesh.has_messages, mesh.others, message_id)),
             partial(self._wait, mesh),
             answer,
         )
@@ -264,99 +266,101 @@ class Control:
         if self.size > 1:
             self._finish(dist.broadcast(tensor, source, group=self._group, async_op=True))
 
-    def broadcast(self, thing: Any, source: int) -> Any:
-        """Return the `thing` of global rank `source`, which does not block; tensors arrive on the CPU."""
-        return thing if self.size == 1 else self._broadcast(source, self._group, _AT_ONCE)(thing)
+    def broadcast(self, obj: Any, source: int) -> Any:
+        """Return the `obj` of global rank `source`, which does not block; tensors arrive on the CPU."""
+        return obj if self.size == 1 else self._broadcast(source, self._group, _AT_ONCE)(obj)
 
     def prepare_broadcast(self, source: int) -> Callable[[Any], Any]:
-        """Get ready for a `broadcast` that comes later; what it returns takes the thing of `source`, else None.
+        """Get ready for a `broadcast` that comes later; what it returns takes the object of `source`, else None.
 
         A rank that gets ready early need not wait: the bytes arrive while it does something else. The source waits for
         those ranks alone that lag several broadcasts behind. Other collectives may come in between, in one order among
         them.
         """
-        return (lambda thing: thing) if self.size == 1 else self._broadcast(source, self.connect_broadcasts(), _LATER)
+        return (lambda obj: obj) if self.size == 1 else self._broadcast(source, self.connect_broadcasts(), _LATER)
 
     def _broadcast(self, source: int, group: Any, kind: int) -> Callable[[Any], Any]:
         """Return a function that sends the object of `source`, or receives it."""
-        mesh, letter = self._mesh, self._letter(kind)
+        mesh, message_id = self._mesh, self._next_message_id(kind)
         if source == (dist.get_rank() if mesh is None else mesh.rank):
-            return partial(self._send, source, group, letter)
+            return partial(self._send, source, group, message_id)
         if mesh is None:
             first = torch.empty(_FIRST, dtype=torch.uint8)
-            return partial(self._received, source, group, first, self._started(first, source, group))
+            return partial(self._receive_object, source, group, first, self._start_broadcast(first, source, group))
 
         def receive(_: Any) -> Any:
-            (data,) = self._receive_all(mesh, [source], letter)
+            (data,) = self._receive_all(mesh, [source], message_id)
             if data:
                 return unpack_object(memoryview(data), TRUSTED)
             first = torch.empty(_FIRST, dtype=torch.uint8)
-            return self._received(source, group, first, self._started(first, source, group), None)
+            return self._receive_object(source, group, first, self._start_broadcast(first, source, group), None)
 
         return receive
 
-    def _send(self, source: int, group: Any, letter: MessageId, thing: Any) -> Any:
+    def _send(self, source: int, group: Any, message_id: MessageId, obj: Any) -> Any:
         mesh = self._mesh
         if mesh is not None:
-            packed = PackedObject(thing, TRUSTED)
+            packed = PackedObject(obj, TRUSTED)
             small = packed.size <= _FIRST
-            mesh.send(letter, b"".join(packed.parts) if small else b"")
+            mesh.send(message_id, b"".join(packed.parts) if small else b"")
             self._wait(mesh, lambda: mesh.is_sent)
             if small:
-                return thing
-        while self._leaving and (len(self._leaving) > _MOST_LEAVING or self._leaving[0].is_completed()):
-            self._finish(self._leaving.popleft())
-        self._leaving.extend(self._started(m, source, group) for m in _messages(thing, self._seal))
-        return thing
+                return obj
+        while self._sends and (len(self._sends) > _MOST_LEAVING or self._sends[0].is_completed()):
+            self._finish(self._sends.popleft())
+        self._sends.extend(self._start_broadcast(m, source, group) for m in _split_message(obj, self._seal))
+        return obj
 
     @staticmethod
-    def _started(tensor: torch.Tensor, source: int, group: Any) -> dist.Work:
+    def _start_broadcast(tensor: torch.Tensor, source: int, group: Any) -> dist.Work:
         work: dist.Work | None = dist.broadcast(tensor, source, group=group, async_op=True)
         assert work is not None, "this process is not among the ranks"
         return work
 
-    def _received(self, source: int, group: Any, first: torch.Tensor, coming: dist.Work, _: Any) -> Any:
-        """Receive an object; `coming` receives its first message."""
-        self._finish(coming)
-        end = _end(first)
+    def _receive_object(self, source: int, group: Any, first: torch.Tensor, first_work: dist.Work, _: Any) -> Any:
+        """Receive an object; `first_work` receives its first message."""
+        self._finish(first_work)
+        end = _message_end(first)
         rest = torch.empty(max(0, end - _FIRST), dtype=torch.uint8)
         if rest.numel():
-            self._finish(self._started(rest, source, group))
-        return _thing(torch.cat([first[_LENGTH:end], rest]), self._seal)
+            self._finish(self._start_broadcast(rest, source, group))
+        return _unpack(torch.cat([first[_LENGTH:end], rest]), self._seal)
 
-    def gather(self, thing: Any, to: int) -> list[Any] | None:
+    def gather(self, obj: Any, to: int) -> list[Any] | None:
         """Return the objects of all ranks in order on global rank `to`, None on others; tensors arrive on the CPU."""
         if self.size == 1:
-            return [thing]
-        data, sizes = self._announced(thing)
+            return [obj]
+        data, sizes = self._pad_to_longest(obj)
         into = [torch.empty_like(data) for _ in self.ranks] if dist.get_rank() == to else None
         self._finish(dist.gather(data, into, to, group=self._group, async_op=True))
-        return None if into is None else [_thing(t[:n], self._seal) for t, n in zip(into, sizes, strict=True)]
+        return None if into is None else [_unpack(t[:n], self._seal) for t, n in zip(into, sizes, strict=True)]
 
-    def all_gather(self, thing: Any) -> list[Any]:
-        """Return the things of all ranks in order, on every rank; tensors arrive on the CPU."""
-        return self.start_all_gather(thing)()
+    def all_gather(self, obj: Any) -> list[Any]:
+        """Return the objects of all ranks in order, on every rank; tensors arrive on the CPU."""
+        return self.start_all_gather(obj)()
 
-    def start_all_gather(self, thing: Any) -> PendingGather[list[Any]]:
-        """Start `all_gather`; what it returns waits for the things. Where one of them is long that is a collective
-        call, too, and they never count as arrived."""
+    def start_all_gather(self, obj: Any) -> PendingGather[list[Any]]:
+        """Start `all_gather`; what it returns waits for the objects.
+
+        Where one of them is long, that is a collective call, too, and they never count as arrived.
+        """
         if self.size == 1:
-            return PendingGather.at_once([thing])
-        return self._all_gathered(thing, self._group)
+            return PendingGather.at_once([obj])
+        return self._all_gathered(obj, self._group)
 
-    def _all_gathered(self, thing: Any, group: Any) -> PendingGather[list[Any]]:
-        data = _message(thing, self._seal)
+    def _all_gathered(self, obj: Any, group: Any) -> PendingGather[list[Any]]:
+        data = _pack_message(obj, self._seal)
         first = [torch.empty(_FIRST, dtype=torch.uint8) for _ in self.ranks]
         work = dist.all_gather(first, data[:_FIRST], group=group, async_op=True)
 
         def has_arrived() -> bool:
-            return work.is_completed() and all(_end(message) <= _FIRST for message in first)
+            return work.is_completed() and all(_message_end(message) <= _FIRST for message in first)
 
         return PendingGather(has_arrived, lambda _: self._finish(work), partial(self._gathered, first, data, group))
 
     def _gathered(self, first: Sequence[torch.Tensor], data: torch.Tensor, group: Any) -> list[Any]:
         """Return the gathered objects once their first messages have arrived."""
-        ends = [_end(message) for message in first]
+        ends = [_message_end(message) for message in first]
         whole = list(first)
         if max(ends) > _FIRST:
             own = torch.zeros(max(ends) - _FIRST, dtype=torch.uint8)
@@ -364,24 +368,24 @@ class Control:
             rest = [torch.empty_like(own) for _ in first]
             self._finish(dist.all_gather(rest, own, group=group, async_op=True))
             whole = [torch.cat(parts) for parts in zip(first, rest, strict=True)]
-        return [_thing(message[_LENGTH:end], self._seal) for message, end in zip(whole, ends, strict=True)]
+        return [_unpack(message[_LENGTH:end], self._seal) for message, end in zip(whole, ends, strict=True)]
 
     @property
     def _group(self) -> Any:
         return self.connect()
 
-    def _letter(self, kind: int) -> MessageId:
+    def _next_message_id(self, kind: int) -> MessageId:
         """Return the next message of that kind."""
-        self._letters[kind] += 1
-        return MessageId(kind, self._letters[kind])
+        self._n_messages[kind] += 1
+        return MessageId(kind, self._n_messages[kind])
 
     @property
     def _seal(self) -> Seal | None:
         return self.watch.seal
 
-    def _announced(self, thing: Any) -> tuple[torch.Tensor, list[int]]:
-        """Return the thing's bytes, padded to the longest of all ranks, and every rank's true length."""
-        packed = PackedObject(thing, self._seal)
+    def _pad_to_longest(self, obj: Any) -> tuple[torch.Tensor, list[int]]:
+        """Return the object's bytes, padded to the longest of all ranks, and every rank's true length."""
+        packed = PackedObject(obj, self._seal)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
         own = torch.tensor([packed.size], dtype=torch.int64)
         self._finish(dist.all_gather(sizes, own, group=self._group, async_op=True))
@@ -437,11 +441,11 @@ class Control:
                 self._idle(partial(mesh.exchange_until, done))
         self._waiting, self.watch.doing = False, None
 
-    def _receive_all(self, mesh: Mesh, sources: Sequence[int], letter: MessageId) -> list[bytearray]:
+    def _receive_all(self, mesh: Mesh, sources: Sequence[int], message_id: MessageId) -> list[bytearray]:
         """Return the messages of these global ranks."""
-        self._wait(mesh, partial(mesh.has_messages, sources, letter))
+        self._wait(mesh, partial(mesh.has_messages, sources, message_id))
         try:
-            return [mesh.pop(source, letter) for source in sources]
+            return [mesh.pop(source, message_id) for source in sources]
         except ConnectionError as error:
             self._waiting, self.watch.doing = True, self._call
             self._raise_reason(error)
@@ -452,9 +456,9 @@ class Control:
 
 
 def close_all(controls: Iterable[Control]) -> None:
-    """End the connections of all of them at a time: each takes 15 ms, until threads of gloo see that they end."""
+    """Close the connections of all controls at a time: each takes 15 ms, until gloo's threads end."""
     fault_point("control.close")
-    groups = [group for control in controls for group in control._parted()]
+    groups = [group for control in controls for group in control._release_groups()]
     threads = [threading.Thread(target=groups.pop) for _ in groups]  # closed when the last reference goes
     for thread in threads:
         thread.start()
@@ -462,31 +466,32 @@ def close_all(controls: Iterable[Control]) -> None:
         thread.join()
 
 
-def _message(thing: Any, seal: Seal | None) -> torch.Tensor:
+def _pack_message(obj: Any, seal: Seal | None) -> torch.Tensor:
     """Pack the length and bytes of an object, padded to the size of a first message."""
-    packed = PackedObject(thing, seal)
+    packed = PackedObject(obj, seal)
     data = torch.zeros(max(_FIRST, _LENGTH + packed.size), dtype=torch.uint8)
     data[:_LENGTH] = torch.tensor([packed.size], dtype=torch.int64).view(torch.uint8)
     packed.write(data[_LENGTH:])
     return data
 
 
-def _end(message: torch.Tensor) -> int:
+def _message_end(message: torch.Tensor) -> int:
     """Return the offset at which a message ends that begins with its length."""
     return _LENGTH + int(message[:_LENGTH].view(torch.int64))
 
 
-def _thing(data: torch.Tensor, seal: Seal | None) -> Any:
+def _unpack(data: torch.Tensor, seal: Seal | None) -> Any:
     return unpack_object(data.numpy().data, seal)
 
 
-def _messages(thing: Any, seal: Seal | None) -> list[torch.Tensor]:
-    """The tensors that `Control._received` takes: one message of a known length, and the rest if that is not enough."""
-    data = _message(thing, seal)
+def _split_message(obj: Any, seal: Seal | None) -> list[torch.Tensor]:
+    """Return the tensors that `Control._receive_object` takes: a message of a known length, and the rest if it is
+    longer."""
+    data = _pack_message(obj, seal)
     return [part for part in (data[:_FIRST], data[_FIRST:]) if part.numel()]
 
 
-def _broke(work: dist.Work) -> bool:
+def _has_failed(work: dist.Work) -> bool:
     """Return whether a collective that has ended failed."""
     try:
         work.wait(_SLICE)

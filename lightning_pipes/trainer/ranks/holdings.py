@@ -68,9 +68,9 @@ class Holdings:
             inside = name.startswith(f"{path}.")
             return [layer_of[name[len(path) + 1 :].partition(".")[0]]] if inside else ()
 
-        self.look_at_weights(module, layers)
+        self.index_weights(module, layers)
 
-    def look_at_weights(self, module: pl.LightningModule, layers: Callable[[str, torch.Tensor], Iterable[int]]) -> None:
+    def index_weights(self, module: pl.LightningModule, layers: Callable[[str, torch.Tensor], Iterable[int]]) -> None:
         """Learn which parameters are in which layers.
 
         Args:
@@ -197,11 +197,11 @@ class Holdings:
         )
 
     @property
-    def numbers(self) -> int:
-        """How many numbers `number_of` gives."""
+    def n_indices(self) -> int:
+        """The number of values that `index_of` can return."""
         return len(self._numbers) + 1
 
-    def number_of(self, parameter: torch.Tensor) -> int:
+    def index_of(self, parameter: torch.Tensor) -> int:
         """Return the index of a parameter in the whole module; unknown tensors get the last index."""
         return self._numbers.get(id(parameter), len(self._numbers))
 

@@ -57,7 +57,7 @@ class Mesh:
     def __init__(self, rank: int, names: dict[int, str], listener: PeerListener, watch: FailureWatch) -> None:
         self.rank = rank
         self._peers: dict[int, _Peer] = {}
-        self._here: dict[tuple[int, MessageId], bytearray] = {}
+        self._received: dict[tuple[int, MessageId], bytearray] = {}
         self._poll = select.poll()
         for other, name in names.items():
             if other < rank:
@@ -67,43 +67,43 @@ class Mesh:
         self.others = tuple(self._peers)
         self._by_descriptor = {peer.socket.fileno(): peer for peer in self._peers.values()}
 
-    def send(self, letter: MessageId, data: bytes) -> None:
+    def send(self, message_id: MessageId, data: bytes) -> None:
         """Send to all other ranks; calls of `exchange_until` send the rest, until `is_sent`.
 
         A peer that has closed its connection gets nothing.
         """
-        message = _HEAD.pack(letter.kind, letter.number, len(data)) + data
+        message = _HEAD.pack(message_id.kind, message_id.number, len(data)) + data
         for peer in self._peers.values():
             peer.send(message)
 
     @property
     def is_sent(self) -> bool:
         """Whether all sent bytes have left."""
-        return not any(peer.leaving for peer in self._peers.values())
+        return not any(peer.unsent for peer in self._peers.values())
 
-    def has_messages(self, sources: Sequence[int], letter: MessageId) -> bool:
+    def has_messages(self, sources: Sequence[int], message_id: MessageId) -> bool:
         """Return whether all sent bytes have left and no message of these ranks is missing.
 
         Messages arrive in `exchange_until`. A closed connection misses none.
         """
-        return self.is_sent and all((rank, letter) in self._here or self._peers[rank].ended for rank in sources)
+        return self.is_sent and all((rank, message_id) in self._received or self._peers[rank].ended for rank in sources)
 
-    def pop(self, source: int, letter: MessageId) -> bytearray:
+    def pop(self, source: int, message_id: MessageId) -> bytearray:
         """Remove and return the message that has arrived.
 
         Raises:
             ConnectionError: the peer closed its connection before.
         """
-        if (source, letter) not in self._here:
+        if (source, message_id) not in self._received:
             raise ConnectionError(f"connection closed by rank {source}")
-        return self._here.pop((source, letter))
+        return self._received.pop((source, message_id))
 
     def exchange_until(self, done: Callable[[], bool], seconds: float = 0.0) -> bool:
         """Send and receive ready messages, waiting at most `seconds` for more, and return `done()`."""
         if done():
             return True
         for peer in self._peers.values():
-            if peer.leaving:
+            if peer.unsent:
                 self._poll.modify(peer.socket, select.POLLIN | select.POLLOUT)
         for descriptor, events in self._poll.poll(1000 * seconds):
             peer = self._by_descriptor[descriptor]
@@ -111,7 +111,7 @@ class Mesh:
                 peer.send(b"")
                 self._poll.modify(descriptor, select.POLLIN)
             if events & ~select.POLLOUT:
-                self._here.update({(peer.rank, letter): data for letter, data in peer.read_messages()})
+                self._received.update({(peer.rank, message_id): data for message_id, data in peer.read_messages()})
             if peer.ended:
                 self._poll.unregister(descriptor)
         return done()
@@ -131,29 +131,29 @@ class _Peer:
     """One connection.
 
     Attributes:
-        leaving: what is still to be sent.
+        unsent: what is still to be sent.
         ended: the other end is closed.
     """
 
     def __init__(self, rank: int, made: socket.socket) -> None:
         self.rank = rank
         self.socket = made
-        self.leaving = b""
+        self.unsent = b""
         self.ended = False
         self._read = bytearray()
 
     def send(self, data: bytes) -> None:
         """Send as much as the socket takes without blocking."""
         if self.ended:
-            self.leaving = b""
+            self.unsent = b""
             return
-        data = self.leaving + data
+        data = self.unsent + data
         try:
-            self.leaving = data[self.socket.send(data) :]
+            self.unsent = data[self.socket.send(data) :]
         except BlockingIOError:
-            self.leaving = data
+            self.unsent = data
         except OSError:  # closed; what has come from there can still be read
-            self.leaving = b""
+            self.unsent = b""
 
     def read_messages(self) -> Sequence[tuple[MessageId, bytearray]]:
         """Return the messages that are complete by now."""
@@ -164,7 +164,7 @@ class _Peer:
         except OSError:
             data = b""
         if not data:
-            self.ended, self.leaving = True, b""
+            self.ended, self.unsent = True, b""
             return []
         self._read += data
         found = []
@@ -188,9 +188,9 @@ class PackedObject:
         seal: authenticates the object to its receivers, but not the contents of tensors.
     """
 
-    def __init__(self, thing: Any, seal: Seal | None) -> None:
+    def __init__(self, obj: Any, seal: Seal | None) -> None:
         buffers: list[pickle.PickleBuffer] = []
-        parts = [memoryview(dumps(thing, seal, buffers.append)), *(buffer.raw() for buffer in buffers)]
+        parts = [memoryview(dumps(obj, seal, buffers.append)), *(buffer.raw() for buffer in buffers)]
         lengths = [len(parts), *(part.nbytes for part in parts)]
         self.parts = [memoryview(struct.pack(f"<{len(lengths)}q", *lengths)), *parts]
         """Its bytes, one part after another."""

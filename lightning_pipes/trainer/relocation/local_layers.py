@@ -116,7 +116,7 @@ class LocalLayers:
         return dict(self.cut.full[layer].named_parameters())
 
     def changing_buffers(self, layer: int) -> list[str]:
-        """Names of the layer's buffers that are known to change."""
+        """Return the names of the layer's buffers that are known to change."""
         return self.buffers.changing_names(self._prefix(layer))
 
     @property

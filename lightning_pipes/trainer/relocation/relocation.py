@@ -207,7 +207,7 @@ class LayerRelocation:
         now, layers = time.monotonic(), tuple(m.layer for m in transfer.moves)
         since, late = now - self._began_at, len(self._sent_batches)
         stages, waited = _sizes(self._part.holdings.layers), now - self._paused_at
-        self._record_move(MoveRecord(layers, self._began, number, late, transfer.again, since, waited, stages))
+        self._record_move(MoveRecord(layers, self._began, number, late, transfer.n_resent, since, waited, stages))
 
     def _record_move(self, moved: MoveRecord) -> None:
         self.moved.append(moved)

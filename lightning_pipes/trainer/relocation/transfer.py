@@ -1,4 +1,4 @@
-"""Layers on their way from rank to rank: all at once while everybody waits, or ahead of the switch while batches go on.
+"""Layers on their way from rank to rank: all at once while all ranks wait, or ahead of the switch while batches go on.
 
     source   trains the layer:  its state as it is now --->   gradients of every step since --->   the rest ---> |
     target   trains without it                                                 takes those steps, when all is there |
@@ -65,7 +65,7 @@ def _keep_gradients() -> float:
 
 
 class DeferredSteps:
-    """Steps by batch and optimizer: the gradients of some parameters, and the settings of the optimizer then."""
+    """Optimizer steps that are taken later: by batch and optimizer, the gradients and the settings of that time."""
 
     def __init__(self) -> None:
         self._steps: dict[tuple[int, int], tuple[GroupSettings, Gradients]] = {}
@@ -77,7 +77,7 @@ class DeferredSteps:
         self._steps.setdefault((batch, number), (settings, {}))[1].update(gradients)
 
     def add_gradients(self, batch: int, number: int, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """More gradients of a step that was added."""
+        """Add more gradients to a step that was added."""
         self._steps[batch, number][1].update(gradients)
 
     def apply(self, optimizers: Sequence[Optimizer]) -> None:
@@ -108,42 +108,43 @@ class LayerTransfer:
     Collective: all ranks make one, and the same calls of it, each of `send_step` for the same batches.
 
     Args:
-        pauses: the steps of all layers wait until the transfer ends; otherwise those that travel step at the source.
-        number: tells transfers of a training apart.
+        defers_steps: the steps of all layers wait until the transfer ends; otherwise those that travel step at the
+            source.
+        number: of this transfer among those of the training.
 
     Attributes:
         moves: the layers that travel, with their target.
-        again: how many layers this rank was sent a second time.
+        n_resent: how many layers this rank was sent a second time.
 
     Raises:
-        PlanError: see `LocalLayers.check`, or a layer can't come here.
+        PlanError: see `LocalLayers.check_placement`, or a layer can't come here.
     """
 
-    def __init__(self, part: LocalLayers, layers: Sequence[Span], pauses: bool = False, number: int = 0) -> None:
+    def __init__(self, part: LocalLayers, layers: Sequence[Span], defers_steps: bool = False, number: int = 0) -> None:
         part.check_placement(layers)
-        self.again = 0
-        self._part, self._layers, self._pauses, self._number = part, layers, pauses, number
+        self.n_resent = 0
+        self._part, self._layers, self._defers_steps, self._number = part, layers, defers_steps, number
         self.moves = part.holdings.list_moves(layers)
         me = dist.get_rank()
         self._leaving = {m.layer: m.target for m in self.moves if m.source == me}
-        self._coming = {m.layer: m.source for m in self.moves if m.target == me}
-        self._launched = False
+        self._arriving = {m.layer: m.source for m in self.moves if m.target == me}
+        self._has_left = False
         self._sent: list[TransferHandle] = []
         self._states: dict[int, TransferHandle] = {}
         self._steps: dict[tuple[int, int, int], TransferHandle] = {}
         if self.moves:
             fault_point("move")
             assert part.bulk_transfer, "asked for by all ranks"
-            for layer in self._coming:
+            for layer in self._arriving:
                 part.cut.check_arrival(layer)
-            self._states = {layer: self._expect(source, layer, "state") for layer, source in self._coming.items()}
+            self._states = {layer: self._expect(source, layer, "state") for layer, source in self._arriving.items()}
 
     def send_states(self) -> None:
-        """The states leave as they are now; every step after this is sent by `send_step`."""
-        self._launched = True
+        """Send the states as they are now; `send_step` sends every step after this."""
+        self._has_left = True
         for layer, target in self._leaving.items():
             state: Any = vars(self._part.state_of(layer, gradients=False))
-            if not self._pauses:  # it changes while it travels
+            if not self._defers_steps:  # it changes while it travels
                 state = pytree.tree_map_only(torch.Tensor, torch.clone, state)
             self._send(target, layer, "state", state)
         fault_point("move.launched")
@@ -151,11 +152,11 @@ class LayerTransfer:
     @property
     def has_left(self) -> bool:
         """Whether the states are on their way."""
-        return self._launched
+        return self._has_left
 
     @property
     def has_arrived(self) -> bool:
-        """Whether all that this rank is to have has come, but for the latest step.
+        """Whether this rank has received all states and steps but the latest.
 
         Raises:
             PeerFailure: a rank has failed.
@@ -165,29 +166,31 @@ class LayerTransfer:
         return all(handle.is_done() for handle in (*self._states.values(), *steps))
 
     def send_step(
-        self, batch: int, number: int, optimizer: Optimizer, layers: Collection[int], late: DeferredSteps
+        self, batch: int, number: int, optimizer: Optimizer, layers: Collection[int], deferred: DeferredSteps
     ) -> None:
-        """Optimizer `number` steps, or would step if nothing paused, these `layers` of the rank for a batch by the
-        gradients that they have; where it pauses these are taken away."""
+        """Send the gradients by which optimizer `number` steps these `layers` of the rank for a batch.
+
+        Where steps are deferred, the gradients are kept for later, and the parameters lose theirs.
+        """
         fault_point("move.step")
         gradients = {p: p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         for layer in self._leaving.keys() & layers:
             own = {n: gradients.pop(p) for n, p in self._part.parameters_of(layer).items() if p in gradients}
-            if not self._pauses:
+            if not self._defers_steps:
                 own = {name: gradient.clone() for name, gradient in own.items()}
             self._send(self._leaving[layer], layer, "step", own, batch, number)
-        for layer, source in self._coming.items():
+        for layer, source in self._arriving.items():
             if (batch, number, layer) not in self._steps:
                 self._steps[batch, number, layer] = self._expect(source, layer, "step", batch, number)
-        if self._pauses or self._coming:
-            late.add(batch, number, settings_of(optimizer), gradients if self._pauses else {})
-        if self._pauses:
+        if self._defers_steps or self._arriving:
+            deferred.add(batch, number, settings_of(optimizer), gradients if self._defers_steps else {})
+        if self._defers_steps:
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     p.grad = None
 
-    def end(self, late: DeferredSteps, gradients: bool = True) -> None:
-        """The layers are where they are to be, and no step is late any more. No window is open.
+    def end(self, deferred: DeferredSteps, gradients: bool = True) -> None:
+        """Finish the transfer: the layers are in their new places, and deferred steps are taken. No window is open.
 
         Args:
             gradients: whether those that parameters have now are to travel, too.
@@ -199,13 +202,13 @@ class LayerTransfer:
         part, kept = self._part, {layer: self._part.state_of(layer, gradients) for layer in self._leaving}
         for layer, target in self._leaving.items():
             what, state = "state", vars(kept[layer])
-            if self._launched:
+            if self._has_left:
                 what, state = "rest", {"state": kept[layer].other_state, "sum": kept[layer].state_checksum()}
             self._send(target, layer, what, (state, part.changing_buffers(layer)))
         arrived, sums = {}, {}
-        for layer, source in self._coming.items():
+        for layer, source in self._arriving.items():
             content = self._states[layer].content
-            if self._launched:
+            if self._has_left:
                 rest, changing = self._expect(source, layer, "rest").content
                 sums[layer] = rest["sum"]
                 arrived[layer] = LayerState(**content).with_other_state(rest["state"]), changing
@@ -217,24 +220,24 @@ class LayerTransfer:
         fault_point("move.arrived")
         part.take_layers(self._layers, arrived)
         fault_point("move.taken")
-        if self._pauses:
+        if self._defers_steps:
             self._compare(sums, kept)
         for (batch, number, layer), own in steps.items():
             parameters = part.parameters_of(layer)
-            late.add_gradients(batch, number, {parameters[name]: g.to(part.device) for name, g in own.items()})
-        late.apply(part.optimizers)
-        if not self._pauses:
+            deferred.add_gradients(batch, number, {parameters[name]: g.to(part.device) for name, g in own.items()})
+        deferred.apply(part.optimizers)
+        if not self._defers_steps:
             self._compare(sums, kept)
         fault_point("move.ended")
 
     def _compare(self, sums: dict[int, int], kept: dict[int, LayerState]) -> None:
         """Wait until the states of the layers equal those at the source."""
-        if not self._launched:
+        if not self._has_left:
             return
         part = self._part
-        for layer, source in self._coming.items():
+        for layer, source in self._arriving.items():
             same = part.state_of(layer).state_checksum() == sums[layer]
-            self.again += not same
+            self.n_resent += not same
             self._send(source, layer, "same", same)
         for layer, target in self._leaving.items():
             if not self._expect(target, layer, "same").content:
@@ -244,7 +247,7 @@ class LayerTransfer:
                     layer,
                 )
                 self._send(target, layer, "again", vars(kept[layer])).wait()
-        for layer, source in self._coming.items():
+        for layer, source in self._arriving.items():
             if part.state_of(layer).state_checksum() != sums[layer]:
                 state = LayerState(**self._expect(source, layer, "again").content)
                 state.put_values(part.cut.full[layer], part.device)
@@ -265,7 +268,7 @@ def move_layers(part: LocalLayers, layers: Sequence[Span], gradients: bool = Tru
     All ranks wait for arrival. Collective.
 
     Raises:
-        PlanError: see `LocalLayers.check`, or a layer has something that can't be sent.
+        PlanError: see `LocalLayers.check_placement`, or a layer has something that can't be sent.
         PeerFailure: a rank has failed.
     """
     if layers != part.holdings.layers:
@@ -273,5 +276,5 @@ def move_layers(part: LocalLayers, layers: Sequence[Span], gradients: bool = Tru
 
 
 def move_layers_back(part: LocalLayers) -> None:
-    """The layers go back to where they were when the run began, and the next one looks for them."""
+    """Move the layers back to where they were when the run began, where the next run expects them."""
     move_layers(part, part.initial_layers)

@@ -63,11 +63,11 @@ class GradientAgreement:
         grads = [p.grad for p in self._precision.main_params(optimizer) if p.grad is not None]
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
         mine = [
-            (self._holdings.number_of(p), local_part(p.grad))
+            (self._holdings.index_of(p), local_part(p.grad))
             for p in self._precision.main_params(optimizer)
             if p.grad is not None and _is_counted(p, self._holdings, self._control)
         ]
-        return total_norm(mine, self._holdings.numbers, 2.0, dtype, self._control)
+        return total_norm(mine, self._holdings.n_indices, 2.0, dtype, self._control)
 
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
         with self._scope.suspend_hooks():  # a hook may ask for clipping
@@ -162,7 +162,7 @@ class HookClipping:
 
     def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         # With foreach=True torch refuses the device of what is elsewhere.
-        here = [_local(p) for p in _listed(parameters) if not (self._scope.here and isinstance(p, RemoteTensor))]
+        here = [_local(p) for p in _listed(parameters) if not (self._scope.is_active and isinstance(p, RemoteTensor))]
         if all(p.grad is None for p in here):  # a stage may have no weights, and torch clips no empty list by value
             return None
         return original(here, *args, **kwargs)
@@ -176,11 +176,11 @@ class HookClipping:
         **kwargs: Any,
     ) -> torch.Tensor:
         found, scope = _listed(tensors), self._scope
-        if not scope.here:
+        if not scope.is_active:
             return original(found, norm_type, *args, **kwargs)
         own = {id(t): p for p in self._parameters() for t in (p, p.grad) if t is not None}
-        elsewhere = [t for t in found if isinstance(t, RemoteTensor)]
-        others = [t for t in found if not (t.is_whole if isinstance(t, RemoteTensor) else id(t) in own)]
+        remote = [t for t in found if isinstance(t, RemoteTensor)]
+        others = [t for t in found if not (t.is_weight_or_gradient if isinstance(t, RemoteTensor) else id(t) in own)]
         # What follows must come out alike on all ranks, or some wait for the others.
         if others and len(others) < len(found):
             raise PipelineError(
@@ -188,9 +188,9 @@ class HookClipping:
                 "may be computed from weights. Every process has the layers of its stages, and it is unknown which "
                 "processes have the other tensors. Take a norm of each kind"
             )
-        if elsewhere and (others or not scope.everywhere):
-            elsewhere[0].refuse_use("takes a norm of")
-        if others or not scope.everywhere:
+        if remote and (others or not scope.on_all_ranks):
+            remote[0].refuse_use("takes a norm of")
+        if others or not scope.on_all_ranks:
             return original(found, norm_type, *args, **kwargs)
         if self._control is None:
             raise PipelineError(
@@ -199,9 +199,9 @@ class HookClipping:
             )
         here = [(own[id(t)], t) for t in found if not isinstance(t, RemoteTensor)]
         counted = [(p, t) for p, t in here if _is_counted(p, self._holdings, self._control)]
-        mine = [(self._holdings.number_of(p), local_part(t)) for p, t in counted]
+        mine = [(self._holdings.index_of(p), local_part(t)) for p, t in counted]
         dtype = reduce(torch.promote_types, (t.dtype for t in found)) if found else torch.float32
-        of = self._holdings.numbers
+        of = self._holdings.n_indices
         total = total_norm(mine, of, float(norm_type), dtype, self._control).to(scope.device)
         return original([total], norm_type or 2.0, *args, **kwargs)  # which looks whether it is finite
 

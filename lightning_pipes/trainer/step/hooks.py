@@ -205,7 +205,7 @@ def track_hooks(
     """
     for name in _hooks(pl.LightningModule):
         if is_overridden(name, module):
-            _track(module, name, scope, patches, everywhere=name not in _ON_RANK_ZERO)
+            _track(module, name, scope, patches, on_all_ranks=name not in _ON_RANK_ZERO)
     for callback in callbacks:
         ours = _is_ours(callback)
         for name in _IN_CLOSURE if ours else _hooks(pl.Callback):
@@ -214,12 +214,12 @@ def track_hooks(
 
 
 def _track(
-    owner: object, name: str, scope: HookScope, patches: Patches, everywhere: bool = True, suspended: bool = False
+    owner: object, name: str, scope: HookScope, patches: Patches, on_all_ranks: bool = True, suspended: bool = False
 ) -> None:
     hook = getattr(owner, name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        running = scope.running(f"{type(owner).__name__}.{name}", everywhere)
+        running = scope.running(f"{type(owner).__name__}.{name}", on_all_ranks)
         with scope.suspend_hooks() if suspended else running:
             try:
                 return hook(*args, **kwargs)
@@ -283,7 +283,7 @@ def _track_steps(optimizer: Optimizer, scope: HookScope, patches: Patches, whole
     def wrap_hook(hook: Callable[..., Any]) -> Any:
         @functools.wraps(hook)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with scope.running(f"a step hook of {name}", everywhere=True, whole=whole):
+            with scope.running(f"a step hook of {name}", on_all_ranks=True, whole=whole):
                 return hook(*args, **kwargs)
 
         return run
@@ -295,8 +295,8 @@ def _track_steps(optimizer: Optimizer, scope: HookScope, patches: Patches, whole
                 if all(hook is not ours for *_, ours in wrapped):
                     hooks[key] = wrap_hook(hook)
                     wrapped.append((hooks, key, hook, hooks[key]))
-        given = closure if closure is None else scope.as_now(closure)
-        with scope.running(f"{name}.step", everywhere=True, whole=False):
+        given = closure if closure is None else scope.bind(closure)
+        with scope.running(f"{name}.step", on_all_ranks=True, whole=False):
             return original(given, *args, **kwargs)
 
     def unwrap_hooks() -> None:

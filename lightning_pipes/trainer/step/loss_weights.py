@@ -130,8 +130,8 @@ class BatchWeights:
         found: those that are possible, the likeliest first.
         spans: of the micro-batches.
         logs: names of the candidates by which logged and returned values are weighed.
-        unsure: values for which several of them are possible.
-        look_again: called with log calls of such values that would tell.
+        ambiguous: values for which several of them are possible.
+        request_comparison: called with log calls of such values that would tell.
         undecided: whether candidates that disagree are to be distinguished by this batch.
         sums: adds up numbers over replicas and returns what waits for that; None without replicas.
         replicas: how many there are.
@@ -144,8 +144,8 @@ class BatchWeights:
         spans: Sequence[Span],
         undecided: bool,
         logs: Mapping[LogKey, str],
-        unsure: Collection[LogKey],
-        look_again: Callable[[Iterable[LogCall]], None],
+        ambiguous: Collection[LogKey],
+        request_comparison: Callable[[Iterable[LogCall]], None],
         sums: Sums | None,
         replicas: int,
     ) -> None:
@@ -153,7 +153,7 @@ class BatchWeights:
         self.found = found
         self.chosen = found[0]
         self.undecided = undecided
-        self.logs, self.unsure, self.look_again = logs, unsure, look_again
+        self.logs, self.ambiguous, self.request_comparison = logs, ambiguous, request_comparison
         self.spans, self._replicas = spans, replicas
         self._totals: list[float] = []
         self._numbers: torch.Tensor | None = None
@@ -197,10 +197,10 @@ class BatchWeights:
         known = {key: named[name] for key, name in self.logs.items() if name in named}
         by = {**dict.fromkeys(of_loss, self.chosen), **known}
         calls_of_batch = [
-            call for each in calls for key, call in number_calls(each) if key in self.unsure and _is_named(call)
+            call for each in calls for key, call in number_calls(each) if key in self.ambiguous and _is_nonzero(call)
         ]
         if calls_of_batch:
-            self.look_again(calls_of_batch)
+            self.request_comparison(calls_of_batch)
         return {
             key: [by[key].loss_share(span) for span in spans]
             for key, call in (number_calls(calls[0]) if by else ())
@@ -220,30 +220,30 @@ class LossWeights:
     """Weighs the micro-batches of each batch of a run, on the rank of the last stage.
 
     Args:
-        looks: whether candidates may be distinguished by the losses of a batch.
+        compares: whether candidates may be distinguished by the losses of a batch.
         sums: adds up numbers over replicas, in place, and returns what waits for that; None without replicas.
 
     Attributes:
         name: by what micro-batches are weighed; empty before the first batch.
-        left_out: names of candidates that don't make the loss.
+        ruled_out: names of candidates that don't make the loss.
     """
 
-    MOST_LOOKS, MOST_FOR_LOGS, MOST_AGAIN = 5, 3, 16
+    MOST_BATCHES, MOST_FOR_LOGS, MOST_AGAIN = 5, 3, 16
     """Batches by which candidates for the loss, and for logged values, are distinguished; then the likeliest counts.
     Where a logged value has been 0, one more is looked at in each epoch and when that changes, so often at most."""
 
-    def __init__(self, module: pl.LightningModule, looks: bool, sums: Sums | None, replicas: int) -> None:
+    def __init__(self, module: pl.LightningModule, compares: bool, sums: Sums | None, replicas: int) -> None:
         self.name = ""
         self._module = module
-        self._looks = self.MOST_LOOKS if looks else 0
+        self._batches_left = self.MOST_BATCHES if compares else 0
         self._sums, self._replicas = sums, replicas
-        self.left_out: set[str] = set()
-        self._looks_for_logs = self.MOST_FOR_LOGS if looks else 0
-        self._looks_again = self.MOST_AGAIN if looks else 0
+        self.ruled_out: set[str] = set()
+        self._log_batches_left = self.MOST_FOR_LOGS if compares else 0
+        self._extra_batches_left = self.MOST_AGAIN if compares else 0
         self._logs: dict[LogKey, set[str]] = {}
         """The candidates that have made each logged value so far."""
         self._usual: dict[LogKey, str] = {}
-        self._unsure: set[LogKey] = set()
+        self._ambiguous: set[LogKey] = set()
         self._named_calls: dict[str, None] = {}
         self._epoch = 0
 
@@ -257,16 +257,24 @@ class LossWeights:
         if len(spans) < 2 and self._sums is None:
             return None
         found = find_candidates(self._module, batch, rows, spans)
-        left = [each for each in found if each.name not in self.left_out]
+        left = [each for each in found if each.name not in self.ruled_out]
         left = left or [each for each in found if each.name == SAMPLES]
-        if not self._looks:
+        if not self._batches_left:
             left = left[:1]
-        if self._unsure and self._module.current_epoch != self._epoch:  # its number may be logged, which was 0
-            self._start_looking()
+        if self._ambiguous and self._module.current_epoch != self._epoch:  # its number may be logged, which was 0
+            self._compare_next_batch()
         self._epoch = self._module.current_epoch
-        undecided = candidates_differ(left, spans) or (self._looks_for_logs > 0 and self._logs_disagree(found, spans))
+        undecided = candidates_differ(left, spans) or (self._log_batches_left > 0 and self._logs_disagree(found, spans))
         made = BatchWeights(
-            found, left, spans, undecided, self._by(found), self._unsure, self._look_again, self._sums, self._replicas
+            found,
+            left,
+            spans,
+            undecided,
+            self._by(found),
+            self._ambiguous,
+            self._request_comparison,
+            self._sums,
+            self._replicas,
         )
         self._name(made.chosen)
         return made
@@ -283,18 +291,18 @@ class LossWeights:
             self._sums(fit)()
         left = [each for each, number in zip(weights.found, fit.tolist(), strict=True) if number == self._replicas]
         if candidates_differ(weights.found, weights.spans):
-            self._looks -= 1
+            self._batches_left -= 1
         else:
-            self._looks_for_logs -= 1
+            self._log_batches_left -= 1
         weights.undecided = False
         if not left:
             left = [each for each in weights.found if each.name == SAMPLES]
-            self._looks = 0
-        self.left_out |= set(names) - {each.name for each in left}
+            self._batches_left = 0
+        self.ruled_out |= set(names) - {each.name for each in left}
         weights.chosen = left[0] if left else weights.found[0]
         self._name(weights.chosen)
-        if not self._looks:
-            self.left_out |= set(names) - {weights.chosen.name}
+        if not self._batches_left:
+            self.ruled_out |= set(names) - {weights.chosen.name}
 
     def weigh_logs(self, weights: BatchWeights, by: Mapping[LogKey, tuple[str, Collection[str]]]) -> None:
         """Weigh logged and returned values by the candidates that reproduce them from micro-batches.
@@ -306,11 +314,11 @@ class LossWeights:
             self._usual[key] = usual
             self._logs[key] = self._logs.get(key, {*names}) & {*names}
         named = {each.name: each for each in weights.every}
-        self._unsure.clear()
+        self._ambiguous.clear()
         for key, names in self._logs.items():
             left = [named[name] for name in names if name in named]
             if left and candidates_differ(left, weights.spans):
-                self._unsure.add(key)
+                self._ambiguous.add(key)
         weights.logs = self._by(weights.every)
 
     def _by(self, every: Sequence[WeightAmounts]) -> dict[LogKey, str]:
@@ -322,7 +330,7 @@ class LossWeights:
         }
         return {key: names[0] if names else self._usual[key] for key, names in left.items()}
 
-    def _look_again(self, calls_of_batch: Iterable[LogCall]) -> None:
+    def _request_comparison(self, calls_of_batch: Iterable[LogCall]) -> None:
         names = {call.call_text: None for call in calls_of_batch if call.call_text not in self._named_calls}
         self._named_calls.update(names)
         if names:
@@ -331,12 +339,12 @@ class LossWeights:
                 "compared, so they do not show whether values of micro-batches are averaged or added up. In this "
                 "batch reduce_fx decides. The next batch is compared"
             )
-        self._start_looking()
+        self._compare_next_batch()
 
-    def _start_looking(self) -> None:
-        if self._looks_again and self._looks_for_logs <= 0:
-            self._looks_again -= 1
-            self._looks_for_logs = 1
+    def _compare_next_batch(self) -> None:
+        if self._extra_batches_left and self._log_batches_left <= 0:
+            self._extra_batches_left -= 1
+            self._log_batches_left = 1
 
     def _logs_disagree(self, every: Sequence[WeightAmounts], spans: Sequence[Span]) -> bool:
         possible = {frozenset(names) for names in self._logs.values()}
@@ -350,7 +358,7 @@ class LossWeights:
 
     def give_up(self) -> None:
         """Take samples from the next batch on."""
-        self._looks = 0
+        self._batches_left = 0
 
     def _name(self, chosen: WeightAmounts) -> None:
         if chosen.name != self.name and (self.name or chosen.name != SAMPLES):
@@ -363,7 +371,7 @@ def usual_weights(call: LogCall) -> str:
     return {"mean": SAMPLES, "sum": SUMS, "max": EXTREME, "min": EXTREME}.get(call.reduction_name, "")
 
 
-def _is_named(call: LogCall) -> bool:
+def _is_nonzero(call: LogCall) -> bool:
     """Return whether a value is not 0, for which all weights do."""
     value = call.value
     return bool(value.any()) if isinstance(value, torch.Tensor) else bool(value)

@@ -147,13 +147,14 @@ class TrainingBatch:
         arguments: of training_step after the batch.
         divisor: the number of batches of one optimizer step, by which the loss is divided.
         kept: a copy of the batch and of the last stage's values, for checks; None without them.
-        samples: lists with an entry for each sample of which this batch does not tell.
+        samples: lists that an earlier batch has shown to have an entry for each sample.
         weights: the weight of each micro-batch on the last stage; None if weighed by samples.
-        look: tells candidates for the weights apart, after the first micro-batch.
+        compare_candidates: called after the first micro-batch, to find the weights among the candidates.
         complete: whether an optimizer step may follow; not so in the middle of an accumulation.
-        began_with: the state of the module when it came, where hooks may change that before its steps.
-        entered: by stage what entered its layers, by micro-batch, on the host; None where nothing looks at it.
-        loaded: the batch as it was loaded, where something looks at what entered.
+        initial_state: the state of the module when the batch began, where hooks may change that before its steps.
+        stage_inputs: the input of each stage's layers, by stage and micro-batch, on the host; None if no check wants
+            it.
+        loaded_copy: the batch as it was loaded, for the check of `stage_inputs`.
     """
 
     batch: Any
@@ -164,17 +165,17 @@ class TrainingBatch:
     kept: BatchCopy | None = None
     samples: frozenset[Path] = frozenset()
     complete: bool = True
-    began_with: BatchState | None = None
-    entered: dict[int, dict[Span, Any]] | None = None
-    loaded: Any = None
+    initial_state: BatchState | None = None
+    stage_inputs: dict[int, dict[Span, Any]] | None = None
+    loaded_copy: Any = None
     weights: BatchWeights | None = None
-    look: Callable[[Stage, Item], None] | None = None
+    compare_candidates: Callable[[Stage, Item], None] | None = None
     _parts: dict[Span, Any] = field(default_factory=dict)  # each is handed out once, for a step may change it
 
     @property
     def state(self) -> AbstractContextManager[None]:
         """The context in which its steps find the state that it began with."""
-        return _NOTHING if self.began_with is None else self.began_with.restore_entries()
+        return _NOTHING if self.initial_state is None else self.initial_state.restore_entries()
 
     def cut(self, spans: Iterable[Span]) -> None:
         """Cut the spans of the batch in advance, for `select_samples`."""
@@ -188,11 +189,11 @@ class TrainingBatch:
         """Return the samples `span` of the batch."""
         return self._parts.pop(span) if span in self._parts else self._cutter(span)
 
-    def keep_entering(self, stage: int, span: Span, x: Any) -> None:
+    def keep_stage_input(self, stage: int, span: Span, x: Any) -> None:
         """Keep a copy of what enters the layers of a stage, if something looks at it."""
-        if self.entered is not None and span not in self.entered.setdefault(stage, {}):
+        if self.stage_inputs is not None and span not in self.stage_inputs.setdefault(stage, {}):
             copy = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), x)
-            self.entered[stage][span] = copy
+            self.stage_inputs[stage][span] = copy
 
     @cached_property
     def _cutter(self) -> Callable[[Span], Any]:
@@ -233,8 +234,8 @@ class EvaluationBatch:
 
     Attributes:
         step: the user's, which takes `batch` and `arguments`.
-        whole: ids of the tensors of `x` that belong to every sample, however many entries they have.
-        elsewhere: whether a tensor of `x` has its samples on another axis than 0, so that `x` can't be cut.
+        shared_ids: ids of the tensors of `x` that belong to every sample, however many entries they have.
+        has_other_axis: whether a tensor of `x` has its samples on another axis than 0, so that `x` can't be cut.
         left: on the last stage what layers have left for the code after them, by micro-batch.
     """
 
@@ -243,8 +244,8 @@ class EvaluationBatch:
     batch: Any = None
     arguments: tuple[Any, ...] = ()
     x: Any = None
-    whole: frozenset[int] = frozenset()
-    elsewhere: bool = False
+    shared_ids: frozenset[int] = frozenset()
+    has_other_axis: bool = False
     left: dict[Span, dict[Any, Any]] = field(default_factory=dict)
 
 
@@ -252,12 +253,12 @@ class _Shapes(NamedTuple):
     """How a tensor depends on samples.
 
     Attributes:
-        whole: its shape is the same for one sample.
-        elsewhere: its samples are on another axis than 0.
+        is_constant: its shape is the same for one sample.
+        has_other_axis: its samples are on another axis than 0.
     """
 
-    whole: bool = False
-    elsewhere: bool = False
+    is_constant: bool = False
+    has_other_axis: bool = False
 
 
 class Steps:
@@ -339,16 +340,16 @@ class Steps:
                     run = partial(self._interceptor.capture, step)
                     self._refuse_if_cut(error, item, span, lambda batch, rows: run(batch, *data.arguments))
                     raise
-            if data.entered is not None:
-                data.keep_entering(stage.number, span, x)
+            if data.stage_inputs is not None:
+                data.keep_stage_input(stage.number, span, x)
             return self._run_and_pack(stage, item, span, x)
 
     def _run_middle_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
         """Run this stage's layers for one micro-batch."""
         data = item.data
         context = data.context if isinstance(data, EvaluationBatch) else self.step_context
-        if isinstance(data, TrainingBatch) and data.entered is not None:
-            data.keep_entering(stage.number, span, unpack_message(received)[0])
+        if isinstance(data, TrainingBatch) and data.stage_inputs is not None:
+            data.keep_stage_input(stage.number, span, unpack_message(received)[0])
         self.state.restore_state()
         with context():
             return self._run_and_pack(stage, item, span, received)
@@ -375,8 +376,8 @@ class Steps:
         def answer(x: Any) -> Any:
             nonlocal y, failed_inside
             entering = x if stage.number == 0 else received
-            if data.entered is not None:
-                data.keep_entering(stage.number, span, unpack_message(entering)[0])
+            if data.stage_inputs is not None:
+                data.keep_stage_input(stage.number, span, unpack_message(entering)[0])
             failed_inside = True
             y, left = self._run_layers(stage, item, span, entering)
             if left and span.rows < item.rows:
@@ -482,8 +483,10 @@ class Steps:
                 else _Shapes()
                 for a, b in zip(leaves, others if same else [None] * len(leaves), strict=True)
             ]
-        data.whole = frozenset(id(t) for t, found in zip(leaves, self._shapes[key], strict=True) if found.whole)
-        data.elsewhere = any(found.elsewhere for found in self._shapes[key])
+        data.shared_ids = frozenset(
+            id(t) for t, found in zip(leaves, self._shapes[key], strict=True) if found.is_constant
+        )
+        data.has_other_axis = any(found.has_other_axis for found in self._shapes[key])
 
     def _captured(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
         self.state.restore_state()
@@ -544,8 +547,11 @@ class Steps:
         layers: Callable[[], Any],
         draws: RngUse | None = None,
     ) -> Any:
-        """The result of `step` for a whole batch when the pipelined module gives `layers()`; `draws` sees whether its
-        code around the layers draws random numbers."""
+        """Return the result of `step` for a whole batch when the pipelined module gives `layers()`.
+
+        Args:
+            draws: records whether its code around the layers draws random numbers.
+        """
 
         def seed(layer: int) -> None:
             self._seed_user_code(item, layer)
@@ -570,8 +576,8 @@ class Steps:
     @staticmethod
     def _distinguish_batches(stage: Stage, item: Item) -> None:
         """Have candidates for the weights of micro-batches compared, once one has run."""
-        if item.data.weights.undecided and item.data.look is not None:
-            item.data.look(stage, item)
+        if item.data.weights.undecided and item.data.compare_candidates is not None:
+            item.data.compare_candidates(stage, item)
 
     def scaled_loss(
         self,
@@ -580,7 +586,7 @@ class Steps:
         out: Any,
         logged: list[LogCall],
         leaving: Iterable[torch.Tensor],
-        look: Callable[[], None] = lambda: None,
+        compare_candidates: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
         """Keep the result of a training step, and return its loss as it counts in that of the batch.
 
@@ -588,7 +594,7 @@ class Steps:
             out: what the step returned.
             logged: what it logged.
             leaving: tensors that a loss of zero is made of, where the micro-batch has none.
-            look: called before weights of micro-batches are asked for.
+            compare_candidates: called before weights of micro-batches are asked for.
         """
         data = item.data
         if out is None and self.may_skip_batches:  # backward then finds nothing to go back from, on any stage
@@ -598,7 +604,7 @@ class Steps:
         data.results[span] = StepResult(loss.detach(), extras, logged)
         factor = span.rows / item.rows
         if data.weights is not None:
-            look()
+            compare_candidates()
             factor = data.weights.gradient_factor(span)
         scaled = loss * (factor / data.divisor) if factor else _no_loss(leaving)
         scaler = getattr(self._precision, "scaler", None)
@@ -690,13 +696,13 @@ def loss_of(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 def _no_loss(leaving: Iterable[torch.Tensor]) -> torch.Tensor:
-    """A loss of zero from what leaves the layers; a loss of no token at all may be no number, and so its gradients."""
+    """Return a loss of zero from what leaves the layers; a mean over no token may be NaN, and so its gradients."""
     trained = [t for t in leaving if t.requires_grad]
     return torch.stack([t.reshape(-1)[:0].sum() for t in trained]).sum()
 
 
 def _samples(data: EvaluationBatch, span: Span, rows: int) -> Any:
-    part = take_samples(data.x, span, rows, data.whole)
+    part = take_samples(data.x, span, rows, data.shared_ids)
     shapes = [tuple(t.shape) for t in tensors_of(data.x)]
     if span.rows != rows and shapes and shapes == [tuple(t.shape) for t in tensors_of(part)]:
         raise PipelineError(

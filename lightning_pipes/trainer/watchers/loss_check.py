@@ -90,8 +90,8 @@ class UncomparedLoss(Watcher):
         self._batches += 1
         spans = [span.clip_to(step.rows) for span in plan.spans(Kind.F, plan.n_stages - 1)]
         spans = [span for span in spans if span.rows]
-        left_out = {SUMS} if run.loss_weights is None else {SUMS, *run.loss_weights.left_out}
-        found = [each for each in find_candidates(module, step.batch, step.rows, spans) if each.name not in left_out]
+        ruled_out = {SUMS} if run.loss_weights is None else {SUMS, *run.loss_weights.ruled_out}
+        found = [each for each in find_candidates(module, step.batch, step.rows, spans) if each.name not in ruled_out]
         if not found:  # a sum
             return
         other = next((each for each in found[1:] if candidates_differ([found[0], each], spans)), None)
@@ -131,7 +131,7 @@ class LossCheck(Watcher):
 
     def around_batch(self, step: TrainingStep) -> None:
         """Have the batch kept if it is the first that is cut, or candidates disagree on it."""
-        step.look, weights = self.find_candidates, step.weights
+        step.compare_candidates, weights = self.find_candidates, step.weights
         if weights is None or len(weights.spans) < 2:
             return
         of_state = self._compared < COMPARED_BATCHES and self._steps.state.needs_whole_batch()

@@ -71,19 +71,19 @@ class SampleCheck(Watcher):
             return
         self._looks = is_due(self._batches)
         if self._looks:
-            step.entered = {}
-            step.loaded = move_data_to_device(copy_batch(step.batch), HOST)
+            step.stage_inputs = {}
+            step.loaded_copy = move_data_to_device(copy_batch(step.batch), HOST)
         self._batches += 1
 
     def before_optimizer_step(self, step: TrainingStep) -> None:
         """Compare the batch on the stages that have run it. Collective where stages do not step apart."""
-        if step.entered and step.item is not None:
+        if step.stage_inputs and step.item is not None:
             with trimmed_heap():  # a whole batch fits into no hole that micro-batches have left
                 for number, stage in self._pipeline.stages.items():
-                    if number in step.entered:
+                    if number in step.stage_inputs:
                         self.compare_samples(stage, step.item)
-            if not step.entered:
-                step.loaded = None
+            if not step.stage_inputs:
+                step.loaded_copy = None
         if self._looks and not self._pipeline.is_asynchronous:
             left = self._steps.left  # the last stage merges what layers of other ranks leave, too
             for values in self._pipeline.control.all_gather(left.collect_whole_values()):
@@ -92,13 +92,13 @@ class SampleCheck(Watcher):
     def compare_samples(self, stage: Stage, item: Item) -> None:
         """Warn if something on this stage depends on several samples; with the weights that the batch has had."""
         data = item.data
-        entered = {} if data.entered is None else data.entered.get(stage.number, {})
+        entered = {} if data.stage_inputs is None else data.stage_inputs.get(stage.number, {})
         run = self._pipeline
         own = run.engine.plan.local_spans(Kind.F, stage.number, run.engine.rank)
         rows = sum(span.clip_to(data.rows).rows for span in own)
         if sum(span.rows for span in entered) != rows or stage.offload is not None or item.use is not None:
             return
-        del data.entered[stage.number]
+        del data.stage_inputs[stage.number]
         try:
             self._compare(stage, item, entered)
         except Exception as error:  # code that can't run with a whole batch, or not without gradients
@@ -130,7 +130,7 @@ class SampleCheck(Watcher):
 
     def _compare_entering(self, item: Item, entered: dict[Span, Any]) -> None:
         step, data = named_step(self._cut.module, "training_step"), item.data
-        loaded = move_data_to_device(data.loaded, self._device)
+        loaded = move_data_to_device(data.loaded_copy, self._device)
 
         def capture(batch: Any, rows: int, draws: RngUse) -> Any:
             whole = replace(item, rows=rows)

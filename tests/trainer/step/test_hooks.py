@@ -75,10 +75,10 @@ def test_a_hook_on_the_module_itself_comes_back():
 
 
 @contextmanager
-def in_hook(module: Lit, everywhere: bool = True) -> Iterator[CutModule]:
+def in_hook(module: Lit, on_all_ranks: bool = True) -> Iterator[CutModule]:
     """In the block the first three layers are here, and a hook runs."""
     cut = CutModule(module, "model", [0, 1, 2], Interceptor("self.model"))
-    with cut.scope.running("Lit.on_hook", everywhere):
+    with cut.scope.running("Lit.on_hook", on_all_ranks):
         yield cut
 
 
@@ -324,7 +324,7 @@ def clip(module: Lit) -> None:
 def test_weights_may_not_be_changed_where_one_rank_alone_does_it():
     module = Lit()
     with (
-        in_hook(module, everywhere=False),
+        in_hook(module, on_all_ranks=False),
         pytest.raises(PipelineError, match=r"on one rank only.*runs on rank 0 only"),
     ):
         clip(module)
@@ -353,13 +353,13 @@ def test_only_hooks_of_the_users_own_are_told_and_they_come_back():
 
     class Hooked(Lit):
         def on_train_start(self) -> None:
-            seen.append((scope.hook, scope.everywhere))
+            seen.append((scope.hook, scope.on_all_ranks))
 
         def on_train_epoch_end(self) -> None:
-            seen.append((scope.hook, scope.everywhere))
+            seen.append((scope.hook, scope.on_all_ranks))
 
         def on_validation_epoch_end(self) -> None:
-            seen.append((scope.hook, scope.everywhere))
+            seen.append((scope.hook, scope.on_all_ranks))
 
     seen: list[Any] = []
     scope: Any = CutModule(Lit(), "model", [0], Interceptor("self.model")).scope

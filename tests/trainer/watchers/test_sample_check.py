@@ -99,8 +99,10 @@ def test_it_looks_at_first_batches_and_seldom_later():
     assert [n for n in range(70) if is_due(n)] == [0, 1, 2, 4, 8, 16, 32, 64]
     spans = [Span(0, 8)]
     check = sample_check(spans)
-    data: list[Any] = [SimpleNamespace(rows=8, entered=None, loaded=None, batch=torch.zeros(8)) for _ in range(5)]
+    data: list[Any] = [
+        SimpleNamespace(rows=8, stage_inputs=None, loaded_copy=None, batch=torch.zeros(8)) for _ in range(5)
+    ]
     for each in data:
         spans[:] = SPANS if each is not data[0] else [Span(0, 8)]
         check.around_batch(each)
-    assert [each.entered is None for each in data] == [True, False, False, False, True]
+    assert [each.stage_inputs is None for each in data] == [True, False, False, False, True]
