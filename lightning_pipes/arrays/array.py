@@ -291,8 +291,8 @@ class JobArray(Generic[T]):
             self._display.end_sibling(sibling.index, sibling.counts)
 
     def _fails_later_on_peers(self, sibling: Sibling[T]) -> bool:
-        """Whether a sibling that has ended here goes on to its next turn on other ranks, so that its slot is taken
-        until then. One that has returned does the same everywhere, or fails by the same turn."""
+        """Return whether a sibling that has ended here goes on to its next turn on other ranks, so that its slot is
+        taken until then. One that has returned does the same everywhere, or fails by the same turn."""
         board, later = self.shared.board, False
         ended, late = f"ended/{sibling.index}", f"late/{sibling.index}"
         board.post_value(ended)

@@ -117,7 +117,7 @@ class ArrayRecord:
         self._ranks = plan.ranks
 
     def timeline(self, rows: Sequence[Sequence[Event]]) -> Timeline | None:
-        """All of it, from what each rank has recorded; None if nothing was trained."""
+        """Return all of it, from what each rank has recorded; None if nothing was trained."""
         if not self._cuts:
             return None
         some = next(iter(self._cuts.values()))

@@ -72,7 +72,7 @@ class SiblingMemory:
     """
 
     def open(self, several: bool) -> None:
-        """An array begins, which may have several siblings at a time."""
+        """Prepare for an array, which may have several siblings at a time."""
 
     def close(self) -> None:
         """It has ended."""
@@ -261,7 +261,8 @@ class MemorySwap(SiblingMemory, PipelineCallback):
     # ---- states
 
     def states(self, device: torch.device) -> Swap[Hashable]:
-        """The states on `device` by their keys, from the first call until `close`; siblings are known by numbers."""
+        """Return the states on `device` by their keys, from the first call until `close`; siblings are known by
+        numbers."""
         if self._swap is None:
             self._copier = copier_for(device, self.bandwidth, self.peer_bandwidth)
             self._swap = Swap(

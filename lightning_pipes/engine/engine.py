@@ -219,7 +219,7 @@ class Engine:
             return self._progress(window, wait)
 
     def end_window(self) -> None:
-        """No more batches come; what is left of the window can be run by `progress`, or by `drain`, which waits."""
+        """Accept no more batches; `progress` runs what is left of the window, or `drain`, which waits."""
         if self._window is not None:
             self._window.order.close()
 
@@ -348,8 +348,10 @@ class Engine:
         )
 
     def upcoming_since(self) -> int | None:
-        """Since when that could be run, in nanoseconds of the monotonic clock; None if nothing can. What waits for no
-        message can be run since now: it follows what this rank has just done."""
+        """Return when `upcoming` became ready, in nanoseconds of the monotonic clock; None if there is nothing.
+
+        What waits for no message is ready now: it follows what this rank has just done.
+        """
         i = self.upcoming()
         if i is None or self._window is None:
             return None

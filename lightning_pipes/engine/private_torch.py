@@ -46,7 +46,7 @@ def default_store() -> Any:
 
 
 def run_backward(roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
-    """The end of `torch.autograd.backward`; what that checks before takes longer than a small graph. On the CPU
+    """Run the end of `torch.autograd.backward`; what that checks before takes longer than a small graph. On the CPU
     only: elsewhere backward runs in threads, for which it prepares more."""
     backward: Any = Variable._execution_engine.run_backward
     backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -123,7 +123,7 @@ def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any]:
 
 
 def accumulate_hooks(tensor: torch.Tensor) -> dict[int, Any]:
-    """The hooks for after the gradient was added to `grad`; a table that can be changed, if it has any."""
+    """Return the hooks for after the gradient was added to `grad`; a table that can be changed, if it has any."""
     return getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
 
 
@@ -168,8 +168,8 @@ class Clipping:
 
 @cache
 def _layers(name: str) -> list[Callable[..., Any]]:
-    """The wrapper around a function of `clip_grad`. Each has a wrapper without gradients, whose cell holds the function
-    itself, and names that were imported long ago are those of the wrapper."""
+    """Return the wrapper around a function of `clip_grad`. Each has a wrapper without gradients, whose cell holds the
+    function itself, and names that were imported long ago are those of the wrapper."""
     (cell,) = getattr(clip_grad, name).__closure__
     original, layers = cell.cell_contents, list[Callable[..., Any]]()
 
@@ -205,12 +205,12 @@ def without_weak_references(module: nn.Module) -> Iterator[None]:
 
 
 def unsaved_buffers(module: nn.Module) -> set[str]:
-    """Names of the buffers of a module, without its children, that its state dict leaves out."""
+    """Return the names of the buffers of a module, without its children, that its state dict leaves out."""
     return module._non_persistent_buffers_set
 
 
 def argument_names(operation: Any) -> list[str]:
-    """Names of the arguments of an operation of torch, as `aten.dropout.default`."""
+    """Return the names of the arguments of an operation of torch, as `aten.dropout.default`."""
     return [argument.name for argument in operation._schema.arguments]
 
 

@@ -56,8 +56,8 @@ def _everything(kind: Kind, stage: int, plan: Plan, costs: Costs) -> tuple[int, 
 
 
 def step_bound(profile: ModelProfile, plan: Plan, deployment: Deployment) -> float:
-    """Seconds of a step that no partition and no order of `plan` can beat; infinite where stages outnumber layers, and
-    0 where they cut the batch in different ways.
+    """Return the seconds of a step that no partition and no order of `plan` can beat; infinite where stages outnumber
+    layers, and 0 where they cut the batch in different ways.
 
     A rank works through its stages for every micro-batch. Before its first forward a micro-batch has passed the stages
     before, and after its last backward the gradients pass them again; where backward is split only the former holds,
@@ -89,8 +89,8 @@ class _Bound:
         return max(self._links(), self._one_stage_a_rank() if one else self._several_stages_a_rank())
 
     def _links(self) -> float:
-        """How long the busiest link is occupied, if every cut is where least passes. With one stage a rank there is a
-        whole way forward and back besides: what its first message passes before, and its last one after."""
+        """Return how long the busiest link is occupied, if every cut is where least passes. With one stage a rank there
+        is a whole way forward and back besides: what its first message passes before, and its last one after."""
         plan, cluster = self.plan, self.deployment.pipeline
         there = Counter((plan.ranks[s], plan.ranks[s + 1]) for s in range(plan.n_stages - 1) if plan.is_remote_edge(s))
         both = there + Counter({(b, a): n for (a, b), n in there.items()})
@@ -131,8 +131,9 @@ class _Bound:
         return min_max_load([bounded(s, rank, load) for s, (rank, load) in enumerate(each)], len(self.profile.layers))
 
     def _several_stages_a_rank(self) -> float:
-        """The time that all ranks work and wait, shared out by speed; or what one rank does at least, since layers are
-        not divided. With recomputation the least over all sizes of the last stage, which does not recompute."""
+        """Return the time that all ranks work and wait, shared out by speed; or what one rank does at least, since
+        layers are not divided. With recomputation the least over all sizes of the last stage, which does not
+        recompute."""
         n, plan = len(self.profile.layers), self.plan
         plain, again = (both_seconds(self.profile, plan, self.rows, again=on) for on in (False, True))
         ends = float(plain[0] + plain[-1])
@@ -153,8 +154,8 @@ class _Bound:
         return min(map(bound, range(1, n - plan.n_stages + 2) if plan.recompute else (n,)))
 
     def _passed(self, kind: Kind, again: bool = True) -> Array:
-        """Seconds that a micro-batch takes through the first i layers, in entry i, on the fastest device; with `again`
-        of stages that all recompute, if the plan does."""
+        """Return the seconds that a micro-batch takes through the first i layers, in entry i, on the fastest device;
+        with `again` of stages that all recompute, if the plan does."""
         at = self.profile.layer_arrays.seconds_at
         seconds = at(Kind.F, self.rows)
         if kind is Kind.B:
@@ -165,7 +166,8 @@ class _Bound:
         return np.asarray(ends * self.one_share / max(self.speeds))
 
     def _hops(self, back: bool = False) -> Array:
-        """Seconds from the first stage to each, or back from each to the first, without what stages compute."""
+        """Return the seconds from the first stage to each, or back from each to the first, without what stages
+        compute."""
         plan, found = self.plan, [0.0]
         for s in range(plan.n_stages - 1):
             seconds = self.profile.overhead

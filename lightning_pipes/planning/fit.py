@@ -103,7 +103,8 @@ def fit_layers(
     cluster: Cluster | Deployment | None = None,
     trials: int = 60,
 ) -> Fit:
-    """The fastest of the partitions that come into question for `plan`; the one that it has is among them, if it has.
+    """Return the fastest of the partitions that come into question for `plan`; the one that it has is among them, if it
+    has.
 
     Stages are balanced by seconds on the devices that they sit on, messages included; a few partitions that trade
     balance for cheaper cuts are simulated, and from the fastest one cuts are moved by a layer as long as that helps, in
@@ -149,8 +150,8 @@ def fit_layers(
 
 
 def improve_cuts(profile: ModelProfile, fit: Fit, cluster: Cluster | Deployment, trials: int = 60) -> Fit:
-    """The same plan with cuts moved by a layer as long as that makes it faster, in at most `trials` simulations, fewer
-    where the plan is large. The heaviest stages give layers away first."""
+    """Return the same plan with cuts moved by a layer as long as that makes it faster, in at most `trials` simulations,
+    fewer where the plan is large. The heaviest stages give layers away first."""
     return _move_cuts(profile, fit, as_deployment(cluster), trials, lambda other, best: other.seconds < best.seconds)
 
 
@@ -192,13 +193,13 @@ def _move_cuts(
 
 
 def _affordable(order: Program | Policy, plan: Plan) -> int:
-    """How often a step of `plan` may be simulated."""
+    """Return how often a step of `plan` may be simulated."""
     batches = 3 * _batches(order) if isinstance(order, Program) and order.is_endless else 1
     return max(LEAST, EFFORT // sum(batches * len(plan.spans(Kind.F, s)) for s in range(plan.n_stages)))
 
 
 def _neighbours(fit: Fit) -> list[tuple[Span, ...]]:
-    """Every cut moved by one layer, either way; no stage gets empty."""
+    """Return every cut moved by one layer, either way; no stage gets empty."""
     layers, costs = fit.plan.layers, fit.costs
     found = []
     for s, (a, b) in enumerate(pairwise(layers)):
@@ -295,7 +296,8 @@ def _build_stage_load(seconds: Array, before: float, after: float, speed: float)
 
 
 def both_seconds(profile: ModelProfile, plan: Plan, rows: int, again: bool) -> Array:
-    """Seconds of forward and backward of each part of the model; at the ends, of what runs before and after layers."""
+    """Return the seconds of forward and backward of each part of the model; at the ends, of what runs before and after
+    layers."""
     at = profile.layer_arrays.seconds_at
     forward = at(Kind.F, rows)
     backward = at(Kind.I, rows) + at(Kind.W, rows) if plan.split_backward else at(Kind.B, rows)
@@ -303,7 +305,8 @@ def both_seconds(profile: ModelProfile, plan: Plan, rows: int, again: bool) -> A
 
 
 def edge_seconds(profile: ModelProfile, plan: Plan, cluster: Cluster) -> Array:
-    """Seconds that a micro-batch's message occupies the slowest link between stages, if a stage begins at layer i."""
+    """Return the seconds that a micro-batch's message occupies the slowest link between stages, if a stage begins at
+    layer i."""
     rows = max(span.rows for span in plan.spans(Kind.F, 0))
     slowest = min(_links(plan, cluster).values(), key=lambda link: link.bandwidth, default=FREE)
     cuts = range(len(profile.layers) + 1)
@@ -339,7 +342,7 @@ def _limit_bytes(load: StageLoad, size: Seconds, share: float) -> StageLoad:
 def _lacking(
     profile: ModelProfile, order: Program | Policy, plan: Plan, deployment: Deployment, layers: tuple[Span, ...]
 ) -> str:
-    """Which stage of a good partition lacks most memory."""
+    """Return which stage of a good partition lacks most memory."""
     whole = replace(plan, layers=layers)
     costs = price_stages(profile, whole, deployment)
     finite = _rounds(order)[-1]

@@ -75,7 +75,7 @@ def _literal(value: Any) -> str:
 
 
 def describe_moves(before: Sequence[Span], after: Sequence[Span]) -> list[str]:
-    """Which layers go from one stage to the next, such as "layers 11-12 from stage 2 to stage 1"."""
+    """Return which layers go from one stage to the next, such as "layers 11-12 from stage 2 to stage 1"."""
     found = []
     for stage, (a, b) in enumerate(zip(before[1:], after[1:], strict=True)):
         if b.start < a.start:

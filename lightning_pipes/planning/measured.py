@@ -122,7 +122,7 @@ class Averages:
     """Computations whose times were measured anew in the last step."""
 
     def add(self, step: Iterable[StepSample]) -> None:
-        """One more step: the samples of all ranks."""
+        """Add a step: the samples of all ranks."""
         samples = list(step)
         self.drifted, self.impossible = (), sum(sum(sample.impossible.values()) for sample in samples)
         jumped = {edge for sample in samples for edge in sample.impossible}

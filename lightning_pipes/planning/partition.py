@@ -151,14 +151,15 @@ def balanced_partitions(
 
 
 def _each(loads: Sequence[StageLoad], change: Callable[[StageLoad], StageLoad]) -> list[StageLoad]:
-    """Every load changed; what is the same for many stages is changed once."""
+    """Return every load changed; what is the same for many stages is changed once."""
     known = {id(load): load for load in loads}
     changed = {key: change(load) for key, load in known.items()}
     return [changed[id(load)] for load in loads]
 
 
 def _with_edges(load: StageLoad, edges: Array) -> StageLoad:
-    """A stage is as heavy as its layers, or as a message at either end if that takes longer."""
+    """Return the load with messages: a stage is as heavy as its layers, or as a message at either end that takes
+    longer."""
     out = edges.copy()
     out[-1] = 0.0
     into = edges.copy()
@@ -217,7 +218,8 @@ def _costs(load: StageLoad, begin: Indices, low: int, cost: Cost | None) -> Arra
 
 
 def _chosen(bands: _Bands, cost: Cost | None, late: bool = False) -> tuple[Span, ...]:
-    """The partition with the smallest sum of costs; of equal ones that whose last stages begin early, or late."""
+    """Return the partition with the smallest sum of costs; of equal ones that whose last stages begin early, or
+    late."""
     _, choice = _best(bands, np.add, cost, late)
     cuts = [bands.layers]
     for low, begins in reversed(choice):

@@ -113,8 +113,8 @@ class Planner(ABC):
         """
 
     def solve(self, problem: Problem) -> Solution:
-        """The plan with the backward and the weight versions that its schedule asks for, and all that was decided for
-        it. Layers that the planner has not cut are those of the problem, or its fallback.
+        """Return the plan with the backward and the weight versions that its schedule asks for, and all that was
+        decided for it. Layers that the planner has not cut are those of the problem, or its fallback.
 
         A planner that decides more than a plan overrides this; its `plan` keeps to the schedule of the problem.
 
@@ -138,13 +138,13 @@ class Planner(ABC):
         return Solution(replace(problem, layers=plan.layers), adapt_plan(plan, schedule))
 
     def explain_plan(self, problem: Problem, plan: Plan) -> str:
-        """A sentence for people on why `plan`, which it made of the problem, cuts a batch as it does; empty where there
-        is nothing to say."""
+        """Return a sentence for people on why `plan`, which it made of the problem, cuts a batch as it does; empty
+        where there is nothing to say."""
         return ""
 
     def profile_sizes(self, rows: int, stages: int, microbatches: int | None) -> tuple[int, ...]:
-        """The numbers of samples for which times of layers are wanted before a batch of `rows` is planned; by default
-        an even micro-batch and half of one."""
+        """Return the numbers of samples for which times of layers are wanted before a batch of `rows` is planned; by
+        default an even micro-batch and half of one."""
         one = -(-rows // (microbatches or MICROBATCHES_PER_STAGE * stages))
         return tuple(sorted({max(1, one // 2), one}))
 

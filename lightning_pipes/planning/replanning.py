@@ -141,7 +141,7 @@ class Interference(Protocol):
     the stage that runs there is a measurement, so a constant bias cancels."""
 
     def predict(self, rows: Sequence[tuple[Mapping[str, float], HostedStage]]) -> Predicted:
-        """All rows in one call: what was seen of a device, and the stage that it would host."""
+        """Predict all rows in one call; each has the metrics of a device and the stage that it would host."""
 
 
 Durations = Mapping[tuple[Kind, int], Array]
@@ -222,8 +222,8 @@ class Replay:
 
 
 def replay_of(order: Program, plan: Plan, batches: int) -> Replay:
-    """The replay of an order, the same for all partitions; the last ones are remembered: to make one takes longer than
-    to use it."""
+    """Return the replay of an order, the same for all partitions; the last ones are remembered: to make one takes
+    longer than to use it."""
     return _known(order, replace(plan, layers=()), batches)
 
 

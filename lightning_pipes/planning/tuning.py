@@ -237,8 +237,8 @@ class CandidateRanker:
 
 
 def _in_turn(candidates: Sequence[Candidate], unsteady: bool) -> list[list[int]]:
-    """Numbers of candidates in the order in which they are worked out: those that hold least first, and those that hold
-    as much together, for the faster one is taken; all policies before that where links are unsteady."""
+    """Return the numbers of candidates in the order in which they are worked out: those that hold least first, and
+    those that hold as much together, for the faster one is taken; all policies before that where links are unsteady."""
     turn: dict[int, list[int]] = {}
     for number, candidate in enumerate(candidates):
         first = unsteady and not isinstance(candidate.schedule, Schedule)
@@ -247,15 +247,16 @@ def _in_turn(candidates: Sequence[Candidate], unsteady: bool) -> list[list[int]]
 
 
 def _certain(every: Sequence[RankedCandidate], rest: float, unsteady: bool) -> RankedCandidate | None:
-    """The best of `every`, sorted, if nothing that holds more and takes `rest` seconds at least can change that."""
+    """Return the best of `every`, sorted, if nothing that holds more and takes `rest` seconds at least can change
+    that."""
     fastest = every[0].seconds
     best = _best(every, fastest, unsteady)
     return best if rest >= fastest or _best(every, rest, unsteady) is best else None
 
 
 def _best(every: Sequence[RankedCandidate], fastest: float, unsteady: bool) -> RankedCandidate | None:
-    """The candidate that is taken where the fastest candidate takes so many seconds; None where none of these is as
-    fast."""
+    """Return the candidate that is taken where the fastest candidate takes so many seconds; None where none of these is
+    as fast."""
     close = [r for r in every if r.seconds <= fastest * (1 + TIE)]
     policies = [r for r in every if _is_policy(r) and r.seconds <= fastest * (1 + UNDERSTATED)]
     if unsteady and policies:

@@ -98,8 +98,8 @@ class WhatIf:
     def with_best_cuts(
         self, schedule: Schedule | Policy | None = None, microbatches: int | None = None
     ) -> SimulatedTrial | None:
-        """The best cuts for a schedule and a number of micro-batches, by default the run's own; None where the layers
-        are not known, or nothing fits."""
+        """Return the best cuts for a schedule and a number of micro-batches, by default the run's own; None where the
+        layers are not known, or nothing fits."""
         if not self.layers_known:
             return None
         schedule = schedule or self.schedule
@@ -128,7 +128,7 @@ class WhatIf:
         return trial if fits else None
 
     def with_even_stages(self) -> float:
-        """Seconds of a step if every stage took the mean of all."""
+        """Return the seconds of a step if every stage took the mean of all."""
         costs = self.now.fit.costs
         means = {
             kind: sum(costs.seconds_at(kind, s, self._rows) for s in range(self.plan.n_stages)) / self.plan.n_stages
@@ -138,7 +138,7 @@ class WhatIf:
         return self._seconds(replace(costs, seconds={**costs.seconds, **even}))
 
     def with_free_links(self) -> float:
-        """Seconds of a step if every message arrived at once."""
+        """Return the seconds of a step if every message arrived at once."""
         costs = self.now.fit.costs
         seconds = {key: table for key, table in costs.seconds.items() if key[0] not in (Kind.SF, Kind.SB)}
         return self._seconds(replace(costs, seconds=seconds, links={}, link=FREE))
@@ -196,9 +196,9 @@ class WhatIf:
         return profile, self._cluster([1.0] * self.plan.n_ranks, profile, self._each_its_own)
 
     def _scaled(self, kind: Kind, stage: int) -> Table:
-        """Seconds by samples, for other sizes too: proportional to those of the largest micro-batches, unless sizes
-        that are far from each other were measured. A short last micro-batch takes a little more or less by chance, and
-        a line through that leads anywhere."""
+        """Return the seconds by samples, for other sizes too: proportional to those of the largest micro-batches,
+        unless sizes that are far from each other were measured. A short last micro-batch takes a little more or less by
+        chance, and a line through that leads anywhere."""
         table = self._record.costs.seconds.get((kind, stage), ())
         sizes, times = [rows for rows, _ in table if rows], [seconds for _, seconds in table]
         if len(table) < 2 or (sizes[-1] >= FAR * sizes[0] and times == sorted(times)):

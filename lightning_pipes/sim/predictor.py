@@ -65,7 +65,8 @@ class TaskPredictor(Protocol):
 
 
 def admissible(queue: Iterable[WaitingSubnet], done: frozenset[int] = frozenset()) -> int | None:
-    """The first of the queue that may run once the subnets `done` have stepped here (Algorithm 2); None if none may."""
+    """Return the first of the queue that may run once the subnets `done` have stepped here (Algorithm 2); None if none
+    may."""
     return next((subnet for subnet, waits in queue if waits <= done), None)
 
 

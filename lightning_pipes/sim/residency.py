@@ -36,7 +36,7 @@ class Copier(Protocol):
         """Start to copy a state to the host."""
 
     def free_place(self, key: object) -> None:
-        """The state leaves the device; its place is free when the copies from and to it have ended."""
+        """Evict the state from the device; its place is free when the copies from and to it have ended."""
 
     def is_done(self, ticket: int) -> bool:
         """Return whether the copy has ended."""
@@ -195,8 +195,9 @@ class Residency(Generic[Key]):
         self._sizes[key] = size
 
     def make(self, key: Key, size: int) -> int:
-        """One more state, which comes to be on the device and not on the host: a version of weights. Others leave for
-        it. Returns the nanoseconds that were waited for its place.
+        """Add a state that is made on the device, not on the host, such as a version of weights; others leave for it.
+
+        Return the nanoseconds that were waited for its place.
 
         Raises:
             PlanError: it is larger than the budget, or all that is there is leased.
@@ -338,7 +339,8 @@ class Residency(Generic[Key]):
         return uses[0] if uses else NEVER
 
     def _make_room(self, size: int, needed: int = -1) -> bool:
-        """Whether there is room for `size` bytes now; others leave for it, none that is needed before `needed`."""
+        """Return whether there is room for `size` bytes now; others leave for it, none that is needed before
+        `needed`."""
         leaves: list[Key] = []
         free, places = self._budget - self._used, self._slots - len(self._held)
         for key in self._victims():
@@ -388,6 +390,6 @@ class Residency(Generic[Key]):
         return held
 
     def _room_ends(self) -> int | None:
-        """A place is taken from what left: the copy after which all of that is on the host; None if it is."""
+        """Return the copy after which all that has left is on the host; None if it is there."""
         self._leaving = {key: ticket for key, ticket in self._leaving.items() if not self._copier.is_done(ticket)}
         return max((ticket for key, ticket in self._leaving.items() if key not in self._held), default=None)

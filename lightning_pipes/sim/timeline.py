@@ -57,7 +57,7 @@ class Timeline:
     def from_ranks(
         cls, by_rank: Sequence[Iterable[Event]], plan: Plan, offsets: Sequence[int] = (), **more: object
     ) -> Timeline:
-        """One timeline from the events that each rank recorded, in nanoseconds of its own clock.
+        """Return one timeline from the events that each rank recorded, in nanoseconds of its own clock.
 
         `offsets[rank]` is added to that rank's times; without it all ranks are taken to share a clock.
         """
@@ -157,9 +157,9 @@ _FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "+", Kind.W: "~", Kind.STEP: "#"}
 def gantt(
     plan: Plan, events: Sequence[Event], makespan: int, bubbles: Sequence[float], title: str, width: int = 100
 ) -> str:
-    """The title, and one line a rank with its share of idle time: `width` characters for the makespan, a number where a
-    micro-batch begins, dots where the rank idles. What is shorter than half a character is left out, labels that do
-    not fit too."""
+    """Return the title, and one line a rank with its share of idle time: `width` characters for the makespan, a number
+    where a micro-batch begins, dots where the rank idles. What is shorter than half a character is left out, labels
+    that do not fit too."""
     labels = Labels(plan, events)
     scale = width / max(1, makespan)
     rows = [["."] * width for _ in range(plan.n_ranks)]
@@ -218,5 +218,5 @@ class Labels:
         return number + "'" * self.stage_index(i)
 
     def stage_index(self, i: Instruction) -> int:
-        """Which of its rank's stages `i` concerns, from 0."""
+        """Return which of its rank's stages `i` concerns, from 0."""
         return self._plan.stages[self._plan.ranks[i.stage]].index(i.stage)

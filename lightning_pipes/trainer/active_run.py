@@ -90,7 +90,8 @@ class ActiveRun:
 
 
 def describe_run(strategy: PipelineHost, siblings: int) -> RunInfo:
-    """Facts that this rank knows by itself of a training with so many siblings at a time, itself included."""
+    """Return the facts that this rank knows by itself of a training with so many siblings at a time, itself
+    included."""
     device, plugin = strategy.root_device, strategy.precision_plugin
     threads = torch.get_num_threads()
     facts = {

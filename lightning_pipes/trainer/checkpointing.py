@@ -81,7 +81,8 @@ class TrainingData:
         self._waiting = list(self._loaded["loaders"]) if self._loaded is not None else []
 
     def prepare_loader(self, loader: object) -> object:
-        """The loader that Lightning should take for a training loader: called for one after the other, in their order.
+        """Return the loader that Lightning should take for a training loader: called for one after the other, in their
+        order.
 
         Loaders that can save their own state, and what is no DataLoader, stay as they are.
         """

@@ -90,7 +90,7 @@ def storage_info(file: str, offset: int, length: int) -> Any:
 
 
 def process_groups() -> list[object]:
-    """All process groups of this process."""
+    """Return all process groups of this process."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
@@ -176,8 +176,8 @@ def allow_skipped_batches(trainer: pl.Trainer) -> Callable[[], None]:
 
 
 def pauses_after_this_batch(trainer: pl.Trainer) -> bool:
-    """Whether the epoch, training, or an uninterrupted run of batches ends with the batch in training_step, as far as
-    all ranks know: a stop that one asks for is agreed on later."""
+    """Return whether the epoch, training, or an uninterrupted run of batches ends with the batch in training_step, as
+    far as all ranks know: a stop that one asks for is agreed on later."""
     loop, fetcher, asked = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher, trainer.should_stop
     assert fetcher is not None, "nothing is being trained"
     trainer.should_stop = False
@@ -227,19 +227,19 @@ def expect_late_steps(optimizer: Optimizer) -> None:
 
 
 def metric_counts(metric: Metric) -> tuple[int, Any]:
-    """How often a torchmetrics object was updated, and the value of its last `forward`."""
+    """Return how often a torchmetrics object was updated, and the value of its last `forward`."""
     return metric._update_count, metric._forward_cache
 
 
 def set_metric_counts(metric: Metric, updates: int, last: Any) -> None:
-    """The other direction of `metric_counts`; forgets a computed value."""
+    """Set what `metric_counts` returned; a computed value is forgotten."""
     metric._update_count = updates
     metric._forward_cache = last
     metric._computed = None
 
 
 def set_metric_sync(metric: Metric, on: bool) -> None:
-    """Whether a torchmetrics object gathers over all ranks when it computes; also for one that never saw data."""
+    """Set whether a torchmetrics object gathers over all ranks when it computes, also for one that never saw data."""
     metric.sync_on_compute = on
     metric._to_sync = on
 
@@ -266,7 +266,8 @@ class LoaderOfSamples(DataLoader[Any]):
 
 
 def training_loaders(trainer: pl.Trainer) -> list[Any]:
-    """The loaders of the training data, in the order of their dict or list; none before Lightning has set them up."""
+    """Return the loaders of the training data, in the order of their dict or list; none before Lightning has set them
+    up."""
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
 
@@ -337,7 +338,8 @@ def on_device(trainer: pl.Trainer, batch: Any) -> Any:
 
 
 def training_passes(trainer: pl.Trainer) -> list[Any]:
-    """The iterators that the training batches come from now, in the order of `training_loaders`; none after `fit`."""
+    """Return the iterators that the training batches come from now, in the order of `training_loaders`; none after
+    `fit`."""
     combined = trainer.fit_loop._combined_loader
     if combined is None or combined._iterator is None or trainer.fit_loop._data_fetcher is None:
         return []
@@ -345,7 +347,8 @@ def training_passes(trainer: pl.Trainer) -> list[Any]:
 
 
 def batches_of_epoch(trainer: pl.Trainer) -> tuple[int, int, int]:
-    """How many training batches of this epoch have been loaded, trained on, and seen by all hooks after training."""
+    """Return how many training batches of this epoch have been loaded, trained on, and seen by all hooks after
+    training."""
     fetcher = trainer.fit_loop._data_fetcher
     current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     loaded = current.ready if fetcher is None else max(fetcher.fetched, current.ready)
@@ -414,7 +417,8 @@ def begin_epoch(trainer: pl.Trainer) -> None:
 
 
 def seeded_workers(loader: DataLoader[Any]) -> bool:
-    """Whether Lightning would seed the loader's workers by global rank, so that ranks would see other batches."""
+    """Return whether Lightning would seed the loader's workers by global rank, so that ranks would see other
+    batches."""
     wanted = bool(int(os.environ.get("PL_SEED_WORKERS", "0")))
     return wanted and loader.num_workers > 0 and loader.worker_init_fn is None
 
@@ -441,7 +445,8 @@ def replace_unscale_gradients(
 
 
 def needed_layer_outputs() -> list[str]:
-    """The outputs that a running Hugging Face model collects of all its layers by hooks, such as hidden_states."""
+    """Return the outputs that a running Hugging Face model collects of all its layers by hooks, such as
+    hidden_states."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(capturing, "_active_collector", None)
     return [] if collector is None else sorted(k for k in collector.get() or () if not k.startswith("_"))
@@ -466,7 +471,8 @@ def replace_strategy(trainer: pl.Trainer, strategy: Strategy, folder: str) -> No
 
 
 def logged_values(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
-    """Values that were logged so far, by hook and name: those of the last step, and sums that epochs are made from."""
+    """Return the values that were logged so far, by hook and name: those of the last step, and sums that epochs are
+    made from."""
     results, found = trainer._results, {}
     for name, logged in ({} if results is None else dict(results)).items():
         states = {"value": logged.value} if logged.is_tensor else dict(logged.value.metric_state)

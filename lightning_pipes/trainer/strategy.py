@@ -600,8 +600,8 @@ class PipelineStrategy(PipelineHost):
         return self._decision
 
     def last_timing(self) -> Timing | None:
-        """Where the time of the last window went, on every rank; None before the first one has ended. Collective: all
-        ranks must ask, and be at the same batch."""
+        """Return where the time of the last window went, on every rank; None before the first one has ended.
+        Collective: all ranks must ask, and be at the same batch."""
         windows = self.current_run.windows
         if not windows:
             return None

@@ -72,7 +72,8 @@ def forwards_ahead(plan: Plan, name: str, extra: Sequence[int]) -> tuple[int, ..
 
 
 def warmed_up(plan: Plan, name: str, ahead: Sequence[int]) -> Program:
-    """One backward, one forward in turn after `ahead[s]` forwards on stage s, which holds that many at most.
+    """Return a program of one backward, one forward in turn after `ahead[s]` forwards on stage s, which holds that many
+    at most.
 
     A stage that has more ahead than the one before it would wait for what is not sent before its own backward: `ahead`
     must not rise from stage to stage.

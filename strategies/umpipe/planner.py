@@ -330,8 +330,8 @@ def explain_cut(name: str, plan: Plan, took: int, equal: Plan, equal_took: int, 
 def choices_of(
     costs: CostModel, plan: Plan, rows: int, sizes: Sequence[int], largest: Sequence[int], least: int = 1
 ) -> Choices:
-    """Everything that the stages and links of `plan` can choose from, priced by `costs`; each stage has its largest
-    chunk, and no chunk has fewer than `least` samples."""
+    """Return everything that the stages and links of `plan` can choose from, priced by `costs`; each stage has its
+    largest chunk, and no chunk has fewer than `least` samples."""
     stages = []
     for stage in range(plan.n_stages):
         fits = [size for size in sizes if size <= largest[stage]]

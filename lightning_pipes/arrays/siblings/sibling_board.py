@@ -168,8 +168,8 @@ class SiblingFailure(PipelineError):  # noqa: N818 - reads as what it is: the fa
 
 
 def packed_error(error: BaseException) -> bytes:
-    """An error for other ranks, as the name of its class and data; nothing if that does not make it, or it would leave
-    more than a sibling, as SystemExit."""
+    """Return an error for other ranks, as the name of its class and data; nothing if that does not make it, or it would
+    leave more than a sibling, as SystemExit."""
     kind = type(error)
     with suppress(Exception):
         args = error.__reduce__()[1] if isinstance(error, OSError) else error.args  # which lack its path
@@ -180,8 +180,9 @@ def packed_error(error: BaseException) -> bytes:
 
 
 def error_from_peer(text: str, packed: bytes) -> Exception:
-    """The error to raise here: a copy of the other rank's, so that `except`, and `catch` of a study, do the same on all
-    ranks, whichever was first; its cause is a SiblingFailure that says `text`. That itself where there is no copy."""
+    """Return the error to raise here: a copy of the other rank's, so that `except`, and `catch` of a study, do the same
+    on all ranks, whichever was first; its cause is a SiblingFailure that says `text`. That itself where there is no
+    copy."""
     failure = SiblingFailure(text)
     with suppress(Exception):
         error = _made(packed)
@@ -191,8 +192,8 @@ def error_from_peer(text: str, packed: bytes) -> Exception:
 
 
 def _made(packed: bytes) -> Exception:
-    """The error, of a class that is known here already; without its `__init__`, which may do anything, if it has one of
-    its own."""
+    """Return the error, of a class that is known here already; without its `__init__`, which may do anything, if it has
+    one of its own."""
     module, name, args, state = plain.loads(packed)
     kind: Any = sys.modules[module]
     for part in name.split("."):

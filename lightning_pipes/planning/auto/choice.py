@@ -43,7 +43,7 @@ def most_microbatches(ranks: int, rows: int) -> int:
 
 
 def numbers_to_try(ranks: int, rows: int) -> list[int]:
-    """Numbers of micro-batches: from about the number of ranks up, doubling, to `most_microbatches`."""
+    """Return the numbers of micro-batches: from about the number of ranks up, doubling, to `most_microbatches`."""
     found, most = [1], most_microbatches(ranks, rows)
     while found[-1] < most:
         found.append(found[-1] * 2)
@@ -92,7 +92,7 @@ def list_options(
 
 
 def _impossible(profile: ModelProfile, plan: Plan) -> str:
-    """Why there is nothing to simulate, if so."""
+    """Return why there is nothing to simulate, if so."""
     if len(profile.layers) < plan.n_stages:
         return f"{len(profile.layers)} layers can't fill {plan.n_stages} stages"
     if plan.split_backward and not profile.has_split:

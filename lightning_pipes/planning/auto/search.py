@@ -228,7 +228,7 @@ class _Search:
         self._seconds[option.label, m, again] = self._before[type(option.schedule), m, again] = seconds
 
     def _reason_to_skip(self, option: Option) -> str:
-        """Why the option can't be the best or, in a large plan, hardly."""
+        """Return why the option can't be the best or, in a large plan, hardly."""
         m, again = option.microbatches, option.recompute
         if option.bound >= self._best * WORTH_IT:
             return f"can't beat the best: at least {1e3 * option.bound:.1f} ms"

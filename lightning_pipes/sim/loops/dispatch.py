@@ -34,8 +34,8 @@ from lightning_pipes.sim.loops.queues import DispatchRun, Queues, run_queues
 def run_policy(
     policy: Policy, queues: Queues, prices: Prices, memory: Bytes, uses: Sequence[LayerUse] = ()
 ) -> DispatchRun:
-    """The order that `policy` makes of `queues`, as `sim.loops.queues.open_queues` gives them; what would exceed the
-    plan's limits or the memory is not offered.
+    """Return the order that `policy` makes of `queues`, as `sim.loops.queues.open_queues` gives them; what would exceed
+    the plan's limits or the memory is not offered.
 
     A policy that is a rule is not asked: the kernel runs it.
 
@@ -61,7 +61,7 @@ def run_policy(
 
 
 def _room(queues: Queues, *limits: Sequence[int]) -> list[int]:
-    """Samples that each queue of forwards may take at once."""
+    """Return how many samples each queue of forwards may take at once."""
     room = [PLENTY] * len(queues.members)
     for stage, q in queues.forwards.items():
         room[q] = min([PLENTY, *(most[stage] for most in limits if most)])
@@ -136,7 +136,7 @@ class _Seen:
         self._enter()
 
     def end(self, i: Instruction) -> None:
-        """The rank has run `i`, and maybe nothing since the last call."""
+        """Note that the rank has run `i`, and maybe nothing since the last call."""
         if not self._uses or i == self._ended:
             return
         self._ended = i
@@ -155,7 +155,7 @@ class _Seen:
 
 
 def _stuck(policy: Policy, queues: Queues, run: DispatchRun, memory: Bytes) -> str:
-    """Why nothing goes on: a line for every rank that has something left."""
+    """Return why nothing goes on: a line for every rank that has something left."""
     plan, lines = queues.plan, []
     over = {i for i, left in zip(queues.instructions, run.ready.waiting, strict=True) if left < 0}  # nothing is running
 

@@ -96,7 +96,8 @@ def rebind_globals(function: Callable[..., Any], **names: object) -> FunctionTyp
 
 
 def compile_functions(*functions: Callable[..., Any]) -> dict[str, Callable[..., Any]] | None:
-    """The functions by name as machine code, each calling those listed before it; None where numba is not installed.
+    """Return the functions by name as machine code, each calling those listed before it; None where numba is not
+    installed.
 
     A function is compiled when it is first called, a kernel in a few seconds, and kept in `cache_folder()`.
     """
@@ -117,8 +118,8 @@ def compile_functions(*functions: Callable[..., Any]) -> dict[str, Callable[...,
 
 
 def cache_folder() -> Path | None:
-    """Where compiled code is kept: NUMBA_CACHE_DIR if the user says so, else in the user's cache; None, so compiled
-    code is not kept, where nothing can be written."""
+    """Return where compiled code is kept: NUMBA_CACHE_DIR if the user says so, else in the user's cache; None, so
+    compiled code is not kept, where nothing can be written."""
     asked = os.environ.get("NUMBA_CACHE_DIR")
     try:
         caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

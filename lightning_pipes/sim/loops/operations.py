@@ -62,12 +62,13 @@ class Operations:
         return list(accumulate(counts, initial=0))
 
     def make_wires(self, by: Kernel) -> Wires:
-        """The wires and links before anything has run, for the kernel to write to."""
+        """Return the wires and links before anything has run, for the kernel to write to."""
         links = len(self.pairs)  # there are no more wires than links
         return Wires(by.fill(links), by.fill(links, LONG_AGO), by.fill(links), by.fill(self.message_offsets[-1]))
 
     def price_operations(self, costs: Costs) -> Prices:
-        """The costs of the operations; those of the last costs are remembered, which must not change meanwhile."""
+        """Return the costs of the operations; those of the last costs are remembered, which must not change
+        meanwhile."""
         known = self._known
         if not known or known[0][0] is not costs:
             known[:] = [(costs, _prices(self, costs))]
@@ -164,7 +165,7 @@ class OperationNumbers:
 
 
 def flatten_lists(lists: Iterable[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """Where each list begins, and where the last one ends, in all of them in a row; and that row."""
+    """Return where each list begins, and where the last one ends, in all of them in a row; and that row."""
     first: list[int] = [0]
     row: list[int] = []
     for numbers in lists:
@@ -281,7 +282,7 @@ class Bytes:
         return cls([0] * ranks, [PLENTY] * ranks, [0] * groups, [0] * groups)
 
     def why_not(self, rank: int, i: Instruction, taken: int, held: int) -> str:
-        """Why `i` does not fit, for an error."""
+        """Return why `i` does not fit, for an error."""
         return f"rank {rank} waits at {i} for {taken} bytes: it holds {held} and may hold {self.may[rank]}"
 
 

@@ -150,7 +150,8 @@ _QUEUES = {Kind.F: 0, Kind.B: 1, Kind.I: 1, Kind.W: 2, Kind.STEP: 3}
 
 @lru_cache(maxsize=16)
 def open_queues(plan: Plan, batches: int) -> Queues:
-    """The operations of the first `batches` batches of every job; the computations of a rank in order of `ready_key`.
+    """Return the operations of the first `batches` batches of every job; the computations of a rank in order of
+    `ready_key`.
 
     What waits for something that these batches do not hold waits forever.
     """
@@ -210,8 +211,8 @@ def open_queues(plan: Plan, batches: int) -> Queues:
 
 
 def _without_receives(i: Instruction, plan: Plan) -> list[Instruction]:
-    """The instructions that `i` needs; for a receive, those that it needs, which is its send where the plan demands
-    nothing else."""
+    """Return the instructions that `i` needs; for a receive, those that it needs, which is its send where the plan
+    demands nothing else."""
     out = []
     for n in needs(i, plan):
         if n.kind not in RECEIVES:

@@ -93,8 +93,8 @@ class _Send(NamedTuple):
 
 
 def number_regular(program: Program, plan: Plan) -> NumberedOperations | None:
-    """The finite `program`, which has no transfers yet; None where the plan is not regular, or where the program can't
-    run: a check of each instruction explains why."""
+    """Return the operations of the finite `program`, which has no transfers yet; None where the plan is not regular, or
+    where the program can't run: a check of each instruction explains why."""
     return _Numbering(plan).run(program) if is_regular(program, plan) else None
 
 
@@ -155,7 +155,7 @@ class _Numbering:
         return _Costs(messages, sends, {})
 
     def _placed(self, send: Instruction, count: int) -> list[int]:
-        """Where the messages like `send` are."""
+        """Return where the messages like `send` are."""
         return self._places.setdefault(send[:4], [-1] * count)
 
     def _link(self, i: Instruction) -> int:

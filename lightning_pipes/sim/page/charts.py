@@ -44,7 +44,8 @@ def charts(ranks: Sequence[Curves]) -> str:
 
 
 def _importance(name: str) -> tuple[bool, bool, bool, bool]:
-    """A place in the order: first what says most of neighbours, which is times of stages, waits, hardware counters."""
+    """Return a place in the order: first what says most of neighbours, which is times of stages, waits, hardware
+    counters."""
     return (
         not name.startswith("pipeline."),
         "compute" not in name and "active" not in name,
@@ -59,7 +60,7 @@ def _most(ranks: Sequence[Curves], name: str) -> float:
 
 
 def _last(ranks: Sequence[Curves]) -> float:
-    """Seconds until the last look of any rank."""
+    """Return the seconds until the last look of any rank."""
     return max((curves.times[-1] for curves in ranks if curves.times), default=0.0)
 
 

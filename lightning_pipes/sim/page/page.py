@@ -105,8 +105,8 @@ def _world(record: RunRecord) -> str:
 
 
 def _scattered(record: RunRecord) -> Spread | None:
-    """The steps to be expected where each operation takes now this and now that; None where they hardly differ, or
-    where there are too many operations to be simulated again and again."""
+    """Return the steps to be expected where each operation takes now this and now that; None where they hardly differ,
+    or where there are too many operations to be simulated again and again."""
     if not record.costs.scatter or record.siblings > 1 or len(record.predicted.events) > MOST_DRAWN:
         return None
     found = draw_spread(record.predicted.program(), record.predicted.plan, record.costs)

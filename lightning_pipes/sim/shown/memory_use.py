@@ -66,8 +66,8 @@ Curve = tuple[tuple[int, int], ...]
 
 
 def memory_curves(timeline: Timeline, costs: Costs) -> tuple[Curve, ...]:
-    """Bytes of each rank over time: what it holds throughout, and what every computation takes when it starts and gives
-    back when it ends, as `costs` has it. What cannot be known is not counted."""
+    """Return the bytes of each rank over time: what it holds throughout, and what every computation takes when it
+    starts and gives back when it ends, as `costs` has it. What cannot be known is not counted."""
     found = []
     for rank in range(timeline.plan.n_ranks):
         held = costs.resident_bytes(rank, timeline.plan)

@@ -100,7 +100,7 @@ def timeline_of(data: object, what: str = "timeline") -> Timeline:
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
-    """Every field; spans that many stages share are listed once."""
+    """Return every field; spans that many stages share are listed once."""
     tables: dict[tuple[Span, ...], int] = {}
 
     def number(spans: tuple[Span, ...]) -> int:
@@ -134,7 +134,7 @@ def plan_of(data: object, what: str = "plan") -> Plan:
 
 
 def costs_data(costs: CostModel) -> dict[str, Any]:
-    """Every field; what is listed by a pair becomes rows."""
+    """Return every field; what is listed by a pair becomes rows."""
     found = {f.name: getattr(costs, f.name) for f in fields(costs)}
     found["seconds"] = [[kind.value, stage, table] for (kind, stage), table in costs.seconds.items()]
     found["links"] = [[*pair, *astuple(link)] for pair, link in costs.links.items()]

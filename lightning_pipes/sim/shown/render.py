@@ -145,7 +145,7 @@ def _panel(axis: Any, timeline: Timeline, span: int, points: float, shade: Shade
 
 
 def _rows_of(e: Event) -> tuple[float, float]:
-    """Where the bar of `e` begins and ends, upside down: row 0 is at the top."""
+    """Return where the bar of `e` begins and ends, upside down: row 0 is at the top."""
     half, thin = _BAR / 2, (1 - _BAR) / 2 - 0.07
     match e.instruction.kind:
         case Kind.SF:

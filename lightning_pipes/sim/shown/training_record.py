@@ -56,7 +56,7 @@ class TrainingRecord:
 
     @classmethod
     def load(cls, where: Path) -> TrainingRecord:
-        """The record in a run's folder.
+        """Return the record in a run's folder.
 
         Raises:
             InputError: there is none, or a line can't be read.

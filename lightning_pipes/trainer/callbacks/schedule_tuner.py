@@ -247,7 +247,7 @@ class ScheduleTuner(PipelineCallback):
         return _Order(change, wait, jumped, _metrics(tuned))
 
     def _limit(self, reports: Sequence[_Report], ranks: int) -> list[int] | None:
-        """Bytes that each rank of the pipeline may hold, the least of all replicas; None without a limit."""
+        """Return the bytes that each rank of the pipeline may hold, the least of all replicas; None without a limit."""
         if self.memory_limit is not None:
             return [self.memory_limit] * ranks
         known = [
@@ -256,7 +256,7 @@ class ScheduleTuner(PipelineCallback):
         return [min(found) for found in known] if all(known) else None
 
     def _wait(self, step: float, tuned: TuningRecord) -> int:
-        """Batches until the next decision."""
+        """Return the batches until the next decision."""
         if isinstance(self.interval, timedelta):
             batches = round(self.interval.total_seconds() / step) if step else 1
         else:
@@ -279,7 +279,7 @@ def _probed(
 
 
 def _gap(windows: Sequence[Window]) -> float:
-    """Seconds from one batch to the next, on average."""
+    """Return the seconds from one batch to the next, on average."""
     begins = [min(e.start for e in w.events) for w in windows if w.events]
     return (begins[-1] - begins[0]) / 1e9 / (len(begins) - 1) if len(begins) > 1 else 0.0
 

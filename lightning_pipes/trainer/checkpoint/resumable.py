@@ -71,7 +71,7 @@ class ResumableLoader(LoaderOfSamples):
         return LoaderPass(self, start)
 
     def state(self) -> State:
-        """Where the loader is between two passes."""
+        """Return where the loader is between two passes."""
         state = {"generators": _states(_generators(self)), "wrapped": False, "pass": None}
         return {**state, "workers": self.has_workers}
 
@@ -111,7 +111,8 @@ class ResumableLoader(LoaderOfSamples):
 
 
 def make_resumable(loader: DataLoader[Any]) -> ResumableLoader:
-    """The same loader, with the same dataset and samplers, that can say where it is; the original is left alone."""
+    """Return the same loader, with the same dataset and samplers, that can say where it is; the original is left
+    alone."""
     kind: type[Any] = type(loader)
     if not issubclass(kind, ResumableLoader):
         kind = type(f"Resumable{kind.__name__}", (ResumableLoader, kind), {})
@@ -213,7 +214,7 @@ class LoaderPass(Iterator[Any]):
         return batch
 
     def state(self, ahead: int, batches: int) -> State:
-        """Where the pass is.
+        """Return where the pass is.
 
         Args:
             ahead: so many batches were loaded and are to be loaded again.

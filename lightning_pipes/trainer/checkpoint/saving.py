@@ -148,6 +148,7 @@ def _remove(path: str | Path, io: CheckpointIO) -> None:
 
 
 def snapshot_state(tree: Any) -> Any:
-    """A copy that later work on the tensors and objects does not reach; tensors of a GPU are copied to the CPU."""
+    """Return a copy that later work on the tensors and objects does not reach; tensors of a GPU are copied to the
+    CPU."""
     leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu"]
     return copy.deepcopy(tree, {id(leaf): leaf.detach().cpu() for leaf in leaves})

@@ -215,7 +215,7 @@ def _receive_report(position: int, part: Part, control: Control, store: Any) -> 
 
 
 def _as_json(written: Sequence[WriteResult], sums: Mapping[str, Sum]) -> str:
-    """Where a rank has written which tensor, and the sums of its files."""
+    """Return where a rank has written which tensor, and the sums of its files."""
     tensors = [
         [r.index.fqn, list(r.index.offset or ()), r.index.index, r.size_in_bytes, s.relative_path, s.offset, s.length]
         for r in written
@@ -290,7 +290,7 @@ class ShardedCheckpoint:
         return found
 
     def optimizer_states(self, wanted: Sequence[Mapping[str, Tensor]] | None = None) -> list[dict[str, Any]]:
-        """One process's `state_dict` of each optimizer.
+        """Return one process's `state_dict` of each optimizer.
 
         Args:
             wanted: the parameters whose states are read, by name, for each optimizer; states are sharded as they are.

@@ -366,7 +366,8 @@ class AsynchronousLoop(TrainingLoop):
         )
 
     def _is_settled(self, parameter: torch.Tensor | None) -> bool:
-        """Whether all batches so far have stepped a parameter, or all parameters, of this rank, and none more."""
+        """Return whether all batches so far have stepped a parameter, or all parameters, of this rank, and none
+        more."""
         if self._stepped_ids is not None:
             alone = parameter is None and not self._has_other_ranks and len(self.unstepped) == 1
             return alone or id(parameter) in self._stepped_ids

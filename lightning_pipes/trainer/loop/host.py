@@ -58,7 +58,7 @@ class PipelineHost(ParallelStrategy):
 
     @abstractmethod
     def last_timing(self) -> Timing | None:
-        """Where the time of the last window went. Collective."""
+        """Return where the time of the last window went. Collective."""
 
 
 class PipelineCallback(pl.Callback):

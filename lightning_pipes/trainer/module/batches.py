@@ -25,8 +25,8 @@ _PLAIN = (str, bytes, int, float, bool, complex, type(None))
 
 
 def rows_of(batch: Any) -> int:
-    """The number of samples: the entries on axis 0 of the first tensor that has an axis, or of the list that holds it
-    if these are samples.
+    """Return the number of samples: the entries on axis 0 of the first tensor that has an axis, or of the list that
+    holds it if these are samples.
 
     Raises:
         PipelineError: the batch holds no tensor with an axis.
@@ -55,8 +55,8 @@ def _rows_of_parts(batch: Any) -> int | None:
 
 
 def _holds_samples(part: Sequence[Any], rows: int, others: Sequence[Any]) -> bool:
-    """Whether the entries of a list in a batch are its samples, as images of different sizes are, and not tensors with
-    `rows` samples each, as two views of the same images are; `others` are the batch's other parts."""
+    """Return whether the entries of a list in a batch are its samples, as images of different sizes are, and not
+    tensors with `rows` samples each, as two views of the same images are; `others` are the batch's other parts."""
     if not _are_samples(part):
         return False
     if any(t.size(0) != rows for t in tensors_of(part) if t.ndim):
@@ -153,8 +153,8 @@ def _lists(
 
 
 def _are_samples(entries: Sequence[Any]) -> bool:
-    """Whether entries can be samples: plain values, or of one structure, with tensors that differ on one axis or on all
-    but the first: boxes, or images."""
+    """Return whether entries can be samples: plain values, or of one structure, with tensors that differ on one axis or
+    on all but the first: boxes, or images."""
     if all(isinstance(e, _PLAIN) for e in entries):
         return True
     first = entries[0]
@@ -191,7 +191,8 @@ def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def copy_batch(batch: Any) -> Any:
-    """The batch with new containers and copies of its tensors, so that work in place does not reach the original."""
+    """Return the batch with new containers and copies of its tensors, so that work in place does not reach the
+    original."""
     return apply_to_collection(batch, torch.Tensor, torch.clone)
 
 
@@ -209,7 +210,8 @@ def take_samples(batch: Any, span: Span, rows: int, whole: Collection[int] = (),
 def make_cutter(
     batch: Any, rows: int, whole: Collection[int] = (), samples: Collection[Path] = ()
 ) -> Callable[[Span], Any]:
-    """A function that takes samples as `take_samples` does, from one batch: what is to be cut in it is found once."""
+    """Return a function that takes samples as `take_samples` does, from one batch: what is to be cut in it is found
+    once."""
     lists = set(_sample_lists(batch, rows, samples))
 
     def cut(part: Any, span: Span) -> Any:

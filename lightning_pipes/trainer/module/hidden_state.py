@@ -118,7 +118,7 @@ class HiddenState:
         self.look_again()
 
     def look_again(self) -> None:
-        """Layers have moved: others are together now, and the next batches show what they have in common."""
+        """Watch the next batches: layers have moved, and others share objects now."""
         stages = self._stages
         self._shared = [
             _Shared(name, thing, tuple(self._having[key]), key in self._outside)
@@ -246,7 +246,7 @@ def _changes(shared: _Shared) -> dict[str, _Change]:
 
 
 def list_reachable(root: nn.Module | None, name: str, skip: nn.Module | None = None) -> list[tuple[str, Any]]:
-    """Objects that can change and that `root` has, each once, with how the user would write them."""
+    """Return the objects that can change and that `root` has, each once, with how the user would write them."""
     found: list[tuple[str, Any]] = []
     seen = {id(skip)}
     queue: deque[tuple[str, Any, int]] = deque([(name, root, 0)])

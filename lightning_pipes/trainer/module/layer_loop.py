@@ -97,7 +97,8 @@ def _pending(tree: Any) -> Iterator[PendingResult]:
 
 @lru_cache
 def _unpacked(code: CodeType, at: int) -> int | None:
-    """Into how many names the instruction of the caller unpacks, as in `h, weights = layer(h)`; None if it does not."""
+    """Return into how many names the instruction of the caller unpacks, as in `h, weights = layer(h)`; None if it does
+    not."""
     for instruction in dis.get_instructions(code):
         if instruction.offset == at:
             return instruction.arg if instruction.opname == "UNPACK_SEQUENCE" else None

@@ -144,14 +144,15 @@ class OptimizerLayout:
         return tuple(name for group in self.local for name in group)
 
     def whole_state(self, local: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """One process's `state_dict`, from that of this rank and the `states_by_name` of all ranks."""
+        """Return one process's `state_dict`, from that of this rank and the `states_by_name` of all ranks."""
         if not local:
             return {}
         by_name = {name: state for states_of_rank in states for name, state in states_of_rank.items()}
         return number_state_dict(by_name, self.named_state(local)["param_groups"])
 
     def named_state(self, local: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's `state_dict` with names in place of numbers; groups have the names of all ranks' parameters."""
+        """Return this rank's `state_dict` with names in place of numbers; groups have the names of all ranks'
+        parameters."""
         groups = []
         for settings, names in zip(local.get("param_groups", ()), self.whole, strict=True):
             group = {**settings, "params": list(names)}
@@ -166,7 +167,7 @@ class OptimizerLayout:
         return {names[number]: state for number, state in local.get("state", {}).items()}
 
     def local_state(self, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of one process's `state_dict`.
+        """Return this rank's part of one process's `state_dict`.
 
         Raises:
             PipelineError: it was written for other parameter groups.
@@ -389,7 +390,7 @@ class OptimizersView:
 
 
 def number_state_dict(states: Mapping[str, Any], named_groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """One process's `state_dict` of an optimizer, from states by parameter name and groups of names."""
+    """Return one process's `state_dict` of an optimizer, from states by parameter name and groups of names."""
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
     number = 0
@@ -424,7 +425,7 @@ def refuse_unsuitable(optimizers: Sequence[Optimizer]) -> None:
 
 
 def settings_of(optimizers: Iterable[Optimizer]) -> dict[str, str]:
-    """Numbers, words and flags that the optimizers were made with, in words, by where they stand."""
+    """Return the numbers, words and flags that the optimizers were made with, in words, by where they stand."""
     found = {}
     for n, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):

@@ -97,7 +97,8 @@ def find_pipelined(module: pl.LightningModule, path: str | None, seconds: Mappin
 
 
 def _only_records(hook: object) -> bool:
-    """Whether a forward hook is PyTorchProfiler's, which times the module; its layers have hooks of their own."""
+    """Return whether a forward hook is PyTorchProfiler's, which times the module; its layers have hooks of their
+    own."""
     owner = getattr(getattr(hook, "func", None), "__self__", None)
     return isinstance(owner, RegisterRecordFunction)
 

@@ -153,7 +153,7 @@ class StageProxy(nn.Module):
     append = extend = insert = __iadd__ = __add__ = __mul__ = __imul__ = _added
 
     def pop(self, *_: Any) -> NoReturn:
-        """Layers stay."""
+        """Refuse to remove a layer."""
         self._refuse("removes a layer of")
 
     def _hooked(self, *_: Any, **__: Any) -> NoReturn:
@@ -168,8 +168,8 @@ class StageProxy(nn.Module):
             return getattr(self.__dict__["_full"], name)  # attributes of a subclass, foreign layers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layers:
-        """A copy of the whole module with the weights of this rank, which can be paired with those here; those of other
-        ranks have none. It can't be called, unless all are here."""
+        """Return a copy of the whole module with the weights of this rank, which can be paired with those here; those
+        of other ranks have none. It can't be called, unless all are here."""
         copied: Layers = copy.deepcopy(self.__dict__["_full"], memo)
         if len(self._modules) < len(self):
             copied.register_forward_pre_hook(partial(_refuse_call, self.__dict__["_name"]))

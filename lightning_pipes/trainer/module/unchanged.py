@@ -87,7 +87,7 @@ def keep_unchanged(
 
 
 def find_generators(root: nn.Module, skip: nn.Module | None = None) -> list[Any]:
-    """Random generators that a module, or what can be reached from it without `skip`, has for itself."""
+    """Return the random generators that a module, or what can be reached from it without `skip`, has for itself."""
     return _generators([thing for _, thing in list_reachable(root, "self", skip)])
 
 

@@ -99,8 +99,8 @@ def find_reason_for_units(
 def _time_containers(
     trainer: pl.Trainer, module: pl.LightningModule, control: Control, device: torch.device
 ) -> dict[str, float] | None:
-    """Seconds of the containers that a step runs layer by layer, once; the same on all ranks, None where it can't run.
-    Rank 0, whose loggers write, only looks on."""
+    """Return the seconds of the containers that a step runs layer by layer, once; the same on all ranks, None where it
+    can't run. Rank 0, whose loggers write, only looks on."""
     if has_shards(module) or control.any(has_meta(module))[0] or private.has_delayed_training_data(trainer):
         return None
     data = private.run_data(trainer)  # on all ranks: it may draw random numbers

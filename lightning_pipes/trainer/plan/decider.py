@@ -234,7 +234,7 @@ class PlanDecider:
         return _profiles[key]  # type: ignore[return-value]
 
     def _load_sample(self, request: RunRequest, loader: Any) -> tuple[int, Any]:
-        """How many samples a batch has, and a batch of as many of them as will be measured.
+        """Return how many samples a batch has, and a batch of as many of them as will be measured.
 
         Raises:
             NotMeasuredError: none can be taken.
@@ -354,7 +354,7 @@ class PlanDecider:
         return Deployment(cluster, grid.replicas, (slowest,) * length if grid.replicas > 1 else ())
 
     def _measure_links(self, order: list[int]) -> dict[tuple[int, int], Link]:
-        """Between neighbours, as messages will travel; where replicas differ, the slowest."""
+        """Measure the links between neighbours, as messages will travel; where replicas differ, the slowest counts."""
         plan = Plan.even(len(order), 1)
         rank = order.index(self._grid.position)
         to = [self._grid.pipeline[at] for at in order]
@@ -407,12 +407,12 @@ def _sum_seconds(profile: ModelProfile) -> float:
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Bytes that stages may take of a GPU; None on CPU, where they are not counted."""
+    """Return the bytes that stages may take of a GPU; None on CPU, where they are not counted."""
     return int(USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 
 def _name_device(device: torch.device) -> str:
-    """Equal for devices that are as fast as each other."""
+    """Return a name that devices of equal speed share."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU of {socket.gethostname()}, {torch.get_num_threads()} threads"

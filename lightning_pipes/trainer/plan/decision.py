@@ -90,7 +90,7 @@ class Decision:
 
     @classmethod
     def from_solution(cls, solution: Solution, movable: bool) -> Decision:
-        """The decision to run the schedule of a solution with its layers, on the devices that it is for."""
+        """Return the decision to run the schedule of a solution with its layers, on the devices that it is for."""
         solved, plan = solution.problem, solution.plan
         return cls(
             solved.schedule,
@@ -108,7 +108,8 @@ class Decision:
         )
 
     def problem(self, rows: int = 1) -> Problem:
-        """The problem of a batch of `rows` samples: of it everything is decided that does not depend on these."""
+        """Return the problem of a batch of `rows` samples: of it everything is decided that does not depend on
+        these."""
         return Problem(
             self.schedule,
             max(self.ranks) + 1,
@@ -148,8 +149,8 @@ class Decision:
         return replace(made, seconds=whole, computing=computing, cut=cut)
 
     def cut_anew(self, profile: ModelProfile) -> Decision:
-        """The same decision with the layers that stages should have by another profile, if that saves enough of a
-        step; and what it comes to.
+        """Return the same decision with the layers that stages should have by another profile, if that saves enough of
+        a step; and what it comes to.
 
         Raises:
             PlanError: no cut fits into the memory of the devices.

@@ -178,7 +178,7 @@ class LayerProfiler:
         self._undo.__exit__(kind, error, trace)
 
     def profile(self, pieces: int | None, split: bool) -> ModelProfile:
-        """Seconds and bytes of the layers on this rank, and of the user's code before and after them.
+        """Return the seconds and bytes of the layers on this rank, and of the user's code before and after them.
 
         Rank 0 does not run the code after them, where loggers write; the profile has an empty end there.
 
@@ -319,7 +319,7 @@ class LayerProfiler:
         self._writes = self._writes or bool(changed)
 
     def _time_forward(self, x: Any, leaving: list[Any]) -> float:
-        """Seconds of all layers; what comes out is all that `leaving` holds afterwards."""
+        """Return the seconds of all layers; what comes out is all that `leaving` holds afterwards."""
         x = pytree.tree_map_only(torch.Tensor, torch.clone, x)
         known: dict[Any, float] = {}
         seconds = 0.0

@@ -92,7 +92,7 @@ class Plans:
         given: Plan | None = None,
         verified: int | None = None,
     ) -> Plans:
-        """Plans by another schedule, for stages on the same ranks.
+        """Return plans by another schedule, for stages on the same ranks.
 
         Args:
             microbatches: by default as many as now.

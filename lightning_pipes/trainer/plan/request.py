@@ -92,7 +92,7 @@ class RunRequest:
         replan: bool | Mapping[str, Any],
         stale_gradients: bool | Mapping[int, float] = False,
     ) -> RunRequest:
-        """The run that these arguments of `PipelineStrategy` ask for.
+        """Return the run that these arguments of `PipelineStrategy` ask for.
 
         Raises:
             InputError: one of them makes no sense.
@@ -195,7 +195,7 @@ class RunRequest:
         return self.planner.profile_sizes(rows, len(self.schedule.place_stages(ranks)), self.microbatches)
 
     def sample_rows(self, rows: int, ranks: int) -> int:
-        """How many samples of a batch of `rows` are needed to run micro-batches as large as may be decided."""
+        """Return how many samples of a batch of `rows` are needed to run micro-batches as large as may be decided."""
         return self.planner.most_rows(rows, len(self.schedule.place_stages(ranks)), self.microbatches)
 
     def measured(self, plain: Decision, profile: ModelProfile, rows: int, deployment: Deployment) -> Decision:

@@ -59,8 +59,8 @@ class Trial:
         pipelines: Sequence[Sequence[int]],
         predicted: tuple[float, Share],
     ) -> Trial:
-        """The result by what ranks recorded. A step takes what the rank took that took longest; of replicas, which
-        are alike, the mean counts.
+        """Return the result by what ranks recorded. A step takes as long as on its slowest rank; of replicas,
+        which are alike, the mean counts.
 
         Args:
             shares: of each rank, one for each step.
@@ -193,7 +193,7 @@ def _loss(out: Any) -> torch.Tensor:
 def simulated(
     profile: ModelProfile, plan: Plan, order: Program | Policy, deployment: Deployment
 ) -> tuple[float, Share]:
-    """Seconds of a step up to the optimizers' part, and what each stage computes in it, by a profile."""
+    """Return the seconds of a step up to the optimizers' part, and what each stage computes in it, by a profile."""
     fit = evaluate_plan(profile.without_steps(), order, plan, deployment)
     return fit.seconds, Share.from_events(simulate(fit.order, replace(plan, layers=()), fit.costs).events)
 
@@ -228,14 +228,14 @@ class StepTiming(NamedTuple):
 
 
 def needs_more_steps(turns: Sequence[StepTiming], wanted: int) -> bool:
-    """Whether there is to be another turn after these: until there are as many as wanted, and a quarter of them was not
-    disturbed, but twice as many at most."""
+    """Return whether there is to be another turn after these: until there are as many as wanted, and a quarter of them
+    was not disturbed, but twice as many at most."""
     return len(turns) < wanted or (not _enough(turns) and len(turns) < _LONGER * wanted)
 
 
 def counting(turns: Sequence[StepTiming]) -> list[int]:
-    """The numbers of the turns that count: those that nothing has disturbed; where neighbours are always there, the
-    half that they have disturbed least."""
+    """Return the numbers of the turns that count: those that nothing has disturbed; where neighbours are always there,
+    the half that they have disturbed least."""
     if _enough(turns):
         return [number for number, turn in enumerate(turns) if _steady(turn)]
     by_waiting = sorted(range(len(turns)), key=lambda number: turns[number].waited / max(turns[number].took, 1))

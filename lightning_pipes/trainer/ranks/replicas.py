@@ -233,8 +233,8 @@ class Replicas:
         return None if self.mesh is None or self.grid.replicas == 1 else self.mesh.get_group(DATA_PARALLEL)
 
     def reduce(self, value: Any, group: Any = None, op: Any = "mean") -> Any:
-        """A tensor, reduced in place over the replicas; every stage of a pipeline holds the same logged values, so
-        there it is left as it is."""
+        """Return a tensor, reduced in place over the replicas; every stage of a pipeline holds the same logged values,
+        so there it is left as it is."""
         if self.grid.replicas == 1 or not isinstance(value, torch.Tensor):
             return value
         self._check_order()
@@ -320,7 +320,7 @@ class BufferSync:
         return self._group is not None
 
     def start_epoch(self) -> None:
-        """The next batch shows which buffers change."""
+        """Watch in the next batch which buffers change."""
         self._watching, self._before = True, {}
 
     def before_batch(self) -> None:
@@ -334,7 +334,7 @@ class BufferSync:
             dist.broadcast(buffers[name], group=self._group, group_src=0)
 
     def changing_names(self, prefix: str) -> list[str]:
-        """Names of buffers known to change that begin so, without that beginning."""
+        """Return the names of buffers known to change that begin so, without that beginning."""
         return [name.removeprefix(prefix) for name in sorted(self._changing) if name.startswith(prefix)]
 
     def follow_names(self, prefix: str, names: Iterable[str]) -> None:

@@ -59,7 +59,7 @@ class SharedParameters:
         return [(group, make_buckets(filter(self._trained.is_known, found))) for group, found in self._shared]
 
     def sum_gradients_of(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The same for some parameters; all holders of one have to ask for it."""
+        """Replace the gradients of some parameters by sums over their holders, which all call this."""
         wanted = {id(p) for p in parameters}
         for group, found in self._shared:
             for bucket in make_buckets(p for p in found if id(p) in wanted):

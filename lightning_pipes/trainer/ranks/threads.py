@@ -45,8 +45,8 @@ class Cores:
 
 
 def threads_of_process(mine: Cores, everybody: Sequence[Cores]) -> int:
-    """How many threads the process of `mine` has: of each core that it may use, the part that is left to it by the
-    others of `everybody` that may use it too; at least one."""
+    """Return how many threads the process of `mine` has: of each core that it may use, the part that is left to it by
+    the others of `everybody` that may use it too; at least one."""
     same_host = [each for each in everybody if each.host == mine.host]
     users = Counter(core for each in same_host for core in each.cores)
     threads = sum(1 / users[core] for core in mine.cores)
@@ -74,7 +74,7 @@ class Threads:
 
 
 def _host() -> str:
-    """Which machine this is: containers on one have names of their own and share its cores."""
+    """Return which machine this is: containers on one have names of their own and share its cores."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -112,7 +112,7 @@ def _folders() -> list[Path]:
 
 
 def _allowed(folder: Path) -> float | None:
-    """How many cores' worth of time the processes of a control group get."""
+    """Return how many cores' worth of time the processes of a control group get."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()

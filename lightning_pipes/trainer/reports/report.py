@@ -98,8 +98,8 @@ class PipelineReport:
 
     @classmethod
     def from_windows(cls, windows: Sequence[Sequence[Window]], about: RunInfo | None = None) -> PipelineReport:
-        """The report on the windows of every pipeline rank; only batches of the most frequent plan count, among those
-        with the layers where they were at last.
+        """Return the report on the windows of every pipeline rank; only batches of the most frequent plan count, among
+        those with the layers where they were at last.
 
         Raises:
             PlanError: nothing was trained.
@@ -213,7 +213,8 @@ def _choice(about: RunInfo, measured: Timeline) -> str:
 
 
 def _between(windows: Sequence[Window]) -> float | None:
-    """Seconds from the end of one window to the start of the next on one rank, the median; None for one window."""
+    """Return the seconds from the end of one window to the start of the next on one rank, the median; None for one
+    window."""
     ends = [(min(e.start for e in w.events), max(e.end for e in w.events)) for w in windows if w.events]
     gaps = [max(0, start - end) / 1e9 for (_, end), (start, _) in pairwise(ends)]
     return median(gaps) if gaps else None

@@ -70,7 +70,8 @@ class SavedBytes:
         self.seen.clear()
 
     def of_a_sample(self, number: int) -> float | None:
-        """Bytes that stage `number` keeps from forward to backward of one sample; None before it was seen."""
+        """Return the bytes that stage `number` keeps from forward to backward of one sample; None before it was
+        seen."""
         seen = self.seen.get(number)
         return None if seen is None else seen.activations
 

@@ -336,7 +336,7 @@ class LeftValues:
             self._assign(place, value)
 
     def take_back(self) -> None:
-        """Layers of this rank have their own values again: they may be further than those that were put there."""
+        """Give the layers of this rank their own values again, which may be newer than those that were put there."""
         local = self._local() if self._lent else ()
         for place, put, own, before in reversed(self._lent):
             if place[0] in local and self._has(place, put, before):
@@ -487,7 +487,8 @@ class _Mark:
         return longer or self.is_rewritten(value)
 
     def is_rewritten(self, value: Any) -> bool:
-        """Whether something else than growth has changed the value: one of the entries of a list is another one."""
+        """Return whether something else than growth has changed the value: one of the entries of a list is another
+        one."""
         if isinstance(value, torch.Tensor):
             return True
         entries = read_entries(value)
@@ -714,5 +715,5 @@ def _changes(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> dict[Place,
 
 
 def layers_by_number(full: nn.Module) -> dict[int, nn.Module]:
-    """All layers by their number."""
+    """Return all layers by their number."""
     return {number: layer for number, layer in enumerate(full._modules.values()) if layer is not None}

@@ -554,7 +554,7 @@ class ModuleState:
             return False
 
     def _written(self) -> set[int]:
-        """Ids of the tensors that were changed in place."""
+        """Return the ids of the tensors that were changed in place."""
         found = {id(t) for t, version, _ in self._known.values() if tensor_version(t) != version}
         for counter, statistics in self._statistics:
             if counter in found:

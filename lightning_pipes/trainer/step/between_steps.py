@@ -61,7 +61,7 @@ class BetweenSteps:
         self._warned_of_settings = False
 
     def begin_hooks(self, uses: Iterable[LayerUse | None]) -> None:
-        """The user's hooks may run until `check`, while batches with these uses are under way."""
+        """Mark the parameters of these batches under way; the user's hooks may run until `check`."""
         self._batches += 1
         if self._between:
             self._marks = ChangeMarks(list(self._parameters(uses).values()), self._values and self._looks())
@@ -142,7 +142,7 @@ class BetweenSteps:
         return id(parameter) in self._parameters(uses)
 
     def forget_layers(self) -> None:
-        """Layers have moved to other ranks."""
+        """Forget the parameters of layers, which have moved to other ranks."""
         self._parts.clear()
 
     def _looks(self) -> bool:

@@ -648,7 +648,8 @@ class Steps:
 
 
 def _surrounds_nothing(precision: Precision) -> bool:
-    """Whether training steps run in no context: those of Lightning's base class take time for every micro-batch."""
+    """Return whether training steps run in no context: those of Lightning's base class take time for every
+    micro-batch."""
     own = (
         getattr(precision.train_step_context, "__func__", None),
         getattr(precision.forward_context, "__func__", None),

@@ -26,9 +26,9 @@ class ChoosesLayers(Protocol):
     """A LightningModule with batches that use some layers only, such as a supernet."""
 
     def layers_of_batch(self, batch: Any) -> Iterable[str] | Mapping[str, bool | Delayed]:
-        """The names of the layers that a training batch goes through, as they are called in the pipelined module: "5",
-        or "5.2" for a part of one. A mapping says of each whether the batch steps it; without one it steps all. With
-        `Delayed` it steps the layer, and reads it as an earlier batch has left it.
+        """Return the names of the layers that a training batch goes through, as they are called in the pipelined
+        module: "5", or "5.2" for a part of one. A mapping says of each whether the batch steps it; without one it steps
+        all. With `Delayed` it steps the layer, and reads it as an earlier batch has left it.
 
         Called on every rank, which must all get the same.
         """
@@ -69,7 +69,7 @@ class Overlap:
         self._batches = 0
 
     def count_batch(self, use: LayerUse | None, plan: Plan) -> None:
-        """One more batch, which uses these layers; warns after `LOOKED_AT` of them."""
+        """Count a batch that uses these layers; warn after `LOOKED_AT` of them."""
         if use is None or self._batches >= LOOKED_AT:
             return
         self._batches += 1
@@ -94,9 +94,9 @@ LOOKED_AT = 20
 
 
 def speed_behind(plan: Plan, stage: int) -> float:
-    """The share of a full pipeline's speed that is left where every batch steps a layer of `stage`, for stages that
-    take equally long: from its first forward there to its last backward, m micro-batches go through the stages from
-    there on."""
+    """Return the share of a full pipeline's speed that is left where every batch steps a layer of `stage`, for stages
+    that take equally long: from its first forward there to its last backward, m micro-batches go through the stages
+    from there on."""
     m = len(plan.spans(Kind.F, stage))
     return m / (m + plan.n_stages - 1 - stage)
 

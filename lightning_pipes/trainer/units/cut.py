@@ -99,7 +99,7 @@ class UnitCut(CutModule):
         release_free_memory()
 
     def check_in_place(self) -> None:
-        """Nothing can take the place of the module itself."""
+        """Check nothing: no other object can take the place of the module itself."""
 
     def check_arrival(self, layer: int) -> None:
         """Check an arrival of the weights of a part.

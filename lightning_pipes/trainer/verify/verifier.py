@@ -328,7 +328,7 @@ class Verifier(StageListener):
         self._found = self._comparison.compare_values(record.number, ours, theirs, Rounding.from_record(theirs, cast))
 
     def _report_slices(self) -> bool:
-        """Tell of the first difference between layers of all ranks and the same layers alone."""
+        """Report the first difference between layers of all ranks and the same layers alone."""
         of_ranks = self._control.all_gather(min(self._found, key=lambda each: each.order, default=None))
         first = min((each for each in of_ranks if each is not None), key=lambda each: each.order, default=None)
         if first is not None:

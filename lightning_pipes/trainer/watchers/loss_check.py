@@ -144,7 +144,8 @@ class LossCheck(Watcher):
             self._again.add(step.number)
 
     def _is_compared_again(self, step: TrainingStep) -> bool:
-        """Whether a later batch is compared: a loss may become another one, as by weights of classes or by epochs."""
+        """Return whether a later batch is compared: a loss may become another one, as by weights of classes or by
+        epochs."""
         self._batches += 1
         epoch = self._run.trainer.current_epoch
         return not self._is_other and (is_due(self._batches - 1) or (step.batch_idx == 0 and is_due(epoch)))

@@ -87,7 +87,7 @@ class OverlappedRun:
 def run_overlapped(
     network: Network, scheme: Scheme, caps: Sequence[int] | None = None, policy: Merge = Merge.BACKWARD_FIRST
 ) -> OverlappedRun:
-    """How `scheme` runs; the order of its chunks is what a static program needs.
+    """Return how `scheme` runs; the order of its chunks is what a static program needs.
 
     Args:
         caps: of each stage the rows in flight above which it starts no further forward. One that has nothing in flight
@@ -174,7 +174,7 @@ def in_flight(network: Network, caps: Sequence[int]) -> Memory:
 
 
 def cut_of(network: Network, scheme: Scheme) -> Cut:
-    """How `scheme` cuts a batch, in spans of samples: of stages, and of links by the stage that sends."""
+    """Return how `scheme` cuts a batch, in spans of samples: of stages, and of links by the stage that sends."""
     forward, backward = ([spans_of_size(network.rows, size) for size in sizes] for sizes in network.sizes_of(scheme))
     backward = backward[::-1]  # from the first stage on, as a cut lists them
     return Cut(
