@@ -35,6 +35,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from benchmarks.fidelity import Links, Overheads
+from benchmarks.harness.emulated import EmulatedLayer, EmulatedStep, sleeping_layer
 from benchmarks.harness.ranks import join_ranks
 from benchmarks.harness.report import describe_machine, make_parser
 from lightning_pipes.cost import CostModel
@@ -43,7 +44,6 @@ from lightning_pipes.ir import COMPUTE, Plan, Schedule, Span
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.sim import Timeline, simulate
 from lightning_pipes.sim.timeline import Event
-from lightning_pipes.testing.emulated import EmulatedLayer, EmulatedStep, sleeping_layer
 from lightning_pipes.testing.ranks import run_ranks
 
 FORWARD, BACKWARD = 0.005, 0.010

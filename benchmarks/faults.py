@@ -35,11 +35,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
+from benchmarks.harness import namespaces
 from benchmarks.harness.fault_job import Job, again
 from benchmarks.harness.report import make_parser
 from lightning_pipes.engine.watch.fault_points import Fault
 from lightning_pipes.engine.watch.trust import SECRET
-from lightning_pipes.testing import namespaces
 from lightning_pipes.testing.ranks import (
     die_with_parent,
     end_all,

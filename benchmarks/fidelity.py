@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import simulator
+from benchmarks.harness.emulated import EmulatedStep, Emulation, run_steps, sleeping_layer, step_seconds
+from benchmarks.harness.netlab import NetLab, lab_unavailable_reason
 from benchmarks.harness.ranks import join_ranks
 from benchmarks.harness.report import describe_machine, make_parser
 from lightning_pipes.cost import Cluster, CostModel, Device, Link, ModelProfile
@@ -41,9 +43,7 @@ from lightning_pipes.planning.formatting import schedule_label
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.planning.planner import even_plan
 from lightning_pipes.sim import Timeline, makespan
-from lightning_pipes.testing.emulated import EmulatedStep, Emulation, run_steps, sleeping_layer, step_seconds
 from lightning_pipes.testing.generators import every_fit, random_problem
-from lightning_pipes.testing.netlab import NetLab, lab_unavailable_reason
 from lightning_pipes.testing.ranks import run_ranks
 
 RANKS, MICROBATCHES = 4, 16

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness.netlab import NetLab, lab_unavailable_reason
 from benchmarks.harness.report import describe_machine, make_parser
 from benchmarks.papers.kfkb.changing import FIRST, INTERVAL, Course, run
 from benchmarks.papers.kfkb.links import AUTO, TORCH, Measured, Trial, bandwidth, measure
@@ -34,7 +35,6 @@ from lightning_pipes.planning.candidates import Candidate, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.tuning import CandidateRanker, TuningDecision
 from lightning_pipes.sim import makespan
-from lightning_pipes.testing.netlab import NetLab, lab_unavailable_reason
 
 STAGES, MICROBATCHES = 4, 24
 FORWARD_MS, QUICK_MS = 20, 5

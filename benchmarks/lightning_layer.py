@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.engine import gpt_parts
+from benchmarks.harness.emulated import request_realtime_priority
 from benchmarks.harness.report import describe_machine, make_parser
 from benchmarks.harness.silence import QUIET, hush
-from lightning_pipes.testing.emulated import request_realtime_priority
 from lightning_pipes.testing.ranks import run_ranks
 
 RANKS, MICROBATCHES, ROWS, TOKENS = 2, 8, 16, 96

@@ -12,8 +12,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from lightning_pipes.testing.namespaces import PORT, host_address, kill_orphans
-from lightning_pipes.testing.netlab import BURST, NetLab, lab_unavailable_reason
+from benchmarks.harness.namespaces import PORT, host_address, kill_orphans
+from benchmarks.harness.netlab import BURST, NetLab, lab_unavailable_reason
 from lightning_pipes.testing.ranks import rank_environment
 
 

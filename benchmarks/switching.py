@@ -33,13 +33,13 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
+from benchmarks.harness.emulated import EmulatedLayer, request_realtime_priority, sleeping_layer
 from benchmarks.harness.report import make_parser
 from benchmarks.harness.silence import QUIET, hush
 from lightning_pipes import JobArray, MemorySwap, PipelineStrategy
 from lightning_pipes.arrays.memory_swap import Switching
 from lightning_pipes.ir import Kind
 from lightning_pipes.sim.timeline import Timeline
-from lightning_pipes.testing.emulated import EmulatedLayer, request_realtime_priority, sleeping_layer
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.watchers.same_batch import CHECKED_BATCHES
 

@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from benchmarks.harness.emulated import request_realtime_priority
 from lightning_pipes.engine import FailureWatch
-from lightning_pipes.testing.emulated import request_realtime_priority
 
 
 def join_ranks(rank: int, ranks: int | None = None) -> FailureWatch:

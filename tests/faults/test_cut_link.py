@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness import namespaces, netlab
+from benchmarks.harness.emulated import Emulation, sleeping_layer
 from lightning_pipes.engine import Engine, Item
 from lightning_pipes.ir import SENDS, Plan
 from lightning_pipes.planning.measured import Averages, StepSample
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.planning.tuning import LinkEffect, effect_of
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
-from lightning_pipes.testing import namespaces, netlab
-from lightning_pipes.testing.emulated import Emulation, sleeping_layer
 from lightning_pipes.testing.ranks import scale_timeout
 from tests.engine.pipes import connect
 from tests.faults.training import Run, train
@@ -110,7 +110,7 @@ def test_a_link_that_falls_to_nearly_nothing_is_waited_for_and_seen(tmp_path: Pa
 def test_hosts_vanish_with_their_owner() -> None:
     code = (
         "import os, signal\n"
-        "from lightning_pipes.testing.namespaces import Hosts\n"
+        "from benchmarks.harness.namespaces import Hosts\n"
         "with Hosts(1) as hosts:\n"
         "    process = hosts.start(0, ['sleep', 'infinity'], {})\n"
         "    print(process.pid, *hosts.holders, flush=True)\n"

@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.harness import namespaces
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.testing import namespaces
 from lightning_pipes.testing.ranks import RankResult
 from tests.trainer.lit import quiet
 from tests.trainers import make_trainer

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from lightning_pipes.testing import namespaces
+from benchmarks.harness import namespaces
 from lightning_pipes.testing.ranks import find_processes, run_ranks, wait_until
 from tests.launch.example import environment
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from benchmarks.harness import namespaces
 from lightning_pipes.engine.watch.trust import SECRET, SignedStore, seal_from_environment
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.testing import namespaces
 from lightning_pipes.tune.run_name import run_name
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_pipes.testing import namespaces
+from benchmarks.harness import namespaces
 from lightning_pipes.testing.ranks import find_processes, scale_timeout
 from tests.launch.example import EPOCHS, SCRIPT, SETTINGS, environment, run_in_ranks, wait_until
 

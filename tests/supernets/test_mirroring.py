@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.harness import namespaces
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.sim.shown.training_record import TrainingRecord
 from lightning_pipes.strategies.csp import CSP
 from lightning_pipes.supernets import SubnetStream
-from lightning_pipes.testing import namespaces
 from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from tests.supernets.nets import Cut, alone, explorer, fit, loader, new_module, steppers
 from tests.trainer.lit import quiet

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.harness.emulated import EmulatedLayer, EmulatedStep, sleeping_layer, step_seconds
 from lightning_pipes.cost import Link
 from lightning_pipes.engine.compute.autograd import SavedForward, backward, enter_stage, leave_stage
 from lightning_pipes.engine.compute.split import backward_inputs
 from lightning_pipes.ir import I, Kind, Span
 from lightning_pipes.sim import simulate
-from lightning_pipes.testing.emulated import EmulatedLayer, EmulatedStep, sleeping_layer, step_seconds
 from lightning_pipes.testing.ranks import scale_timeout
 
 ROOT = Path(__file__).parents[2]

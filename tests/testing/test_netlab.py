@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness import namespaces
+from benchmarks.harness.netlab import GOODPUT, Competition, NetLab, lab_unavailable_reason
 from lightning_pipes.cost import Link
 from lightning_pipes.engine import FailureWatch, GlooTransport, make_transport
 from lightning_pipes.engine.messages.links import measure_links
 from lightning_pipes.ir import Plan, PlanError
-from lightning_pipes.testing import namespaces
-from lightning_pipes.testing.netlab import GOODPUT, Competition, NetLab, lab_unavailable_reason
 from lightning_pipes.testing.ranks import scale_timeout
 
 pytestmark = [pytest.mark.root, pytest.mark.skipif(bool(lab_unavailable_reason()), reason=lab_unavailable_reason())]
@@ -149,7 +149,7 @@ def test_a_command_on_every_host(tmp_path: Path, ends: str, code: int) -> None:
 
 OWNER = """
 import os, signal, sys
-from lightning_pipes.testing.netlab import NetLab
+from benchmarks.harness.netlab import NetLab
 def rank_main(rank):
     print(os.getpid(), flush=True)
     signal.pause()

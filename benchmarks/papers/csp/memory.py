@@ -19,13 +19,13 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
+from benchmarks.harness.emulated import EmulatedLayer, sleeping_layer
 from benchmarks.harness.report import make_parser
 from benchmarks.harness.silence import QUIET, hush
 from lightning_pipes import MemorySwap, PipelineStrategy
 from lightning_pipes.engine.residency.upcoming import PREDICTORS
 from lightning_pipes.sim.residency import Statistics
 from lightning_pipes.supernets import ChoiceBlock, SubnetStream, Supernet, Uniform
-from lightning_pipes.testing.emulated import EmulatedLayer, sleeping_layer
 from lightning_pipes.testing.ranks import run_ranks
 
 STAGES, BLOCKS, CANDIDATES, WIDTH = 3, 12, 24, 64

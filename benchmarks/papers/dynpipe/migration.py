@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.harness.emulated import Emulation, sleeping_layer
+from benchmarks.harness.netlab import NetLab, lab_unavailable_reason
 from benchmarks.harness.ranks import join_ranks
 from benchmarks.harness.report import make_parser
 from benchmarks.harness.silence import QUIET
@@ -36,8 +38,6 @@ from lightning_pipes.engine.messages.tree_format import MAX_IN_FLIGHT
 from lightning_pipes.ir import Plan, Span
 from lightning_pipes.planning.planner import BLOCKING, BUFFERED, OVERLAPPED
 from lightning_pipes.strategies.deep import Deep
-from lightning_pipes.testing.emulated import Emulation, sleeping_layer
-from lightning_pipes.testing.netlab import NetLab, lab_unavailable_reason
 
 KINDS = ("alone", "gate", "neither")
 WAYS = {  # name: packed as a whole before, behind training

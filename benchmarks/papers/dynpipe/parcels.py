@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness.emulated import Emulation, sleeping_layer
+from benchmarks.harness.netlab import NetLab, lab_unavailable_reason
 from benchmarks.harness.ranks import join_ranks
 from benchmarks.harness.report import make_parser
 from lightning_pipes.engine import Engine, Item, make_transport
 from lightning_pipes.engine.messages.bulk_transfer import BulkTransfer
 from lightning_pipes.ir import Plan, Span
 from lightning_pipes.strategies.kfkb import KFKB
-from lightning_pipes.testing.emulated import Emulation, sleeping_layer
-from lightning_pipes.testing.netlab import NetLab, lab_unavailable_reason
 
 KINDS = ("alone", "gated", "ungated")
 MESSAGE = 2**17

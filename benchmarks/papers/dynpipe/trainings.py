@@ -21,11 +21,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.harness.emulated import pause_until
 from benchmarks.harness.silence import QUIET
 from benchmarks.papers.dynpipe.neighbourhood import visiting_slowdown
 from lightning_pipes import InterferenceMonitor, PipelineStrategy
 from lightning_pipes.ir import Kind
-from lightning_pipes.testing.emulated import pause_until
 from lightning_pipes.testing.neighbours import Neighbour
 
 ROWS, WIDTH = 8, 16

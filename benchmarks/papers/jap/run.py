@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.engine import gpt_parts
+from benchmarks.harness.emulated import EmulatedLayer, request_realtime_priority
 from benchmarks.harness.silence import QUIET, hush
 from benchmarks.papers.jap.lending import lending
 from benchmarks.papers.jap.peers import Single, by_torch, data_parallel, side_by_side, singles
@@ -40,7 +41,6 @@ from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.hanayo import Hanayo
 from lightning_pipes.strategies.jap import Job, RoundOrder, round_order, stream_jobs
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
-from lightning_pipes.testing.emulated import EmulatedLayer, request_realtime_priority
 from lightning_pipes.testing.ranks import run_ranks
 
 ROWS = (8, 16, 24, 32)

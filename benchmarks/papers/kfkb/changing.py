@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness.netlab import NetLab
 from benchmarks.harness.ranks import join_ranks
 from benchmarks.papers.kfkb.links import AUTO, Trial, bandwidth, ordered
 from benchmarks.papers.kfkb.replay import Direction, Trace
@@ -20,7 +21,6 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import Candidate, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.tuning import CandidateRanker
-from lightning_pipes.testing.netlab import NetLab
 
 READY_SECONDS = 8.0
 """For ranks to begin."""

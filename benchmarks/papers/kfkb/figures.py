@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from benchmarks.harness.netlab import NetLab, lab_unavailable_reason
 from benchmarks.kfkb import MESSAGE, PHASES, Situation, phases
 from benchmarks.papers.kfkb.changing import Course, run
 from benchmarks.papers.kfkb.links import AUTO, SPMD, Measured, Trial, measure, ordered
@@ -24,7 +25,6 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.candidates import cut_into
 from lightning_pipes.sim import makespan
 from lightning_pipes.testing.generators import uniform
-from lightning_pipes.testing.netlab import NetLab, lab_unavailable_reason
 
 Figures = Iterator[tuple[str, float | str]]
 """Figures by name, and lines of a table by ""."""

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from benchmarks.harness.emulated import EmulatedLayer, Emulation, sleeping_layer
+from benchmarks.harness.netlab import BURST, GOODPUT, NetLab
 from benchmarks.harness.ranks import join_ranks
 from benchmarks.papers.kfkb.replay import Direction
 from lightning_pipes.cost import CostModel, LayerProfile
@@ -27,8 +29,6 @@ from lightning_pipes.planning.measured import WINDOW, Averages, StepSample
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.planning.tuning import CandidateRanker, TuningDecision
 from lightning_pipes.sim import makespan
-from lightning_pipes.testing.emulated import EmulatedLayer, Emulation, sleeping_layer
-from lightning_pipes.testing.netlab import BURST, GOODPUT, NetLab
 
 AUTO, TORCH, SPMD = "auto", "torch 1f1b", "SPMD"
 LOOKS = 3

@@ -23,8 +23,6 @@ from lightning_pipes.planning.candidates import Candidate, tuning_planner
 from lightning_pipes.planning.formatting import schedule_label
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.sim import makespan
-from lightning_pipes.testing.emulated import sleeping_layer
-from lightning_pipes.testing.netlab import NetLab
 
 # ---- Real GPTs of two stages in place of emulated ones, for steps over really shaped links.
 

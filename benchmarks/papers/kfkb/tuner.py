@@ -18,6 +18,8 @@ import lightning as L
 import torch
 from torch import nn
 
+from benchmarks.harness.emulated import EmulatedLayer, request_realtime_priority, sleeping_layer
+from benchmarks.harness.netlab import NetLab, lab_unavailable_reason
 from benchmarks.harness.report import describe_machine, make_parser
 from benchmarks.harness.silence import QUIET, hush
 from benchmarks.kfkb import MICROBATCHES, QUICK_MESSAGE, SPEEDS, STAGES, Situation, directions, ordered
@@ -31,8 +33,6 @@ from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.planning.tuning import CandidateRanker
 from lightning_pipes.sim import load_kernel
 from lightning_pipes.sim.loops.kernel import KERNEL
-from lightning_pipes.testing.emulated import EmulatedLayer, request_realtime_priority, sleeping_layer
-from lightning_pipes.testing.netlab import NetLab, lab_unavailable_reason
 from lightning_pipes.trainer.callbacks.schedule_tuner import FIRST
 from lightning_pipes.trainer.loop.adopting import adopt_candidate
 

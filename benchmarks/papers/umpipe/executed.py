@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from benchmarks.harness.emulated import EmulatedStep, Emulation, run_steps, step_seconds
 from benchmarks.harness.ranks import join_ranks
 from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, Link, ModelProfile, Table
 from lightning_pipes.engine.compute.profiler import joining_seconds, profile_layers
@@ -26,7 +27,6 @@ from lightning_pipes.planning.fit import Fit, evaluate_plan, fit_layers, improve
 from lightning_pipes.planning.planner import Problem, even_plan, solve_plan
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.umpipe import UM1F1B, UMPipe
-from lightning_pipes.testing.emulated import EmulatedStep, Emulation, run_steps, step_seconds
 from lightning_pipes.testing.ranks import run_ranks
 
 RANKS = 4

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from benchmarks.harness.emulated import request_realtime_priority
 from benchmarks.harness.silence import QUIET, hush
 from benchmarks.papers.umpipe.executed import LAYERS, ROWS
 from lightning_pipes import PipelineStrategy
@@ -23,7 +24,6 @@ from lightning_pipes.ir import Policy, Schedule
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.strategies.umpipe import UM1F1B, UMPipe
-from lightning_pipes.testing.emulated import request_realtime_priority
 from lightning_pipes.testing.ranks import run_ranks
 
 EQUAL = (1, 2, 4, 8)

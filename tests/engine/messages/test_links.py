@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness import netlab
+from benchmarks.harness.emulated import Emulation, sleeping_layer
 from lightning_pipes.cost import Link
 from lightning_pipes.engine import Engine, Item, Mailbox
 from lightning_pipes.engine.messages import links
@@ -29,8 +31,6 @@ from lightning_pipes.ir import SENDS, Kind, Plan
 from lightning_pipes.planning.measured import Averages, StepSample
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
-from lightning_pipes.testing import netlab
-from lightning_pipes.testing.emulated import Emulation, sleeping_layer
 from lightning_pipes.testing.ranks import run_ranks, scale_timeout
 from tests.engine.pipes import batch, connect, layers, make_stages
 

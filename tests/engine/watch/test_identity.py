@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import namespaces
 from lightning_pipes.engine.watch.identity import Process
-from lightning_pipes.testing import namespaces
 
 
 def test_a_process_that_nobody_has_waited_for_has_ended() -> None:

@@ -18,9 +18,9 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import TypeVar
 
+from benchmarks.harness.namespaces import Hosts, enter, host_address
+from benchmarks.harness.namespaces import unavailable_reason as why_no_hosts
 from lightning_pipes.cost import Link
-from lightning_pipes.testing.namespaces import Hosts, enter, host_address
-from lightning_pipes.testing.namespaces import unavailable_reason as why_no_hosts
 
 Direction = tuple[int, int]
 """(from rank, to rank)"""
