@@ -156,7 +156,7 @@ class UnitSetup(ModuleSetup):
             )
 
     def _complete_request(self) -> RunRequest:
-        """Return what the user asks for, with what follows from it; refuse what needs a container of layers."""
+        """Return the completed request of the user; refuse settings that need a container of layers."""
         context, request = self._context, self._request
         refused = find_refused(context)
         if context.is_manual:
@@ -290,7 +290,8 @@ class UnitSetup(ModuleSetup):
         starts: tuple[int, ...],
         times: Sequence[tuple[float, float]] | None,
     ) -> UnitLayout:
-        """Return a layout whose parts may move between stages, which begin with the units `starts`. Collective."""
+        """Return a layout with several parts a stage, so that they may move; stages begin at the units `starts`.
+        Collective."""
         finer = borders.choose(min(PARTS * len(starts), borders.count_possible() + 1))
         parts = tuple(sorted({*starts, *finer}))
         self._starts = tuple(parts.index(start) for start in starts)

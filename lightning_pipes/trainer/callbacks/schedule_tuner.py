@@ -187,7 +187,7 @@ class ScheduleTuner(PipelineCallback):
             logger.log_metrics(order.metrics, trainer.global_step)
 
     def _prepare(self, plan: Plan) -> None:
-        """Set up what is known without measurements, in the first batch, which is slow anyway."""
+        """Set up everything that needs no measurements, in the first batch: it is slow anyway."""
         nothing_known = CostModel.uniform(plan.n_stages, forward=1.0, backward=2.0)
         candidates = self._source.list_candidates(plan, nothing_known, None, self.sizes)
         if sum(c.n_microbatches for c in candidates) * plan.n_stages > LARGE:

@@ -354,7 +354,7 @@ class ShardedCheckpoint:
 
 
 class _Weights(MutableMapping[str, Any]):
-    """A state dict that reads its tensors one by one, and keeps what is put into it in place of them."""
+    """A state dict that reads its tensors one by one; values that are put into it replace them."""
 
     def __init__(
         self,

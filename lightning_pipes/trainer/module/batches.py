@@ -114,7 +114,7 @@ class SampleLists:
         self._samples: dict[Path, bool] = {}
 
     def find_lists(self, batch: Any, rows: int) -> frozenset[Path]:
-        """Return the lists with an entry for each of `rows` samples whose tensors could as well be columns.
+        """Return the lists with an entry for each of `rows` samples, if their tensors could as well be columns.
 
         An example is a batch of eight images with eight boxes each. A list that no earlier batch has explained is taken
         for columns, with a warning.

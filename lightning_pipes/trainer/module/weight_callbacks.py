@@ -132,7 +132,7 @@ def _prune_own_layers(callback: cb.ModelPruning, cut: CutModule, control: Contro
 def _compare_everywhere(
     callback: cb.BaseFinetuning, module: pl.LightningModule, scope: HookScope, pipeline: Control, patches: Patches
 ) -> None:
-    """Let the callback compare weights of other ranks, too, when it looks for those that its optimizer has."""
+    """Let the callback compare weights of other ranks, too, when it looks for the weights of its optimizer."""
     unfreeze = callback.unfreeze_and_add_param_group
 
     def unfreeze_everywhere(*args: Any, **kwargs: Any) -> None:

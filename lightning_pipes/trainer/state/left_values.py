@@ -336,7 +336,7 @@ class LeftValues:
             self._assign(place, value)
 
     def take_back(self) -> None:
-        """Give the layers of this rank their own values again, which may be newer than those that were put there."""
+        """Give the layers of this rank their own values again, as they may be newer than the ones put there."""
         local = self._local() if self._lent else ()
         for place, put, own, before in reversed(self._lent):
             if place[0] in local and self._has(place, put, before):

@@ -138,7 +138,7 @@ class StepResult:
 
 @dataclass
 class TrainingBatch:
-    """The samples of a training batch, with what the user's step needs for each micro-batch and what it returned.
+    """The samples of a training batch, with inputs and results of the user's step for each micro-batch.
 
     The steps of the stages know this part alone; the training loop has the rest, `TrainingStep`.
 

@@ -256,7 +256,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def _with_other_samples(batch: Any, rows: int, first: int) -> Any:
-    """Return a copy of a batch whose `first` samples are those at its end."""
+    """Return a copy of a batch with its last samples in place of its `first` ones."""
 
     def change(t: torch.Tensor) -> torch.Tensor:
         return torch.cat([t[rows - first :], t[first:]]) if t.ndim and t.size(0) == rows else t
