@@ -3,9 +3,8 @@
     python benchmarks/umpipe.py [--quick] [--json] [--part search|overlapped|executed|real ...]
 
 The parts have more to show by themselves: search.py and overlapped.py in papers/umpipe, experiment by experiment, with
-pictures. Seconds of searches are CPU time of one core; executed steps are those of emulated stages, see
-papers/umpipe/executed.py, and of real layers on two processes, see papers/umpipe/real.py. Left out: GPUs, of which
-there was none.
+pictures. Seconds of searches are CPU time of one core. Executed steps are those of emulated stages and of real layers on
+two processes, see papers/umpipe/executed.py. Left out: GPUs, of which there was none.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ import json
 import platform
 
 from benchmarks.harness.report import Report, describe_machine, make_parser, run_parts
-from benchmarks.papers.umpipe.executed import emulated, keys_of, lines_of
+from benchmarks.papers.umpipe.executed import compare_schedules, emulated, keys_of, lines_of
 from benchmarks.papers.umpipe.overlapped import EXPERIMENTS
-from benchmarks.papers.umpipe.real import compare_schedules
 from benchmarks.papers.umpipe.search import t6
 from lightning_pipes.strategies.umpipe.search import load_loops
 

@@ -24,8 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness.report import Panel, Picture, Report, describe_machine, make_parser, run_parts
-from benchmarks.papers.umpipe.chains import best_by_trying
-from benchmarks.papers.umpipe.evaluators import in_loops, one_level, two_level
+from benchmarks.papers.umpipe.evaluators import best_by_trying, in_loops, one_level, two_level
 from benchmarks.papers.umpipe.networks import Tables, powers_of_two, realistic, simulated
 from lightning_pipes.strategies.umpipe.network import Network
 from lightning_pipes.strategies.umpipe.search import (

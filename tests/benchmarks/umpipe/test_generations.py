@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from benchmarks.papers.umpipe.chains import best_by_trying
+from benchmarks.papers.umpipe.evaluators import best_by_trying
 from benchmarks.papers.umpipe.networks import simulated
 from benchmarks.papers.umpipe.search import expected_generations, first_hit
 from lightning_pipes.strategies.umpipe.search import SchemeEvolution, evolve_schemes
