@@ -3,8 +3,8 @@
     python benchmarks/umpipe.py [--quick] [--json] [--part search|overlapped|executed|real ...]
 
 The parts have more to show by themselves: search.py and overlapped.py in papers/umpipe, experiment by experiment, with
-pictures. Seconds of searches are CPU time of one core. Executed steps are those of emulated stages and of real layers on
-two processes, see papers/umpipe/executed.py. Left out: GPUs, of which there was none.
+pictures. Seconds of searches are CPU time of one core. Executed steps are those of emulated stages and of real layers
+on two processes, see papers/umpipe/executed.py. Left out: GPUs, of which there was none.
 """
 
 from __future__ import annotations

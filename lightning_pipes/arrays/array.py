@@ -48,9 +48,9 @@ T = TypeVar("T")
 
 _NO_MORE: Any = object()
 _NOTICE_SECONDS = 0.05
-"""How often a rank with nothing to do looks whether a sibling has ended elsewhere."""
+"""How often a rank with nothing to do looks whether a sibling has ended on another rank."""
 _LOOK_SECONDS = 0.001
-"""How often it looks whether something has come about that does not come as a message."""
+"""How often it looks for changes that no message reports."""
 
 
 class JobArray(Generic[T]):
@@ -346,7 +346,7 @@ class JobArray(Generic[T]):
         engine, memory = sibling.engine, self.memory
         assert engine is not None
         i = engine.upcoming()
-        if i is None:  # more has come since, and its policy waits for better
+        if i is None:  # more has arrived since, and its policy waits for better
             return
         memory.begin_block(sibling.index, i.stage)
         memory.look_ahead(self._upcoming_indices())

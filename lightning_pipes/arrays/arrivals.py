@@ -17,8 +17,8 @@ class Arrivals(Generic[S]):
     turns in the order in which batches were handed in delay no sibling.
 
     Simulated on 8 stages with 16 siblings of mixed batch sizes, a stage that is to compute all the time idles 5 % of it
-    where turns decide among what has come during a computation, and a quarter where backwards come first. A head start
-    of half a block for large batches would save 3 % if turns could follow it, and cost 20 % as they can't.
+    where turns decide among what has arrived during a computation, and a quarter where backwards come first. A head
+    start of half a block for large batches would save 3 % if turns could follow it, and cost 20 % as they can't.
     """
 
     def __init__(self) -> None:

@@ -21,8 +21,8 @@ class Interrupts:
         is_heeded: whether what runs ends by itself after SIGTERM, as siblings do at the end of a batch.
 
     Attributes:
-        count: so often Ctrl-C came.
-        terminated: whether SIGTERM came.
+        count: how often Ctrl-C was pressed.
+        terminated: whether SIGTERM has arrived.
         raised_at_once: whether an exception was raised while anything may have been running.
     """
 
@@ -51,7 +51,7 @@ class Interrupts:
             signal.signal(signal.SIGTERM, terminate)
 
     def raise_later(self) -> None:
-        """Raise SIGTERM after `close`, if it came before."""
+        """Raise SIGTERM after `close`, if it arrived before."""
         if self.terminated:
             signal.raise_signal(signal.SIGTERM)
 

@@ -47,7 +47,7 @@ def default_store() -> Any:
 
 def run_backward(roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
     """Run the end of `torch.autograd.backward`; what that checks before takes longer than a small graph. On the CPU
-    only: elsewhere backward runs in threads, for which it prepares more."""
+    only: on other devices backward runs in threads, for which it prepares more."""
     backward: Any = Variable._execution_engine.run_backward
     backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 

@@ -295,7 +295,7 @@ class Checkpointing:
     ) -> None:
         """Write the part of this rank, to `path` with `.rank1of2` at its end, as collective calls may not end now.
 
-        Where all ranks come here soon, after the same `step`, the first one joins their parts to a whole checkpoint.
+        Where all ranks call this soon, after the same `step`, the first one joins their parts to a whole checkpoint.
 
         Args:
             checkpoint: what this rank has.
@@ -399,7 +399,7 @@ class Checkpointing:
         self._saver.check()
 
     def finish(self, down: bool) -> None:
-        """Wait for the checkpoints that are being written; where the ranks are `down`, a failure that came first is
+        """Wait for the checkpoints that are being written; where the ranks are `down`, an earlier failure is
         not to be covered."""
         if down:
             self._saver.close()
@@ -485,7 +485,7 @@ class Checkpointing:
 
 
 def gather_model(cut: CutModule, local: Mapping[str, Any], control: Control) -> dict[str, Any]:
-    """Return the state dict of the whole module on the first rank, in its own order of keys; empty elsewhere.
+    """Return the state dict of the whole module on the first rank, in its own order of keys; empty on other ranks.
 
     Args:
         local: this rank's part of it.

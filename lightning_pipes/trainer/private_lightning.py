@@ -356,7 +356,7 @@ def batches_of_epoch(trainer: pl.Trainer) -> tuple[int, int, int]:
 
 
 def between_epochs(trainer: pl.Trainer) -> bool:
-    """Return whether no epoch has begun, or the last one has come to its end."""
+    """Return whether no epoch has begun, or the last one has ended."""
     epochs: Any = trainer.fit_loop.epoch_progress.current
     return bool(epochs.processed >= epochs.started)
 

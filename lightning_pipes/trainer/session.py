@@ -193,7 +193,7 @@ class Session:
         return FailureWatch(store, rank, size, self._settings.heartbeat_timeout, store_host=store_host())
 
     def _make_process_group(self) -> None:
-        """Create the default process group, once all ranks have come."""
+        """Create the default process group, once all ranks have joined."""
         watch, device, timeout = self.links.watch, self._device, self._settings.timeout
         watch.wait_for_ranks(timeout.total_seconds(), StartupWatch().check, exited_ranks)
         fault_point("process_group")

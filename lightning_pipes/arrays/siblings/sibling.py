@@ -28,7 +28,7 @@ T = TypeVar("T")
 _WINDOWS = 1 << 32
 """Windows that one sibling may open before its numbers run into those of the next."""
 _LOOK_SECONDS = 0.001
-"""How often it looks whether an answer of other ranks has come."""
+"""How often it looks whether an answer of other ranks has arrived."""
 _REASON_SECONDS = 1.0
 """How long a computation that failed waits for an answer of other ranks that may say why."""
 RETURN_SECONDS = 60.0
@@ -244,7 +244,7 @@ class Sibling(Generic[T]):
         return self._end is not None and self._end[0] <= self.next_turn
 
     def begin_turn(self) -> None:
-        """Its next turn comes now; `resume_turn` until it is over."""
+        """Begin the next turn of the sibling; call `resume_turn` until it is over."""
         fault_point("sibling.turn")
         self.turns += 1
         self.in_turn = True

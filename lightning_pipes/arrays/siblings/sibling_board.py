@@ -36,12 +36,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class Return:
-    """A sibling has returned, and comes to nothing more.
+    """A sibling has returned, and takes part in nothing more.
 
     Attributes:
         index: of the sibling.
         turn: the number of its last turn.
-        meetings: so many it came to.
+        meetings: the number of meetings that it took part in.
     """
 
     index: int
@@ -163,7 +163,7 @@ def _unpacked(packed: bytes) -> tuple[int, News]:
     return rank, Return(**fields) if kind == Return.__name__ else JobCount(**fields)
 
 
-class SiblingFailure(PipelineError):  # noqa: N818 - reads as what it is: the failure is elsewhere
+class SiblingFailure(PipelineError):  # noqa: N818 - reads as what it is: the failure is on another rank
     """This sibling failed on another rank; the message says where and why."""
 
 

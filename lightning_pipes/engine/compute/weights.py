@@ -7,7 +7,7 @@ silently wrong gradients.
 Layers that batches read late have versions by batch:
 
     STEP 3 -> copy 3 --.            batch 7 reads layer 0 as batch 3 has left it: forward and backward on copy 3,
-    STEP 4 -> copy 4    `-> F7 B7   its gradient goes to the newest weights when its own STEP comes, after STEP 6
+    STEP 4 -> copy 4    `-> F7 B7   its gradient goes to the newest weights at its own STEP, after STEP 6
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ def make_transport(
 
     Args:
         kind: "auto" takes shared memory ("local") where all ranks are on one host and tensors in ordinary memory,
-            "nccl" where every rank has a GPU of its own, and "gloo" elsewhere, which stages tensors of a GPU through
+            "nccl" where every rank has a GPU of its own, and "gloo" otherwise, which stages tensors of a GPU through
             pinned memory. Any other name requires that transport.
 
     Raises:

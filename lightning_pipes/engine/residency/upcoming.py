@@ -106,8 +106,8 @@ class UpcomingTasks:
             yield from ((stage, batch) for batch in wanted)
 
     def _simulate(self) -> None:
-        """Simulate the last batches again when another one has come: from the beginning of the window, or for as long
-        as what began before has ended."""
+        """Simulate the last batches again when another one has arrived: from the beginning of the window, or for as
+        long as what began before has ended."""
         if not self._is_old:
             return
         self._is_old, first, uses = False, min(self._uses), list(self._uses.values())
@@ -157,7 +157,7 @@ class _LayerCosts:
 class _Notes:
     """Records of pending backwards, which a stage tells the one before when a backward begins (Algorithm 3).
 
-    They go beside the gradient. One that comes after it is of no use any more, and costs a wrong prediction at most.
+    They go beside the gradient. One that arrives after it is of no use any more, and costs a wrong prediction at most.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ _REFUSED = "refused"
 T = TypeVar("T")
 
 
-class PeerFailure(PipelineError):  # noqa: N818 - reads as what it is: the failure is elsewhere
+class PeerFailure(PipelineError):  # noqa: N818 - reads as what it is: the failure is on another rank
     """Another rank failed; the message names it, its stage, its instruction and the cause."""
 
 
@@ -158,7 +158,7 @@ class FailureWatch:
             listener(error)
 
     def report_failure(self, error: BaseException, where: str = "") -> None:
-        """Report this rank's failure to all ranks, unless another failure came first."""
+        """Report this rank's failure to all ranks, unless another failure was first."""
         failed = f"rank {self._rank} failed in {where}" if where else f"{self.name(self._rank)} failed"
         self._publish_failure(f"{failed}: {type(error).__name__}: {error}", is_remote=False)
 

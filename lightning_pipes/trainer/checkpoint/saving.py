@@ -28,7 +28,7 @@ class Saver:
     """Writes the checkpoints of one pipeline, one after the other.
 
     In the background, `save` and `save_parts` copy what is to be written and return; a thread writes it. The next one
-    waits for that. A removal comes after what was saved before it, and is left out if that failed: an older checkpoint
+    waits for that. A removal follows what was saved before it, and is left out if that failed: an older checkpoint
     goes only when the newer one is complete.
 
     Args:

@@ -113,7 +113,7 @@ class AsynchronousLoop(TrainingLoop):
         run.state.expect_overlap(schedule.name, alone=not several)
         run.steps.left.expect_overlap(schedule.name)
 
-        # Batches under way, in the order in which they came.
+        # Batches under way, the oldest first.
         self._under_way: deque[StreamedStep] = deque()
         self._unpublished: deque[StreamedStep] = deque()  # the last stage has not sent their results
         self.unstepped: dict[int, Item] = {}
@@ -254,7 +254,7 @@ class AsynchronousLoop(TrainingLoop):
         return late.agree_on_stop
 
     def batch_complete(self, stage: Stage, item: Item) -> None:
-        """Step the parameters of a batch on this stage, by the settings that its optimizers had when it came.
+        """Step the parameters of a batch on this stage, by the settings that its optimizers had when it began.
 
         Accumulated batches are stepped together.
         """
@@ -643,7 +643,7 @@ def check_prediction(run: PipelineRun, memory: StateMemory | None) -> None:
     """Refuse runs in which weights can't be predicted.
 
     Raises:
-        PipelineError: versions are not copied, or batches come before an update that are not counted as updates.
+        PipelineError: versions are not copied, or batches are read before an update that are not counted as updates.
     """
     refused = {
         "MemorySwap": memory is not None,

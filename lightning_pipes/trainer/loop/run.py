@@ -274,7 +274,7 @@ class PipelineRun:
         """Wait until layers that travel have arrived, and go on with the plans that they travel for. Collective.
 
         Args:
-            number: of the batch that comes next; by default the one after that of the Trainer.
+            number: of the next batch; by default the one after that of the Trainer.
         """
         moving = self.relocation
         if not moving.is_moving:
@@ -308,7 +308,8 @@ class PipelineRun:
         return {} if self.is_asynchronous else self.cut.list_parameters()
 
     def switch_plan(self, plan: Plan, order: Program | Policy) -> None:
-        """Use another plan from the next window on; layers that it has elsewhere move. Collective where any do."""
+        """Use another plan from the next window on; layers that it places on other ranks move. Collective where any
+        do."""
         if plan is self.engine.plan:
             return
         _log.debug("plan: batches of %d samples, layers %s on ranks %s", plan.jobs[0].rows, plan.layers, plan.ranks)
@@ -335,7 +336,7 @@ class PipelineRun:
                 named=layers,
             )
             made[number].show_version = self.steps.show_version
-            if self.plans.every and self.device.type == "cpu":  # elsewhere a forward returns before it has run
+            if self.plans.every and self.device.type == "cpu":  # on a GPU a forward returns before it has run
                 made[number].clock = self.statistics.add_layer
         return made
 

@@ -1,7 +1,7 @@
 """Observations of the last batches by all ranks, for planners. Where batches overlap, no rank waits for them:
 
 batch 50    every rank leaves what it has seen since the last look         a few numbers, in the store
-batch 54    all have come that far: every rank reads what all have left, and asks its planner
+batch 54    all have published: every rank reads the parts of all, and asks its planner
 """
 
 from __future__ import annotations

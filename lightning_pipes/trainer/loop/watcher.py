@@ -74,7 +74,7 @@ class StreamedStep(TrainingStep):
     """A training batch among others that are under way.
 
     Attributes:
-        settings: of the optimizers when the batch came, for schedulers go on meanwhile.
+        settings: of the optimizers when the batch began, for schedulers go on meanwhile.
         message: on the last stage, the result that the other stages get.
         stepped: the number of stages of this rank that have ended the batch.
     """

@@ -106,7 +106,7 @@ def _unpacked(code: CodeType, at: int) -> int | None:
 
 
 class LoopRecording:
-    """One run of the loop, as far as it has come.
+    """One run of the loop up to now.
 
     Args:
         name: how the user's code calls the layers, for messages.

@@ -265,9 +265,9 @@ class WholeStates(MutableMapping[Any, Any]):
     def __iter__(self) -> Iterator[Any]:
         self._check(None)
         parameters = [p for group in self._groups for p in group]
-        elsewhere = [p for p in parameters if isinstance(p, RemoteTensor)]
-        if elsewhere and len(elsewhere) == len(parameters):
-            elsewhere[0].refuse_use("goes through the states of an optimizer, such as that of")
+        remote = [p for p in parameters if isinstance(p, RemoteTensor)]
+        if remote and len(remote) == len(parameters):
+            remote[0].refuse_use("goes through the states of an optimizer, such as that of")
         known = set(parameters)
         return iter([*(p for p in parameters if p in self), *(key for key in self.own if key not in known)])
 

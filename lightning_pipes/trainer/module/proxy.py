@@ -111,8 +111,8 @@ class StageProxy(nn.Module):
 
     def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
         """Drop the entries of other ranks' layers, which load them themselves, from a state dict."""
-        elsewhere = tuple(f"{prefix}{n}." for n in self.__dict__["_full"]._modules if n not in self._modules)
-        for key in [key for key in state if key.startswith(elsewhere)] if self._in_hook else ():
+        remote = tuple(f"{prefix}{n}." for n in self.__dict__["_full"]._modules if n not in self._modules)
+        for key in [key for key in state if key.startswith(remote)] if self._in_hook else ():
             del state[key]
         super()._load_from_state_dict(state, prefix, *args)
 

@@ -79,7 +79,7 @@ class Tape:
         return repr((text(call.args), text(call.kwargs)))
 
     def run(self, number: int, layer: nn.Module, held: dict[Key, Any]) -> Any:
-        """Run one layer on the values that have come this far: itself and the values for the layers after it, or
+        """Run one layer on the values that have arrived: itself and the values for the layers after it, or
         after the last layer what that returned.
 
         Raises:

@@ -150,7 +150,7 @@ class Decision:
 
     def cut_anew(self, profile: ModelProfile) -> Decision:
         """Return the same decision with the layers that stages should have by another profile, if that saves enough of
-        a step; and what it comes to.
+        a step; and its gain.
 
         Raises:
             PlanError: no cut fits into the memory of the devices.

@@ -46,7 +46,7 @@ AROUND = 5
 OVERHEAD = 150e-6
 """Seconds that the engine spends before each computation: what it took on a CPU with empty stages."""
 WORTH_MEASURING = 0.02
-"""Seconds of all layers for a batch, below which another cut would save less than is lost elsewhere."""
+"""Seconds of all layers for a batch, below which another cut would save less than other work costs."""
 
 
 class NotMeasuredError(Exception):

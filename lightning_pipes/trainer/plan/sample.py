@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 _PATIENCE = 60.0
-"""Seconds in which a few samples have to come."""
+"""Seconds in which a few samples have to be loaded."""
 
 
 _TRIED = 8

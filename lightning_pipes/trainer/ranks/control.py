@@ -72,7 +72,7 @@ class Control:
     """Collectives over a group of ranks, on gloo, so that they work next to any backend; small objects between ranks of
     one host go through a mesh of sockets.
 
-    Every wait is cut into slices in which signals get through and a failure elsewhere is noticed.
+    Every wait is cut into slices in which signals get through and a failure of another rank is noticed.
 
     Connections are made when they are needed, so that all ranks must make the same calls, and last until `close`.
 
@@ -271,7 +271,7 @@ class Control:
         return obj if self.size == 1 else self._broadcast(source, self._group, _AT_ONCE)(obj)
 
     def prepare_broadcast(self, source: int) -> Callable[[Any], Any]:
-        """Get ready for a `broadcast` that comes later; what it returns takes the object of `source`, else None.
+        """Get ready for a later `broadcast`; what it returns takes the object of `source`, else None.
 
         A rank that gets ready early need not wait: the bytes arrive while it does something else. The source waits for
         those ranks alone that lag several broadcasts behind. Other collectives may come in between, in one order among

@@ -152,7 +152,7 @@ class _Peer:
             self.unsent = data[self.socket.send(data) :]
         except BlockingIOError:
             self.unsent = data
-        except OSError:  # closed; what has come from there can still be read
+        except OSError:  # closed; what has arrived from there can still be read
             self.unsent = b""
 
     def read_messages(self) -> Sequence[tuple[MessageId, bytearray]]:

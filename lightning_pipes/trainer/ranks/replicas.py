@@ -338,7 +338,7 @@ class BufferSync:
         return [name.removeprefix(prefix) for name in sorted(self._changing) if name.startswith(prefix)]
 
     def follow_names(self, prefix: str, names: Iterable[str]) -> None:
-        """These change too: their layer has come from a rank that has seen it."""
+        """Note that these change, too, by what the former rank of their layer has seen."""
         self._changing.update(f"{prefix}{name}" for name in names)
 
     def _watch(self, buffers: dict[str, torch.Tensor]) -> None:

@@ -9,11 +9,11 @@
     buffered    step  step  -     -     step  step   All take those of 6 and 7 before batch 8, which ran without them.
 
 In the first two ways every weight is at every batch what it would be if nothing moved. In the third the gradients of
-some batches are those of older weights, as many as batches came in between; they are applied in their order, each with
-the learning rate and all other settings of its batch, clipped as it would have been, one optimizer step for each.
+some batches are those of older weights, as many as there were batches in between; they are applied in their order, each
+with the learning rate and all other settings of its batch, clipped as it would have been, one optimizer step for each.
 
-All ranks switch at one batch, where the pipeline is drained: when all have what comes to them, or, if that takes more
-than MOST_BATCHES, as soon as it is there. Where weights have to be up to date, no step stays late: validation,
+All ranks switch at one batch, where the pipeline is drained: when all have received their layers, or, if that takes
+more than MOST_BATCHES, as soon as it is there. Where weights have to be up to date, no step stays late: validation,
 checkpoints, the end of an epoch and of training wait for the transfer to end if steps wait for it.
 """
 
@@ -53,8 +53,8 @@ class MoveRecord:
         layers: that changed ranks.
         began: the first batch that ran while they travelled; without any, that before which they moved.
         ended: the first one that ran with the layers where they are now.
-        late: the number of batches whose steps waited, or which the rank that the layers came to has stepped, too.
-        again: layers that came to this rank a second time.
+        late: the number of batches whose steps waited, or which the target of the layers has stepped, too.
+        again: layers that this rank received a second time.
         seconds: from its beginning to its end.
         waited: the part of them in which no batch could run.
         stages: the number of layers that each stage has since.

@@ -8,7 +8,7 @@ a rank that fails meanwhile ends the run as it always does. Nothing random moves
 
 The source keeps the state of a layer until the target has confirmed by a checksum that it has the same: weights may
 have been changed by something else than steps. What differs is sent once more. Optimizer steps of a layer
-that is under way may be taken later than their batches came, in the order of these.
+that is under way may be taken later than their batches, in the order of these.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class LayerTransfer:
         n_resent: how many layers this rank was sent a second time.
 
     Raises:
-        PlanError: see `LocalLayers.check_placement`, or a layer can't come here.
+        PlanError: see `LocalLayers.check_placement`, or this rank can't take a layer.
     """
 
     def __init__(self, part: LocalLayers, layers: Sequence[Span], defers_steps: bool = False, number: int = 0) -> None:

@@ -160,7 +160,7 @@ class ValueMerger:
             self.ambiguous.discard(path)
 
     def merge_unchecked(self, path: Path, before: Any, values: Sequence[Any], rows: Sequence[int]) -> Any:
-        """Return the merged value where it is compared later or elsewhere, so that no guess is warned of."""
+        """Return the merged value where it is compared later or on another rank, so that no guess is warned of."""
         guessed, ambiguous = self._guessed, self.ambiguous
         self._guessed, self.ambiguous = set(), set()
         merged = self.merge(path, before, values, rows, None)

@@ -133,7 +133,7 @@ class _Changed:
 
 
 class BatchState:
-    """The state that hooks had left when a batch came, for its steps: hooks of later batches may have run meanwhile.
+    """The state that hooks had left when a batch began, for its steps: hooks of later batches may have run meanwhile.
 
     Args:
         contents: objects with their entries.

@@ -1,7 +1,7 @@
 """Hooks between two steps of batches that overlap: what one process would do there, or a refusal.
 
 Lightning calls hooks at its own pace, while earlier batches are still under way. A hook may change what none of them
-uses. A change to a parameter that one of them uses would come too early for it, or too late.
+uses. A change to a parameter that one of them uses would be too early for it, or too late.
 """
 
 from __future__ import annotations

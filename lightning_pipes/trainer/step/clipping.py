@@ -161,7 +161,7 @@ class HookClipping:
         return not trained or any(p.grad is not None for p in trained)
 
     def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        # With foreach=True torch refuses the device of what is elsewhere.
+        # With foreach=True torch refuses the device of remote tensors.
         here = [_local(p) for p in _listed(parameters) if not (self._scope.is_active and isinstance(p, RemoteTensor))]
         if all(p.grad is None for p in here):  # a stage may have no weights, and torch clips no empty list by value
             return None
@@ -181,7 +181,7 @@ class HookClipping:
         own = {id(t): p for p in self._parameters() for t in (p, p.grad) if t is not None}
         remote = [t for t in found if isinstance(t, RemoteTensor)]
         others = [t for t in found if not (t.is_weight_or_gradient if isinstance(t, RemoteTensor) else id(t) in own)]
-        # What follows must come out alike on all ranks, or some wait for the others.
+        # What follows must be the same on all ranks, or some wait for the others.
         if others and len(others) < len(found):
             raise PipelineError(
                 f"{scope.hook} takes one norm over weights or gradients of the module and over other tensors, which "

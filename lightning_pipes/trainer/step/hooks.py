@@ -143,7 +143,7 @@ def wrap_module_hooks(
 
 def _explain_missing(hook: Hook, is_last: bool, overlaps: bool) -> Hook:
     """Add to an AttributeError why an attribute is missing where the last stage is on another rank."""
-    comes = (
+    arrival = (
         "after a flush, as before validation, for batches overlap" if overlaps else "after the batch, if it can be sent"
     )
 
@@ -155,7 +155,7 @@ def _explain_missing(hook: Hook, is_last: bool, overlaps: bool) -> Hook:
             if not is_last and not hasattr(error, "__notes__"):
                 error.add_note(
                     f"{hook.__name__} runs on every rank, but training_step runs to its end on the last stage only. "
-                    f"What it sets reaches other ranks {comes}. Make the attribute in __init__, and keep numbers, "
+                    f"What it sets reaches other ranks {arrival}. Make the attribute in __init__, and keep numbers, "
                     "tensors, and lists and dicts of them, or read what the step returns from `outputs`"
                 )
             raise
@@ -192,7 +192,7 @@ _ON_RANK_ZERO = select_hooks(lambda hook: hook.runs_on_rank_zero)
 _NO_DATA = "its data is not allocated yet"
 """In torch's error for numbers that are taken of a DTensor."""
 _SET_DATA = "variable.set_data(tensor)"
-"""In torch's error for `here.data = elsewhere`, which asks no subclass."""
+"""In torch's error for `local.data = remote`, which asks no subclass."""
 
 
 def track_hooks(

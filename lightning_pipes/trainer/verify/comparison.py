@@ -86,7 +86,7 @@ class Difference:
 
     @property
     def order(self) -> tuple[int, int, int, str]:
-        """Which of two differences comes first: gradients are made from the last layer to the first one."""
+        """The order of two differences: gradients are made from the last layer to the first one."""
         phase, layer, name = self.key
         return self.number, phase, -layer if phase in GRADIENTS else layer, name
 

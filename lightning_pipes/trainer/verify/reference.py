@@ -98,7 +98,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class ReferenceEnded:
-    """The reference has come to its end.
+    """The reference has ended.
 
     Attributes:
         error: a traceback.

@@ -22,7 +22,7 @@ class SameBatch(EvaluationWatcher):
     """Compares the batches of all ranks, and the settings of their optimizers.
 
     The first batches are compared as a whole, before they run. Of each later one every rank compares a small checksum
-    with that of the last stage, which comes with the result.
+    with that of the last stage, which arrives with the result.
     """
 
     def __init__(self, run: PipelineRun) -> None:
