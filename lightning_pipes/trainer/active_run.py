@@ -1,4 +1,4 @@
-"""A run under way, with what looks after it."""
+"""A run under way, with its stops and its evaluation."""
 
 from __future__ import annotations
 

@@ -423,7 +423,7 @@ def make_run(
 
 
 def activate_run(context: SetupContext, setup: ModuleSetup, decision: Decision, run: PipelineRun) -> ActiveRun:
-    """Give the run what looks after it, and return both."""
+    """Return the run with its watchers, its stops and its evaluation, and make it that of the session."""
     host, ranks, links, patches = context.host, context.ranks, context.links, context.patches
     at_once = context.writing.at_once
     stops = StopAgreement(context.trainer, ranks.control, at_once, lambda: links.is_terminated_by_signal, patches)

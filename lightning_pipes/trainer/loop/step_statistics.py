@@ -1,6 +1,6 @@
 """Observations of the last batches by all ranks, for planners. Where batches overlap, no rank waits for them:
 
-batch 50    every rank leaves what it has seen since the last look         a few numbers, in the store
+batch 50    every rank publishes its statistics since the last time        a few numbers, in the store
 batch 54    all have published: every rank reads the parts of all, and asks its planner
 """
 
@@ -136,57 +136,57 @@ class StepStatistics:
         before, samples = self._layers.get(number, (0.0, 0))
         self._layers[number] = before + seconds, samples + rows
 
-    def merge_observations(self, sights: Sequence[RankStatistics], plan: Plan) -> tuple[Observation, ...]:
+    def merge_observations(self, of_ranks: Sequence[RankStatistics], plan: Plan) -> tuple[Observation, ...]:
         """Return all observations of `plan`, with a new one made of the parts of all ranks."""
         if plan is not self._plan:
             self._plan = plan
             self._seen.clear()
-        found = seen_of(sights, self._ranks.grid.pipelines, plan)
+        found = merge_statistics(of_ranks, self._ranks.grid.pipelines, plan)
         if found is not None:
             self._seen.append(found)
         return tuple(self._seen)
 
 
-def seen_of(sights: Sequence[RankStatistics], pipelines: Sequence[Sequence[int]], plan: Plan) -> Observation | None:
+def merge_statistics(
+    of_ranks: Sequence[RankStatistics], pipelines: Sequence[Sequence[int]], plan: Plan
+) -> Observation | None:
     """Merge the parts of all ranks; None where some rank has fewer than two windows.
 
     The slowest replica counts, as replicas wait for each other at every step. Where batches overlap, ranks are at
     different ones: the last ones of each count, as many as all have seen.
 
     Args:
-        sights: of all processes, by global rank.
+        of_ranks: of all processes, by global rank.
         pipelines: the global ranks of every replica.
     """
     positions = positions_of_ranks(plan.ranks, len(pipelines[0]))
     groups = [[positions[r] for r in ranks] for ranks in plan.replicas] or [[at] for at in positions]
-    alike = [[sights[pipeline[at]] for pipeline in pipelines for at in places] for places in groups]
+    alike = [[of_ranks[pipeline[at]] for pipeline in pipelines for at in places] for places in groups]
     averages = Averages()
-    steps = min(len(sight.samples) for sight in sights)
+    steps = min(len(part.samples) for part in of_ranks)
     if not steps:
         return None
     for n in range(-steps, 0):
-        averages.add(_slowest([sight.samples[n] for sight in same]) for same in alike)
-    batches = min((len(table) for sight in sights for table in sight.operations.values()), default=0)
+        averages.add(_slowest([part.samples[n] for part in same]) for same in alike)
+    batches = min((len(table) for part in of_ranks for table in part.operations.values()), default=0)
     operations = {
-        key: np.fmax.reduce([sight.operations[key][len(sight.operations[key]) - batches :] for sight in same])
+        key: np.fmax.reduce([part.operations[key][len(part.operations[key]) - batches :] for part in same])
         for same in alike
         for key in same[0].operations
     }
     free = tuple(min((s.free for s in same if s.free is not None), default=None) for same in alike)
-    layers = {
-        number: max(sight.layers.get(number, 0.0) for sight in same) for same in alike for number in same[0].layers
-    }
+    layers = {number: max(part.layers.get(number, 0.0) for part in same) for same in alike for number in same[0].layers}
     devices = tuple(_mean([s.device for s in same]) for same in alike)
     several = enumerate(alike if plan.replicas else ())
-    replicas = [[_sample_seconds(sight, plan, stage) for sight in same] for stage, same in several]
+    replicas = [[_sample_seconds(part, plan, stage) for part in same] for stage, same in several]
     return Observation(averages.costs(), operations, devices, free, layers, replicas)
 
 
-def _sample_seconds(sight: RankStatistics, plan: Plan, stage: int) -> float:
+def _sample_seconds(part: RankStatistics, plan: Plan, stage: int) -> float:
     """Return a rank's mean seconds of a sample's forward and backward on a stage; NaN where it had none."""
     total = 0.0
     for kind in plan.compute_kinds:
-        table, rows = sight.operations[kind, stage], [span.rows for span in plan.spans(kind, stage)]
+        table, rows = part.operations[kind, stage], [span.rows for span in plan.spans(kind, stage)]
         samples = (np.isfinite(table) * rows).sum()
         total += float(np.nansum(table) / samples) if samples else nan
     return total
@@ -286,17 +286,25 @@ class StreamStatistics:
     Collective: all ranks make one, and the same calls for the same batches.
 
     Args:
-        looks: what all ranks have seen so far.
+        statistics: what all ranks have seen so far.
         notices: by which they tell each other.
         ranks: global ones, of all replicas.
         rank: this one.
-        late: batches that ranks may be apart.
+        max_lag: batches that ranks may be apart.
     """
 
-    def __init__(self, looks: StepStatistics, notices: Notices, ranks: Sequence[int], rank: int, late: int) -> None:
-        self._looks, self._notices, self._ranks, self._rank, self._late = looks, notices, ranks, rank, late
+    def __init__(
+        self, statistics: StepStatistics, notices: Notices, ranks: Sequence[int], rank: int, max_lag: int
+    ) -> None:
+        self._statistics, self._notices, self._ranks, self._rank, self._max_lag = (
+            statistics,
+            notices,
+            ranks,
+            rank,
+            max_lag,
+        )
         self._begun: tuple[int, Plan, RankStatistics] | None = None
-        self._left: deque[int] = deque()  # batches of looks whose notices are there
+        self._left: deque[int] = deque()  # batches of observations whose notices are there
         self._counted_batches: deque[int] = deque()  # batches before which free bytes were published
         self._ended: list[Window] = []
         self._from = 0  # events that end before were looked at
@@ -326,14 +334,14 @@ class StreamStatistics:
         self.add_window(window)
         self._from = max((e.end for each in (*self._ended, window) for e in each.events), default=self._from)
         first = replace(window, events=[])  # a sample is that of a window after another one
-        sight = self._looks.own_statistics([first, *(each for each in self._ended if each.plan is plan)])
+        part = self._statistics.own_statistics([first, *(each for each in self._ended if each.plan is plan)])
         self._ended.clear()
         # The one after it has begun everywhere, so all have read it.
-        while len(self._left) > 1 and self._left[1] <= batch - self._late:
+        while len(self._left) > 1 and self._left[1] <= batch - self._max_lag:
             self._notices.remove(self._name(self._left.popleft(), self._rank))
         self._left.append(batch)
-        self._notices.put(self._name(batch, self._rank), sight)
-        self._begun = batch, plan, sight
+        self._notices.put(self._name(batch, self._rank), part)
+        self._begun = batch, plan, part
 
     def collect_observations(self, batch: int, rows: int, flushed: bool) -> tuple[Observation, ...] | None:
         """Return observations of the plan for `rows` samples, before batch number `batch`; None without a new one.
@@ -344,24 +352,24 @@ class StreamStatistics:
         if self._begun is None or self._begun[1].jobs[0].rows != rows:
             return None
         begun, plan, mine = self._begun
-        if not flushed and batch - begun <= self._late:
+        if not flushed and batch - begun <= self._max_lag:
             return None
         self._begun = None
-        sights = [mine if r == self._rank else self._notices.get(self._name(begun, r)) for r in self._ranks]
-        return self._looks.merge_observations(sights, plan)
+        of_ranks = [mine if r == self._rank else self._notices.get(self._name(begun, r)) for r in self._ranks]
+        return self._statistics.merge_observations(of_ranks, plan)
 
     def collect_free_bytes(self, batch: int, plan: Plan) -> FreeBytes | None:
         """Exchange free bytes before batch number `batch`, and return one number for each device of `plan`.
 
-        They were free about `late` batches before; None until all ranks are sure to have sent theirs."""
+        They were free about `max_lag` batches before; None until all ranks are sure to have sent theirs."""
         self._counted_batches.append(batch)
-        self._notices.put(f"free/{batch}/{self._rank}", self._looks.own_free_bytes())
-        while self._counted_batches[0] < batch - 2 * self._late - 1:
+        self._notices.put(f"free/{batch}/{self._rank}", self._statistics.own_free_bytes())
+        while self._counted_batches[0] < batch - 2 * self._max_lag - 1:
             self._notices.remove(f"free/{self._counted_batches.popleft()}/{self._rank}")
-        then = batch - self._late - 1
+        then = batch - self._max_lag - 1
         if then not in self._counted_batches:
             return None
-        return self._looks.merge_free_bytes([self._notices.get(f"free/{then}/{r}") for r in self._ranks], plan)
+        return self._statistics.merge_free_bytes([self._notices.get(f"free/{then}/{r}") for r in self._ranks], plan)
 
     @staticmethod
     def _name(batch: int, rank: int) -> str:

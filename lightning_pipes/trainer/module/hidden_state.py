@@ -115,9 +115,9 @@ class HiddenState:
                 self._things.setdefault(id(thing), (where, thing))
                 self._having[id(thing)].append(number)
         self._outside = {id(thing) for _, thing in list_reachable(module, "self", skip=layers)}
-        self.look_again()
+        self.watch_again()
 
-    def look_again(self) -> None:
+    def watch_again(self) -> None:
         """Watch the next batches: layers have moved, and others share objects now."""
         stages = self._stages
         self._shared = [
@@ -316,4 +316,4 @@ class NoHiddenState(HiddenState):
         self._things: dict[int, tuple[str, Any]] = {}
         self._having: dict[int, list[int]] = defaultdict(list)
         self._outside: set[int] = set()
-        self.look_again()
+        self.watch_again()

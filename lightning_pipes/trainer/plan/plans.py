@@ -156,35 +156,39 @@ class Plans:
         """Return whether batches that could overlap are to run one by one for now."""
         return self._asked.should_serialize(free, throttled)
 
-    def reduce_memory(self, rows: int, looks: tuple[Observation, ...], free: FreeBytes) -> Plans:
+    def reduce_memory(self, rows: int, observations: tuple[Observation, ...], free: FreeBytes) -> Plans:
         """Return plans for which layers leave devices that are short of memory; these plans where none have to.
 
         Args:
-            looks: what was seen of the plan for a batch of `rows` samples, the oldest first.
+            observations: what was seen of the plan for a batch of `rows` samples, the oldest first.
         """
         plan, _ = self.for_rows(rows)
-        found = self._asked.reduce_memory(plan, replace(self._problem, rows=rows, layers=plan.layers, seen=looks), free)
-        return self if found is None else self._remember(self.for_schedule(self.schedule, given=found), plan, looks)
+        found = self._asked.reduce_memory(
+            plan, replace(self._problem, rows=rows, layers=plan.layers, seen=observations), free
+        )
+        return (
+            self if found is None else self._remember(self.for_schedule(self.schedule, given=found), plan, observations)
+        )
 
-    def revised(self, rows: int, looks: tuple[Observation, ...], remaining: int | None = None) -> Plans:
+    def revised(self, rows: int, observations: tuple[Observation, ...], remaining: int | None = None) -> Plans:
         """Return the planner's answer before a batch of `rows` samples; mostly these plans.
 
         Args:
-            looks: what was seen of the plan for such a batch, the oldest first.
+            observations: what was seen of the plan for such a batch, the oldest first.
             remaining: batches that are left in the run, where it is known.
 
         Raises:
             PlanError: it says what can't be run.
         """
         plan, _ = self.for_rows(rows)
-        costs = looks[-1].costs if looks else None
-        now = replace(self._problem, rows=rows, layers=plan.layers, costs=costs, seen=looks, remaining=remaining)
+        costs = observations[-1].costs if observations else None
+        now = replace(self._problem, rows=rows, layers=plan.layers, costs=costs, seen=observations, remaining=remaining)
         if self._degrees:
             return self._share_anew(plan, replace(now, microbatches=self._problem_of(rows).microbatches))
         found = self._asked.replan(plan, now)
         if found is None:
             return self
-        return self._remember(self.for_schedule(self.schedule, given=found), plan, looks)
+        return self._remember(self.for_schedule(self.schedule, given=found), plan, observations)
 
     def _share_anew(self, plan: Plan, now: Problem) -> Plans:
         """Return plans with shares by the measured speed of the ranks; mostly these plans."""
@@ -199,9 +203,9 @@ class Plans:
         )
         return made
 
-    def _remember(self, made: Plans, plan: Plan, looks: tuple[Observation, ...]) -> Plans:
+    def _remember(self, made: Plans, plan: Plan, observations: tuple[Observation, ...]) -> Plans:
         """Return `made` with the observations of `plan`, its predecessor."""
-        before = (*self._problem.before, *((plan, look) for look in looks))
+        before = (*self._problem.before, *((plan, each) for each in observations))
         made._problem = replace(made._problem, before=before[-MAX_OBSERVATIONS:])
         return made
 

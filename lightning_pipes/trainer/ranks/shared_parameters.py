@@ -24,7 +24,7 @@ class SharedParameters:
     A collective call of all ranks of `control`; good for as long as no layer moves.
 
     Args:
-        parameters: those of this rank, but for what a Reducer looks after; what no other rank holds is left alone.
+        parameters: those of this rank, without those of a Reducer; what no other rank holds is left alone.
         control: of all ranks.
     """
 

@@ -104,7 +104,7 @@ class LocalLayers:
         for layer, (state, changing) in arrived.items():
             state.put_optimizer_states(self.cut.full[layer], self.optimizers, self.device)
             self.buffers.follow_names(self._prefix(layer), changing)
-        self.hidden.look_again()
+        self.hidden.watch_again()
         self._connect_gradients()
 
     def state_of(self, layer: int, gradients: bool = True) -> LayerState:

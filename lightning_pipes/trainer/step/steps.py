@@ -190,7 +190,7 @@ class TrainingBatch:
         return self._parts.pop(span) if span in self._parts else self._cutter(span)
 
     def keep_stage_input(self, stage: int, span: Span, x: Any) -> None:
-        """Keep a copy of what enters the layers of a stage, if something looks at it."""
+        """Keep a copy of the input of a stage's layers, if a check wants it."""
         if self.stage_inputs is not None and span not in self.stage_inputs.setdefault(stage, {}):
             copy = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), x)
             self.stage_inputs[stage][span] = copy

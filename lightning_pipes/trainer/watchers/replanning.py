@@ -42,8 +42,8 @@ class Replanning(Watcher):
                 return found
         if not plans.is_due(step.number):
             return plans
-        looks = run.statistics.observe_plan(plans.for_rows(step.rows)[0])
-        return plans.revised(step.rows, looks, batches_left(run.trainer))
+        observations = run.statistics.observe_plan(plans.for_rows(step.rows)[0])
+        return plans.revised(step.rows, observations, batches_left(run.trainer))
 
     def _plans_for_memory(self, step: TrainingStep, free: FreeBytes) -> Plans:
         """Return plans with which layers leave devices that are short of memory; mostly those of the run."""

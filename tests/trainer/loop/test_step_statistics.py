@@ -21,9 +21,9 @@ from lightning_pipes.trainer.loop.step_statistics import (
     RankStatistics,
     StepStatistics,
     batches_left,
+    merge_statistics,
     operations_of,
     sample_of,
-    seen_of,
 )
 from lightning_pipes.trainer.reports.report import Window
 
@@ -77,8 +77,8 @@ def sights(plan: Plan, slow: tuple[float, ...], free: tuple[int | None, ...] = (
 
 def test_of_replicas_the_slowest_counts() -> None:
     plan = plan_of()
-    alone = seen_of(sights(plan, (3.0,)), [[0, 1]], plan)
-    both = seen_of(sights(plan, (1.0, 3.0)), [[0, 1], [2, 3]], plan)
+    alone = merge_statistics(sights(plan, (3.0,)), [[0, 1]], plan)
+    both = merge_statistics(sights(plan, (1.0, 3.0)), [[0, 1], [2, 3]], plan)
     assert alone is not None
     assert both is not None
     assert alone.matches_plan(plan)
@@ -97,11 +97,11 @@ def test_ranks_of_a_stream_are_at_different_batches() -> None:
     whole = sights(plan, (3.0,))
     last, first = whole
     fewer = first._replace(samples=first.samples[1:], operations={k: t[1:] for k, t in first.operations.items()})
-    found = seen_of([last, fewer], [[0, 1]], plan)
+    found = merge_statistics([last, fewer], [[0, 1]], plan)
     assert found is not None
     assert found.matches_plan(plan)
     assert found.operations[Kind.F, 1].tolist() == [[3.0] * 4, [1.0] * 4]
-    assert seen_of([last, first._replace(samples=[])], [[0, 1]], plan) is None
+    assert merge_statistics([last, first._replace(samples=[])], [[0, 1]], plan) is None
 
 
 def looks(answers: list[Any]) -> StepStatistics:
