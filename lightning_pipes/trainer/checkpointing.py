@@ -155,7 +155,7 @@ class TrainingData:
 
 def to_portable(tree: Any) -> Any:
     """Return the same values without NumPy's arrays, which careful readers of checkpoints refuse."""
-    return _mapped(tree, lambda leaf: torch.from_numpy(leaf.copy()) if isinstance(leaf, np.ndarray) else leaf)
+    return _map_leaves(tree, lambda leaf: torch.from_numpy(leaf.copy()) if isinstance(leaf, np.ndarray) else leaf)
 
 
 def to_native(tree: Any) -> Any:
@@ -164,14 +164,14 @@ def to_native(tree: Any) -> Any:
     def back(leaf: Any) -> Any:
         return leaf.numpy() if isinstance(leaf, torch.Tensor) and leaf.dtype is not torch.uint8 else leaf
 
-    return _mapped(tree, back)
+    return _map_leaves(tree, back)
 
 
-def _mapped(tree: Any, of: Any) -> Any:
+def _map_leaves(tree: Any, of: Any) -> Any:
     if isinstance(tree, dict):
-        return {key: _mapped(value, of) for key, value in tree.items()}
+        return {key: _map_leaves(value, of) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)(_mapped(value, of) for value in tree)
+        return type(tree)(_map_leaves(value, of) for value in tree)
     return of(tree)
 
 

@@ -245,14 +245,14 @@ def set_metric_sync(metric: Metric, on: bool) -> None:
 
 
 class LoaderOfSamples(DataLoader[Any]):
-    """Return a DataLoader with its sampler, or batch sampler, `wrapped` for its iterators."""
+    """Return a DataLoader with its sampler, or batch sampler, `wrap_sampler` for its iterators."""
 
-    def wrapped(self, sampler: Iterable[Any]) -> Any:
+    def wrap_sampler(self, sampler: Iterable[Any]) -> Any:
         """Return the sampler from which iterators take indices."""
         raise NotImplementedError
 
     def samples(self) -> Any:
-        """Return the wrapped sampler."""
+        """Return the wrap_sampler sampler."""
         return self._index_sampler
 
     @property
@@ -262,7 +262,7 @@ class LoaderOfSamples(DataLoader[Any]):
 
     @property
     def _index_sampler(self) -> Any:
-        return self.wrapped(super()._index_sampler)
+        return self.wrap_sampler(super()._index_sampler)
 
 
 def training_loaders(trainer: pl.Trainer) -> list[Any]:

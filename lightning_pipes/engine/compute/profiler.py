@@ -260,7 +260,7 @@ def _measure_working(
 def _step(layer: nn.Module, optimizer: Optimizer | None, device: torch.device) -> tuple[float, int]:
     """Return the seconds of a second step of such an optimizer for copies of the layer's weights, and the bytes of its
     state."""
-    own = _stepped_copy(layer, optimizer)
+    own = _step_copy(layer, optimizer)
     if own is None:
         return 0.0, 0
     wait_for_device(device)
@@ -272,11 +272,11 @@ def _step(layer: nn.Module, optimizer: Optimizer | None, device: torch.device) -
 
 def optimizer_state(layer: nn.Module, optimizer: Optimizer | None) -> list[torch.Tensor]:
     """Return the state that such an optimizer has for the layer's weights after a step; both stay unchanged."""
-    own = _stepped_copy(layer, optimizer)
+    own = _step_copy(layer, optimizer)
     return [] if own is None else _state_tensors(own)
 
 
-def _stepped_copy(layer: nn.Module, optimizer: Optimizer | None) -> Optimizer | None:
+def _step_copy(layer: nn.Module, optimizer: Optimizer | None) -> Optimizer | None:
     """Return a copy of the optimizer that has stepped copies of the weights; None if there is nothing to step."""
     trained = [p for p in layer.parameters() if p.requires_grad]
     if optimizer is None or not trained:

@@ -203,7 +203,7 @@ class BulkTransfer:
         """
         self._check(to)
         handle = TransferHandle(f"bulk transfer {key!r} to {self.watch.name(to)} to arrive", self.watch, self.changed)
-        description, tensors = pack_tree([self._checked(key), content])
+        description, tensors = pack_tree([self._check_key(key), content])
         if to == self.rank:
             copies = iter([t.detach().to(self.device, copy=True) for t in tensors])
             skeleton, _ = parse_description(description)
@@ -231,7 +231,7 @@ class BulkTransfer:
             f"bulk transfer {key!r} from {self.watch.name(source)}", self.watch, self.changed, on_arrival
         )
         with self.changed:
-            here = self._arrived.get((source, self._checked(key)))
+            here = self._arrived.get((source, self._check_key(key)))
             if here:
                 size, content = here.popleft()
                 if not here:
@@ -346,7 +346,7 @@ class BulkTransfer:
             raise InputError(f"there is no rank {rank} to exchange data with; there are {sorted(self._ranks)}")
         self.watch.check()
 
-    def _checked(self, key: Key) -> Key:
+    def _check_key(self, key: Key) -> Key:
         if not isinstance(key, str | int | tuple):
             raise InputError(f"a transfer's key is a text, a number or a tuple of these, not {key!r}")
         return key

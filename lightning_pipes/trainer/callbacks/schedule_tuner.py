@@ -224,7 +224,7 @@ class ScheduleTuner(PipelineCallback):
         links = {pair: link for report in reports for pair, link in report.links.items()}
         stages = {number: size for report in reports for number, size in report.stages.items()}
         for samples in zip(*(report.steps for report in reports), strict=True):
-            self._averages.add(_probed(s, links, stages, plan) for s in samples)
+            self._averages.add(_probe_links(s, links, stages, plan) for s in samples)
         limit = self._limit(reports, plan.n_ranks)
         base = with_bytes(CostModel(self._averages.costs().seconds), stages)
         candidates = self._source.list_candidates(plan, self._averages.costs(base), limit, self.sizes)
@@ -265,7 +265,7 @@ class ScheduleTuner(PipelineCallback):
         return max(1, batches, min(int(cheap), RARER * max(1, batches)))
 
 
-def _probed(
+def _probe_links(
     sample: StepSample, links: Mapping[tuple[int, int], Link], stages: Mapping[int, StageBytes], plan: Plan
 ) -> StepSample:
     """Return the sample with what its transfers would take over the links as they were probed, if they were."""

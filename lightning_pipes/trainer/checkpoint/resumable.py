@@ -101,7 +101,7 @@ class ResumableLoader(LoaderOfSamples):
         own = next(kind for kind in kinds if "__iter__" in vars(kind)) is DataLoader
         return own and not isinstance(self.dataset, IterableDataset)
 
-    def wrapped(self, sampler: Iterable[Any]) -> Samples:
+    def wrap_sampler(self, sampler: Iterable[Any]) -> Samples:
         """Return the stand-in for the sampler, or for the batch sampler."""
         if self._samples is None:
             in_flight = self.num_workers * (self.prefetch_factor or 0)

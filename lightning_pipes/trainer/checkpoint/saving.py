@@ -65,7 +65,7 @@ class Saver:
         self._make_way(path)
         self._number += 1
         own = snapshot_state(checkpoint) if background else checkpoint
-        with self._remembered(path):
+        with self._remember_error(path):
             part = plan_part(own, order, local, self._number, self._control)
         self._do(path, partial(write_part, part, self._control, self._store()), background)
 
@@ -119,11 +119,11 @@ class Saver:
 
     def _run(self, path: str | Path, job: Callable[[], None]) -> None:
         if self._error is None:
-            with suppress(PipelineError), self._remembered(path):  # `check` raises it
+            with suppress(PipelineError), self._remember_error(path):  # `check` raises it
                 job()
 
     @contextmanager
-    def _remembered(self, path: str | Path) -> Iterator[None]:
+    def _remember_error(self, path: str | Path) -> Iterator[None]:
         """Make an error in the block one that names the rank and the path."""
         try:
             yield

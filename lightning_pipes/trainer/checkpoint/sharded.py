@@ -286,7 +286,7 @@ class ShardedCheckpoint:
         order = dict.fromkeys(key for key in self._order if key in places or key in found["state_dict"])
         keys = list({**order, **found["state_dict"], **places})
         lazy = _Weights(keys, found["state_dict"], places, self._read)
-        found["state_dict"] = lazy if into is None else {key: _copied(lazy[key], into.get(key)) for key in keys}
+        found["state_dict"] = lazy if into is None else {key: _copy_into(lazy[key], into.get(key)) for key in keys}
         return found
 
     def optimizer_states(self, wanted: Sequence[Mapping[str, Tensor]] | None = None) -> list[dict[str, Any]]:
@@ -425,7 +425,7 @@ def consolidate(folder: str | Path, file: str | Path, weights_only: bool | None 
         save(checkpoint, temporary)
 
 
-def _copied(value: Any, given: Any) -> Any:
+def _copy_into(value: Any, given: Any) -> Any:
     """Return a tensor in the memory of a given one, where that fits."""
     both = isinstance(value, Tensor) and isinstance(given, Tensor)
     return given.detach().copy_(value) if both and given.shape == value.shape and given.dtype == value.dtype else value

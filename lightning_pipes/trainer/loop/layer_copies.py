@@ -84,10 +84,10 @@ class Cuts:
             cut = self._policy.cut(use, self.cost, plan)
         else:
             begins = self._module.cut_of_batch(batch)
-            cut = None if begins is None else self._checked(list(begins), plan)
+            cut = None if begins is None else self._check_cut(list(begins), plan)
         return use if cut is None or cut == plan.layers else use.with_cut(cut)
 
-    def _checked(self, begins: list[int], plan: Plan) -> tuple[Span, ...]:
+    def _check_cut(self, begins: list[int], plan: Plan) -> tuple[Span, ...]:
         ends = [0, *begins, plan.layers[-1].stop]
         if len(begins) != plan.n_stages - 1 or ends != sorted(ends):
             raise PlanError(

@@ -49,7 +49,7 @@ class PendingResult:
 
     def __iter__(self) -> Iterator[PendingResult]:
         caller = sys._getframe(1)
-        entries = _unpacked(caller.f_code, caller.f_lasti)
+        entries = _count_unpacked(caller.f_code, caller.f_lasti)
         if entries is None:
             raise self._not_here("a loop or a call")
         return iter([self[n] for n in range(entries)])
@@ -96,7 +96,7 @@ def _pending(tree: Any) -> Iterator[PendingResult]:
 
 
 @lru_cache
-def _unpacked(code: CodeType, at: int) -> int | None:
+def _count_unpacked(code: CodeType, at: int) -> int | None:
     """Return into how many names the instruction of the caller unpacks, as in `h, weights = layer(h)`; None if it does
     not."""
     for instruction in dis.get_instructions(code):
@@ -122,8 +122,8 @@ class LoopRecording:
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Write down the call of the next layer."""
-        entries = tuple(self._lowered(a, f"argument {n}") for n, a in enumerate(args))
-        call = LayerCall(entries, {key: self._lowered(a, key) for key, a in kwargs.items()})
+        entries = tuple(self._lower_value(a, f"argument {n}") for n, a in enumerate(args))
+        call = LayerCall(entries, {key: self._lower_value(a, key) for key, a in kwargs.items()})
         same = bool(self.calls) and call == self.calls[-1]
         self.calls.append(self.calls[-1] if same else call)  # what is the same object is pickled once
 
@@ -131,7 +131,7 @@ class LoopRecording:
         """Return the calls, and the values that they need from outside."""
         return Tape(self.calls, self._last_use), self.values
 
-    def _lowered(self, thing: Any, where: str) -> Any:
+    def _lower_value(self, thing: Any, where: str) -> Any:
         number = len(self.calls)
         if type(thing) is PendingResult:
             if thing._recording is not self:
@@ -154,7 +154,7 @@ class LoopRecording:
             return OuterValue(given)
         if isinstance(thing, PLAIN):
             return thing
-        lowered = map_container(thing, lambda entry: self._lowered(entry, where))
+        lowered = map_container(thing, lambda entry: self._lower_value(entry, where))
         if lowered is thing:
             refuse_objects(thing, f"{where} of layer {number} of {self.name}")
         return lowered

@@ -54,7 +54,7 @@ class OptimizerShards:
     def shard_states(self, optimizer: Optimizer) -> None:
         """Reduce an optimizer's states of whole parameters to this replica's parts."""
         for parameter, state in optimizer.state.items():
-            optimizer.state[parameter] = self._sharded(parameter, state)
+            optimizer.state[parameter] = self._shard_state(parameter, state)
 
     def gather_states(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the `state_dict` of an optimizer with the states of whole parameters. Collective over replicas."""
@@ -143,7 +143,7 @@ class OptimizerShards:
                 for tensor, part in zip(group, torch.split(found[replica][: sum(sizes)], sizes), strict=True):
                     self._cut(tensor, replica).copy_(part)
 
-    def _sharded(self, parameter: Tensor, state: Any) -> Any:
+    def _shard_state(self, parameter: Tensor, state: Any) -> Any:
         """Return this replica's part of a state that a parameter has."""
         if not self._is_sharded(parameter) or not isinstance(state, Mapping):
             return state

@@ -74,10 +74,10 @@ def check_steps_apart(optimizers: Sequence[Optimizer], streams: bool) -> None:
 
 def _compare(optimizer: Optimizer) -> str:
     """Return the other inputs of a parameter's step: "random" numbers, "all" parameters, or ""."""
-    whole = _stepped(optimizer, range(_TENSORS), seed=0)
-    if not _same(whole, _stepped(optimizer, range(_TENSORS), seed=1)):
+    whole = _step_copies(optimizer, range(_TENSORS), seed=0)
+    if not _same(whole, _step_copies(optimizer, range(_TENSORS), seed=1)):
         return "random"
-    halves = [_stepped(optimizer, range(start, _TENSORS, 2), seed=0) for start in (0, 1)]
+    halves = [_step_copies(optimizer, range(start, _TENSORS, 2), seed=0) for start in (0, 1)]
     return "" if all(_same(half, whole) for half in halves) else "all"
 
 
@@ -85,7 +85,7 @@ def _same(some: dict[tuple[int, int], torch.Tensor], whole: dict[tuple[int, int]
     return all(torch.allclose(value, whole[key], rtol=1e-4, atol=1e-6, equal_nan=True) for key, value in some.items())
 
 
-def _stepped(optimizer: Optimizer, kept: Sequence[int], seed: int) -> dict[tuple[int, int], torch.Tensor]:
+def _step_copies(optimizer: Optimizer, kept: Sequence[int], seed: int) -> dict[tuple[int, int], torch.Tensor]:
     """Return small parameters after steps of a copy of `optimizer`, by group and number; it has those `kept`."""
     small: dict[tuple[int, int], nn.Parameter] = {}
     gradients: dict[tuple[int, int], torch.Tensor] = {}

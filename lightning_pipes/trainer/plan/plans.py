@@ -82,7 +82,7 @@ class Plans:
         if rows not in self._made:
             if len(self._made) >= _KEPT:
                 self._made.pop(next(iter(self._made)))
-            self._made[rows] = self._ordered(solve_plan(self._problem_of(rows)))
+            self._made[rows] = self._order_plan(solve_plan(self._problem_of(rows)))
         return self._made[rows]
 
     def for_schedule(
@@ -123,8 +123,8 @@ class Plans:
         made._verified = verified
         if given is not None:
             rows = given.jobs[0].rows
-            made._given[rows] = made._ordered(
-                adapt_plan(self._kept(given, solve_plan(made._problem_of(rows))), schedule)
+            made._given[rows] = made._order_plan(
+                adapt_plan(self._keep_setting(given, solve_plan(made._problem_of(rows))), schedule)
             )
         largest = verified or max(self._made, default=made.trial_rows)  # the next batch is most likely of that size
         tried = [made.for_rows(largest), *made._given.values()]
@@ -170,7 +170,7 @@ class Plans:
             self if found is None else self._remember(self.for_schedule(self.schedule, given=found), plan, observations)
         )
 
-    def revised(self, rows: int, observations: tuple[Observation, ...], remaining: int | None = None) -> Plans:
+    def revise(self, rows: int, observations: tuple[Observation, ...], remaining: int | None = None) -> Plans:
         """Return the planner's answer before a batch of `rows` samples; mostly these plans.
 
         Args:
@@ -215,7 +215,7 @@ class Plans:
         m = max(1, rows // self._problem.least) if few else self._problem.microbatches
         return replace(self._problem, rows=rows, microbatches=m)
 
-    def _kept(self, given: Plan, usual: Plan) -> Plan:
+    def _keep_setting(self, given: Plan, usual: Plan) -> Plan:
         if any(given.recompute) and given.recompute != usual.recompute:
             raise PlanError(
                 f"the plan has recompute {given.recompute}, and the run {usual.recompute}, which can't change while it "
@@ -223,7 +223,7 @@ class Plans:
             )
         return replace(given, layers=usual.layers, recompute=usual.recompute)
 
-    def _ordered(self, plan: Plan) -> tuple[Plan, Program | Policy]:
+    def _order_plan(self, plan: Plan) -> tuple[Plan, Program | Policy]:
         verified = plan.jobs[0].rows == self._verified
         if isinstance(self.schedule, Schedule):
             order = self.schedule.program(plan)

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import Plan, PlanError
 from lightning_pipes.trainer.plan.decision import Decision
-from lightning_pipes.trainer.plan.trial import Trial, simulated
+from lightning_pipes.trainer.plan.trial import Trial, simulate_step
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.reports.report import Window
 from lightning_pipes.trainer.reports.timing import Share
@@ -91,13 +91,13 @@ class Prediction:
     def _found(self, made: Decision, shares: Sequence[Sequence[Share]], window: Window) -> Decision | None:
         assert made.profile is not None
         assert made.deployment is not None
-        predicted = simulated(made.profile, window.plan, window.order, made.deployment)
+        predicted = simulate_step(made.profile, window.plan, window.order, made.deployment)
         trial = Trial.from_steps(shares, self._ranks.control.ranks, self._ranks.grid.pipelines, predicted)
         if not trial.is_contradicted:
             return None
         first, *_, last = trial.ratios if len(trial.ratios) > 1 else trial.ratios * 2
         profile = made.profile.scaled(trial.factors(made.layers), first, last)
-        between, _ = simulated(profile, window.plan, window.order, made.deployment)
+        between, _ = simulate_step(profile, window.plan, window.order, made.deployment)
         rest = trial.measured / between  # messages that take other times, and whatever has no price
         profile = profile.scaled([rest] * len(profile.layers), rest, rest)
         found = made.predicted(profile)

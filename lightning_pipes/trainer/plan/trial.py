@@ -190,7 +190,7 @@ def _loss(out: Any) -> torch.Tensor:
     return sum(parts[1:], start=parts[0]) if parts else nn.Parameter(torch.zeros(()))
 
 
-def simulated(
+def simulate_step(
     profile: ModelProfile, plan: Plan, order: Program | Policy, deployment: Deployment
 ) -> tuple[float, Share]:
     """Return the seconds of a step up to the optimizers' part, and what each stage computes in it, by a profile."""
@@ -204,7 +204,7 @@ def _predicted(
     """Return the same of the layers alone, on one of the replicas."""
     nothing = LayerProfile("", ((1, 0.0),), ((1, 0.0),))
     bare = replace(profile, before=replace(nothing, output=profile.before.output), after=nothing)
-    return simulated(bare, plan, order, Deployment(deployment.pipeline))
+    return simulate_step(bare, plan, order, Deployment(deployment.pipeline))
 
 
 _WAITED = 0.05

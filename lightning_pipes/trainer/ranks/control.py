@@ -193,7 +193,7 @@ class Control:
         here = host_id()
         listener = PeerListener() if here else None
         try:
-            of_ranks = self._all_gathered((here, listener.name if listener else ""), group)()
+            of_ranks = self._start_gather((here, listener.name if listener else ""), group)()
             if listener is None or {there for there, _ in of_ranks} != {here}:
                 return None
             names = dict(zip(self.ranks, (name for _, name in of_ranks), strict=True))
@@ -346,9 +346,9 @@ class Control:
         """
         if self.size == 1:
             return PendingGather.at_once([obj])
-        return self._all_gathered(obj, self._group)
+        return self._start_gather(obj, self._group)
 
-    def _all_gathered(self, obj: Any, group: Any) -> PendingGather[list[Any]]:
+    def _start_gather(self, obj: Any, group: Any) -> PendingGather[list[Any]]:
         data = _pack_message(obj, self._seal)
         first = [torch.empty(_FIRST, dtype=torch.uint8) for _ in self.ranks]
         work = dist.all_gather(first, data[:_FIRST], group=group, async_op=True)
@@ -356,9 +356,11 @@ class Control:
         def has_arrived() -> bool:
             return work.is_completed() and all(_message_end(message) <= _FIRST for message in first)
 
-        return PendingGather(has_arrived, lambda _: self._finish(work), partial(self._gathered, first, data, group))
+        return PendingGather(
+            has_arrived, lambda _: self._finish(work), partial(self._collect_gathered, first, data, group)
+        )
 
-    def _gathered(self, first: Sequence[torch.Tensor], data: torch.Tensor, group: Any) -> list[Any]:
+    def _collect_gathered(self, first: Sequence[torch.Tensor], data: torch.Tensor, group: Any) -> list[Any]:
         """Return the gathered objects once their first messages have arrived."""
         ends = [_message_end(message) for message in first]
         whole = list(first)

@@ -222,11 +222,11 @@ class LayerRelocation:
         if self.streams:  # which tells of every step
             return
         optimizers = self._part.optimizers
-        self._hooks = [o.register_step_post_hook(partial(self._stepped, n)) for n, o in enumerate(optimizers)]
+        self._hooks = [o.register_step_post_hook(partial(self._follow_step, n)) for n, o in enumerate(optimizers)]
         if self._mode == OVERLAPPED:
             self._transfer.send_states()
 
-    def _stepped(self, which: int, optimizer: Optimizer, *_: Any) -> None:
+    def _follow_step(self, which: int, optimizer: Optimizer, *_: Any) -> None:
         """Follow the step of an optimizer of a schedule that flushes."""
         transfer, part = self._transfer, self._part
         assert transfer is not None

@@ -49,7 +49,7 @@ class SavedBytes:
     def watch_body(self, number: int, body: Body) -> Body:
         """Return the body of stage `number`, watched once."""
 
-        def watched(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+        def watch(stage: Stage, item: Item, span: Span, received: Any) -> Any:
             if number in self.seen or not torch.is_grad_enabled() or not item.training:
                 return body(stage, item, span, received)
             there = {storage_of(t) for layer in stage.layers.values() for t in _state(layer)}
@@ -63,7 +63,7 @@ class SavedBytes:
             )
             return out
 
-        return watched
+        return watch
 
     def forget_stages(self) -> None:
         """Stages have other layers now."""

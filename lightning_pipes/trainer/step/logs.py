@@ -120,7 +120,7 @@ def merge(
         for key, call in number_calls(calls):
             groups.setdefault(key, []).append((call, number))
     return [
-        _merged(
+        _merge_calls(
             [call for call, _ in group],
             [call.options.get("batch_size") or rows[number] for call, number in group],
             [shares[key][number] for _, number in group] if shares and key in shares else None,
@@ -137,7 +137,7 @@ def number_calls(calls: Iterable[LogCall]) -> Iterator[tuple[LogKey, LogCall]]:
         yield (call.name, seen[call.name]), call
 
 
-def _merged(calls: Sequence[LogCall], weights: Sequence[float], shares: Sequence[float] | None) -> LogCall:
+def _merge_calls(calls: Sequence[LogCall], weights: Sequence[float], shares: Sequence[float] | None) -> LogCall:
     first = calls[0]
     options = {**first.options, "batch_size": int(sum(weights))}
     if isinstance(first.value, _Seen):
@@ -185,7 +185,7 @@ def merge_returned(
     if any(spec != specs[0] for spec in specs):
         return {name: [each.get(name) for each in extras] for name in extras[0]}
     merged = [
-        _merged_returned(
+        _merge_returned_parts(
             [value for _, value in leaves], spans, shares.get((f"outputs{pytree.keystr(leaves[0][0])}", 1))
         )
         for leaves in zip(*found, strict=True)
@@ -194,7 +194,7 @@ def merge_returned(
     return result
 
 
-def _merged_returned(parts: Sequence[Any], spans: Sequence[Span], shares: Sequence[float] | None) -> Any:
+def _merge_returned_parts(parts: Sequence[Any], spans: Sequence[Span], shares: Sequence[float] | None) -> Any:
     tensors = [p for p in parts if isinstance(p, torch.Tensor)]
     if len(parts) == 1:
         return parts[0]
@@ -244,14 +244,14 @@ class LogReplay:
 
     def pack_calls(self, calls: Sequence[LogCall]) -> list[LogCall]:
         """Return the calls with values that can be sent."""
-        return [LogCall(c.name, self._packed(c), c.options) for c in calls]
+        return [LogCall(c.name, self._pack_call(c), c.options) for c in calls]
 
     def replay_calls(self, calls: Sequence[LogCall]) -> None:
         """Make the calls for good; must run inside the hook in which they were recorded."""
         for call in calls:
             value = call.value
             if isinstance(value, MetricState):
-                value = self._restored(value)
+                value = self._restore_metric(value)
             elif isinstance(value, _Seen):  # all ranks have run the step to its end
                 self._log_seen(call, value)
                 continue
@@ -266,7 +266,7 @@ class LogReplay:
         self._module.log(call.name, seen.metric, **call.options)
         set_metric_counts(seen.metric, updates, last)
 
-    def _packed(self, call: LogCall) -> Any:
+    def _pack_call(self, call: LogCall) -> Any:
         if not isinstance(call.value, _Seen):
             return call.value
         metric, last = call.value.metric, call.value.last
@@ -293,7 +293,7 @@ class LogReplay:
             "assign it to one in __init__, so that it exists on every rank"
         )
 
-    def _restored(self, state: MetricState) -> Metric:
+    def _restore_metric(self, state: MetricState) -> Metric:
         metric = self._module.get_submodule(state.attribute)
         assert isinstance(metric, Metric)
         for name, tensor in state.tensors.items():
@@ -364,7 +364,7 @@ class GradientLogs:
             with recorded(self._module) as calls:
                 hook(*args, **kwargs)
             recordings = self._control.all_gather(self._replay.pack_calls(calls))
-            merged, doubtful = over_ranks(recordings, self._last)
+            merged, doubtful = merge_over_ranks(recordings, self._last)
             if doubtful and not self._warned:
                 self._warned = True
                 rank_zero_warn(
@@ -377,7 +377,7 @@ class GradientLogs:
         patches.replace_method(owner, name, run)
 
 
-def over_ranks(recordings: Sequence[Sequence[LogCall]], last: int) -> tuple[list[LogCall], list[str]]:
+def merge_over_ranks(recordings: Sequence[Sequence[LogCall]], last: int) -> tuple[list[LogCall], list[str]]:
     """Merge the log calls of all ranks by name; also return names without a value for the whole module.
 
     Names that one rank has are taken from there. Where several have one, as for parameters that several hold, the

@@ -112,11 +112,11 @@ def _tokens(what: str, which: str, tensor: torch.Tensor, ignored: int) -> Iterat
         both = torch.stack([each, each - flat[:, 0].long()]) if shifts else each[None]
         counts = [(numbers, [int(n > 0) for n in numbers]) for numbers in both.tolist()]
     for (numbers, some), after in zip(counts, ("", ", shifted by one"), strict=False):
-        yield _counted(f"{what} {which}{after}", numbers)
-        yield _counted(f"samples with {what} {which}{after}", some)
+        yield _count_amounts(f"{what} {which}{after}", numbers)
+        yield _count_amounts(f"samples with {what} {which}{after}", some)
 
 
-def _counted(name: str, numbers: Sequence[int]) -> WeightAmounts:
+def _count_amounts(name: str, numbers: Sequence[int]) -> WeightAmounts:
     """Return the amounts of numbers for each sample."""
     ends = [0, *accumulate(numbers)]
     return WeightAmounts(name, lambda span: ends[span.stop] - ends[span.start], ends[-1])
@@ -270,7 +270,7 @@ class LossWeights:
             left,
             spans,
             undecided,
-            self._by(found),
+            self._likeliest_for_logs(found),
             self._ambiguous,
             self._request_comparison,
             self._sums,
@@ -319,9 +319,9 @@ class LossWeights:
             left = [named[name] for name in names if name in named]
             if left and candidates_differ(left, weights.spans):
                 self._ambiguous.add(key)
-        weights.logs = self._by(weights.every)
+        weights.logs = self._likeliest_for_logs(weights.every)
 
-    def _by(self, every: Sequence[WeightAmounts]) -> dict[LogKey, str]:
+    def _likeliest_for_logs(self, every: Sequence[WeightAmounts]) -> dict[LogKey, str]:
         """Return the likeliest candidates of logged values: the usual one, samples, the loss's own."""
         order = [EXTREME, *(e.name for e in sorted(every, key=lambda e: (e.name != SAMPLES, e.name != self.name)))]
         left = {

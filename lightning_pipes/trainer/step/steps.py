@@ -405,7 +405,7 @@ class Steps:
                     raise
         self.left.end_step(span)
         self.state.note_microbatch(span)
-        return self.scaled_loss(item, span, out, logged, tensors_in(y), partial(self._distinguish_batches, stage, item))
+        return self.scale_loss(item, span, out, logged, tensors_in(y), partial(self._distinguish_batches, stage, item))
 
     def begin_batch(self, training: bool = True) -> None:
         """Take the state that the module and its layers have now for that with which each micro-batch begins."""
@@ -464,7 +464,7 @@ class Steps:
         and what keeps its length on axis 0 alone has its samples on another axis.
         """
         data: EvaluationBatch = item.data
-        data.x = self._captured(step, item, copy_batch(batch) if self._both_ends else batch, arguments)
+        data.x = self._capture_input(step, item, copy_batch(batch) if self._both_ends else batch, arguments)
         leaves, spec = pytree.tree_flatten(data.x)
         lengths = [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor) and item.rows in leaf.shape]
         if item.rows == 1 or (len(lengths) < 2 and all(shape[0] == item.rows for shape in lengths)):
@@ -473,7 +473,7 @@ class Steps:
         if key not in self._shapes:
             one = copy_batch(take_samples(batch, Span(0, 1), item.rows))
             try:
-                others, other_spec = pytree.tree_flatten(self._captured(step, item, one, arguments))
+                others, other_spec = pytree.tree_flatten(self._capture_input(step, item, one, arguments))
             except Exception:  # a step that needs more than one sample: the number of entries has to do
                 others, other_spec = [], None
             same = other_spec == spec
@@ -488,7 +488,7 @@ class Steps:
         )
         data.has_other_axis = any(found.has_other_axis for found in self._shapes[key])
 
-    def _captured(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
+    def _capture_input(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
         self.state.restore_state()
         with forked_rng(self._device), recorded(self._module) as calls:  # the last stage logs
             self._seed_user_code(item, BEFORE_LAYERS)
@@ -579,7 +579,7 @@ class Steps:
         if item.data.weights.undecided and item.data.compare_candidates is not None:
             item.data.compare_candidates(stage, item)
 
-    def scaled_loss(
+    def scale_loss(
         self,
         item: Item,
         span: Span,

@@ -101,7 +101,7 @@ class UnitSteps(Steps):
         self.state.note_microbatch(span)
         entered = () if received is None else received[0]
         weights = [p for layer in stage.layers.values() for p in layer.parameters()]
-        return self.scaled_loss(item, span, out, logged, [*entered, *weights])
+        return self.scale_loss(item, span, out, logged, [*entered, *weights])
 
     def _defer_loss(self, end: BatchEnd, stage: Stage, item: Item, span: Span, crossing: Crossing) -> torch.Tensor:
         """Return what stands for the loss of a micro-batch; after the last one the end of the step runs."""
@@ -120,7 +120,7 @@ class UnitSteps(Steps):
         with recorded(self._module) as logged, self._cut.show_weights():
             out = self._run_lazily(stage.number + 1, stage, item, whole, step, batch, joined)
         self.state.note_microbatch(whole)
-        scaled = self.scaled_loss(item, whole, out, logged, joined[0])
+        scaled = self.scale_loss(item, whole, out, logged, joined[0])
         if scaled.requires_grad:
             torch.autograd.backward(scaled)
         for (_, of_part), found in zip(parts, end.split_gradients(joined, crossings), strict=True):

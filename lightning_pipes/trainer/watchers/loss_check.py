@@ -161,7 +161,7 @@ class LossCheck(Watcher):
         weights, kept = data.weights, data.kept
         assert weights is not None
         try:
-            losses = self._distorted(stage, item, kept)
+            losses = self._distort_losses(stage, item, kept)
             if not math.isfinite(losses.whole):  # as of a batch without labels
                 raise _NotComparableError("it is no number")
         except Exception as error:  # the comparison after the batch tells of it
@@ -199,7 +199,7 @@ class LossCheck(Watcher):
             found[key] = usual_weights(call), names
         return found
 
-    def _distorted(self, stage: Stage, item: Item, kept: BatchCopy | None) -> _Losses:
+    def _distort_losses(self, stage: Stage, item: Item, kept: BatchCopy | None) -> _Losses:
         """Return the losses that copies of the first micro-batch make with the labels of all."""
         if kept is None or kept.left_out or kept.inside:  # labels went into the layers, with their samples
             raise _NotComparableError("the loss tells it afterwards only")
@@ -209,13 +209,13 @@ class LossCheck(Watcher):
         x = take_samples(x, Span(0, kept.rows), copies[-1].stop)
         generator = torch.Generator().manual_seed(0)
 
-        def distorted(t: torch.Tensor) -> torch.Tensor:
+        def distort(t: torch.Tensor) -> torch.Tensor:
             if not t.is_floating_point() or not t.ndim or t.size(0) != kept.rows:
                 return t
             factors = 0.5 + torch.rand(t.shape, generator=generator, dtype=torch.float32)
             return torch.where(t.abs() < _MOST, t * factors.to(t.dtype), t)
 
-        x = pytree.tree_map_only(torch.Tensor, distorted, x)
+        x = pytree.tree_map_only(torch.Tensor, distort, x)
         assert item.data.weights is not None
         entering = {s: take_samples(x, s, kept.rows) for s in item.data.weights.spans}
         left = dict.fromkeys(entering, kept.left[span])

@@ -43,7 +43,7 @@ class Replanning(Watcher):
         if not plans.is_due(step.number):
             return plans
         observations = run.statistics.observe_plan(plans.for_rows(step.rows)[0])
-        return plans.revised(step.rows, observations, batches_left(run.trainer))
+        return plans.revise(step.rows, observations, batches_left(run.trainer))
 
     def _plans_for_memory(self, step: TrainingStep, free: FreeBytes) -> Plans:
         """Return plans with which layers leave devices that are short of memory; mostly those of the run."""
@@ -76,7 +76,7 @@ class StreamReplanning(Replanning):
         found = statistics.collect_observations(step.number, step.rows, flushed=not engine.open)
         if found is None:
             return plans
-        return plans.revised(step.rows, found, batches_left(run.trainer))
+        return plans.revise(step.rows, found, batches_left(run.trainer))
 
     def _guard_memory(self, step: TrainingStep) -> Plans:
         """Have batches run one by one while memory is short, and if that is not enough layers leave (DynPipe, S V-B2).

@@ -43,24 +43,24 @@ def plans(replanner: Asked | None = Asked()) -> Plans:  # it is frozen
 def test_who_replans_instead_of_the_schedules_planner() -> None:
     assert [plans().is_due(batch) for batch in (0, 4, 5, 10, 11)] == [False, False, True, True, False]
     assert not any(plans(None).is_due(batch) for batch in range(20))
-    assert plans(None).revised(8, ()) is not None
+    assert plans(None).revise(8, ()) is not None
 
 
 def test_a_revised_plan_remembers_the_looks_at_those_before() -> None:
     first = plans()
     look, later = (Observation(CostModel.uniform(2, t, 2 * t)) for t in (1.0, 2.0))
-    once = first.revised(8, (look,), remaining=9)
+    once = first.revise(8, (look,), remaining=9)
     assert once.for_rows(8)[0].layers == (Span(0, 3), Span(3, 6))
     assert once.for_rows(3)[0].layers == once.for_rows(8)[0].layers
     asked = questions[0]
     assert (asked.before, asked.seen, asked.costs, asked.remaining) == ((), (look,), look.costs, 9)
     assert (asked.rows, asked.layers, asked.tied) == (8, LAYERS, ((0, 1),))
-    twice = once.revised(8, (look, later))
+    twice = once.revise(8, (look, later))
     seen_of_first = (first.for_rows(8)[0], look)
     assert questions[1].before == (seen_of_first,)
     assert questions[1].costs is later.costs
     assert twice.for_rows(8)[0].layers == (Span(0, 2), Span(2, 6))
-    assert twice.revised(8, (look,)) is twice
+    assert twice.revise(8, (look,)) is twice
     second = once.for_rows(8)[0]
     assert questions[2].before == (seen_of_first, (second, look), (second, later))
 
@@ -68,7 +68,7 @@ def test_a_revised_plan_remembers_the_looks_at_those_before() -> None:
 def test_another_schedule_is_replanned_by_the_same() -> None:
     other = plans().for_schedule(make_schedule("gpipe"))
     assert other.is_due(5)
-    assert other.revised(8, ()).for_rows(8)[0].layers == (Span(0, 3), Span(3, 6))
+    assert other.revise(8, ()).for_rows(8)[0].layers == (Span(0, 3), Span(3, 6))
     assert questions[0].schedule == make_schedule("gpipe")
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
 from lightning_pipes.trainer.patches import Patches
-from lightning_pipes.trainer.step.logs import GradientLogs, LogCall, merge, over_ranks, recorded
+from lightning_pipes.trainer.step.logs import GradientLogs, LogCall, merge, merge_over_ranks, recorded
 from tests.trainer.lit import Lit
 
 
@@ -69,7 +69,7 @@ def test_norms_of_several_ranks_are_those_of_one_module() -> None:
             whole = {call.name: float(call.value) for call in calls(grad_norm(module, p), prefix)}
             # The middle layer is held by both.
             parts = [grad_norm(nn.ModuleDict({n: module[int(n)] for n in held}), p) for held in ("12", "01")]
-            found, doubtful = over_ranks([calls(part, prefix) for part in parts], last=0)
+            found, doubtful = merge_over_ranks([calls(part, prefix) for part in parts], last=0)
             assert doubtful == []
             assert {call.name: float(call.value) for call in found}.keys() == whole.keys()
             assert all(abs(float(call.value) - whole[call.name]) < 1e-12 for call in found)
@@ -78,16 +78,16 @@ def test_norms_of_several_ranks_are_those_of_one_module() -> None:
 def test_other_values_are_those_of_the_last_stage_and_doubtful() -> None:
     first = [LogCall("total", torch.tensor(1.0)), LogCall("step", 3), LogCall("of the first", 7.0)]
     last = [LogCall("total", torch.tensor(2.0)), LogCall("step", 3)]
-    found, doubtful = over_ranks([last, first], last=0)
+    found, doubtful = merge_over_ranks([last, first], last=0)
     assert {call.name: float(call.value) for call in found} == {"total": 2.0, "step": 3.0, "of the first": 7.0}
     assert doubtful == ["total"]
-    found, doubtful = over_ranks([last, first], last=1)
+    found, doubtful = merge_over_ranks([last, first], last=1)
     assert {call.name: float(call.value) for call in found} == {"total": 1.0, "step": 3.0, "of the first": 7.0}
 
 
 def test_a_total_alone_is_doubtful() -> None:
     norms = [{"grad_2.0_norm_total": 1.0}, {"grad_2.0_norm_total": 2.0}]
-    _, doubtful = over_ranks([calls(part) for part in norms], last=0)
+    _, doubtful = merge_over_ranks([calls(part) for part in norms], last=0)
     assert doubtful == ["grad_2.0_norm_total"]
 
 
