@@ -245,14 +245,14 @@ def set_metric_sync(metric: Metric, on: bool) -> None:
 
 
 class LoaderOfSamples(DataLoader[Any]):
-    """Return a DataLoader with its sampler, or batch sampler, `wrap_sampler` for its iterators."""
+    """A DataLoader with iterators that take indices from a wrapper around its sampler, or batch sampler."""
 
     def wrap_sampler(self, sampler: Iterable[Any]) -> Any:
         """Return the sampler from which iterators take indices."""
         raise NotImplementedError
 
     def samples(self) -> Any:
-        """Return the wrap_sampler sampler."""
+        """Return the wrapped sampler."""
         return self._index_sampler
 
     @property
