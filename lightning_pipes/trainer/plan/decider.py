@@ -303,7 +303,7 @@ class PlanDecider:
         while True:
             made = self._plan(request, plain, profile, rows, deployment)
             if not made.schedule.flushes:  # which is tried batch by batch only
-                return replace(made, why="\n".join([*said, made.why]))
+                return replace(made, why="\n".join([*reasons, made.why]))
             m = min(made.plans().microbatches, rows)
             size = -(-rows // m)
             known = [_list_choices(made) == _list_choices(earlier) for _, earlier in tried]
