@@ -211,12 +211,12 @@ def test_memory_of_a_bound_does_not_grow_with_stages_times_layers_squared() -> N
 A_THOUSAND = """
 import resource, time
 from lightning_pipes.cost.cluster import make_cluster
-from lightning_pipes.planning.auto import choose
+from lightning_pipes.planning.auto import choose_option
 from tests.planning.samples import equal_layers
 
 began = time.process_time()
 cluster = make_cluster(125, 8, "40GiB", {"bandwidth": "300GB/s"}, {"bandwidth": "25GB/s", "latency": "10us"})
-choice = choose(equal_layers(1282), 1000, 10_000, cluster)
+choice = choose_option(equal_layers(1282), 1000, 10_000, cluster)
 assert choice.fit.seconds > 0
 assert any("263 to 10000 micro-batches" in said for said in choice.not_searched), choice.not_searched
 seconds, size = time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -271,4 +271,4 @@ def test_ranks_and_keys_that_do_not_exist() -> None:
     with pytest.raises(PlanError, match=r"there is no rank 5 .* \[0, 1\]"):
         parcels.receive(5, "a")
     with pytest.raises(PlanError, match="a text, a number or a tuple"):
-        parcels._checked(1.5)  # type: ignore[arg-type]
+        parcels._check_key(1.5)  # type: ignore[arg-type]

@@ -235,7 +235,7 @@ def test_layers_that_share_a_weight_stay_together() -> None:
 
 def test_layers_of_siblings_stay_where_their_memory_is() -> None:
     part = object.__new__(LocalLayers)
-    part.holdings, part._bound = Holdings(Grid(1, 2, 0), (0, 1), (Span(0, 3), Span(3, 5))), True
+    part.holdings, part._shares_rank = Holdings(Grid(1, 2, 0), (0, 1), (Span(0, 3), Span(3, 5))), True
     part.check_placement(part.holdings.layers)
     with pytest.raises(PlanError, match="siblings of a job array share the ranks"):
         part.check_placement((Span(0, 2), Span(2, 5)))
