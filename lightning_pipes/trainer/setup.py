@@ -363,7 +363,7 @@ def cut_module(
     setup: ModuleSetup,
     holdings: Holdings,
     plans: Plans,
-    parameter_names: Sequence[tuple[tuple[str, ...], ...]],
+    names_by_optimizer: Sequence[tuple[tuple[str, ...], ...]],
     deferred: DeferredWeights,
 ) -> LocalLayers:
     """Cut the module and its optimizers, and return the layers that this rank keeps.

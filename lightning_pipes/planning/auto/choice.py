@@ -156,7 +156,9 @@ class Option:
     def label(self) -> str:
         """The schedule with its settings, such as "kfkb k=2"; without those that are empty."""
         chosen: dict[str, object] = vars(self.schedule) if is_dataclass(self.schedule) else {}
-        settings = [f"{name}={value}" for name, value in chosen.items() if value not in (None, ()) and value is not False]
+        settings = [
+            f"{name}={value}" for name, value in chosen.items() if value not in (None, ()) and value is not False
+        ]
         return " ".join([self.schedule.name, *settings])
 
 

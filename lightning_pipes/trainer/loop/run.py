@@ -210,12 +210,12 @@ class PipelineRun:
             )
         self.stages = self._make_stages(plan)
         self.loss_weights = None
-        if self.fitting and LossWeights.are_needed(cut.module, check_loss or left_out is not None):
+        if self.fitting and LossWeights.are_needed(cut.module, check_loss or ruled_out is not None):
             sums = self._sums_over_replicas(ranks) if part.sums is None else None  # else each weighs its own batch
             if self.has_last_stage:
                 replicas = ranks.grid.replicas if sums is not None else 1
                 self.loss_weights = LossWeights(cut.module, check_loss, sums, replicas)
-                self.loss_weights.left_out.update(left_out or ())
+                self.loss_weights.ruled_out.update(ruled_out or ())
         make = partial(make_transport, plan, rank, global_ranks, device, control.watch, transport)
         connect = partial(control.watch.call, make)
         self.engine = Engine(

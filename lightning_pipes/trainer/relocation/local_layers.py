@@ -37,7 +37,7 @@ class LocalLayers:
         cut: the module with the layers of this rank.
         hidden: watches what layers leave where others might look for it.
         layouts: of the optimizers.
-        bound: whether siblings share the rank.
+        shares_rank: whether siblings share the rank.
         steps_by_batch: whether batches overlap in an order that each replica decides for itself.
 
     Attributes:
@@ -61,7 +61,7 @@ class LocalLayers:
         layouts: Sequence[OptimizerLayout],
         replicas: Replicas,
         ranks: Ranks,
-        bound: bool,
+        shares_rank: bool,
         steps_by_batch: bool = False,
     ) -> None:
         self.cut, self.holdings, self.hidden = cut, holdings, hidden
