@@ -421,7 +421,7 @@ class Control:
             except RuntimeError as error:
                 ended = error
             self.watch.check()  # out of the clause: a slice that is over is no context of what it raises
-            if work.is_completed() and _broke(work):  # it may have ended just after the slice
+            if work.is_completed() and _has_failed(work):  # it may have ended just after the slice
                 self._raise_reason(ended)
             del ended
             if self._idle is not None:

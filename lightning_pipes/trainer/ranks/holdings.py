@@ -122,7 +122,7 @@ class Holdings:
             ):
                 parts = " and ".join("the code around" if n == OUTSIDE else str(n) for n in sorted(self._parts_of[key]))
                 raise PlanError(
-                    f"{self._names[key]} is shared by layers {parts}, which would be on ranks {who[key]} of the "
+                    f"{self._names[key]} is shared by layers {parts}, which would be on ranks {holders[key]} of the "
                     f"pipeline instead of {positions}. Move layers that share a parameter together, from one rank to "
                     "one other"
                 )
