@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.engine import Cell, gpt_parts, make_problem
+from benchmarks.harness.emulated import sleeping_layer
+from benchmarks.harness.netlab import NetLab
 from benchmarks.papers.kfkb.links import Measured, Trial, bandwidth, measure, ordered
 from lightning_pipes.cost import CostModel
 from lightning_pipes.engine import Item, Stage
