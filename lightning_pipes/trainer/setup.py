@@ -84,7 +84,7 @@ def prepare(context: SetupContext) -> None:
     plans = make_plans(context, setup, decision, holdings)
     make_training = choose_training(context, plans, holdings)
     check_user_callbacks(context, plans, weights, setup.path)
-    part = cut_module(context, setup, holdings, plans, parameter_names, deferred)
+    part = cut_module(context, setup, holdings, plans, names_by_optimizer, deferred)
     run = make_run(context, setup, part, plans, make_training)
     active = activate_run(context, setup, decision, run)
     wrap_steps(context, active, weights)
