@@ -146,7 +146,7 @@ class RemoteTensor(torch.Tensor):
     @property
     def gradient(self) -> RemoteTensor | None:
         """Return the gradient of a trained weight, shown as `grad`."""
-        if not (self.is_whole and self.requires_grad and self._scope.gradients()) or in_grad_norm():
+        if not (self.is_weight_or_gradient and self.requires_grad and self._scope.gradients()) or in_grad_norm():
             return None
         return RemoteTensor.make_like(self.detach(), f"the gradient of {self._name}", self._scope)
 
