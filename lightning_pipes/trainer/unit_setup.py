@@ -453,7 +453,7 @@ class UnitSetup(ModuleSetup):
             )
         elif self._settings.loss == BATCH:
             raise PlanError(
-                f"loss='batch' can't be had for {type(module).__name__}: {found[0]}. Set "
+                f"loss='batch' does not work for {type(module).__name__}: {found[0]}. Set "
                 "PipelineStrategy(microbatches=1)"
             )
 

@@ -294,7 +294,7 @@ def test_auto_add_worker_init_fn(monkeypatch):
 class Halves(private.LoaderOfSamples):
     """Every second entry of the sampler."""
 
-    def wrapped(self, sampler: Any) -> Any:
+    def wrap_sampler(self, sampler: Any) -> Any:
         return list(sampler)[::2]
 
 

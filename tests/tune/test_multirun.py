@@ -240,7 +240,7 @@ def test_a_stranger_does_not_choose_the_directory_of_a_sweep(tmp_path: Path, mon
         if accepted:
             assert Multirun(None, None, config, 1)._folder == str(tmp_path / folder)
             continue
-        with pytest.raises(PlanError, match="set LIGHTNING_PIPES_SECRET"):
+        with pytest.raises(PlanError, match="Set LIGHTNING_PIPES_SECRET"):
             Multirun(None, None, config, 1)
 
 

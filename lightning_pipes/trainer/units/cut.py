@@ -189,12 +189,12 @@ class UnitCut(CutModule):
         """The weights of the local stages by number."""
         return {number: self.full[number] for number in self.local}
 
-    def local_state(self, outside: bool) -> dict[str, Any]:
-        """This rank's part of the state dict: the weights of its stages, and with `outside` what no stage uses."""
+    def select_own(self, state: Mapping[str, Any], outside: bool) -> dict[str, Any]:
+        """Return the entries of this rank's stages, and with `outside` what no stage uses."""
         of_stages = {slot.key for slot in self._slots}
         return {
             key: value
-            for key, value in self.module.state_dict().items()
+            for key, value in state.items()
             if (key in of_stages and key not in self._foreign_keys) or (outside and key not in of_stages)
         }
 

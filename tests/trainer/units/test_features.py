@@ -277,7 +277,7 @@ def refuse(rank: int, folder: str) -> tuple[str, str]:
 
 def test_a_loss_of_whole_batches_that_can_not_be_had(tmp_path: Path) -> None:
     for refused, warned in run_ranks(refuse, 2, str(tmp_path), timeout=120):
-        assert "loss='batch' can't be had for Centres: its samples meet before the last stage" in refused
+        assert "loss='batch' does not work for Centres: its samples meet before the last stage" in refused
         assert "no sum or mean of its losses for parts of them" in warned
 
 
