@@ -32,8 +32,10 @@ if TYPE_CHECKING:  # it takes half a second
 
 FunctionNode: type[Any] = torch._C._FunctionBase
 """The node that an autograd function in Python leaves in the graph."""
+ReentrantCheckpoint: type[Any] = CheckpointFunction
+"""The autograd function of a reentrant checkpoint."""
 CheckpointNode: type[Any] = CheckpointFunction._backward_cls
-"""That of a reentrant checkpoint."""
+"""The node that it leaves."""
 NoSubclassFunctions: Any = torch._C.DisableTorchFunctionSubclass
 """A context in which functions do not go through `__torch_function__` of tensor subclasses."""
 BatchNorm = _BatchNorm
@@ -250,6 +252,12 @@ def replace_checkpoints(make: Any) -> Any:
     before = checkpoint._checkpoint_without_reentrant_generator
     checkpoint._checkpoint_without_reentrant_generator = make
     return before
+
+
+def has_composable_checkpoint(module: nn.Module) -> bool:
+    """Return whether `torch.distributed._composable.checkpoint` was applied to a module itself."""
+    library: Any = sys.modules.get("torch.distributed._composable.contract")
+    return library is not None and "checkpoint" in (library._get_registry(module) or ())
 
 
 def storage_key(tensor: torch.Tensor) -> int:

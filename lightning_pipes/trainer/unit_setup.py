@@ -19,7 +19,7 @@ from lightning_pipes.cost import ModelProfile
 from lightning_pipes.cost.layer import LayerProfile
 from lightning_pipes.engine.compute.profiler import optimizer_state
 from lightning_pipes.engine.compute.rng import RngUse, forked_rng, seed_all
-from lightning_pipes.engine.private_torch import backward_hooks, unsaved_buffers
+from lightning_pipes.engine.private_torch import backward_hooks, has_composable_checkpoint, unsaved_buffers
 from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Span
 from lightning_pipes.planning.planner import planner_of
 from lightning_pipes.trainer import private_lightning as private
@@ -754,6 +754,10 @@ def find_refused(context: SetupContext) -> list[str]:
         refused.append("verify")
     if not (isinstance(request.partition, str) or names_modules(request.partition)):
         refused.append("partition by numbers of layers")
+    hooked = next((path for path, part in context.module.named_modules() if has_composable_checkpoint(part)), None)
+    if hooked is not None:
+        where = f"self.{hooked}" if hooked else "the whole module"
+        refused.append(f"the checkpoint of torch.distributed around {where} (torch.utils.checkpoint does)")
     compiled = next((path for path, part in context.module.named_modules() if private.is_compiled(part)), None)
     if compiled is not None:
         refused.append(f"compile of {f'self.{compiled}' if compiled else 'the whole module'}")

@@ -91,6 +91,14 @@ def test_checkpoint_function_backward_cls():
     assert not isinstance(checkpoint(torch.sin, x, use_reentrant=False).grad_fn, private.CheckpointNode)
 
 
+def test_composable_checkpoint() -> None:
+    from torch.distributed._composable import checkpoint as compose
+
+    module = compose(torch.nn.Linear(2, 2))
+    assert private.has_composable_checkpoint(module)
+    assert not private.has_composable_checkpoint(torch.nn.Linear(2, 2))
+
+
 def test_functions_leave_out_subclasses():
     class Loud(torch.Tensor):
         @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import get_ident
 from types import TracebackType
@@ -15,6 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipes.engine.private_torch import (
+    ReentrantCheckpoint,
     in_functorch,
     is_top_function_mode,
     replace_checkpoints,
@@ -107,9 +108,12 @@ class UnitMode(TorchFunctionMode, ABC):
 
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
             function = before.__get__(None, cls)
-            if self._inside or self._thread != get_ident():
+            if self._thread != get_ident():
                 return function(*args, **kwargs)
-            return self._unit(f"{cls.__name__}.apply", None, function, args, kwargs)
+            with self._open_checkpoint() if cls is ReentrantCheckpoint else nullcontext():
+                if self._inside:
+                    return function(*args, **kwargs)
+                return self._unit(f"{cls.__name__}.apply", None, function, args, kwargs)
 
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
         self._checkpoint_before = replace_checkpoints(self._make_checkpoint)
@@ -157,11 +161,19 @@ class UnitMode(TorchFunctionMode, ABC):
         follows = self._thread == get_ident() and torch.is_grad_enabled()
         return self._run_checkpoint(make, args, kwargs) if follows else make(*args, **kwargs)
 
-    def _run_checkpoint(self, make: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[None]:
+    @contextmanager
+    def _open_checkpoint(self) -> Iterator[bool]:
+        """Number the block as a checkpoint; yields whether it is to run once more in backward."""
         self._checkpoints += not self._depth
         self._depth += 1
         try:
-            if self._depth == 1 and not self.begin_checkpoint():
+            yield self._depth > 1 or self.begin_checkpoint()
+        finally:
+            self._depth -= 1
+
+    def _run_checkpoint(self, make: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[None]:
+        with self._open_checkpoint() as runs_again:
+            if not runs_again:
                 yield
                 return
             around = make(*args, **kwargs)
@@ -172,8 +184,6 @@ class UnitMode(TorchFunctionMode, ABC):
                 around.throw(error)
                 raise
             self._advance(around)
-        finally:
-            self._depth -= 1
 
     def _advance(self, around: Iterator[None]) -> None:
         """Run code of torch around a checkpoint, in which hooks of saved tensors call functions that are no units."""

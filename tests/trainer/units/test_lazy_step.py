@@ -233,10 +233,11 @@ def test_stages_are_exact(name: str, stages: int) -> None:
     check_cut(name, CASES[name], stages)
 
 
-def test_checkpoints_are_parts_and_draw_what_they_draw_in_any_cut() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_are_parts_and_draw_what_they_draw_in_any_cut(reentrant: bool) -> None:
     def make() -> Case:
         torch.manual_seed(0)
-        return CASES["checkpoints in a row"]()._replace(model=Checkpoints(dropout=0.5).double())
+        return CASES["checkpoints in a row"]()._replace(model=Checkpoints(0.5, reentrant).double())
 
     found = record(make())
     borders, held = Borders(found), [unit.held for unit in found.units]
@@ -252,6 +253,14 @@ def test_checkpoints_are_parts_and_draw_what_they_draw_in_any_cut() -> None:
     for other in gradients[1:]:
         assert other.keys() == gradients[0].keys()
         assert all(torch.allclose(other[name], g, rtol=0, atol=1e-12) for name, g in gradients[0].items())
+    changed = []
+    for change in (1e-6, -1e-6):  # backward has to draw what forward has drawn
+        case = make()
+        case.model.get_parameter("inlet.bias").data[0] += change
+        stages = Stages(case, UnitLayout.from_record(found, (0, firsts[1])))
+        changed.append(float(stages.train(case.batch, torch.manual_seed)))
+    slope = float(gradients[0]["inlet.bias"][0])
+    assert (changed[0] - changed[1]) / 2e-6 == pytest.approx(slope, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -284,21 +284,22 @@ class Training(nn.Module):
 class Checkpoints(nn.Module):
     """Checkpoints one behind the other, which take a skip; a reentrant one has its weights in an autograd.Function."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, reentrant: bool = False) -> None:
         super().__init__()
+        self.reentrant = reentrant
         self.inlet, self.scale = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList([perceptron(WIDTH) for _ in range(4)])
         self.last, self.drop = perceptron(), nn.Dropout(dropout)
 
     def run_block(self, number: int, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
         places = torch.arange(len(x))  # of the batch alone, and the first of the block
-        return self.drop(self.blocks[number](x)[places]).tanh() + skip
+        return self.drop(self.blocks[number](self.drop(x))[places]).tanh() + skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inlet(x)
         skip = self.scale(x)
         for number in range(len(self.blocks)):
-            x = checkpoint(self.run_block, number, x, skip, use_reentrant=False)
+            x = checkpoint(self.run_block, number, x, skip, use_reentrant=self.reentrant)
         return checkpoint(self.last, x, use_reentrant=True)
 
 
