@@ -345,7 +345,7 @@ class JobArray(Generic[T]):
         """Run a computation with the sibling's weights on the device, and prefetch the next ones."""
         engine, memory = sibling.engine, self.memory
         assert engine is not None
-        i = engine.upcoming()
+        i = engine.next_ready()
         if i is None:  # more has arrived since, and its policy waits for better
             return
         memory.begin_block(sibling.index, i.stage)

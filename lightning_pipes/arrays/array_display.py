@@ -103,13 +103,13 @@ class ArrayRecord:
 
     def add(self, index: int, engine: Engine) -> None:
         """Add the computations of the engine's open window to sibling number `index`, if it trains."""
-        if not engine.training:
+        if not engine.is_training:
             return
         batch, plan = self._batches[index], engine.plan
         self._batches[index] += 1
         if len(self.events) < KEPT:
             self.events += [
-                e._replace(instruction=e.instruction._replace(job=index, batch=batch)) for e in engine.under_way
+                e._replace(instruction=e.instruction._replace(job=index, batch=batch)) for e in engine.events_so_far
             ]
         cut = self._cuts.get(index)
         if cut is None or cut.rows < plan.jobs[0].rows:

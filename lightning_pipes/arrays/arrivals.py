@@ -35,7 +35,7 @@ class Arrivals(Generic[S]):
         for sibling in siblings:
             if sibling is None or sibling.engine is None or sibling.is_failing or sibling in self._waiting:
                 continue
-            since = sibling.engine.upcoming_since()
+            since = sibling.engine.ready_since()
             if since is not None:
                 found.append((since, sibling))
         self._waiting.extend(sibling for _, sibling in sorted(found, key=itemgetter(0)))

@@ -137,10 +137,15 @@ class Rounds(Generic[S]):
         while self._row:
             sibling, kind = self._row[0]
             engine = sibling.engine
-            over = sibling.is_failing or engine is None or engine.satisfied or (kind is Kind.B and not engine.training)
+            over = (
+                sibling.is_failing
+                or engine is None
+                or engine.is_satisfied
+                or (kind is Kind.B and not engine.is_training)
+            )
             if not over:
                 assert engine is not None
-                if engine.upcoming() is None or not memory.has_room(sibling.index):
+                if engine.next_ready() is None or not memory.has_room(sibling.index):
                     return None
             self._row.popleft()
             if not over:

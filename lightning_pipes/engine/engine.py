@@ -15,7 +15,7 @@ from torch import nn
 from lightning_pipes.cost import Link
 from lightning_pipes.engine.compute.executor import Executor
 from lightning_pipes.engine.compute.order import InstructionOrder, ReadyOrder, StaticOrder
-from lightning_pipes.engine.compute.reducer import ReplicaSums
+from lightning_pipes.engine.compute.reducer import ReplicaAverages
 from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
@@ -132,7 +132,7 @@ class Engine:
         self._memory: LayerMemory | None = None
         self._predictor: PredictorChoice | None = None
         self._stash: VersionMemory | None = None
-        self._sums: ReplicaSums | None = None
+        self._sums: ReplicaAverages | None = None
         self.plan = plan
         self._set_stages(plan, stages)
         self._program = self._prepare_order(plan, order)
@@ -179,7 +179,7 @@ class Engine:
         if item.use is not None and item.use.cut is not None and (self._mirrors is None or not self._is_endless):
             raise PlanError(
                 "a batch has a cut of its own, and layers do not move between batches here: take a policy that does "
-                "not flush, and call `mirror` before, or leave the cut to the plan"
+                "not flush, and call `enable_mirrors` before, or leave the cut to the plan"
             )
         if item.use is not None and item.use.delays and isinstance(self._program, Program):
             raise PlanError(
@@ -206,8 +206,8 @@ class Engine:
     def progress(self, wait: bool = True) -> bool:
         """Run the instructions that can run for the batches injected so far; return whether any did.
 
-        With `wait` it returns when all of them are through as far as the order allows without another batch, else
-        when it would have to wait for a message; and before that where the order asks for another batch.
+        It returns where the order needs another batch. Without `wait` it also returns where it would block on a
+        message.
 
         Raises:
             PeerFailure: another rank failed.
@@ -224,7 +224,7 @@ class Engine:
             self._window.order.close()
 
     @property
-    def satisfied(self) -> bool:
+    def is_satisfied(self) -> bool:
         """Whether nothing is left to run without another batch."""
         return self._window is None or self._window.order.is_satisfied
 
@@ -238,11 +238,11 @@ class Engine:
         self._discard()
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether a window is open: batches were injected and not drained."""
         return self._window is not None
 
-    def mirror(self, mirrors: Mirrors, layers: Mapping[int, nn.Module]) -> None:
+    def enable_mirrors(self, mirrors: Mirrors, layers: Mapping[int, nn.Module]) -> None:
         """Allow batches with cuts of their own, from the next window on.
 
         Layers go to the ranks where batches use them, and are at home again when the window is drained.
@@ -258,7 +258,7 @@ class Engine:
         self._mirrors = mirrors, layers
         self._equip_stages()
 
-    def take_turns(self, memory: LayerMemory, predictor: PredictorChoice | None = None) -> None:
+    def enable_offload(self, memory: LayerMemory, predictor: PredictorChoice | None = None) -> None:
         """Load the layers that batches use to the device on demand, from the next window on.
 
         Args:
@@ -272,7 +272,7 @@ class Engine:
         self._memory, self._predictor = memory, predictor
         self._equip_stages()
 
-    def average_over_replicas(self, sums: ReplicaSums) -> None:
+    def average_over_replicas(self, sums: ReplicaAverages) -> None:
         """Average the gradients of each batch over replicas, from the next window on.
 
         Raises:
@@ -283,7 +283,7 @@ class Engine:
         self._sums = sums
         self._equip_stages()
 
-    def stash(self, memory: VersionMemory) -> None:
+    def offload_versions(self, memory: VersionMemory) -> None:
         """Keep the weight versions of stages that recompute in `memory`, from the next window on.
 
         Raises:
@@ -326,7 +326,7 @@ class Engine:
         return self._rank
 
     @property
-    def training(self) -> bool:
+    def is_training(self) -> bool:
         """Whether the open window has backwards."""
         return self._window is not None and self._window.training
 
@@ -336,23 +336,23 @@ class Engine:
         return self._window is not None and self._window.executor.holds_weights
 
     @property
-    def under_way(self) -> list[Event]:
+    def events_so_far(self) -> list[Event]:
         """Events of this rank in the open window so far; `events` once it is drained."""
         return [] if self._window is None else list(self._window.executor.events)
 
-    def upcoming(self) -> Instruction | None:
+    def next_ready(self) -> Instruction | None:
         """Return an instruction that can be run now; None if there is none."""
         window = self._window
         return (
             None if window is None else window.order.next_instruction(self._transport.mailbox, window.executor.window)
         )
 
-    def upcoming_since(self) -> int | None:
-        """Return when `upcoming` became ready, in nanoseconds of the monotonic clock; None if there is nothing.
+    def ready_since(self) -> int | None:
+        """Return when `next_ready` became ready, in nanoseconds of the monotonic clock; None if there is nothing.
 
         What waits for no message is ready now: it follows what this rank has just done.
         """
-        i = self.upcoming()
+        i = self.next_ready()
         if i is None or self._window is None:
             return None
         return self._transport.mailbox.arrival_time((self._window.executor.window, i)) or time.monotonic_ns()
@@ -361,7 +361,7 @@ class Engine:
         """Run what comes next, to the end of one computation and its sends. The caller's random state changes."""
         window, computed = self._window, False
         assert window is not None, "nothing was injected"
-        while (i := self.upcoming()) is not None and not (computed and i.kind not in _AFTER):
+        while (i := self.next_ready()) is not None and not (computed and i.kind not in _AFTER):
             computed = computed or i.kind not in SENDS | RECEIVES
             self._run(window, i)
 

@@ -85,8 +85,8 @@ NO_SPAN = Span(0, 0)
 class Instruction(NamedTuple):
     """`kind` on `stage`, for the samples `span` of batch number `batch` of job `job`.
 
-    `batch` counts from the start of the window, the batches between two flushes. A STEP concerns the whole batch and
-    has no span.
+    `batch` counts from the start of the window, the batches between two flushes. A STEP steps by the whole batch: its
+    span is empty.
     """
 
     kind: Kind

@@ -14,7 +14,7 @@ from lightning_pipes.ir.program import Program
 from lightning_pipes.ir.stream import LayerUse, LayerVersion
 
 
-class Traits:
+class ScheduleTraits:
     """The properties of a schedule or a policy besides its order; each has a default that a class may override.
 
     Attributes:
@@ -66,7 +66,7 @@ class Traits:
         return None
 
 
-class Schedule(Traits, ABC):
+class Schedule(ScheduleTraits, ABC):
     """A fixed order: it turns a plan into a program. A subclass is frozen, and its fields are its settings."""
 
     @abstractmethod
@@ -97,7 +97,7 @@ class RankView:
     versions: Mapping[str, LayerVersion] = field(default_factory=dict)
 
 
-class Policy(Traits, ABC):
+class Policy(ScheduleTraits, ABC):
     """An order that is not fixed in advance: a policy picks the next instruction of a rank.
 
     Frozen and without memory of its own, so that simulator and executor ask the same question and get the same
@@ -119,7 +119,7 @@ class Policy(Traits, ABC):
         return not self.flushes
 
     @property
-    def cuts_batches(self) -> bool:
+    def moves_layers_by_batch(self) -> bool:
         """Whether `cut` is called: batches that do not flush may then have other stages than the plan's."""
         return False
 

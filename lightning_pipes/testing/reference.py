@@ -124,7 +124,7 @@ class Loopback:
         self.progress()
         self.progress()  # layers on other ranks return when all ranks have sent them
         for rank, engine in enumerate(self.engines):
-            assert engine.satisfied, f"rank {rank} still waits, and so do all others"
+            assert engine.is_satisfied, f"rank {rank} still waits, and so do all others"
             engine.drain()
 
     def adopt(self, plan: Plan, order: Program | Policy) -> None:

@@ -64,11 +64,11 @@ class ActiveRun:
             return take_step(lambda: result)
         private.before_step(host.precision_plugin, run.cut.module, optimizer)
         number, which = run.trainer.fit_loop.total_batch_idx, host.optimizers.index(optimizer)
-        moving.defer_step(number, which, optimizer, run.part.holdings.local)
+        moving.defer_step(number, which, optimizer, run.local_layers.holdings.local)
         return result
 
     def close(
-        self, host: PipelineHost, links: Connections, ranks: Ranks | None, gather: str
+        self, host: PipelineHost, connections: Connections, ranks: Ranks | None, gather: str
     ) -> tuple[Sequence[Sequence[Window]], RunInfo] | None:
         """End the run, and return its windows with facts, as `gather_run` gives them.
 
@@ -77,9 +77,9 @@ class ActiveRun:
         """
         reported = None
         if ranks is not None:
-            about = describe_run(host, links.n_trainings)
+            about = describe_run(host, connections.n_siblings)
             reported = gather_run(self.run, ranks.pipeline, host.optimizers, ranks.device, gather, about)
-            links.check()
+            connections.check()
             memory_text = "" if reported is None else describe_memory(*reported)
             if memory_text:
                 rank_zero_info(memory_text)
@@ -149,10 +149,10 @@ def gather_run(
             run.weighed_by,
             read_peak_bytes(device),
         )
-    unsaved = run.cut.unsaved(run.part.holdings.local)
+    unsaved = run.cut.unsaved(run.local_layers.holdings.local)
     gathered = pipeline.all_gather((unsaved, facts))
     run.cut.take_unsaved({k: v for buffers, _ in gathered for k, v in buffers.items() if k not in unsaved})
-    gather_layers(run.part, pipeline, gather)
+    gather_layers(run.local_layers, pipeline, gather)
     if facts is None:
         return None
     ranks = [gathered[pipeline.ranks.index(rank)][1] for rank in run.global_ranks]

@@ -98,14 +98,14 @@ class SetupContext:
         return self.session.ranks
 
     @property
-    def links(self) -> Connections:
+    def connections(self) -> Connections:
         """The connections to the other ranks."""
-        return self.session.links
+        return self.session.connections
 
     @property
     def shares_ranks(self) -> bool:
         """Whether siblings of a job array share the ranks."""
-        return self.links.turns is not None
+        return self.connections.turns is not None
 
 
 @dataclass(frozen=True)
@@ -205,12 +205,12 @@ class ContainerSetup(ModuleSetup):
 
     def decide(self) -> Decision:
         """Return the decision: as asked for, as measured where something is trained, or as siblings have made it."""
-        grid, links = self._ranks.grid, self._context.links
-        request = self._resume_cut(links.complete_request(self._request, grid.n_planned))
+        grid, connections = self._ranks.grid, self._context.connections
+        request = self._resume_cut(connections.complete_request(self._request, grid.n_planned))
         least = LEAST_FOR_STATISTICS if batch_statistics(self._layers) else 1
         plain = request.unmeasured(layer_sizes(self._layers), grid.n_planned, least, grid.degrees)
         measures = self._context.is_fitting and not grid.degrees
-        return links.agree_on_decision(
+        return connections.agree_on_decision(
             self._module, plain, lambda: self._measure(request, plain) if measures else plain
         )
 
@@ -248,7 +248,9 @@ class ContainerSetup(ModuleSetup):
 
     def make_hidden_state(self, holdings: Holdings) -> HiddenState:
         """Return what watches objects that layers of several stages share."""
-        return HiddenState(self._module, self.path, holdings, self._ranks.pipeline, self._context.links.check_later)
+        return HiddenState(
+            self._module, self.path, holdings, self._ranks.pipeline, self._context.connections.check_later
+        )
 
     def cut(self, local: Sequence[int]) -> CutModule:
         """Put the `local` layers in the place of the container."""

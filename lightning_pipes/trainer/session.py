@@ -1,4 +1,4 @@
-"""The time from connecting to the next connecting: this rank and the others of its run."""
+"""A session: what one rank shares with the others from one connection to the next."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class StepCount:
 
 
 class Session:
-    """The time from `setup_environment` of a strategy to the next one: connections, and common decisions.
+    """Holds connections and common decisions, from `setup_environment` of a strategy to the next call of it.
 
     Every stage holds the same values, so averages are over replicas.
 
@@ -105,7 +105,7 @@ class Session:
         local_size: how many of the ranks are on this node.
 
     Attributes:
-        links: to the other ranks; they have to be left, also where `connect` fails.
+        connections: to the other ranks. Release them even where `connect` fails.
         status: of this rank.
         is_connected: whether `connect` has ended, so that there are `ranks`, `replicas` and `checkpointing`.
         cut: the module as it is cut; None before that, and when the run has ended.
@@ -139,18 +139,18 @@ class Session:
         self._needs_process_group = not private.distributed_is_initialized()
         if self._needs_process_group:
             self._open_store()
-        self.links = make_connections(trainer, grid.rank, grid.size, self._make_watch)
-        self.status = RankStatus(self.links.report_failure)
+        self.connections = make_connections(trainer, grid.rank, grid.size, self._make_watch)
+        self.status = RankStatus(self.connections.report_failure)
 
     def connect(self, threads: Threads, writing: CheckpointWriter) -> None:
         """Connect this rank with the others. Collective."""
         grid, settings = self._grid, self._settings
         if self._needs_process_group:
             self._make_process_group()
-        control = self.links.connect(self._make_control)
+        control = self.connections.connect(self._make_control)
         threads.share_cores(control)
         self.ranks = Ranks(grid, self._device, control, control.split(grid.pipelines))
-        self.links.connect_eagerly(self.ranks.pipeline)
+        self.connections.connect_eagerly(self.ranks.pipeline)
         module = self._trainer.lightning_module
         self.replicas = Replicas(grid, control, self._device, has_mesh=is_overridden("configure_model", module))
         private.set_device_mesh(module, self.replicas.mesh)
@@ -166,7 +166,7 @@ class Session:
 
     def barrier(self, name: str | None) -> None:
         """Wait for all ranks, where they wait for each other at the barrier of that name."""
-        if self.links.waits_at(name):
+        if self.connections.waits_at(name):
             self.control.barrier()
 
     def reduce_decision(self, decision: bool, all: bool) -> bool:
@@ -175,7 +175,7 @@ class Session:
 
     def gather_timing(self, own: Share) -> Timing:
         """Return where the time of a window went on all ranks of the pipeline."""
-        return Timing.from_shares(self.ranks.pipeline.all_gather(own), self.links.n_trainings == 1)
+        return Timing.from_shares(self.ranks.pipeline.all_gather(own), self.connections.n_siblings == 1)
 
     def _open_store(self) -> None:
         """Give the ranks a store to meet in, where there is no process group yet."""
@@ -194,7 +194,7 @@ class Session:
 
     def _make_process_group(self) -> None:
         """Create the default process group, once all ranks have joined."""
-        watch, device, timeout = self.links.watch, self._device, self._settings.timeout
+        watch, device, timeout = self.connections.watch, self._device, self._settings.timeout
         watch.wait_for_ranks(timeout.total_seconds(), StartupWatch().check, exited_ranks)
         fault_point("process_group")
         atexit.register(_destroy_process_groups)

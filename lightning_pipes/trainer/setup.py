@@ -241,7 +241,7 @@ def choose_container(context: SetupContext) -> str:
         return named if named == WHOLE else find_pipelined(module, named)
     find = partial(find_container, context.trainer, module, session.control, context.ranks.device)
     try:
-        return context.links.agree_on_container(module, find)
+        return context.connections.agree_on_container(module, find)
     except NoContainerError as why:
         rank_zero_info(f"{str(why).partition('. ')[0]}: it is cut by units")
         return WHOLE
@@ -327,7 +327,7 @@ def _check_stream(context: SetupContext, schedule: Schedule | Policy, holdings: 
             f"schedule {schedule.name!r} steps stages apart, and shard_optimizer=True shards the steps of schedules "
             "that flush between batches; use one of them, such as '1f1b', or leave shard_optimizer out"
         )
-    context.links.check_endless(schedule.name)
+    context.connections.check_endless(schedule.name)
     named = context.module.named_parameters()
     holders = holdings.holders
     tied = [n for n, p in named if p.requires_grad and len(holders.get(id(p), ())) > 1 and not holdings.in_one_stage(p)]
@@ -409,7 +409,7 @@ def make_run(
     return PipelineRun(
         context.trainer,
         context.ranks,
-        context.links,
+        context.connections,
         part,
         plans,
         setup.make_steps(part, plans.for_rows(plans.trial_rows)[0], seed),
@@ -424,13 +424,13 @@ def make_run(
 
 def activate_run(context: SetupContext, setup: ModuleSetup, decision: Decision, run: PipelineRun) -> ActiveRun:
     """Return the run with its watchers, its stops and its evaluation, and make it that of the session."""
-    host, ranks, links, patches = context.host, context.ranks, context.links, context.patches
+    host, ranks, connections, patches = context.host, context.ranks, context.connections, context.patches
     at_once = context.writing.at_once
-    stops = StopAgreement(context.trainer, ranks.control, at_once, lambda: links.is_terminated_by_signal, patches)
-    prediction, holdings = None, run.part.holdings
+    stops = StopAgreement(context.trainer, ranks.control, at_once, lambda: connections.is_terminated_by_signal, patches)
+    prediction, holdings = None, run.local_layers.holdings
     if context.is_fitting:
         stays = bool(holdings.tied) or context.shares_ranks
-        prediction = Prediction(decision, ranks, links.n_trainings == 1, stays, setup.profiles.forget_profile)
+        prediction = Prediction(decision, ranks, connections.n_siblings == 1, stays, setup.profiles.forget_profile)
     uncompared, by_units = setup.explain_uncompared_loss(holdings), setup.path == WHOLE
     run.watchers = default_watchers(run, context.settings.check_loss, by_units, uncompared, prediction)
     context.session.active_run = active = ActiveRun(run, stops, Evaluation(run))
@@ -443,7 +443,7 @@ def activate_run(context: SetupContext, setup: ModuleSetup, decision: Decision, 
 def wrap_steps(context: SetupContext, active: ActiveRun, weights: WholeWeights) -> None:
     """Have what Lightning and the user do around steps hold for all ranks."""
     session, ranks, patches = context.session, context.ranks, context.patches
-    run, part = active.run, active.run.part
+    run, part = active.run, active.run.local_layers
     if ranks.grid.length > 1 and context.is_fitting:
         check_steps_apart(part.optimizers, run.is_asynchronous)
     holders = ranks.control if weights.is_sharded else ranks.pipeline
@@ -458,7 +458,7 @@ def wrap_steps(context: SetupContext, active: ActiveRun, weights: WholeWeights) 
         agree()
 
     wrap_hooks(context.trainer, run, ranks.pipeline, holders, verify_and_agree, context.start_epoch, patches)
-    if run.steps.may_skip_batches and context.is_fitting:
+    if run.user_steps.may_skip_batches and context.is_fitting:
         patches.callback(private.allow_skipped_batches(context.trainer))
     limit_metric_sync(context.module, session.replicas.group, patches)
     patches.callback(private.forget_run_data, context.trainer)
@@ -490,15 +490,15 @@ def wrap_hooks(
         agree: has ranks agree on stopping, after the hooks at which they do.
         start_epoch: called when an epoch has begun.
     """
-    module, callbacks, scope, part = run.cut.module, private.callbacks(trainer), run.cut.scope, run.part
+    module, callbacks, scope, part = run.cut.module, private.callbacks(trainer), run.cut.scope, run.local_layers
     HookClipping(lambda: part.parameters, scope, part.holdings, None if run.is_asynchronous else holders, patches)
     track_hooks(module, callbacks, scope, patches)
     OptimizersView(part.layouts, scope, patches, run.training_loop.why_no_state, run.list_parameters, part.adopt_groups)
     step_whole = not run.is_asynchronous or isinstance(run.plans.schedule, Schedule)
     track_optimizer_steps(part.optimizers, scope, patches, step_whole)
-    synchronise = partial(run.state.synchronise_ranks, pipeline, run.last_rank, run.last)
+    synchronise = partial(run.state.synchronise_ranks, pipeline, run.last_rank, run.is_last_rank)
     followed = partial(run.state.follow_hook, synchronise=synchronise)
-    wrap_module_hooks(module, patches, followed, run.last, run.is_asynchronous, agree, start_epoch)
+    wrap_module_hooks(module, patches, followed, run.is_last_rank, run.is_asynchronous, agree, start_epoch)
     if run.is_asynchronous:  # where stages step apart, each logs for itself
         check_clearing(module, run.plans.schedule.name, patches)
     else:

@@ -84,8 +84,8 @@ class PipelineStrategy(PipelineHost):
     Args:
         schedule: the name of an installed schedule, or a Schedule or Policy of your own; "auto" chooses one when `fit`
             starts, with micro-batches, recomputation and cut, by simulating what the measured layers would take.
-        microbatches: pieces of a batch, of one sample or more; by default two for every stage, or the best number with
-            schedule="auto".
+        microbatches: pieces of a batch, of one sample or more. The default is two for every stage, one for "csp", and
+            the best number with schedule="auto".
         data_parallel: replicas of the whole pipeline, each with its share of the data, as under DDP. The processes are
             shared out to them, consecutive ones to one pipeline. A list gives each stage of one pipeline its number of
             processes, such as [2, 1]: then the samples of each micro-batch are shared out among those of a stage.
@@ -331,7 +331,7 @@ class PipelineStrategy(PipelineHost):
         warn_if_untested()
         before, self._session = self._session, None
         if before is not None and before.is_connected:
-            before.links.renew_control(before.control)
+            before.connections.renew_control(before.control)
         device, local_size = self.root_device, self.num_processes
         if self._stages is not None and self.world_size > 1:
             hosts = [str(rank // local_size) for rank in range(self.world_size)]
@@ -395,16 +395,16 @@ class PipelineStrategy(PipelineHost):
         if session is not None:
             session.verifier = None
             if session.is_connected:
-                session.checkpointing.finish(self._is_cut_off)
-            session.links.release_state()
+                session.checkpointing.finish(self._is_isolated)
+            session.connections.release_state()
         ended = False
         if current is not None:
             current.run.settle_layers()
-            ended = not self._is_cut_off
-            links, ranks = self.session.links, self.session.ranks if ended else None
-            self._reported = current.close(self, links, ranks, self._settings.gather) or self._reported
+            ended = not self._is_isolated
+            connections, ranks = self.session.connections, self.session.ranks if ended else None
+            self._reported = current.close(self, connections, ranks, self._settings.gather) or self._reported
         if session is not None:
-            session.links.release_control(session.control if session.is_connected else None, self._is_cut_off)
+            session.connections.release_control(session.control if session.is_connected else None, self._is_isolated)
         if module is not None and not has_meta(module):
             module.cpu()
         if cut is not None:
@@ -416,7 +416,7 @@ class PipelineStrategy(PipelineHost):
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             assert part is not None
             part.teardown()
-        if current is not None and not self._is_cut_off:
+        if current is not None and not self._is_isolated:
             current.stops.end_run()
 
     @property
@@ -481,7 +481,7 @@ class PipelineStrategy(PipelineHost):
             step = named_step(self.lightning_module, name)
             active = self._required_run
             output = active.evaluation.evaluate(step, context, *_batch_and_arguments(args, kwargs))
-            if not active.run.fitting:
+            if not active.run.is_fitting:
                 active.stops.agree_to_leave(self.session.ranks.pipeline)
             return output
 
@@ -535,13 +535,13 @@ class PipelineStrategy(PipelineHost):
 
     def on_validation_end(self) -> None:
         current = self._active_run
-        if current is not None and current.run.fitting:
+        if current is not None and current.run.is_fitting:
             current.stops.agree_on_stop()
 
     def _start_epoch(self) -> None:
         self.session.checkpointing.data.epoch_starts(self._trainer)
         broadcast_random_state(self.control, self.root_device)
-        self.current_run.part.buffers.start_epoch()
+        self.current_run.local_layers.buffers.start_epoch()
 
     # ---- what users and callbacks ask
 
@@ -583,7 +583,7 @@ class PipelineStrategy(PipelineHost):
             PipelineError: the ranks do not agree.
         """
         run = None if self._active_run is None else self._active_run.run
-        if run is None or not run.fitting:
+        if run is None or not run.is_fitting:
             raise PlanError("a schedule can be adopted while trainer.fit runs only")
         adopt_plan(run, self.control, schedule, microbatches, plan)
         self.schedule = run.plans.schedule
@@ -646,7 +646,7 @@ class PipelineStrategy(PipelineHost):
         module, cut = self._module, self._cut or self._spread
         if cut is None or cut.module is not module:
             return module.state_dict()
-        if self._is_cut_off:
+        if self._is_isolated:
             return cut.local_state(outside=True)
         if self._active_run is not None:
             self._active_run.run.drain()
@@ -660,10 +660,10 @@ class PipelineStrategy(PipelineHost):
         if sys.exc_info()[1] is None:
             self.session.status.check()
         checkpointing = self.session.checkpointing
-        checkpointing.finish(self._is_cut_off)
+        checkpointing.finish(self._is_isolated)
         path, running = self.broadcast(checkpoint_path), self._active_run is not None
         checkpoint = checkpointing.load(path, weights_only, self._module, running, super().load_checkpoint)
-        if self._is_cut_off:
+        if self._is_isolated:
             checkpointing.meet_after_failure()
         self.barrier()  # a caller that removes the file must wait for all ranks
         return checkpoint
@@ -679,7 +679,7 @@ class PipelineStrategy(PipelineHost):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         plain = private.plain_optimizer(optimizer)
         with nullcontext() if self._cut is None else self._scope.suspend_hooks():  # a hook may save a checkpoint
-            if self._is_cut_off:
+            if self._is_isolated:
                 return plain.state_dict()
             number = next(n for n, o in enumerate(self.optimizers) if private.plain_optimizer(o) is plain)
             return self.session.checkpointing.optimizer_state(plain, self.session.layouts[number])
@@ -700,12 +700,12 @@ class PipelineStrategy(PipelineHost):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         checkpointing, current = self._session.checkpointing, self._active_run
-        if self._is_cut_off and current is not None and self.world_size > 1:
+        if self._is_isolated and current is not None and self.world_size > 1:
             session, run = self._session, current.run
             raised = sys.exc_info()[1]
             if raised is not None:
                 session.status.report_failure(raised)  # others may wait for this rank, and are to save their parts, too
-            may_join = session.links.n_trainings == 1 and not run.is_asynchronous and not has_shards(self._module)
+            may_join = session.connections.n_siblings == 1 and not run.is_asynchronous and not has_shards(self._module)
             may_join = may_join and not run.relocation.is_moving
             checkpointing.save_after_failure(
                 checkpoint,
@@ -717,7 +717,7 @@ class PipelineStrategy(PipelineHost):
                 storage_options,
             )
             return
-        training = current is not None and current.run.fitting and not self._is_cut_off
+        training = current is not None and current.run.is_fitting and not self._is_isolated
         cut = self._cut or self._spread
         checkpointing.save(checkpoint, filepath, self._trainer, cut, training, storage_options)
 
@@ -725,23 +725,23 @@ class PipelineStrategy(PipelineHost):
         """Remove a checkpoint, unless this rank has failed and its part does not replace a whole one."""
         if self._session is None or not self._session.is_connected:  # nothing has run yet
             super().remove_checkpoint(filepath)
-        elif self.is_global_zero and (not self._is_cut_off or self._session.checkpointing.joins_parts):
+        elif self.is_global_zero and (not self._is_isolated or self._session.checkpointing.joins_parts):
             self._session.checkpointing.remove(filepath)
 
     # ---- what ranks decide together; every stage holds the same values, so averages are over replicas
 
     def barrier(self, name: str | None = None) -> None:
-        if not self._is_cut_off:
+        if not self._is_isolated:
             self.session.barrier(name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._is_cut_off else self.control.broadcast(obj, src)
+        return obj if self._is_isolated else self.control.broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return tensor if self._is_cut_off else self.session.replicas.reduce(tensor, group, reduce_op)
+        return tensor if self._is_isolated else self.session.replicas.reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision if self._is_cut_off else self.session.reduce_decision(decision, all)
+        return decision if self._is_isolated else self.session.reduce_decision(decision, all)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         return self.session.replicas.all_gather(tensor, group, sync_grads)
@@ -759,7 +759,7 @@ class PipelineStrategy(PipelineHost):
             self._session.status.report_failure(exception)
 
     @property
-    def _is_cut_off(self) -> bool:
+    def _is_isolated(self) -> bool:
         """Whether the other ranks can't be counted on: before they are connected, or once this one is failing."""
         session = self._session
         if session is None or not session.is_connected or session.status.error is not None:

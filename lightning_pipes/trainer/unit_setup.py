@@ -168,11 +168,11 @@ class UnitSetup(ModuleSetup):
                 f"by units, and {' and '.join(refused)} does not work with these. Leave it out, or put the layers into "
                 "one nn.Sequential: PipelineStrategy(module='path.to.it')"
             )
-        return context.links.complete_request(request, self._ranks.grid.length)
+        return context.connections.complete_request(request, self._ranks.grid.length)
 
     def decide(self) -> Decision:
         """Return the decision: a layer for each stage."""
-        parts, ranks, request = self._layout.n_stages, self._ranks.grid.length, self._request
+        parts, ranks, request = self._layout.n_parts, self._ranks.grid.length, self._request
         if self.end is not None:
             request = replace(request, schedule=find_schedule("gpipe", {}))
         elif self._settings.loss == BATCH:
@@ -195,12 +195,12 @@ class UnitSetup(ModuleSetup):
                 f"{type(self._module).__name__} is cut by units"
             )
         decision = replace(decision, pieces=self._pieces)
-        return self._context.links.agree_on_decision(self._module, decision, lambda: decision)
+        return self._context.connections.agree_on_decision(self._module, decision, lambda: decision)
 
     def index_parameters(self, holdings: Holdings) -> None:
         """Tell `holdings` the stages that use each parameter."""
         names = {id(p): name for name, p in self._module.named_parameters()}
-        holdings.index_weights(self._module, lambda _, p: self._layout.stages_of.get(names[id(p)], ()))
+        holdings.index_weights(self._module, lambda _, p: self._layout.parts_of.get(names[id(p)], ()))
 
     def group_parts(self) -> Mapping[int, Iterable[nn.Module]]:
         """Return each part by itself, for units of a part may be on several stages."""
@@ -211,18 +211,18 @@ class UnitSetup(ModuleSetup):
         local, ranks = {*holdings.local}, self._ranks
         unsaved = {id(p._buffers[name]) for p in self._module.modules() for name in unsaved_buffers(p)}
         named = (*self._module.named_parameters(), *self._module.named_buffers())
-        stages = ((t, self._layout.stages_of.get(name)) for name, t in named)
+        stages = ((t, self._layout.parts_of.get(name)) for name, t in named)
         foreign = {id(t) for t, used in stages if used and not local & {*used}} - unsaved
         deferred.make_tensors(lambda tensor: id(tensor) not in foreign, self._settings.seed, ranks)
 
     def make_hidden_state(self, holdings: Holdings) -> NoHiddenState:
         """Return what watches nothing: units pass what they share."""
-        return NoHiddenState(holdings, self._ranks.pipeline, self._context.links.check_later)
+        return NoHiddenState(holdings, self._ranks.pipeline, self._context.connections.check_later)
 
     def cut(self, local: Sequence[int]) -> UnitCut:
         """Return the module with the weights of the `local` stages alone."""
         module, layout = self._module, self._layout
-        spread = WHOLE, tuple(sorted(local)), layout.stages_of, self._starts, layout.n_stages
+        spread = WHOLE, tuple(sorted(local)), layout.parts_of, self._starts, layout.n_parts
         check_same_cut(module, spread, self._ranks.control)
         return UnitCut(module, layout, self._weights, local, self._ranks.device, spread, self._moves_parts)
 

@@ -52,7 +52,7 @@ class CSP(Policy):
         return self.split_backward
 
     @property
-    def cuts_batches(self) -> bool:
+    def moves_layers_by_batch(self) -> bool:
         return self.balanced
 
     def cut(self, use: LayerUse, cost: Callable[[str], float], plan: Plan) -> tuple[Span, ...] | None:

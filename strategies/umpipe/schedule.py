@@ -18,7 +18,7 @@ from lightning_pipes.ir import (
     Rule,
     RulePolicy,
     Schedule,
-    Traits,
+    ScheduleTraits,
     check_count,
     check_fields,
     check_one_batch,
@@ -33,7 +33,7 @@ LARGEST = 2048
 
 
 @dataclass(frozen=True)
-class UnequalMicrobatches(Traits):
+class UnequalMicrobatches(ScheduleTraits):
     """The settings of both orders: how many micro-batches each stage makes of a batch, and each link in messages.
 
     Where it is not set, the planner decides by what layers and links take: see `UnequalPlanner`.

@@ -160,7 +160,7 @@ def test_what_came_first_is_computed_first() -> None:
     since: list[int | None] = [30, None, 10, 20]
 
     def sibling(index: int) -> Any:
-        engine = SimpleNamespace(upcoming_since=lambda: since[index])
+        engine = SimpleNamespace(ready_since=lambda: since[index])
         return SimpleNamespace(index=index, engine=engine, is_failing=False)
 
     siblings = [sibling(index) for index in range(4)]
@@ -203,7 +203,7 @@ def in_rounds(rank: int, jobs: list[Job], size: int) -> tuple[Any, ...]:
 
     def watched(sibling: Sibling[Any]) -> None:
         compute(sibling)
-        training = [s for s in array._running.values() if s.engine is not None and s.engine.training]
+        training = [s for s in array._running.values() if s.engine is not None and s.engine.is_training]
         found = {s.index: [p.grad for p in s.trainer.lightning_module.parameters()] for s in training if s.trainer}
         gradients.append({n: sum(g.nbytes for g in each if g is not None) for n, each in found.items()})
 

@@ -72,9 +72,9 @@ def poll(rank: int, transport_name: str) -> bool:
     engine.inject(Item(0, ROWS, batch()))
     engine.end_window()
     deadline = time.monotonic() + scale_timeout(20)
-    while not engine.satisfied and time.monotonic() < deadline:
+    while not engine.is_satisfied and time.monotonic() < deadline:
         engine.progress(wait=False)
-    done = engine.satisfied
+    done = engine.is_satisfied
     if done:
         engine.drain()
     engine.close()

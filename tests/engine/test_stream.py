@@ -346,9 +346,9 @@ def test_depth_is_what_may_be_under_way() -> None:
     pipe = Loopback(plan, Jumbled(depth=3), lambda r: stages_of(plan, r, layers))
     engine = pipe.engines[1]  # gets nothing as long as the first stage does not run
     for number in range(3):
-        assert engine.satisfied
+        assert engine.is_satisfied
         engine.inject(item(number, plan))
-    assert not engine.satisfied
+    assert not engine.is_satisfied
 
 
 def test_nothing_is_kept_of_batches_that_are_over() -> None:

@@ -30,7 +30,7 @@ class MovesLayers(Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         strategy = trainer.strategy
         wanted, plan = self._rng.random() < OFTEN, strategy.current_run.engine.plan
-        layers = len(strategy.current_run.part.cut.full)
+        layers = len(strategy.current_run.local_layers.cut.full)
         ends = [0, *sorted(self._rng.choices(range(layers + 1), k=plan.n_stages - 1)), layers]
         if wanted:
             with suppress(PlanError):  # layers that share a parameter stay together
@@ -47,7 +47,7 @@ class KeepsCuts(Callback):
         self._cuts: list[tuple[int, ...]] = []
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self._cuts.append(tuple(span.start for span in trainer.strategy.current_run.part.holdings.layers[1:]))
+        self._cuts.append(tuple(span.start for span in trainer.strategy.current_run.local_layers.holdings.layers[1:]))
 
     @property
     def moved(self) -> dict[int, tuple[int, ...]]:

@@ -44,7 +44,7 @@ class Sees(Callback):
         self.consistent: list[bool] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        holdings, layers = trainer.strategy.current_run.part.holdings, module.model._modules
+        holdings, layers = trainer.strategy.current_run.local_layers.holdings, module.model._modules
         self.layers.append([tuple(span) for span in holdings.layers])
         here = [n for n, p in module.named_parameters() if n.startswith("model.") and not p.is_meta]
         names = {id(p): n for n, p in module.named_parameters()}
@@ -124,7 +124,7 @@ class Layers(Callback):
         self.found: list[Any] = []
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.found.append([tuple(span) for span in trainer.strategy.current_run.part.holdings.layers])
+        self.found.append([tuple(span) for span in trainer.strategy.current_run.local_layers.holdings.layers])
 
 
 def accumulating(rank: int) -> list[Any]:

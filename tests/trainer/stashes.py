@@ -46,7 +46,7 @@ class Counts(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
         run = trainer.strategy.current_run
-        self.layers.add(run.part.holdings.layers)
+        self.layers.add(run.local_layers.holdings.layers)
         for stage in run.stages.values():
             found = 1 + len(getattr(stage.weights, "_kept", ()))
             self.most = max(self.most, found)

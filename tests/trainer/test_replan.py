@@ -75,7 +75,7 @@ class Sees(Callback):
         _slow["rank"] = 0 if len(self.sizes) >= SLOW_FROM else -1  # the last stage is on the first process
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.sizes.append([span.rows for span in trainer.strategy.current_run.part.holdings.layers])
+        self.sizes.append([span.rows for span in trainer.strategy.current_run.local_layers.holdings.layers])
 
 
 def faked(self: Any, pieces: int | None, split: bool) -> ModelProfile:

@@ -95,7 +95,7 @@ def train(rank: int, ranks: int, subnets: int, by_subnet: bool) -> tuple[float, 
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             begun.append(time.monotonic())
-            part = trainer.strategy.current_run.part
+            part = trainer.strategy.current_run.local_layers
             begun.append(part.bulk_transfer.traffic.sent if by_subnet else 0)
 
     stream = SubnetStream(Uniform(module.net.space, seed=1))

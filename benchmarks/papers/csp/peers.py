@@ -265,7 +265,7 @@ class Losses(Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         run = trainer.strategy.current_run  # type: ignore[attr-defined]
         self.windows = [list(window.events) for window in run.windows]
-        self.bytes = sum(p.nbytes for p in run.part.parameters if p.requires_grad and not p.is_meta)
+        self.bytes = sum(p.nbytes for p in run.local_layers.parameters if p.requires_grad and not p.is_meta)
 
 
 def operations_a_second() -> float:

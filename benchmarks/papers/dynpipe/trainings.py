@@ -200,7 +200,7 @@ class Trace(pl.Callback):
         if trainer.strategy.current_run.windows:  # of a schedule that flushes
             events = trainer.strategy.current_run.windows[-1].events
             self.busy.append(sum(e.end - e.start for e in events if e.instruction.kind in (Kind.F, Kind.B)) / 1e9)
-        self.layers.append([tuple(span) for span in trainer.strategy.current_run.part.holdings.layers])
+        self.layers.append([tuple(span) for span in trainer.strategy.current_run.local_layers.holdings.layers])
         if trainer.global_step == self.case.killed and self.stage == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 

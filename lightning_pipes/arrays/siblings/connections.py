@@ -42,7 +42,7 @@ class SiblingConnections(Connections):
 
     @property
     @override
-    def n_trainings(self) -> int:
+    def n_siblings(self) -> int:
         return self.sibling.array.size
 
     @override

@@ -141,7 +141,7 @@ class Sibling(Generic[T]):
         """Ends its turn; returns in the next one, when the window that is open in `engine` is through on this rank."""
         self.engine, self.in_turn = engine, False
         try:
-            self._pause(lambda: engine.satisfied)
+            self._pause(lambda: engine.is_satisfied)
         finally:
             self.engine = None
         self.array.record_window(self.index, engine)

@@ -176,7 +176,7 @@ class Executor:
     def _forward(self, i: Instruction, item: Item) -> None:
         stage, last = self._stages[i.stage, i.job], self._is_last(i.stage)
         version = self._version_of(stage, i, item) if item.training else None
-        for part, kept in self._runs(i, item):
+        for part, kept in self._split_forward(i, item):
             received, flags = (None, ()) if i.stage == 0 else self._buffer_of(Kind.RF, i).take_span(part)
             wanted: autograd.Flags = ()
             if not item.training:
@@ -199,7 +199,7 @@ class Executor:
             elif not item.training:
                 self.outputs.append((part, output))
 
-    def _runs(self, i: Instruction, item: Item) -> list[tuple[Span, list[Span]]]:
+    def _split_forward(self, i: Instruction, item: Item) -> list[tuple[Span, list[Span]]]:
         """Return the samples of every run of a forward, with the spans of its graphs. There are several graphs where
         one run creates none, and backward recreates them one after the other."""
         whole = i.span.clip_to(item.rows)

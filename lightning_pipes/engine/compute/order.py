@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import chain, count, tee, zip_longest
 from typing import Protocol
 
-from lightning_pipes.engine.compute.reducer import ReplicaSums
+from lightning_pipes.engine.compute.reducer import ReplicaAverages
 from lightning_pipes.engine.messages.mailbox import Mailbox
 from lightning_pipes.engine.residency.deliveries import LayerDeliveries
 from lightning_pipes.engine.residency.mirrors import Mirrors
@@ -209,7 +209,7 @@ class ReadyOrder:
         self._in_flight: dict[int, int] = dict.fromkeys(plan.stages[rank], 0)
         self._last: Instruction | None = None
         self._deliveries: LayerDeliveries | None = None
-        self._sums: ReplicaSums | None = None
+        self._sums: ReplicaAverages | None = None
         self._upcoming: UpcomingTasks | None = None
         self._entrances: dict[tuple[int, int], tuple[Need, ...]] = {}
         """The needs, besides data, of batches whose forward has not begun, by stage and batch."""
@@ -219,7 +219,7 @@ class ReadyOrder:
         deliveries wake waiters of `mailbox`."""
         self._deliveries = LayerDeliveries(self._ledger, self._rank, number, mirrors, mailbox.notify)
 
-    def wait_for_replicas(self, sums: ReplicaSums) -> None:
+    def wait_for_replicas(self, sums: ReplicaAverages) -> None:
         """Let steps wait for the gradients of other replicas. Call it before the first batch."""
         self._sums = sums
 

@@ -224,7 +224,7 @@ class Reducer:
         self._started = max(self._started, until)
 
 
-class ReplicaSums:
+class ReplicaAverages:
     """Averages gradients over replicas where batches overlap: batch by batch, summed in the order of replicas.
 
     Replicas run batches in orders of their own, so that collective calls would not match. Each rank sends its part of a

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.layer_parameters import LayerOffload, LayerParameters
-from lightning_pipes.engine.compute.reducer import ReplicaSums
+from lightning_pipes.engine.compute.reducer import ReplicaAverages
 from lightning_pipes.engine.compute.rng import (
     AFTER_LAYERS,
     BEFORE_LAYERS,
@@ -138,9 +138,9 @@ class Stage:
     Args:
         number: the stage's number.
         layers: consecutive layers by their number in the whole model; may be empty.
-        body: called once a micro-batch, with samples on axis 0. It gets None on stage 0 and the previous stage's
-            output on other stages. It returns the input of the next stage. On the last stage in training it returns
-            the scalar loss of the micro-batch, scaled so that the losses of a batch add up to the objective.
+        body: called once a micro-batch, with samples on axis 0. Stage 0 gets None, other stages get the output of the
+            stage before. The last stage returns the scalar loss of the micro-batch in training, scaled so that the
+            losses of a batch add up to the objective; other stages return the input of the next one.
         step: called when the gradients of a batch are complete; updates the weights and clears the gradients.
         recompute: keep only what was received and run forward again before backward.
         job: the sibling whose layers these are.
@@ -180,7 +180,7 @@ class Stage:
         """Returns the context in which the body, and what it runs again in backward, finds the weights of a version."""
         self.offload: LayerOffload | None = None
         """Has the layers on the device where they take turns there."""
-        self.sums: ReplicaSums | None = None
+        self.sums: ReplicaAverages | None = None
         """Averages gradients over replicas where batches overlap."""
         self._version: WeightVersion | None = None
         self._read_only_ids: frozenset[int] = frozenset()  # ids of parameters that the batch does not step

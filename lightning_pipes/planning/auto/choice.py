@@ -24,7 +24,7 @@ NEVER = "gradients so stale never reach the target"
 
 
 def installed_variants(ranks: int, microbatches: int, stale: bool = False) -> Iterator[Schedule | Policy]:
-    """Yield every installed schedule with the settings that it says are worth a try: `Traits.list_variants`.
+    """Yield every installed schedule with the settings that it says are worth a try: `ScheduleTraits.list_variants`.
 
     Args:
         stale: also those of fixed order whose gradients are stale, but for those that differ by their planner only.

@@ -141,7 +141,7 @@ class InterferenceMonitor(PipelineCallback):
 
     def _fresh(self, run: PipelineRun) -> Iterable[Event]:
         """Events of this rank since its last report: of batches under way, and of windows that have ended."""
-        yield from (e for e in run.engine.under_way if e.end > self._until)
+        yield from (e for e in run.engine.events_so_far if e.end > self._until)
         for window in reversed(run.windows):
             fresh = [e for e in window.events if e.end > self._until]
             if not fresh:

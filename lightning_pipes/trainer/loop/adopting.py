@@ -35,7 +35,7 @@ def adopt_plan(
     schedule = find_schedule(schedule, {})
     plans = run.plans.for_schedule(schedule, check_microbatches(microbatches), plan)
     if plan is not None and plan.layers:
-        run.part.check_placement(plan.layers)
+        run.local_layers.check_placement(plan.layers)
     mine = (schedule.name, schedule_settings(schedule), plans.microbatches, plan)
     for rank, theirs in zip(control.ranks, control.all_gather(mine), strict=True):
         if theirs != mine:
@@ -68,7 +68,7 @@ def adopt_cut(run: PipelineRun, layers: Sequence[Span], rows: int) -> None:
     """
     if tuple(layers) != run.plans.layers:
         plan, _ = run.plans.for_rows(rows)
-        run.part.check_placement(layers)
+        run.local_layers.check_placement(layers)
         _change(run, run.plans.for_schedule(run.plans.schedule, given=replace(plan, layers=tuple(layers))))
 
 

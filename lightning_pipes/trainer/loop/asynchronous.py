@@ -68,10 +68,10 @@ class AsynchronousLoop(TrainingLoop):
         statistics: what ranks tell each other for planners.
         orders_uses: results are those of one batch after another, for a policy orders the uses of layers.
         throttled: batches run one by one, for memory is short.
-        unstepped: batches under way, by number, which may have left gradients.
+        unstepped_batches: batches under way, by number, which may have left gradients.
     """
 
-    streams = True
+    is_asynchronous = True
 
     def __init__(self, run: PipelineRun, control: Control, memory: StateMemory | None = None) -> None:
         check_layers(run.cut.module, run.cut.full)
@@ -81,12 +81,12 @@ class AsynchronousLoop(TrainingLoop):
         self._run = run
         self._all = control
         self._memory = None if memory is None else enable_offload(run, memory)
-        run.part.sum_by_batch(run.engine)
+        run.local_layers.sum_by_batch(run.engine)
 
         # What ranks exchange while they are at different batches.
         depth = schedule.depth if isinstance(schedule, Policy) else 0
         self._max_lag = run.relocation.max_lag = max(len(run.global_ranks), depth)
-        notices, rank = Notices(run.control), run.global_ranks[run.part.holdings.rank]
+        notices, rank = Notices(run.control), run.global_ranks[run.local_layers.holdings.rank]
         self._results = Results(notices, run.control.ranks[0], self._max_lag, run.last_stage_ranks)
         self.statistics = StreamStatistics(run.statistics, notices, control.ranks, rank, self._max_lag)
         warn_without_uses(run.cut.module, schedule, len(run.global_ranks))
@@ -100,7 +100,7 @@ class AsynchronousLoop(TrainingLoop):
             schedule.name,
             run.cut.module,
             run.cut.full,
-            lambda: run.part.holdings.local,
+            lambda: run.local_layers.holdings.local,
             overrides_hooks,
             memory is None,
         )
@@ -111,12 +111,12 @@ class AsynchronousLoop(TrainingLoop):
         self._names_layers = isinstance(run.cut.module, ChoosesLayers)
         self.orders_uses = isinstance(schedule, Policy)
         run.state.expect_overlap(schedule.name, alone=not several)
-        run.steps.left.expect_overlap(schedule.name)
+        run.user_steps.left.expect_overlap(schedule.name)
 
         # Batches under way, the oldest first.
         self._under_way: deque[StreamedStep] = deque()
         self._unpublished: deque[StreamedStep] = deque()  # the last stage has not sent their results
-        self.unstepped: dict[int, Item] = {}
+        self.unstepped_batches: dict[int, Item] = {}
         self._recent: dict[int, Item] = {}  # those, and later ones that have overtaken them
         self._last_number = -1
         self._latest: Any = torch.full((), torch.nan, device=run.device)
@@ -169,9 +169,11 @@ class AsynchronousLoop(TrainingLoop):
     def _plan(self, step: StreamedStep, optimizers: Sequence[Optimizer]) -> None:
         """Switch to the plan of the batch; another plan ends the window."""
         run, engine, plans = self._run, self._run.engine, step.plans or self._run.plans
-        if engine.open and (step.rows > engine.plan.jobs[0].rows or plans is not self._window_plans or self.throttled):
+        if engine.is_open and (
+            step.rows > engine.plan.jobs[0].rows or plans is not self._window_plans or self.throttled
+        ):
             self.drain()
-        if not engine.open:
+        if not engine.is_open:
             self._window_plans = plans
             with self.own_gradients():  # those that are accumulated move with their layers
                 run.switch_plan(*plans.for_rows(step.rows))
@@ -220,19 +222,19 @@ class AsynchronousLoop(TrainingLoop):
         """Add the batch to those under way."""
         run, plan, use = self._run, self._run.engine.plan, step.use
         self._under_way.append(step)
-        if run.last:
+        if run.is_last_rank:
             self._unpublished.append(step)
         if self._mirroring is not None and use is not None:
             use = self._mirroring.layer_use(step.batch, use, plan)
-        self.unstepped[step.number] = item = run.inject(step, use)
-        oldest = min(self.unstepped)
+        self.unstepped_batches[step.number] = item = run.inject(step, use)
+        oldest = min(self.unstepped_batches)
         self._recent = {n: each for n, each in self._recent.items() if n >= oldest} | {step.number: item}
         self._window.add(use or LayerUse.from_plan(plan))
 
     def drain(self) -> None:
         run, engine = self._run, self._run.engine
         self.between.check()
-        if not engine.open:
+        if not engine.is_open:
             return
         with private.as_in_training_step(run.trainer), torch.enable_grad():
             with self.own_gradients():
@@ -240,7 +242,7 @@ class AsynchronousLoop(TrainingLoop):
                 if self.orders_uses:
                     self.between.check_gradients(self._last_number, self._with_gradients(), thorough=True)
             self._publish()
-        run.state.synchronise_ranks(run.control, run.last_rank, run.last)
+        run.state.synchronise_ranks(run.control, run.last_rank, run.is_last_rank)
         if self._memory is not None:
             self._memory.flush()
         window = self._window.last_window(engine, self._window_plans)
@@ -250,7 +252,7 @@ class AsynchronousLoop(TrainingLoop):
 
     def make_agreement(self, stops: StopAgreement) -> Callable[[], None]:
         run = self._run
-        late = LateAgreement(run.trainer, stops, self._all, self._max_lag, lambda: not run.engine.open, run.drain)
+        late = LateAgreement(run.trainer, stops, self._all, self._max_lag, lambda: not run.engine.is_open, run.drain)
         return late.agree_on_stop
 
     def batch_complete(self, stage: Stage, item: Item) -> None:
@@ -263,13 +265,13 @@ class AsynchronousLoop(TrainingLoop):
         data.stepped += 1
         if data.stepped == len(run.stages):
             data.item = None  # else both live until garbage is collected
-        if run.has_last_stage and not run.last:
+        if run.has_last_stage and not run.is_last_rank:
             self._results.send_part(run.results_for_last_rank(data))
         stage.average_gradients(item)
-        if data.complete and run.part.reducer is not None:
-            run.part.reducer.finish()
-        elif data.complete and run.part.sums is None:
-            run.part.shared.sum_gradients()  # over the ranks of the stage, where it has several
+        if data.complete and run.local_layers.reducer is not None:
+            run.local_layers.reducer.finish()
+        elif data.complete and run.local_layers.sums is None:
+            run.local_layers.shared.sum_gradients()  # over the ranks of the stage, where it has several
         with self._own_gradients_of(stage, item) as mine, self._shown(stage, item):
             with self._hooks(item, mine):
                 run.trainer.precision_plugin.post_backward(torch.zeros(()), run.cut.module)
@@ -324,9 +326,9 @@ class AsynchronousLoop(TrainingLoop):
                     self._step_gradients += [(p, p.grad) for p in mine if p.grad is not None]
                 optimizer.zero_grad()
         if data.stepped == len(run.stages):
-            before = [n for n, each in self.unstepped.items() if n < item.number and not each.data.complete]
+            before = [n for n, each in self.unstepped_batches.items() if n < item.number and not each.data.complete]
             for number in (*before, item.number):
-                del self.unstepped[number]
+                del self.unstepped_batches[number]
 
     def _stepping(self, stage: Stage, item: Item) -> AbstractContextManager[None]:
         if self._mirroring is None or item.use is None:
@@ -369,17 +371,17 @@ class AsynchronousLoop(TrainingLoop):
         """Return whether all batches so far have stepped a parameter, or all parameters, of this rank, and none
         more."""
         if self._stepped_ids is not None:
-            alone = parameter is None and not self._has_other_ranks and len(self.unstepped) == 1
+            alone = parameter is None and not self._has_other_ranks and len(self.unstepped_batches) == 1
             return alone or id(parameter) in self._stepped_ids
-        if not self._run.engine.open or not self.unstepped:
+        if not self._run.engine.is_open or not self.unstepped_batches:
             return True
-        uses = [item.use for item in self.unstepped.values()]
+        uses = [item.use for item in self.unstepped_batches.values()]
         return parameter is not None and not self.between.is_used(parameter, uses)
 
     def _warn_of_old_weights(self) -> None:
         """Warn of a hook that looks at layers between two batches, on the rank that notices it."""
         scope = self._run.cut.scope
-        if self._stepped_ids is not None or not self._run.engine.open:
+        if self._stepped_ids is not None or not self._run.engine.is_open:
             return
         scope.on_layers = lambda: None
         warnings.warn(
@@ -433,11 +435,11 @@ class AsynchronousLoop(TrainingLoop):
 
     def _accumulated(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the gradients to which the next batch is added before a step."""
-        return [] if any(item.data.complete for item in self.unstepped.values()) else self._kept_gradients
+        return [] if any(item.data.complete for item in self.unstepped_batches.values()) else self._kept_gradients
 
     def _with_gradients(self) -> list[torch.Tensor]:
         """Return the parameters of this rank that have a gradient of a batch under way."""
-        stages, batches = self._run.stages.values(), self.unstepped.values()
+        stages, batches = self._run.stages.values(), self.unstepped_batches.values()
         found = {
             id(p): p
             for item in batches
@@ -479,7 +481,7 @@ class AsynchronousLoop(TrainingLoop):
                 listener.after_result(step.number, step.batch, self._latest)
 
     def _is_known(self, data: StreamedStep) -> bool:
-        return data.message is not None if self._run.last else data.stepped == len(self._run.stages)
+        return data.message is not None if self._run.is_last_rank else data.stepped == len(self._run.stages)
 
     @staticmethod
     def _all_losses(data: StreamedStep) -> bool:
@@ -588,16 +590,16 @@ def enable_offload(run: PipelineRun, memory: StateMemory) -> LayerMemory | None:
     """
     if isinstance(run.plans.schedule, Schedule):
         check_stash(run)
-        run.engine.stash(VersionMemory(memory, run.device))
+        run.engine.offload_versions(VersionMemory(memory, run.device))
         return None
     check_turns(run)
     plain = [private.plain_optimizer(o) for o in run.trainer.optimizers]
     for number in run.stages:
-        layers = run.part.layers_of(number)
+        layers = run.local_layers.layers_of(number)
         check_room(number, layers, plain, memory.device_bytes, run.device.type == "cpu")
     run.relocation.check_layers_stay("MemorySwap has them take turns on the device")
     layer_memory = LayerMemory(memory, run.device, lambda: run.trainer.optimizers)
-    run.engine.take_turns(layer_memory, choose_predictor(run, memory.predictor))
+    run.engine.enable_offload(layer_memory, choose_predictor(run, memory.predictor))
     return layer_memory
 
 
@@ -609,7 +611,7 @@ def choose_predictor(run: PipelineRun, name: str) -> PredictorChoice | None:
     assert isinstance(policy, Policy), "only policies order batches that overlap"
     costs = Cuts(module, run.cut.full, policy, module.costs_of_layers() if isinstance(module, LayerCosts) else None)
     tells = name == "algorithm_3" and len(run.global_ranks) > 1
-    transport = BulkTreeTransport(run.part.bulk_transfer, run.global_ranks) if tells else None
+    transport = BulkTreeTransport(run.local_layers.bulk_transfer, run.global_ranks) if tells else None
     return PredictorChoice(name, costs.cost, transport)
 
 

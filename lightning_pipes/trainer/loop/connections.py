@@ -35,7 +35,7 @@ class Connections:
         self.watch = watch
 
     @property
-    def n_trainings(self) -> int:
+    def n_siblings(self) -> int:
         """Number of trainings that share the ranks, this one included."""
         return 1
 

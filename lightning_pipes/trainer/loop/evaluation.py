@@ -46,13 +46,13 @@ class Evaluation:
         watchers = run.watchers.of_evaluation
         watchers.before_batch(data)
         item = Item(self._number(), data.rows, data, training=False, use=run.training_loop.layer_use(batch))
-        if run.steps.joint is not None:
+        if run.user_steps.joint is not None:
             return self._evaluate_jointly(data)
-        run.steps.begin_batch(training=False)
-        with watchers.around_batch(data), run.part.gathered.evaluation():
+        run.user_steps.begin_batch(training=False)
+        with watchers.around_batch(data), run.local_layers.gathered.evaluation():
             message = self._forward(step, item, batch, arguments)
         out, changes, logged, data.last_mark = run.control.broadcast(message, run.last_rank)
-        run.steps.apply_changes(None if run.last else changes)
+        run.user_steps.apply_changes(None if run.is_last_rank else changes)
         watchers.after_batch(data)
         with context():
             run.replay.replay_calls(logged)
@@ -63,7 +63,9 @@ class Evaluation:
         run = self._run
         around, weights = run.watchers.of_evaluation.around_batch(data), run.cut.scope.module_view(True)
         with around, data.context(), recorded(run.cut.module) as calls, weights:
-            out, data.last_mark = run.steps.joint.run_together(data.step, data.batch, data.arguments, calls, data.mark)
+            out, data.last_mark = run.user_steps.joint.run_together(
+                data.step, data.batch, data.arguments, calls, data.mark
+            )
         run.watchers.of_evaluation.after_batch(data)
         with data.context():
             run.replay.replay_calls(calls if run.trainer.state.fn != TrainerFn.PREDICTING else [])
@@ -95,24 +97,24 @@ class Evaluation:
     def _forward(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
         """Run the step, and return the message for the other ranks, on the rank of the last stage."""
         run, data = self._run, item.data
-        if run.steps.runs_whole_evaluation:
+        if run.user_steps.runs_whole_evaluation:
             ended = run.engine.evaluate(item, 1)
-            if not run.last:
+            if not run.is_last_rank:
                 return None
             out, calls = ended[0][1]
             return self._message(out, calls, item)
         end = self._capture(step, item, batch, arguments)
         with_layers, whole = self._steps[_key_of(step, item, arguments)]
         outputs = run.engine.evaluate(item, 1 if whole else None) if with_layers else ()
-        if not run.last:
+        if not run.is_last_rank:
             return None
         with data.context(), recorded(run.cut.module) as calls:
             if end is not None:  # it has run to its end here
                 out, calls = end.out, end.calls
             elif with_layers:
-                out = run.steps.finish(step, item, batch, arguments, outputs)
+                out = run.user_steps.finish(step, item, batch, arguments, outputs)
             else:
-                out = run.steps.run_without_layers(step, item, batch, arguments)
+                out = run.user_steps.run_without_layers(step, item, batch, arguments)
         if end is not None or not with_layers:
             run.state.note_microbatch(Span(0, item.rows))
         return self._message(out, calls, item)
@@ -122,7 +124,7 @@ class Evaluation:
         run = self._run
         logs = run.trainer.state.fn != TrainerFn.PREDICTING
         packed = run.replay.pack_calls(merge([calls], [item.rows])) if logs else []
-        return out, run.steps.collect_changes(), packed, item.data.mark
+        return out, run.user_steps.collect_changes(), packed, item.data.mark
 
     def _capture(
         self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]
@@ -135,10 +137,10 @@ class Evaluation:
         """
         run, key, data, end = self._run, _key_of(step, item, arguments), item.data, None
         known = self._steps.get(key)
-        if run.first and (known is None or known.with_layers):
+        if run.is_first_rank and (known is None or known.with_layers):
             try:
                 with data.context():
-                    run.steps.keep_input(step, item, batch, arguments)
+                    run.user_steps.keep_input(step, item, batch, arguments)
             except NoCallError as error:
                 if known is not None:
                     raise

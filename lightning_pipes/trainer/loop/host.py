@@ -17,11 +17,11 @@ from lightning_pipes.trainer.reports.timing import Timing
 
 
 class PipelineHost(ParallelStrategy):
-    """The strategy as callbacks of ours, and the report, see it; `PipelineStrategy` is the only one.
+    """The part of `PipelineStrategy` that callbacks of this package and the report use.
 
     Attributes:
         schedule: orders the batches from the next one on.
-        memory: where the layers that batches choose take turns, from the next run on; None where all stay.
+        memory: keeps layers off the device until a batch uses them, from the next run on; None where all stay on it.
     """
 
     schedule: Schedule | Policy
@@ -35,7 +35,7 @@ class PipelineHost(ParallelStrategy):
     @property
     @abstractmethod
     def control(self) -> Control:
-        """The control through which all ranks tell each other things."""
+        """The collective calls over all ranks."""
 
     @property
     @abstractmethod

@@ -71,7 +71,7 @@ class Cuts:
                 f"{type(module).__name__} has cut_of_batch, which moves layers between ranks, and no layers_of_batch, "
                 "which names the layers that a batch uses; give it both, or neither"
             )
-        cuts = isinstance(policy, Policy) and policy.cuts_batches
+        cuts = isinstance(policy, Policy) and policy.moves_layers_by_batch
         return isinstance(module, ChoosesLayers) and (cuts or isinstance(module, CutsBatches))
 
     def apply(self, batch: Any, use: LayerUse, plan: Plan) -> LayerUse:
@@ -114,7 +114,7 @@ class LayerCopies:
     """
 
     def __init__(self, run: PipelineRun, control: Control) -> None:
-        module, full, part = run.cut.module, run.cut.full, run.part
+        module, full, part = run.cut.module, run.cut.full, run.local_layers
         if run.connections.turns is not None:
             raise PipelineError(
                 "layers can't move between batches while siblings of a job array share the ranks; run this training "
@@ -134,7 +134,9 @@ class LayerCopies:
             cache(part.group_of),
             run.device,
         )
-        run.engine.mirror(self._mirrors, {n: TapedLayer(layer, n, run.hidden.layer) for n, layer in enumerate(full)})
+        run.engine.enable_mirrors(
+            self._mirrors, {n: TapedLayer(layer, n, run.hidden.layer) for n, layer in enumerate(full)}
+        )
 
     def layer_use(self, batch: Any, use: LayerUse, plan: Plan) -> LayerUse:
         """Return the use of a batch with its own cut."""

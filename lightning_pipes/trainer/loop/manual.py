@@ -35,7 +35,7 @@ class ManualLoop(TrainingLoop):
 
     def train(self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool) -> Any:
         run, module, trainer = self._run, self._run.cut.module, self._run.trainer
-        assert run.steps.joint is not None, "the module is cut by units"
+        assert run.user_steps.joint is not None, "the module is cut by units"
         step = TrainingStep(
             batch,
             rows_of(batch),
@@ -51,7 +51,7 @@ class ManualLoop(TrainingLoop):
             calls = stack.enter_context(recorded(module))
             stack.enter_context(trainer.precision_plugin.train_step_context())
             user_step = named_step(module, "training_step")
-            out, step.last_mark = run.steps.joint.run_together(user_step, batch, arguments, calls, step.mark)
+            out, step.last_mark = run.user_steps.joint.run_together(user_step, batch, arguments, calls, step.mark)
         run.watchers.of_evaluation.after_batch(step)
         with trainer.precision_plugin.train_step_context():
             run.replay.replay_calls(calls)
@@ -68,11 +68,11 @@ class ManualLoop(TrainingLoop):
             return precision.post_backward(loss, module)
 
     def pause_step(self) -> AbstractContextManager[None]:
-        joint = self._run.steps.joint
+        joint = self._run.user_steps.joint
         return nullcontext() if joint is None else joint.pause_units()
 
     def resume_step(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        joint = self._run.steps.joint
+        joint = self._run.user_steps.joint
         return closure if joint is None else joint.resume_units(closure)
 
     @contextmanager
@@ -107,7 +107,7 @@ class ManualLoop(TrainingLoop):
     def _paused_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Return the `step` of an optimizer for calls that pass Lightning by: a pause of its own, and then local."""
         original, run = optimizer.step, self._run
-        joint = run.steps.joint
+        joint = run.user_steps.joint
         assert joint is not None
 
         @wraps(original)

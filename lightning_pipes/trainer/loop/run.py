@@ -47,10 +47,10 @@ class TrainingLoop(ABC):
     """How a run trains: the part in which schedules that flush and those that do not differ. All of it is collective.
 
     Attributes:
-        streams: stages step apart, for batches overlap.
+        is_asynchronous: stages step apart, for batches overlap.
     """
 
-    streams: ClassVar[bool] = False
+    is_asynchronous: ClassVar[bool] = False
 
     @abstractmethod
     def train(self, batch: Any, arguments: tuple[Any, ...], optimizers: Sequence[Optimizer], complete: bool) -> Any:
@@ -176,10 +176,10 @@ class PipelineRun:
         relocation: str = BLOCKING,
         ruled_out: Collection[str] | None = None,
     ) -> None:
-        self.part = part
+        self.local_layers = part
         self.cut = cut = part.cut
         self.plans = plans
-        self.steps = steps
+        self.user_steps = steps
         self.state = steps.state
         self.global_ranks = global_ranks = tuple(part.holdings.global_ranks)
         self.windows: deque[Window] = deque(maxlen=KEPT_WINDOWS)
@@ -188,7 +188,7 @@ class PipelineRun:
         self.statistics = StepStatistics(ranks)
         self.awaits_batch = False
         self.replay = LogReplay(cut.module)
-        self.fitting = trainer.state.fn == TrainerFn.FITTING
+        self.is_fitting = trainer.state.fn == TrainerFn.FITTING
         self.trainer = trainer
         self.connections = connections
         self.control = control = ranks.pipeline
@@ -199,8 +199,8 @@ class PipelineRun:
         rank = self._rank = part.holdings.rank
         plan, order = plans.for_rows(plans.trial_rows)
         self.last_rank = global_ranks[plan.ranks[-1]]
-        self.first = plan.ranks[0] == rank
-        self.last = plan.ranks[-1] == rank
+        self.is_first_rank = plan.ranks[0] == rank
+        self.is_last_rank = plan.ranks[-1] == rank
         self.has_last_stage = rank in plan.ranks_of_stages[-1]
         self.last_stage_ranks = tuple(global_ranks[r] for r in plan.ranks_of_stages[-1])
         if len(self.last_stage_ranks) > 1:
@@ -210,7 +210,7 @@ class PipelineRun:
             )
         self.stages = self._make_stages(plan)
         self.loss_weights = None
-        if self.fitting and LossWeights.are_needed(cut.module, check_loss or ruled_out is not None):
+        if self.is_fitting and LossWeights.are_needed(cut.module, check_loss or ruled_out is not None):
             sums = self._sums_over_replicas(ranks) if part.sums is None else None  # else each weighs its own batch
             if self.has_last_stage:
                 replicas = ranks.grid.replicas if sums is not None else 1
@@ -233,7 +233,7 @@ class PipelineRun:
         self.watchers = Watchers()
         self.decision: Decision | None = None
         self.training_loop = make_training(self)
-        self.relocation.streams = self.training_loop.streams
+        self.relocation.is_asynchronous = self.training_loop.is_asynchronous
         steps.may_skip_batches = steps.runs_whole_evaluation and not self.is_asynchronous and ranks.grid.replicas == 1
         fault_point("transport.made")
 
@@ -300,7 +300,7 @@ class PipelineRun:
     @property
     def is_asynchronous(self) -> bool:
         """Whether batches overlap, so that stages step at different times."""
-        return self.training_loop.streams
+        return self.training_loop.is_asynchronous
 
     def list_parameters(self) -> dict[int, tuple[str, torch.Tensor]]:
         """Return the parameters that a hook may give an optimizer, as `CutModule.list_parameters`; none where batches
@@ -313,7 +313,7 @@ class PipelineRun:
         if plan is self.engine.plan:
             return
         _log.debug("plan: batches of %d samples, layers %s on ranks %s", plan.jobs[0].rows, plan.layers, plan.ranks)
-        if plan.layers != self.part.holdings.layers:
+        if plan.layers != self.local_layers.holdings.layers:
             self.relocation.move_now(plan.layers)
         if plan.layers == self.engine.plan.layers:
             self.engine.adopt(plan, order)
@@ -325,23 +325,25 @@ class PipelineRun:
     def _make_stages(self, plan: Plan) -> dict[int, Stage]:
         made = {}
         for number in plan.stages[self._rank]:
-            layers = self.part.layers_of(number)
+            layers = self.local_layers.layers_of(number)
             made[number] = Stage(
                 number,
                 {n: TapedLayer(layer, n, self.hidden.layer) for n, layer in layers.items()},
-                self._watch_body(number, self.steps.stage_body(number)),
+                self._watch_body(number, self.user_steps.stage_body(number)),
                 partial(self._batch_complete, number),
                 recompute=bool(plan.recompute) and plan.recompute[number],
-                last_backward=partial(self._around_last_backward, number) if self.part.reduces_in_backward else None,
+                last_backward=partial(self._around_last_backward, number)
+                if self.local_layers.reduces_in_backward
+                else None,
                 named=layers,
             )
-            made[number].show_version = self.steps.show_version
+            made[number].show_version = self.user_steps.show_version
             if self.plans.every and self.device.type == "cpu":  # on a GPU a forward returns before it has run
                 made[number].clock = self.statistics.add_layer
         return made
 
     def _around_last_backward(self, stage: int, item: Item) -> AbstractContextManager[None]:
-        return self.part.around_last_backward(stage, item.data.complete)
+        return self.local_layers.around_last_backward(stage, item.data.complete)
 
     def _watch_body(self, number: int, body: Body) -> Body:
         """Return the body of a stage that calls listeners and measures its first micro-batch."""
@@ -369,7 +371,7 @@ class PipelineRun:
         if self.has_last_stage:
             number = plan.n_stages - 1
             spans = [span.clip_to(item.rows) for span in plan.local_spans(Kind.F, number, self._rank)]
-            self.steps.prepare_last_stage(self.stages[number], item, [span for span in spans if span.rows])
+            self.user_steps.prepare_last_stage(self.stages[number], item, [span for span in spans if span.rows])
         self.engine.inject(item)
         return item
 
@@ -389,7 +391,7 @@ class PipelineRun:
         Raises:
             PipelineError: the step logs a metric, whose state has the samples of this rank alone.
         """
-        if self.last or not self.has_last_stage:
+        if self.is_last_rank or not self.has_last_stage:
             return {}
         found = {}
         for span, result in step.results.items():
@@ -433,4 +435,4 @@ class PipelineRun:
     def close(self) -> None:
         """End the connections to the neighbours."""
         self.engine.close()
-        self.part.close()
+        self.local_layers.close()

@@ -40,7 +40,7 @@ class FreshGradients:
 
     @contextmanager
     def set_aside(
-        self, optimizers: Iterable[Optimizer], unstepped: Sequence[torch.Tensor], first: bool, keep_old: bool = False
+        self, optimizers: Iterable[Optimizer], unoptimized: Sequence[torch.Tensor], first: bool, keep_old: bool = False
     ) -> Iterator[None]:
         """Set aside the gradients that the block makes.
 
@@ -49,7 +49,7 @@ class FreshGradients:
         gradients just add up.
 
         Args:
-            unstepped: parameters of this rank that no optimizer has.
+            unoptimized: parameters of this rank that no optimizer has.
         """
         self._fresh = None
         if not first:
@@ -61,7 +61,7 @@ class FreshGradients:
             return
         stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
         known = {id(p) for p in stepped}
-        self._others = [p for p in unstepped if id(p) not in known]
+        self._others = [p for p in unoptimized if id(p) not in known]
         old = [p.grad if keep_old else None for p in stepped] + [p.grad for p in self._others]
         for p in (*stepped, *self._others):
             p.grad = None
@@ -99,7 +99,7 @@ class SynchronousLoop(TrainingLoop):
         with watchers.around_batch(step), self._fresh_gradients(step, optimizers), self._deferred_hooks(step):
             self._run_batch(step)
             self._reduce_gradients(step)
-        with self._run.part.gathered.evaluation():  # watchers may run layers again
+        with self._run.local_layers.gathered.evaluation():  # watchers may run layers again
             watchers.before_optimizer_step(step)
         step.item = None  # else both live until garbage is collected
         out, logged = self._share_result(step)
@@ -129,17 +129,17 @@ class SynchronousLoop(TrainingLoop):
         run.switch_plan(plan, step.order)
         run.relocation.keeps_gradients = True
         step.samples = run.lists.find_lists(step.batch, step.rows)
-        run.steps.begin_batch()
+        run.user_steps.begin_batch()
         run.weigh_losses(step)
         step.share = run.control.prepare_broadcast(run.last_rank)
 
     def _fresh_gradients(self, step: TrainingStep, optimizers: Sequence[Optimizer]) -> AbstractContextManager[None]:
         """Keep the gradients of the batch out of the way of Lightning's `zero_grad`."""
-        return self._gradients.set_aside(optimizers, self._run.part.unstepped, step.first, self._keep_old)
+        return self._gradients.set_aside(optimizers, self._run.local_layers.unoptimized, step.first, self._keep_old)
 
     def _deferred_hooks(self, step: TrainingStep) -> AbstractContextManager[None]:
         """Run the user's hooks of parameters once for the batch, and not for each micro-batch."""
-        part = self._run.part
+        part = self._run.local_layers
 
         def sum_of_hooked(parameters: Sequence[nn.Parameter]) -> None:
             if not step.complete:  # else they are summed with all others
@@ -157,7 +157,7 @@ class SynchronousLoop(TrainingLoop):
 
     def _reduce_gradients(self, step: TrainingStep) -> None:
         if step.complete:
-            self._run.part.complete_gradients()
+            self._run.local_layers.complete_gradients()
 
     def _share_result(self, step: TrainingStep) -> tuple[Any, Sequence[LogCall]]:
         """Broadcast the result and the logs of the user's step from the last stage."""
@@ -166,11 +166,11 @@ class SynchronousLoop(TrainingLoop):
             found = run.control.gather(run.results_for_last_rank(step), run.last_rank)
             for results in found or ():
                 step.results.update(move_data_to_device(results, run.device))
-        if run.last:
+        if run.is_last_rank:
             out, logged = step.result()
-            message = (out, run.steps.collect_changes(), run.replay.pack_calls(logged), step.mark)
+            message = (out, run.user_steps.collect_changes(), run.replay.pack_calls(logged), step.mark)
         out, changes, logged, step.last_mark = step.share(message)
-        run.steps.apply_changes(None if run.last else changes)
+        run.user_steps.apply_changes(None if run.is_last_rank else changes)
         return out, logged
 
     def _publish(self, out: Any, logged: Sequence[LogCall]) -> Any:

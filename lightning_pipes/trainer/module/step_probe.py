@@ -29,10 +29,10 @@ _SIZE = 2
 """Entries along each axis of such a parameter."""
 
 
-def check_steps_apart(optimizers: Sequence[Optimizer], streams: bool) -> None:
+def check_steps_apart(optimizers: Sequence[Optimizer], is_asynchronous: bool) -> None:
     """Refuse optimizers with a step for one parameter that depends on others.
 
-    What a step takes by torch's `clip_grad_norm_` or `get_total_norm` is that of all ranks, unless it `streams`.
+    What a step takes by torch's `clip_grad_norm_` or `get_total_norm` is that of all ranks, unless stages step apart.
 
     Raises:
         PipelineError: an optimizer computes something from all parameters, or draws random numbers for one after
@@ -44,7 +44,7 @@ def check_steps_apart(optimizers: Sequence[Optimizer], streams: bool) -> None:
             continue
         name = type(optimizer).__name__
         try:
-            with _equal_norms(not streams), forked_rng(first.device):
+            with _equal_norms(not is_asynchronous), forked_rng(first.device):
                 found = _compare(optimizer)
         except Exception as error:  # one that steps nothing but what it was made for
             rank_zero_warn(
@@ -62,7 +62,7 @@ def check_steps_apart(optimizers: Sequence[Optimizer], streams: bool) -> None:
         if found == "all":
             way_out = (
                 ""
-                if streams
+                if is_asynchronous
                 else ("; by torch.nn.utils.clip_grad_norm_ or get_total_norm in its step it gets the norm of all ranks")
             )
             raise PipelineError(

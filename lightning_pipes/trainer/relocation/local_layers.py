@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipes.engine.compute.reducer import ReplicaSums, complete_gradient
+from lightning_pipes.engine.compute.reducer import ReplicaAverages, complete_gradient
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.messages.bulk_transfer import BulkTransfer
 from lightning_pipes.engine.residency.layer_state import LayerState
@@ -42,7 +42,7 @@ class LocalLayers:
 
     Attributes:
         parameters: of this rank.
-        unstepped: those of them that no optimizer has.
+        unoptimized: those of them that no optimizer has.
         device: where they are.
         layouts: of the optimizers.
         initial_layers: the layers of the stages when the run began.
@@ -128,7 +128,7 @@ class LocalLayers:
         """Have the engine average gradients over replicas batch by batch, where they have orders of their own."""
         if self.sums is not None:
             engine.average_over_replicas(self.sums)
-            self._replicas.has_own_order = lambda: engine.open
+            self._replicas.has_own_order = lambda: engine.is_open
 
     def close(self) -> None:
         """End the connections by which layers moved, if any did, and those of replicas."""
@@ -146,11 +146,11 @@ class LocalLayers:
             self._bulk_transfer = BulkTransfer(dist.get_rank(), grid.pipeline, watch)
         return self._bulk_transfer
 
-    def _make_sums(self) -> ReplicaSums:
+    def _make_sums(self) -> ReplicaAverages:
         grid = self.holdings.grid
         ranks = grid.on_all_replicas((grid.position,))
         self._replica_transfer = BulkTransfer(dist.get_rank(), ranks, self._control.watch)
-        return ReplicaSums(BulkTreeTransport(self._replica_transfer, ranks), grid.replica, grid.replicas)
+        return ReplicaAverages(BulkTreeTransport(self._replica_transfer, ranks), grid.replica, grid.replicas)
 
     @property
     def reduces_in_backward(self) -> bool:
@@ -208,7 +208,7 @@ class LocalLayers:
     def _find_unstepped(self) -> None:
         stepped = {name for layout in self.layouts for names in layout.whole for name in names}
         named = self.cut.module.named_parameters()
-        self.unstepped = [p for name, p in named if name not in stepped and not self.cut.is_foreign(p)]
+        self.unoptimized = [p for name, p in named if name not in stepped and not self.cut.is_foreign(p)]
 
     def _disconnect_gradients(self) -> None:
         if self.reducer is not None:

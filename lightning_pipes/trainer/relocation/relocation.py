@@ -92,7 +92,7 @@ class LayerRelocation:
         moved: the moves so far.
         max_lag: how many batches ranks may be apart.
         keeps_gradients: whether those that parameters have between two batches still count.
-        streams: stages step apart.
+        is_asynchronous: stages step apart.
         is_moving: layers travel.
         is_ending: a move is about to end: no further batch runs before it does.
 
@@ -104,7 +104,7 @@ class LayerRelocation:
         self.moved: list[MoveRecord] = []
         self.max_lag = 1
         self.keeps_gradients = True
-        self.streams = False
+        self.is_asynchronous = False
         self.is_ending = self.is_moving = False
         self._trainer, self._part, self._control, self._mode = trainer, part, control, mode
         self._plans = self._target_plans = plans  # of the last batch; where layers travel to
@@ -219,7 +219,7 @@ class LayerRelocation:
         _log.debug("move: layers %s leave at batch %d", [m.layer for m in self._transfer.moves], number)
         self._pending.clear()
         self._sent_batches.clear()
-        if self.streams:  # which tells of every step
+        if self.is_asynchronous:  # which tells of every step
             return
         optimizers = self._part.optimizers
         self._hooks = [o.register_step_post_hook(partial(self._follow_step, n)) for n, o in enumerate(optimizers)]

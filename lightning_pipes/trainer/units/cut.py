@@ -38,10 +38,10 @@ def weights_of_stages(module: nn.Module, layout: UnitLayout) -> nn.ModuleList:
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     return nn.ModuleList(
         StageWeights(
-            {name: p for name, p in parameters.items() if stage in layout.stages_of.get(name, ())},
-            {name: b for name, b in buffers.items() if stage in layout.stages_of.get(name, ())},
+            {name: p for name, p in parameters.items() if stage in layout.parts_of.get(name, ())},
+            {name: b for name, b in buffers.items() if stage in layout.parts_of.get(name, ())},
         )
-        for stage in range(layout.n_stages)
+        for stage in range(layout.n_parts)
     )
 
 
@@ -79,11 +79,11 @@ class UnitCut(CutModule):
         self.scope = HookScope(device)
         self.stays_spread = any(t.is_meta for t in (*module.parameters(), *module.buffers()))
         self._moves = moves
-        self._stages_of = layout.stages_of
+        self._parts_of = layout.parts_of
         self._spread = spread
         self._absent = RemoteParameters(self.scope)
         named = (*module.named_parameters(), *module.named_buffers())
-        self._by_id = {id(t): layout.stages_of[name] for name, t in named if name in layout.stages_of}
+        self._by_id = {id(t): layout.parts_of[name] for name, t in named if name in layout.parts_of}
         self._slots = [
             ParameterSlot(stages[0], table, name, tensor, key)
             for key, table, name, tensor in _places(module)
@@ -218,7 +218,7 @@ class UnitCut(CutModule):
         for path, part in self.module.named_modules():
             for name in unsaved_buffers(part):
                 key, buffer = f"{path}.{name}".lstrip("."), part._buffers.get(name)
-                if buffer is not None and {*self._stages_of.get(key, ())} & {*layers}:
+                if buffer is not None and {*self._parts_of.get(key, ())} & {*layers}:
                     found[key] = buffer
         return found
 

@@ -197,7 +197,7 @@ class JointStep(LazyStep):
         """
         if not self._places:
             named = (*self._module.named_parameters(), *self._module.named_buffers())
-            self._places = {id(t): stages[0] for n, t in named if (stages := self._layout.stages_of.get(n))}
+            self._places = {id(t): stages[0] for n, t in named if (stages := self._layout.parts_of.get(n))}
         self.begin(batch)
         self._reset()
         self._is_running = True

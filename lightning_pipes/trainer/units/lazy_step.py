@@ -50,7 +50,7 @@ class LazyStep(TracedStep):
         self._layout = layout
         self._stage = stage
         last = stage if last is None else last
-        self._ends = last == layout.n_stages - 1
+        self._ends = last == layout.n_parts - 1
         self._border = layout.border_of(last)
         self._received: Crossing = ((), Trace())
         self._as_recorded = True

@@ -421,11 +421,11 @@ class UnitLayout:
     """The stages of a recorded step. Where weights may move, these are parts, of which a stage has several in a row.
 
     Attributes:
-        starts: the first unit of each stage.
+        starts: the first unit of each part.
         names: of all units of the record, in order.
         atomic: paths of the modules whose calls are units.
         drawing: names of the units that draw random numbers, or that the recorded step did not call.
-        stages_of: the stages that use a weight or buffer, by its name; none of the others.
+        parts_of: the parts that use a weight or buffer, by its name; none of the others.
         clones: whether values are copied when they arrive, for units change some in place.
     """
 
@@ -433,7 +433,7 @@ class UnitLayout:
     names: tuple[str, ...]
     atomic: tuple[str, ...]
     drawing: frozenset[str]
-    stages_of: Mapping[str, tuple[int, ...]]
+    parts_of: Mapping[str, tuple[int, ...]]
     clones: bool
 
     @classmethod
@@ -454,8 +454,8 @@ class UnitLayout:
         )
 
     @property
-    def n_stages(self) -> int:
-        """The number of stages."""
+    def n_parts(self) -> int:
+        """The number of parts."""
         return len(self.starts)
 
     def border_of(self, stage: int) -> int:

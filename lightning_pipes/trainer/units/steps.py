@@ -155,7 +155,7 @@ class UnitSteps(Steps):
 
 def stage_modules(module: nn.Module, layout: UnitLayout) -> list[nn.Module]:
     """Return the modules in units that have weights or buffers: their attributes are those of one stage."""
-    owners = {name.rpartition(".")[0] for name in layout.stages_of}
+    owners = {name.rpartition(".")[0] for name in layout.parts_of}
     units = layout.modules(module).items()
     inside = [(f"{path}.{name}".rstrip("."), part) for path, whole in units for name, part in whole.named_modules()]
     return [part for path, part in inside if path in owners]

@@ -124,7 +124,7 @@ class Verifier(StageListener):
         if self._slices is not None:
             self._slices.begin_batch()
         elif self._reference is not None:
-            spans = spans_of_layers(plan, self._run.part.holdings.layers, item.rows)
+            spans = spans_of_layers(plan, self._run.local_layers.holdings.layers, item.rows)
             self._reference.send(Order(item.number, item.rows, cut.path, self._seed, item.job, spans))
 
     def before_forward(self, stage: Stage, item: Item, span: Span) -> None:
@@ -206,7 +206,7 @@ class Verifier(StageListener):
             if not ends:
                 return
             run.drain()
-        self._parts.add_weights(newest, buffers_outside=run.last)
+        self._parts.add_weights(newest, buffers_outside=run.is_last_rank)
         for name, value in private.logged_values(trainer).items():
             newest.add(Phase.LOG, OUTSIDE, name, value)
         for number in sorted(self._records):
@@ -248,7 +248,7 @@ class Verifier(StageListener):
 
     def _keep_result(self, number: int, out: Any) -> None:
         record = self._records.get(number)
-        if record is not None and self._run.last:
+        if record is not None and self._run.is_last_rank:
             add_results(record, out)
 
     def _before_step(self, optimizer: Any, *_: Any, **__: Any) -> None:
@@ -315,14 +315,14 @@ class Verifier(StageListener):
     def _compare_slices(self, record: Record, slices: LayerSlices) -> None:
         """Compare the layers of this rank with the same layers alone, before anything steps."""
         run, first = self._run, self._trainer.fit_loop.batch_idx % self._trainer.accumulate_grad_batches == 0
-        tied = {name for _, name, p in self._parts.parameters() if not run.part.holdings.in_one_stage(p)}
+        tied = {name for _, name, p in self._parts.parameters() if not run.local_layers.holdings.in_one_stage(p)}
         gradients = {key: value for key, value in _gradients(record.values).items() if key.name not in tied and first}
         job, number, rows = self._place
         self._draws.begin_batch(
-            self._seed, job, number, rows, spans_of_layers(run.engine.plan, run.part.holdings.layers, rows)
+            self._seed, job, number, rows, spans_of_layers(run.engine.plan, run.local_layers.holdings.layers, rows)
         )
         kind = run.device.type
-        with run.steps.step_context():
+        with run.user_steps.step_context():
             cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
             ours, theirs = slices.compare_with(self._draws, rows, gradients, self._parts.layer_name)
         self._found = self._comparison.compare_values(record.number, ours, theirs, Rounding.from_record(theirs, cast))
@@ -347,7 +347,7 @@ class Verifier(StageListener):
         found = self._comparison.compare_values(record.number, ours, theirs, answer.rounding)
         missing = _gradients(theirs).keys() - ours.keys() if record.complete else set()
         if self._run.is_asynchronous:  # a batch steps its layers anywhere
-            missing = missing - known if self._run.last else set()
+            missing = missing - known if self._run.is_last_rank else set()
         else:
             missing = {key for key in missing if key._replace(phase=Phase.WEIGHT) in ours}
         for key in missing:
@@ -356,7 +356,7 @@ class Verifier(StageListener):
         for key in _gradients(ours).keys() - theirs.keys():
             if ours[key].any():
                 found.append(Difference(record.number, key, _size(ours[key]), "none", "", self._rank))
-        if self._run.last:
+        if self._run.is_last_rank:
             results = {key for key in ours.keys() ^ theirs.keys() if key.phase is Phase.LOSS}
             found += [Difference(record.number, key, *_one_sided(ours, theirs, key), "", self._rank) for key in results]
         several = len(self._run.engine.plan.spans(Kind.F, 0)) > 1
@@ -364,7 +364,7 @@ class Verifier(StageListener):
 
     def _report(self, text: str) -> None:
         message = f"{NAME.format(self._wanted)}: {text}"
-        if self._run.last:
+        if self._run.is_last_rank:
             save_finding(ComparisonResult(False, message))
         if not self._wanted.warns:
             self.close()
@@ -382,7 +382,7 @@ class Verifier(StageListener):
                 f"{NAME.format(self._wanted)}: {whole} over {batches}: {sum(compared)} tensors, largest "
                 f"difference {max(largest):.1g}"
             )
-            if self._run.last:
+            if self._run.is_last_rank:
                 save_finding(ComparisonResult(True, message))
             rank_zero_info(message)
 

@@ -66,7 +66,7 @@ class HookChanges(Watcher):
     @contextmanager
     def _noting(self) -> Iterator[None]:
         yield
-        self._training.between.begin_hooks(item.use for item in self._training.unstepped.values())
+        self._training.between.begin_hooks(item.use for item in self._training.unstepped_batches.values())
 
 
 class OverlapWarning(Watcher):
@@ -96,7 +96,7 @@ class BufferBroadcast(EvaluationWatcher):
     """Broadcasts the buffers that training changes, before each training batch and before an evaluation."""
 
     def __init__(self, run: PipelineRun) -> None:
-        self._part = run.part
+        self._part = run.local_layers
 
     def around_batch(self, step: Step) -> None:
         """Give the replicas the buffers of the first one."""
@@ -121,7 +121,7 @@ class FirstBatch(Watcher):
             warn_about_small_batch(step.rows, plan.n_stages, len(plan.spans(Kind.F, 0)), run.plans.microbatches)
         elif len(plan.spans(Kind.F, 0)) > 1:
             self._warns = False
-            warn_about_hooks(run.part.parameters, run.part.reducer)
+            warn_about_hooks(run.local_layers.parameters, run.local_layers.reducer)
 
 
 class SharedState(EvaluationWatcher):
@@ -169,13 +169,13 @@ def default_watchers(
         watchers += [OneStep(run), HookChanges(training), StreamReplanning(run, training), OverlapWarning(run)]
     else:
         watchers += [Replanning(run)]
-    if run.part.buffers.has_peers and run.part.sums is None:  # sums bring the buffers of each batch
+    if run.local_layers.buffers.has_peers and run.local_layers.sums is None:  # sums bring the buffers of each batch
         watchers.append(BufferBroadcast(run))
     watchers += [FirstBatch(run), SharedState(run)]
     if run.connections.turns is not None:  # a training alone compares at once
         watchers.append(DeferredErrors(run))  # errors of ranks come before what only warns
-    if check_loss and run.fitting:
-        if uncompared and not run.steps.ends_whole:
+    if check_loss and run.is_fitting:
+        if uncompared and not run.user_steps.ends_whole:
             watchers.append(UncomparedLoss(run, uncompared))
         if not by_units:
             watchers.append(SampleCheck(run))

@@ -85,7 +85,7 @@ class UncomparedLoss(Watcher):
         """Look at the labels and masks of one of the first batches."""
         run, plan = self._run, self._run.engine.plan
         module = run.cut.module
-        if self._batches == LABELLED_BATCHES or not run.last or isinstance(module, WeighsMicrobatches):
+        if self._batches == LABELLED_BATCHES or not run.is_last_rank or isinstance(module, WeighsMicrobatches):
             return
         self._batches += 1
         spans = [span.clip_to(step.rows) for span in plan.spans(Kind.F, plan.n_stages - 1)]
@@ -120,7 +120,7 @@ class LossCheck(Watcher):
         self._weights = weights
         self._cut = run.cut
         self._module = run.cut.module
-        self._steps = run.steps
+        self._steps = run.user_steps
         self._device = run.device
         self._waits = True
         self._compared = self._batches = 0

@@ -71,9 +71,9 @@ class StreamReplanning(Replanning):
             if revised is not plans:
                 return revised
         if plans.is_due(step.number) and not statistics.is_pending:
-            plan, order = plans.for_rows(engine.plan.jobs[0].rows if engine.open else step.rows)
-            statistics.start_observation(step.number, Window(plan, order, engine.under_way))
-        found = statistics.collect_observations(step.number, step.rows, flushed=not engine.open)
+            plan, order = plans.for_rows(engine.plan.jobs[0].rows if engine.is_open else step.rows)
+            statistics.start_observation(step.number, Window(plan, order, engine.events_so_far))
+        found = statistics.collect_observations(step.number, step.rows, flushed=not engine.is_open)
         if found is None:
             return plans
         return plans.revise(step.rows, found, batches_left(run.trainer))

@@ -78,7 +78,7 @@ class SameBatch(EvaluationWatcher):
 
     def _refuse(self, own: tuple[int, int], last: tuple[int, int], where: str) -> None:
         run = self._run
-        ranks = (run.global_ranks[run.part.holdings.rank], run.last_rank)
+        ranks = (run.global_ranks[run.local_layers.holdings.rank], run.last_rank)
         check_same([f"{mark[0]:08x}" for mark in (own, last)], ranks, where)
         raise _other_layers(where, [f"checksum {mark[1]:08x}" for mark in (own, last)], ranks)
 

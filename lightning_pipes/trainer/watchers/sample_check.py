@@ -57,8 +57,8 @@ class SampleCheck(Watcher):
     """Compares a whole batch with its micro-batches, on this rank's stages, and warns once of each place."""
 
     def __init__(self, run: PipelineRun) -> None:
-        self._pipeline, self._cut, self._steps, self._device = run, run.cut, run.steps, run.device
-        self._rank = run.global_ranks[run.part.holdings.rank]
+        self._pipeline, self._cut, self._steps, self._device = run, run.cut, run.user_steps, run.device
+        self._rank = run.global_ranks[run.local_layers.holdings.rank]
         self._batches = 0
         self._looks = False
         self._warned: set[str] = set()

@@ -264,11 +264,11 @@ def ranks_of(plan: Plan, policy: Policy, device_bytes: int = 0) -> Ranks:
         posts.append(post)
     pipe = Loopback(plan, policy, made.__getitem__)
     for rank, engine in enumerate(pipe.engines):
-        engine.mirror(all_mirrors[rank], dict(enumerate(all_layers[rank])))
+        engine.enable_mirrors(all_mirrors[rank], dict(enumerate(all_layers[rank])))
         if device_bytes:
             memories.append(MemorySwap(device_bytes))
             memories[-1]._poison = True
-            engine.take_turns(LayerMemory(memories[-1], torch.device("cpu"), all_mirrors[rank].optimizers))
+            engine.enable_offload(LayerMemory(memories[-1], torch.device("cpu"), all_mirrors[rank].optimizers))
         original = engine.progress
 
         def progress(wait: bool = True, original: Any = original, post: LocalPost = posts[rank]) -> bool:
@@ -400,4 +400,4 @@ def test_refuses_cuts_that_nobody_follows() -> None:
     ranks = ranks_of(plan, Jumbled())
     ranks.pipe.inject(lambda: item(0, plan))
     with pytest.raises(PlanError, match="between two windows only"):
-        ranks.pipe.engines[0].mirror(ranks.mirrors[0], {})
+        ranks.pipe.engines[0].enable_mirrors(ranks.mirrors[0], {})

@@ -71,4 +71,4 @@ def test_choices_move_and_what_all_use_stays() -> None:
     assert cut("0", "1.1", *rest) == (1, 2)
     assert cut("0", "1.1", *rest, delays={"3.0": Delayed(1)}) == (2, 4)
     assert cut("0", "1.1", "2.0", "3.0", "4.0", "5") == cut("5", "4.0", "3.0", "2.0", "1.1", "0")
-    assert not CSP().cuts_batches
+    assert not CSP().moves_layers_by_batch

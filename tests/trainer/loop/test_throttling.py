@@ -58,7 +58,7 @@ class Watches(pl.Callback):
         self.windows.append(len(trainer.strategy.current_run.windows))
         statistics, plan = trainer.strategy.current_run.statistics, trainer.strategy.current_run.engine.plan
         self.timed = next((look.layers for look in statistics.recall_plan(plan)), self.timed)
-        self.layers.append([span.rows for span in trainer.strategy.current_run.part.holdings.layers])
+        self.layers.append([span.rows for span in trainer.strategy.current_run.local_layers.holdings.layers])
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         trainer.strategy.current_run.statistics.monitor = None

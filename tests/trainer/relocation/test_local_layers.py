@@ -182,7 +182,7 @@ class Adopts(Callback):
             strategy.adopt("pipedream_2bw", plan=replace(strategy.current_run.engine.plan, layers=layers))
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.held = trainer.strategy.current_run.part.holdings.local
+        self.held = trainer.strategy.current_run.local_layers.holdings.local
 
 
 def streaming(rank: int, folder: str) -> list[Any]:

@@ -83,11 +83,11 @@ class Acts(Callback):
         loop, self.relocation = trainer.fit_loop, trainer.strategy.current_run.relocation
         # Where all wait for parcels of an earlier move that a busy machine has left late, nothing is held.
         hold = lambda: loop.total_batch_idx < self.until and not self.relocation.is_ending  # noqa: E731
-        trainer.strategy.current_run.part.bulk_transfer.set_gate(hold)
+        trainer.strategy.current_run.local_layers.bulk_transfer.set_gate(hold)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         case, strategy, number = self.case, trainer.strategy, trainer.fit_loop.total_batch_idx
-        self.layers = strategy.current_run.part.holdings.layers
+        self.layers = strategy.current_run.local_layers.holdings.layers
         time.sleep(case.slow)
         if number in case.held and case.relocation != "blocking":
             self.until = case.held[number]
@@ -101,7 +101,7 @@ class Acts(Callback):
         if number == case.stopped and trainer.global_rank == 1:
             trainer.should_stop = True
         if number == case.meddles:
-            for layer in strategy.current_run.part.cut.layers.values():
+            for layer in strategy.current_run.local_layers.cut.layers.values():
                 for p in layer.parameters():
                     p.data.mul_(0.5)  # torch does not count this as a change
         if number in case.saved:

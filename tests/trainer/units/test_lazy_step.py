@@ -69,7 +69,7 @@ class Stages:
         self.case = case
         self.models = [copy.deepcopy(case.model) for _ in layout.starts]
         for stage, model in enumerate(self.models):
-            put_on_meta(model, {name for name, stages in layout.stages_of.items() if stage not in stages})
+            put_on_meta(model, {name for name, stages in layout.parts_of.items() if stage not in stages})
         self.seconds = [0.0 for _ in layout.starts]
         """Processor time of each stage in the last batch, forward and backward."""
         self.steps = [LazyStep(model, layout, stage, CPU) for stage, model in enumerate(self.models)]
@@ -153,7 +153,7 @@ def check_exact(name: str, case: Case, layout: UnitLayout, given: list[Any]) -> 
             worst = float((found[weight] - p.grad).abs().max()) if weight in found else 0.0
             assert worst < 1e-12, f"{name}: {weight} is off by {worst}"
     for buffer, value in whole.named_buffers():
-        users = layout.stages_of.get(buffer, range(layout.n_stages))
+        users = layout.parts_of.get(buffer, range(layout.n_parts))
         assert torch.equal(stages.models[users[-1]].get_buffer(buffer), value), f"{name}: {buffer}"
 
 

@@ -47,7 +47,7 @@ def sample_check(spans: list[Span] | None = None) -> SampleCheck:
     left = SimpleNamespace(reset_layer=lambda number: None, note_whole_batch=lambda number: None)
     run: Any = SimpleNamespace(
         cut=None,
-        steps=SimpleNamespace(left=left),
+        user_steps=SimpleNamespace(left=left),
         device=torch.device("cpu"),
         global_ranks=(0,),
         part=part,
