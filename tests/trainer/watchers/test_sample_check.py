@@ -50,7 +50,7 @@ def sample_check(spans: list[Span] | None = None) -> SampleCheck:
         user_steps=SimpleNamespace(left=left),
         device=torch.device("cpu"),
         global_ranks=(0,),
-        part=part,
+        local_layers=part,
         engine=engine,
     )
     return SampleCheck(run)
