@@ -368,9 +368,11 @@ class Normal(Lit):
 
 
 def test_batch_normalisation_warns_once():
-    with pytest.warns(UserWarning, match="2: batch normalisation sees one micro-batch at a time") as caught:
+    with pytest.warns(UserWarning, match="^layer 2: batch normalisation sees one micro-batch at a time") as caught:
         warn_about_pieces(Normal().model)
     assert len(caught) == 1
+    with pytest.warns(UserWarning, match="^layers 0, 1: batch normalisation"):
+        warn_about_pieces(nn.Sequential(nn.BatchNorm1d(6), nn.BatchNorm1d(6)))
 
 
 def test_a_short_last_batch_is_normalised():
@@ -479,7 +481,9 @@ def test_batches_too_small_for_the_stages_warn(recwarn, monkeypatch):
     with pytest.warns(UserWarning, match="a batch of 3 samples can't keep 4 stages busy"):
         warn_about_small_batch(3, stages=4, pieces=3, asked=3)
     warn_about_small_batch(4, stages=4, pieces=4, asked=8)
-    assert notes == ["A batch of 4 samples is cut into 4 micro-batches, fewer than 8"]
+    assert notes.pop() == "A batch of 4 samples is cut into 4 micro-batches, fewer than 8"
+    warn_about_small_batch(1, stages=1, pieces=1, asked=8)
+    assert notes == ["A batch of 1 sample is cut into 1 micro-batch, fewer than 8"]
 
 
 class Pair(torch.Tensor):

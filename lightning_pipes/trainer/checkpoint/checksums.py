@@ -199,6 +199,12 @@ class Index:
             PipelineError: there is none, it is damaged, or anything else is in it.
         """
         path = folder / INDEX
+        if not folder.exists():
+            raise PipelineError(f"there is no {folder}; name the folder that checkpoint='sharded' has written")
+        if folder.is_file():
+            raise PipelineError(
+                f"{folder} is one file, as checkpoint='full' writes it, and no folder of parts; use the file as it is"
+            )
         if not path.is_file():
             raise PipelineError(
                 f"{folder} is no folder with a complete checkpoint: it has no {INDEX}, which is written last. {WAY_OUT}"

@@ -95,14 +95,15 @@ def warn_about_pieces(full: nn.Module) -> None:
     names = [name for name in batch_statistics(full) if full.get_submodule(name).training]
     if names:
         rank_zero_warn(
-            f"layer {_listed(names)}: batch normalisation sees one micro-batch at a time, so training differs from one "
-            "process; use GroupNorm or LayerNorm, or PipelineStrategy(microbatches=1)"
+            f"layer{'s' * (len(names) > 1)} {_listed(names)}: batch normalisation sees one micro-batch at a time, so "
+            "training differs from one process; use GroupNorm or LayerNorm, or PipelineStrategy(microbatches=1)"
         )
     names = spectral_norms(full)
     if names:
         rank_zero_warn(
-            f"layer {_listed(names)}: spectral normalisation improves its estimate in every forward, so once for every "
-            "micro-batch; training differs a little from one process. PipelineStrategy(microbatches=1) avoids it"
+            f"layer{'s' * (len(names) > 1)} {_listed(names)}: spectral normalisation improves its estimate in every "
+            "forward, so once for every micro-batch; training differs a little from one process. "
+            "PipelineStrategy(microbatches=1) avoids it"
         )
 
 
@@ -156,7 +157,10 @@ def warn_about_small_batch(rows: int, stages: int, pieces: int, asked: int) -> N
         asked: micro-batches of the setting.
     """
     if pieces < asked:
-        rank_zero_info(f"A batch of {rows} samples is cut into {pieces} micro-batches, fewer than {asked}")
+        rank_zero_info(
+            f"A batch of {rows} sample{'s' * (rows > 1)} is cut into {pieces} micro-batch{'es' * (pieces > 1)}, "
+            f"fewer than {asked}"
+        )
     if rows < stages:
         rank_zero_warn(
             f"a batch of {rows} sample{'s' * (rows > 1)} can't keep {stages} stages busy; use a batch_size of several "
