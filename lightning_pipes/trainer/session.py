@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -26,6 +27,7 @@ from lightning_pipes.engine.watch.launcher import (
     StartupWatch,
     environment_for_children,
     exited_ranks,
+    stop_watching_launched,
     watch_launched,
 )
 from lightning_pipes.engine.watch.process_exit import has_given_up, leak_until_exit, skip_final_gc
@@ -249,6 +251,12 @@ class Launcher(private.SubprocessLauncher):
             watch_launched(environment.node_rank() * self.num_processes + 1, self.procs)
         private.set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
+
+    def kill(self, signum: Any) -> None:
+        """Send a signal to the started processes; Lightning kills them after Ctrl-C, and that is no failure."""
+        if signum == signal.SIGKILL:
+            stop_watching_launched()
+        super().kill(signum)
 
 
 TESTED = (2, 14)

@@ -124,9 +124,21 @@ def test_who_is_stopped_before_ranks_have_met_is_not_waited_for(tmp_path):
 def test_sigterm_is_no_success(tmp_path):
     with script(tmp_path) as run:
         run.send(signal.SIGTERM, 0, "training")
-        status, _ = run.end()
+        status, said = run.end()
     assert status == 128 + signal.SIGTERM
+    assert "All ranks end after SIGTERM, at global step" in said
     assert len(torch.load(tmp_path / "left.ckpt", weights_only=False)["state_dict"]) == 8
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_no_death_of_a_rank(tmp_path):
+    """A terminal sends the signal to all processes; Lightning then kills the ranks that it has started."""
+    with script(tmp_path, stops="training1") as run:  # the other rank is slow to end
+        run.send(signal.SIGINT, 0, "training")
+        status, said = run.end()
+    assert status == 1
+    assert "KeyboardInterrupt" in said
+    assert "was ended by signal" not in said
 
 
 @pytest.mark.slow

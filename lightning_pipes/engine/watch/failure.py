@@ -160,7 +160,8 @@ class FailureWatch:
     def report_failure(self, error: BaseException, where: str = "") -> None:
         """Report this rank's failure to all ranks, unless another failure was first."""
         failed = f"rank {self._rank} failed in {where}" if where else f"{self.name(self._rank)} failed"
-        self._publish_failure(f"{failed}: {type(error).__name__}: {error}", is_remote=False)
+        text = f": {error}" if str(error) else ""  # KeyboardInterrupt has none
+        self._publish_failure(f"{failed}: {type(error).__name__}{text}", is_remote=False)
 
     def report_lost_peer(self, peer: int, error: BaseException) -> None:
         """Report a broken connection to `peer`. If the peer has reported a failure, that is the failure; else the peer

@@ -86,15 +86,20 @@ class _Launched:
     def __init__(self) -> None:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         """By rank."""
+        self._should_watch = True
 
     def start_watching(self, processes: dict[int, subprocess.Popen[bytes]]) -> None:
         self.processes = processes
+        self._should_watch = True
         threading.Thread(target=self._watch, name="lightning_pipes launched", daemon=True).start()
         atexit.register(self._wait_at_exit)
 
     def send_signal(self, signum: int) -> None:
         for process in self.processes.values():
             process.send_signal(signum)  # nothing to those that have ended
+
+    def stop_watching(self) -> None:
+        self._should_watch = False
 
     def exited_ranks(self) -> dict[int, str]:
         """Return how ranks have ended."""
@@ -108,6 +113,8 @@ class _Launched:
         """End this process and all processes it started after one of them has died."""
         while True:
             codes = {rank: process.poll() for rank, process in self.processes.items()}
+            if not self._should_watch:
+                return
             for rank, code in codes.items():
                 if code not in (None, 0, TERMINATED):
                     _log.error("rank %d, process %d, %s", rank, self.processes[rank].pid, how_it_ended(code))
@@ -164,6 +171,11 @@ def environment_for_children(variables: Mapping[str, str]) -> Iterator[None]:
 def watch_launched(first_rank: int, processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Watch processes that this one has started as ranks, from `first_rank` on."""
     _launched_ranks.start_watching(dict(enumerate(processes, first_rank)))
+
+
+def stop_watching_launched() -> None:
+    """Report no end of the started ranks from now on: this process ends them."""
+    _launched_ranks.stop_watching()
 
 
 def signal_launched(signum: int) -> None:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from types import FrameType
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipes.engine.watch.launcher import TERMINATED, signal_launched
@@ -100,6 +101,9 @@ class StopAgreement:
         return self._sigterm or self._is_terminated()
 
     def _terminate(self) -> None:
+        if not self.terminated:
+            step = self._trainer.global_step
+            rank_zero_info(f"All ranks end after SIGTERM, at global step {step}; the exit status is {TERMINATED}")
         self.terminated = True
         private.set_received_sigterm(self._trainer)
 

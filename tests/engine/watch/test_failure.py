@@ -43,3 +43,8 @@ def test_who_comes_too_late_gets_none(watches: list[FailureWatch]) -> None:
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda watch: watch.exchange_texts("a", "", 0.1), watches[:2])) == [[], []]
     assert watches[2].exchange_texts("a", "", 20.0) == []
+
+
+def test_failure_names_an_error_without_text(watches: list[FailureWatch]) -> None:
+    watches[0].report_failure(KeyboardInterrupt())
+    assert str(watches[0].error) == "rank 0 failed: KeyboardInterrupt"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.loop import stopping
 from tests.trainer.lit import Lit, data, quiet
 from tests.trainers import make_trainer
 
@@ -55,10 +57,12 @@ def stop(rank: int, cases: list[tuple[int, str]]) -> list[int]:
             precision="64-true",
             callbacks=[Worse() if how == "early stopping" else Wish(where, how)],
         )
-        try:
-            trainer.fit(Lit(layers=3), DataLoader(data(), batch_size=8), DataLoader(data(5), batch_size=5))
-        except SIGTERMException:
-            assert how == "sigterm"
+        with patch.object(stopping, "rank_zero_info") as note:
+            try:
+                trainer.fit(Lit(layers=3), DataLoader(data(), batch_size=8), DataLoader(data(5), batch_size=5))
+            except SIGTERMException:
+                assert how == "sigterm"
+                note.assert_called_once_with("All ranks end after SIGTERM, at global step 4; the exit status is 143")
         steps.append(trainer.global_step)
     return steps
 
