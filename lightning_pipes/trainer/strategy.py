@@ -571,7 +571,7 @@ class PipelineStrategy(PipelineHost):
 
         Args:
             schedule: the name of an installed schedule, or one of your own with its settings.
-            microbatches: of a batch; by default as many as now.
+            microbatches: of a batch; by default those that you gave the strategy, or else the schedule's default.
             plan: how batches of its size are cut, where they are not to be cut evenly; those of other sizes still are.
                 Its `layers`, if it names them, are those of the stages from then on; `planning.partition.with_layer`
                 moves one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -47,10 +48,17 @@ class Plans:
         self._asked = replanner or planner_of(problem.schedule)
         self._ranks = problem.schedule.place_stages(problem.ranks)
         self.schedule = problem.schedule
-        self.microbatches = problem.microbatches or MICROBATCHES_PER_STAGE * len(self._ranks)
         self._made: dict[int, tuple[Plan, Program | Policy]] = {}
         self._given: dict[int, tuple[Plan, Program | Policy]] = {}
         self._verified: int | None = None
+
+    @cached_property
+    def microbatches(self) -> int:
+        """Number of micro-batches of a batch with enough samples: the user's, else the planner's."""
+        if self._problem.microbatches is not None:
+            return self._problem.microbatches
+        rows = MICROBATCHES_PER_STAGE * len(self._ranks)
+        return max(map(len, solve_plan(replace(self._problem, rows=rows)).jobs[0].forward))
 
     @property
     def trial_rows(self) -> int:
@@ -95,7 +103,7 @@ class Plans:
         """Return plans by another schedule, for stages on the same ranks.
 
         Args:
-            microbatches: by default as many as now.
+            microbatches: by default the user's, or those of the schedule's planner.
             given: the plan for batches of its size; other batches are cut by the schedule's planner, with the same
                 layers. Where it names no layers, and nothing to recompute, those of the run count.
             verified: the batch size for which the order is verified already, since that takes longer than making it.
@@ -117,7 +125,7 @@ class Plans:
                 "the ranks of each stage by itself; give the schedule and the number of micro-batches alone"
             )
         layers = self._problem.layers if given is None or not given.layers else given.layers
-        m = microbatches or self.microbatches
+        m = self._problem.microbatches if microbatches is None else microbatches
         problem = replace(self._problem, schedule=schedule, microbatches=m, layers=layers)
         made = Plans(problem, self._replanner, self._degrees, self._seconds)
         made._verified = verified

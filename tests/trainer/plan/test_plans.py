@@ -116,3 +116,13 @@ def test_the_plan_is_what_the_schedule_asks_for() -> None:
     assert plan.versions == (2, 1)
     assert isinstance(order, Program)
     assert order.is_endless
+
+
+def test_the_planner_decides_the_micro_batches_that_the_user_leaves_to_it() -> None:
+    layers = (Span(0, 1), Span(1, 2))
+    assert Plans(Problem(make_schedule("csp"), 2, 1, layers=layers)).microbatches == 1
+    assert Plans(Problem(make_schedule("csp"), 2, 1, 3, layers=layers)).microbatches == 3
+    default = Plans(Problem(make_schedule("pipedream"), 2, 1, layers=layers))
+    adopted = default.for_schedule(make_schedule("csp"))
+    assert len(adopted.for_rows(8)[0].spans(Kind.F, 0)) == adopted.microbatches == 1
+    assert default.for_schedule(make_schedule("csp"), 2).microbatches == 2
