@@ -149,7 +149,7 @@ class LocalLayers:
     def _make_sums(self) -> ReplicaAverages:
         grid = self.holdings.grid
         ranks = grid.on_all_replicas((grid.position,))
-        self._replica_transfer = BulkTransfer(dist.get_rank(), ranks, self._control.watch)
+        self._replica_transfer = BulkTransfer(dist.get_rank(), ranks, self._control.watch, self.device)
         return ReplicaAverages(BulkTreeTransport(self._replica_transfer, ranks), grid.replica, grid.replicas)
 
     @property

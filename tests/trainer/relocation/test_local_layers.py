@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -239,6 +240,23 @@ def test_layers_of_siblings_stay_where_their_memory_is() -> None:
     part.check_placement(part.holdings.layers)
     with pytest.raises(PlanError, match="siblings of a job array share the ranks"):
         part.check_placement((Span(0, 2), Span(2, 5)))
+
+
+def test_gradients_of_other_replicas_arrive_on_the_device_of_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[torch.device] = []
+
+    def make_transfer(rank: int, ranks: tuple[int, ...], watch: object, device: torch.device) -> object:
+        assert (rank, ranks) == (0, (0, 2))
+        devices.append(device)
+        return object()
+
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("lightning_pipes.trainer.relocation.local_layers.BulkTransfer", make_transfer)
+    part = object.__new__(LocalLayers)
+    part.holdings, part.device = Holdings(Grid(2, 4, 0), (0, 1), (Span(0, 3), Span(3, 5))), torch.device("meta")
+    part._control = SimpleNamespace(watch=None)  # type: ignore[assignment]
+    part._make_sums()
+    assert devices == [torch.device("meta")]
 
 
 def test_a_layer_takes_along_which_of_its_buffers_change() -> None:
