@@ -48,6 +48,19 @@ def locked(path: Path, shared: bool = False) -> Iterator[None]:
         os.close(descriptor)
 
 
+@contextmanager
+def compiling(path: Path) -> Iterator[None]:
+    """A lock on a file: alone for the first process that asks, shared by those who wait for it."""
+    from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
+
+    with open(path) as file:
+        try:
+            flock(file, LOCK_EX | LOCK_NB)
+        except BlockingIOError:
+            flock(file, LOCK_SH)
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def elsewhere() -> Iterator[None]:
     """A training in this process says in the environment where its ranks meet, which is nobody else's: the port may be
@@ -71,6 +84,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         if "PYTEST_XDIST_WORKER" in os.environ:
             with locked(GATE):
                 room.enter_context(locked(ROOM, shared=item.get_closest_marker("alone") is None))
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """One worker compiles a file of tests, which takes longer than all else that is collected; the others wait for it
+    and load the result."""
+    with ExitStack() as room:
+        if "PYTEST_XDIST_WORKER" in os.environ and isinstance(collector, pytest.Module):
+            room.enter_context(compiling(collector.path))
         return (yield)
 
 
