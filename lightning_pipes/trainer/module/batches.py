@@ -37,7 +37,7 @@ def rows_of(batch: Any) -> int:
     if not rows:
         raise PipelineError(
             f"can't tell how many samples a batch of type {type(batch).__name__} holds, so it can't be cut into "
-            "micro-batches; let it hold tensors whose axis 0 counts samples"
+            "micro-batches; make it a dict, tuple, list or dataclass of tensors whose axis 0 counts samples"
         )
     return rows
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -274,6 +275,8 @@ def test_rows_of():
         rows_of({})
     with pytest.raises(PipelineError, match="axis 0 counts samples"):
         rows_of([torch.tensor(1.0), "abc"])
+    with pytest.raises(PipelineError, match=r"batch of type SimpleNamespace .*; make it a dict, tuple, list or data"):
+        rows_of(SimpleNamespace(x=torch.ones(5, 2)))
 
 
 def test_join_is_the_other_direction_of_take():
