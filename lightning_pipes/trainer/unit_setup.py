@@ -566,8 +566,8 @@ class UnitSetup(ModuleSetup):
         except NotMeasuredError as why:
             raise PipelineError(
                 f"{type(self._module).__name__} has no one container of layers that is called in order, and its "
-                f"{self._step} can't be recorded to cut it by units: {why}. Give the Trainer a DataLoader with a "
-                "batch_size, or put the layers into one nn.Sequential"
+                f"{self._step} can't be recorded to cut it by units: {why}. If one plain process trains it, give the "
+                "Trainer a DataLoader with a batch_size, or put the layers into one nn.Sequential"
             ) from why
 
     @staticmethod

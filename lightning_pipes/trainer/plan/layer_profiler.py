@@ -80,10 +80,11 @@ class CollectiveCall:
         """Return the results of `work()` on every rank, once all are through with it.
 
         Raises:
-            NotMeasuredError: it raised on any rank.
+            NotMeasuredError: it raised on any rank; the error of this rank is its cause.
             UnsuitableContainerError: it raised a PipelineError.
         """
         reason, quiet, refused, value = "", False, False, None
+        cause: Exception | None = None
         try:
             value = work()
         except NotMeasuredError as why:
@@ -91,10 +92,14 @@ class CollectiveCall:
         except Exception as error:  # of the user's code, which Lightning will run into where it can be explained
             refused, text = isinstance(error, PipelineError), str(error).splitlines()[0] if str(error) else ""
             reason = text if refused and text else f"{type(error).__name__}: {text}"
+            cause = error
         of_ranks = self._control.all_gather((reason, quiet, refused, value))
-        for reason, quiet, refused, _ in of_ranks:
-            if reason:
-                raise UnsuitableContainerError(reason) if refused else NotMeasuredError(reason, quiet)
+        try:
+            for reason, quiet, refused, _ in of_ranks:
+                if reason:
+                    raise (UnsuitableContainerError(reason) if refused else NotMeasuredError(reason, quiet)) from cause
+        finally:
+            del cause  # its traceback holds this frame
         return [value for _, _, _, value in of_ranks]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -296,3 +297,11 @@ def test_devices_with_neighbours_while_layers_are_measured_do_not_count() -> Non
     for layer, wanted in zip(found.layers, one.layers, strict=True):
         assert layer.forward[-1][1] == pytest.approx(1.01 * wanted.forward[-1][1])
         assert layer.backward[-1][1] == pytest.approx(1.01 * wanted.backward[-1][1])
+
+
+def test_collective_call_keeps_the_error_of_this_rank():
+    """Its traceback has the line of the user's code."""
+    control: Any = SimpleNamespace(size=1, all_gather=lambda value: [value])
+    with pytest.raises(layer_profiler.NotMeasuredError, match=r"^ZeroDivisionError: ") as caught:
+        layer_profiler.CollectiveCall(control)(lambda: 1 // 0)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
