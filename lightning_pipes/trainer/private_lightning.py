@@ -31,6 +31,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
+    ModelCheckpoint,
     ModelPruning,
     ProgressBar,
     StochasticWeightAveraging,
@@ -176,8 +177,8 @@ def allow_skipped_batches(trainer: pl.Trainer) -> Callable[[], None]:
 
 
 def pauses_after_this_batch(trainer: pl.Trainer) -> bool:
-    """Return whether the epoch, training, or an uninterrupted run of batches ends with the batch in training_step, as
-    far as all ranks know: a stop that one asks for is agreed on later."""
+    """Return whether the epoch, training, or an uninterrupted run of batches ends with the batch in training_step, or a
+    scheduler or checkpoint reads its metrics, as far as all ranks know: a stop that one asks for is agreed on later."""
     loop, fetcher, asked = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher, trainer.should_stop
     assert fetcher is not None, "nothing is being trained"
     trainer.should_stop = False
@@ -186,9 +187,26 @@ def pauses_after_this_batch(trainer: pl.Trainer) -> bool:
             loop._num_ready_batches_reached()
             or _is_max_limit_reached(trainer.global_step + 1, trainer.max_steps)
             or loop._should_check_val_fx(fetcher)
+            or _reads_metrics(trainer)
         )
     finally:
         trainer.should_stop = asked
+
+
+def _reads_metrics(trainer: pl.Trainer) -> bool:
+    """Return whether a scheduler that monitors a metric, or ModelCheckpoint, acts after the batch in training_step."""
+    loop = trainer.fit_loop.epoch_loop
+    if loop._should_accumulate():
+        return False
+    step, batch = trainer.global_step + 1, loop.batch_idx + 1
+    return any(
+        config.reduce_on_plateau and config.interval == "step" and batch % config.frequency == 0
+        for config in trainer.lr_scheduler_configs
+    ) or any(
+        c._every_n_train_steps >= 1 and step % c._every_n_train_steps == 0
+        for c in trainer.checkpoint_callbacks
+        if isinstance(c, ModelCheckpoint)
+    )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torchmetrics
 import transformers
 from lightning.fabric.utilities import data as fabric_data
 from lightning.fabric.utilities import distributed as fabric_distributed
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops import evaluation_loop, fetchers, training_epoch_loop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -433,9 +433,12 @@ def test_compiled_in_place():
     assert private.is_compiled(layer)
 
 
-def test_pauses_after_this_batch():
-    """Before the last batch of an epoch, of training, and before validation; a stop asked for does not count."""
-    seen: dict[str, list[bool]] = {"epoch": [], "steps": [], "validation": [], "stop": []}
+def test_pauses_after_this_batch(tmp_path):
+    """Before the last batch of an epoch, of training, and before validation, a monitoring scheduler and a checkpoint; a
+    stop asked for does not count."""
+    seen: dict[str, list[bool]] = {
+        name: [] for name in ("epoch", "steps", "validation", "stop", "plateau", "checkpoint", "accumulated")
+    }
 
     class Module(pl.LightningModule):
         def __init__(self, what: str) -> None:
@@ -446,24 +449,35 @@ def test_pauses_after_this_batch():
             if self.what == "stop":
                 self.trainer.should_stop = True
             seen[self.what].append(private.pauses_after_this_batch(self.trainer))
-            return self.layer(batch).sum()
+            loss = self.layer(batch).sum()
+            self.log("loss", loss)
+            return loss
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             pass
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), 0.1)
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            if self.what != "plateau":
+                return optimizer
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            config = {"scheduler": scheduler, "interval": "step", "frequency": 3, "monitor": "loss"}
+            return {"optimizer": optimizer, "lr_scheduler": config}
 
     loader = DataLoader(torch.ones(4, 1), batch_size=1)
+    saving = [ModelCheckpoint(tmp_path, every_n_train_steps=2)]
     options: dict[str, dict[str, Any]] = {
         "epoch": {"max_epochs": 1},
         "steps": {"max_steps": 3},
         "validation": {"max_epochs": 1, "val_check_interval": 2},
         "stop": {"max_epochs": 1},
+        "plateau": {"max_epochs": 1},
+        "checkpoint": {"max_steps": 3, "callbacks": saving},
+        "accumulated": {"max_epochs": 1, "accumulate_grad_batches": 2, "callbacks": saving},
     }
     for what, more in options.items():
         fitted = pl.Trainer(
-            accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, **more
+            accelerator="cpu", logger=False, enable_checkpointing="callbacks" in more, enable_progress_bar=False, **more
         )
         fitted.fit(Module(what), loader, loader if what == "validation" else None)
     assert seen == {
@@ -471,6 +485,9 @@ def test_pauses_after_this_batch():
         "steps": [False, False, True],
         "validation": [False, True, False, True],
         "stop": [False],
+        "plateau": [False, False, True, True],
+        "checkpoint": [False, True, True],
+        "accumulated": [False, False, False, True],
     }
 
 

@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Subset
 
 from lightning_pipes import PipelineStrategy
@@ -23,6 +24,27 @@ from tests.trainers import make_trainer
 BATCHES = 9  # of 4 samples, an epoch; the last one has 2
 ROWS = 4 * BATCHES - 2
 CUTS = {1: [], 2: [4], 3: [3, 6], 4: [2, 4, 6]}
+
+
+class LossRate(ReduceLROnPlateau):
+    """The learning rate follows the metric."""
+
+    def step(self, metrics: Any, epoch: Any = None) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.05 * float(metrics)
+
+
+class LitPlateau(Lit):
+    """Its scheduler reads the loss of every third batch."""
+
+    def configure_optimizers(self) -> Any:
+        found = super().configure_optimizers()
+        found["lr_scheduler"] |= {
+            "scheduler": LossRate(found["optimizer"]),
+            "monitor": "train_loss_step",
+            "frequency": 3,
+        }
+        return found
 
 
 @dataclass(frozen=True)
@@ -35,6 +57,7 @@ class Streamed:
     replicas: int = 1
     schedule_args: dict[str, Any] = field(default_factory=dict)
     optimizer: str = "adamw"
+    kind: type[Lit] = Lit
 
 
 def loaders(rows: int = 4) -> tuple[DataLoader[Any], DataLoader[Any]]:
@@ -67,11 +90,11 @@ def stale(case: Streamed, batches: int, flushes: set[int], first: Sequence[Colle
     `flushes` are the batches after which everything is finished, `first` the layers of the first of two stages in each
     batch, where layers move."""
     pl.seed_everything(3, verbose=False)
-    module = Lit(optimizer=case.optimizer).double()
-    optimizer, scheduler = (
-        (c := module.configure_optimizers())["optimizer"],
-        c["lr_scheduler"]["scheduler"],
-    )
+    module = case.kind(optimizer=case.optimizer).double()
+    config = module.configure_optimizers()
+    optimizer, scheduler = config["optimizer"], config["lr_scheduler"]["scheduler"]
+    frequency = config["lr_scheduler"].get("frequency", 1)
+    reads_loss = isinstance(scheduler, ReduceLROnPlateau)
     layers = list(module.model)
     bounds = [0, *CUTS[case.ranks], len(layers)]
     stages = [nn.Sequential(*layers[a:b]) for a, b in pairwise(range(len(layers) + 1) if first else bounds)]
@@ -105,9 +128,12 @@ def stale(case: Streamed, batches: int, flushes: set[int], first: Sequence[Colle
                 torch.nn.utils.clip_grad_norm_(stage.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
-            scheduler.step()
+            if not reads_loss:
+                scheduler.step()
             stepped += 1
         rates.append(optimizer.param_groups[0]["lr"])
+        if reads_loss and in_epoch % frequency == 0:
+            scheduler.step(losses[-1])
         old.append([{name: p.detach().clone() for name, p in s.named_parameters()} for s in stages])
         if n + 1 in flushes:
             since = n + 1
@@ -133,7 +159,7 @@ def fit(
 ) -> Any:
     quiet()
     pl.seed_everything(3, verbose=False)
-    module = (module or Lit(optimizer=case.optimizer)).double()
+    module = (module or case.kind(optimizer=case.optimizer)).double()
     keeper, seen = Keeper(), Seen()
     strategy = PipelineStrategy(
         case.schedule,
@@ -167,5 +193,6 @@ def fit(
         "metrics": plain_values(dict(trainer.callback_metrics)),
         "steps": trainer.global_step,
         "validated": seen.validated,
+        "scores": [plain_values(c.best_k_models) for c in trainer.checkpoint_callbacks],
         "bubbles": (report.bubble_predicted, report.bubble_measured),
     }

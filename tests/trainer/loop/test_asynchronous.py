@@ -18,7 +18,7 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
 from lightning_pipes.trainer.watchers import same_batch
 from tests.trainer.lit import Lit, LitOutside, LitTied, data, differences, quiet
-from tests.trainer.loop.streamed import Streamed, fit, stale
+from tests.trainer.loop.streamed import LitPlateau, Streamed, fit, stale
 from tests.trainers import make_trainer
 
 
@@ -35,6 +35,11 @@ class StopAt(Callback):
 
 def saving(folder: str) -> list[Any]:
     return [ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)]
+
+
+def choosing(folder: str) -> list[Any]:
+    options = {"every_n_train_steps": 5, "save_top_k": -1, "monitor": "train_loss_step"}
+    return [ModelCheckpoint(folder, filename="{step}", **options)]
 
 
 def stopping(folder: str) -> list[Any]:
@@ -57,6 +62,7 @@ CASES = {
     "replicas": Streamed("pipedream", 2, 1, {"max_epochs": 2}, replicas=2),
     "replicas, accumulated": Streamed("pipedream", 2, 2, {"max_epochs": 1, "accumulate_grad_batches": 2}, replicas=2),
 }
+CASES["metrics"] = Streamed("pipedream", 3, 1, {"max_epochs": 1}, choosing, kind=LitPlateau)
 for optimizer in ("adamw", "sgd"):
     CASES[f"predicted, {optimizer}"] = replace(
         CASES["pipedream on 4"], schedule_args={"predict": True}, optimizer=optimizer, options={"max_epochs": 2}
@@ -89,6 +95,7 @@ EXPECTED = {  # batches, and after which of them everything is finished
     "accumulated": (18, {9, 18}),
     "2bw accumulated": (9, {9}),
     "clipped": (9, {9}),
+    "metrics": (9, {3, 5, 6, 9}),
     "replicas": (10, {5, 10}),
     "replicas, accumulated": (5, {5}),
     "stopped": (5, {5}),  # asked for after batch 2, heard of two batches later
@@ -105,6 +112,8 @@ def test_parity(name: str) -> None:
     for n, found in enumerate(ranks):
         for what in ("weights", "rates", "steps"):
             assert differences(found[what], wanted[what], at=what) == []
+        for scores in found["scores"] if name == "metrics" else ():
+            assert differences(list(scores.values()), [wanted["losses"][4]]) == []
         assert differences(found["metrics"], ranks[n // case.ranks * case.ranks]["metrics"]) == []
         assert found["validated"] == ranks[0]["validated"]
 
