@@ -209,6 +209,15 @@ def _reads_metrics(trainer: pl.Trainer) -> bool:
     )
 
 
+def monitors_by_time(trainer: pl.Trainer) -> bool:
+    """Return whether a ModelCheckpoint with `train_time_interval` monitors a metric."""
+    return any(
+        c._train_time_interval is not None and c.monitor is not None
+        for c in trainer.checkpoint_callbacks
+        if isinstance(c, ModelCheckpoint)
+    )
+
+
 @contextmanager
 def as_in_training_step(trainer: pl.Trainer) -> Iterator[None]:
     """Let `self.log` act in the block as in training_step."""

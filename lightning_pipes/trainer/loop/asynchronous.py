@@ -558,6 +558,10 @@ def check_streaming(trainer: pl.Trainer, schedule: Schedule | Policy, grid: Grid
             f"use a larger batch_size, {flush}",
         ),
         "gradient_clip_val": (chooses and by_norm, f"the norm is that of all stages; clip by 'value', {flush}"),
+        "ModelCheckpoint(train_time_interval=..., monitor=...)": (
+            private.monitors_by_time(trainer),
+            f"ranks know the metric of different batches then; use every_n_train_steps, {flush}",
+        ),
         "precision='16-mixed'": (
             getattr(trainer.precision_plugin, "scaler", None) is not None,
             f"its scaler looks at the gradients of all stages; use 'bf16-mixed', {flush}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from functools import cache
 from math import isnan
 from pathlib import Path
@@ -15,7 +16,10 @@ from torch.utils.data import DataLoader
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PipelineError
+from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
+from lightning_pipes.trainer.loop.asynchronous import check_streaming
+from lightning_pipes.trainer.ranks.ranks import Grid
 from lightning_pipes.trainer.watchers import same_batch
 from tests.trainer.lit import Lit, LitOutside, LitTied, data, differences, quiet
 from tests.trainer.loop.streamed import LitPlateau, Streamed, fit, stale
@@ -187,6 +191,13 @@ def test_refuses_what_needs_all_stages_at_one_batch() -> None:
             assert what in message
             assert "pipedream" in message
             assert "1f1b" in message or "predict=True" in message
+
+
+def test_refuses_checkpoints_by_time_that_monitor_a_metric(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, train_time_interval=timedelta(seconds=1), monitor="train_loss")
+    trainer = make_trainer(devices=1, callbacks=[saving])
+    with pytest.raises(PipelineError, match="use every_n_train_steps, or a schedule that flushes"):
+        check_streaming(trainer, make_schedule("pipedream"), Grid(1, 2, 0), ())
 
 
 def failing(rank: int) -> None:
