@@ -14,7 +14,7 @@ from tests.fuzz.modules import Made, moving_module, padded_module, random_module
 from tests.fuzz.pieces import MAKERS, OFF, Base, Piece, is_off
 from tests.fuzz.supernets import moving_stream, streamed_module, supernet_module
 
-FEW, MANY, TOGETHER = 40, 400, 50
+FEW, MANY, TOGETHER = 20, 400, 50
 
 
 def look(seeds: Iterable[int], make: Callable[[int], Made] = random_module, least: float = 0.7) -> int:
