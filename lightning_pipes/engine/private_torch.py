@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import ProcessGroupGloo as ProcessGroupGloo
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable
@@ -219,6 +221,17 @@ def argument_names(operation: Any) -> list[str]:
 def works_in_place(operation: Any) -> bool:
     """Return whether an operation of torch writes into its first argument, and returns it."""
     return bool(operation._schema.is_mutable and operation.__name__.partition(".")[0].endswith("_"))
+
+
+def list_changed_arguments(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operation of torch, as `aten.normal_.default`, changes in place."""
+    if not operation._schema.is_mutable:
+        return []
+    arguments = operation._schema.arguments
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | {**kwargs}
+    changed = [given.get(each.name) for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    listed = (each if isinstance(each, (list, tuple)) else [each] for each in changed)
+    return [t for each in listed for t in each if isinstance(t, torch.Tensor)]
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:

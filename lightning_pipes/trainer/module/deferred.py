@@ -15,15 +15,22 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipes.engine.compute.rng import BEFORE_LAYERS, forked_rng, seed_all, stream_seed
 from lightning_pipes.ir import PipelineError, Span
+from lightning_pipes.trainer.module.initializers import (
+    Initializer,
+    InitialWrites,
+    find_initializers,
+    list_parts_first,
+)
 from lightning_pipes.trainer.module.pipelined import SPREAD
 from lightning_pipes.trainer.module.pretrained import (
+    SHOWN,
     explain_unknown_values,
-    find_initializers,
     give_memory,
     own_meta_tensors,
     own_tensors,
@@ -64,15 +71,27 @@ class DeferredWeights:
     def __init__(self, module: pl.LightningModule, groups: Mapping[int, Iterable[nn.Module]]) -> None:
         self._groups: dict[int, list[nn.Module]] = {}
         self._tied: list[_Tied] = []
-        self._initializers: dict[int, Callable[[], object]] = {}
+        self._initializers: dict[int, Initializer] = {}
+        self._inside: dict[int, list[torch.Tensor]] = {}
+        """The tensors that the initializer of a part sets in parts inside of it, by the id of the part."""
+        self._kept: set[int] = set()
+        """The ids of those of them that had values before."""
         self._adapters: dict[int, list[Callable[[], object]]] = {}
         self._pretrained = take_attached(module)
         if SPREAD in vars(module) or not has_meta(module):  # an earlier run has made what belongs here
             return
         self._initializers = find_initializers(module)
         self._adapters = _find_adapters(module)
-        self._groups = {number: [m for m in parts if own_meta_tensors(m)] for number, parts in groups.items()}
+        writes = InitialWrites(module, self._initializers)
+        self._inside = writes.inside
+        self._kept = {id(t) for tensors in writes.inside.values() for t in tensors if not t.is_meta}
+        self._groups = {
+            number: [m for m in parts if own_meta_tensors(m) or id(m) in self._inside]
+            for number, parts in groups.items()
+        }
+        self._leave_out_crossing(module)
         self._check(module)
+        self._warn_of_lost(module, writes.lost)
         self._tied = list(self._find_tied())
 
     def make_layers(self, local: Iterable[int], positions: Sequence[int], seed: int, ranks: Ranks) -> None:
@@ -124,10 +143,16 @@ class DeferredWeights:
             for module in group:
                 give_memory(module, own_meta_tensors(module), device)
             seed_all(stream_seed(seeds[0], 0, number, seeds[1], NOT_SAMPLES), device, everything=True)
+            inside = [t for module in group for t in self._inside.get(id(module), ())]
+            kept = [(t, t.detach().clone()) for t in inside if id(t) in self._kept]
             for module in group:
-                if id(module) in self._initializers and not all(map(self._is_in_files, own_tensors(module))):
+                changed = (*own_tensors(module), *self._inside.get(id(module), ()))
+                if id(module) in self._initializers and not all(map(self._is_in_files, changed)):
                     with whole_parameters(module):
                         self._initializers[id(module)]()
+            with torch.no_grad():
+                for tensor, value in kept:
+                    tensor.copy_(value)
             for weights in self._pretrained:
                 weights.fill([tensor for module in group for tensor in own_tensors(module)])
             for initialize in (each for module in group for each in self._adapters.get(id(module), ())):
@@ -139,10 +164,41 @@ class DeferredWeights:
     def _check(self, module: pl.LightningModule) -> None:
         owners = [m for group in self._groups.values() for m in group]
         known = {id(t) for m in owners if id(m) in self._initializers for t in own_meta_tensors(m)}
+        known.update(id(t) for m in owners for t in self._inside.get(id(m), ()))
         for name, part in module.named_modules():
             if any(id(t) not in known and not self._is_in_files(t) for t in own_meta_tensors(part)):
                 where = f"{type(module).__name__}{f'.{name}' if name else ''}"
                 raise PipelineError(explain_unknown_values(where, part))
+
+    def _leave_out_crossing(self, module: nn.Module) -> None:
+        """Leave out initializers that set tensors of several groups, which no rank has together, and warn of them."""
+        paths = {id(part): path for path, part in module.named_modules()}
+        for group in self._groups.values():
+            held = {id(t) for part in group for t in own_meta_tensors(part)}
+            for part in list(group):
+                if all(id(t) in held for t in self._inside.get(id(part), ()) if t.is_meta):
+                    continue
+                del self._inside[id(part)]
+                if not own_meta_tensors(part):
+                    group.remove(part)
+                where = f"{type(module).__name__}.{paths[id(part)]}".rstrip(".")
+                rank_zero_warn(
+                    f"{where} initializes weights of several layers, which are on meta and on several ranks. So they "
+                    "start as their own modules have it. Initialize each in a module of its layer, or cut by units: "
+                    'PipelineStrategy(module="")'
+                )
+
+    def _warn_of_lost(self, module: nn.Module, names: Sequence[str]) -> None:
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+        lost = [name for name in names if not self._is_in_files((parameters | buffers)[name])]
+        if lost:
+            more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+            rank_zero_warn(
+                f"{type(module).__name__} sets {', '.join(lost[:SHOWN])}{more} when it is made, besides "
+                "reset_parameters(). They are on meta, so that is lost, and they start by reset_parameters() alone. "
+                "Set them in reset_parameters() of their module or of one around it, or load a checkpoint"
+            )
 
     def _find_tied(self) -> Iterator[_Tied]:
         having: dict[int, set[int]] = defaultdict(set)
@@ -159,24 +215,33 @@ class DeferredWeights:
 
 
 def group_layers(module: nn.Module, path: str) -> dict[int, Iterable[nn.Module]]:
-    """Return the parts of each layer of a container, and those outside of it."""
+    """Return the parts of each layer of a container, and those outside of it, in the order of their initialization."""
     layers = module.get_submodule(path)
     inside = {id(m) for m in layers.modules()}
-    outside = [m for m in module.modules() if id(m) not in inside]
-    found = {number: layer.modules() for number, layer in enumerate(layers._modules.values()) if layer is not None}
+    outside = [m for m in list_parts_first(module) if id(m) not in inside]
+    found = {
+        number: list_parts_first(layer) for number, layer in enumerate(layers._modules.values()) if layer is not None
+    }
     return {BEFORE_LAYERS: outside, **found}
 
 
 def group_owners(module: nn.Module) -> dict[int, Iterable[nn.Module]]:
-    """Return each part of a module by itself, so that its values depend on no cut; adapters are with their like."""
+    """Return each part of a module by itself, so that its values depend on no cut.
+
+    Adapters are with their like, and a part whose weights another one initializes is with that.
+    """
     group_of = {id(part): number for number, part in enumerate(module.modules())}
     for part in module.modules():
         if hasattr(part, "reset_lora_parameters"):
             group_of.update((id(inside), group_of[id(part)]) for inside in part.modules())
+    for key, tensors in InitialWrites(module, find_initializers(module)).inside.items():
+        changed = {id(t) for t in tensors if t.is_meta}
+        joined = {group_of[id(m)] for m in module.modules() if changed & {*map(id, own_tensors(m))}} | {group_of[key]}
+        group_of = {part: min(joined) if number in joined else number for part, number in group_of.items()}
     found: dict[int, list[nn.Module]] = defaultdict(list)
-    for part in module.modules():
+    for part in list_parts_first(module):
         found[group_of[id(part)]].append(part)
-    return dict(found)
+    return {number: found[number] for number in sorted(found)}
 
 
 def _find_adapters(module: nn.Module) -> dict[int, list[Callable[[], object]]]:

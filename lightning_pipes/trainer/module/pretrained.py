@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -20,12 +19,14 @@ from torch import Tensor, nn
 from lightning_pipes.engine.private_torch import without_weak_references
 from lightning_pipes.ir import InputError
 from lightning_pipes.trainer import private_transformers as private
+from lightning_pipes.trainer.module.initializers import InitialWrites, find_initializers, list_parts_first
 from lightning_pipes.trainer.ranks.replicas import copy_whole
 
 _ATTACHED = "_lightning_pipes_pretrained"
 """The attribute of a module that holds its `PretrainedWeights` until ranks read them."""
 _INDEX = ".index.json"
-_SHOWN = 5
+SHOWN = 5
+"""The most names in a message."""
 
 _reads_later: ContextVar[bool] = ContextVar("reads_later", default=False)
 
@@ -60,15 +61,19 @@ def load_pretrained(module: nn.Module, path: str | Path, *, strict: bool = True)
         module.__dict__[_ATTACHED] = weights
         return
     device = torch.empty(0).device
-    initialize = find_initializers(module)
-    incomplete = [(name, m) for name, m in module.named_modules() if not all(t in weights for t in own_tensors(m))]
-    for name, part in incomplete:
-        if id(part) not in initialize:
+    initializers = find_initializers(module)
+    inside = InitialWrites(module, initializers).inside
+    set_inside = {id(t) for tensors in inside.values() for t in tensors}
+    for name, part in module.named_modules():
+        unknown = [t for t in own_tensors(part) if t not in weights and id(t) not in set_inside]
+        if unknown and id(part) not in initializers:
             raise InputError(explain_unknown_values(f"{type(module).__name__}{name and f'.{name}'}", part))
     for part in module.modules():
         give_memory(part, own_meta_tensors(part), torch.device("cpu") if device.type == "meta" else device)
-    for _, part in reversed(incomplete):
-        initialize[id(part)]()
+    for part in list_parts_first(module):
+        changed = (*own_tensors(part), *inside.get(id(part), ()))
+        if id(part) in initializers and not all(t in weights for t in changed):
+            initializers[id(part)]()
     weights.fill(list(chain.from_iterable(own_tensors(part) for part in module.modules())))
 
 
@@ -213,26 +218,6 @@ class PretrainedWeights:
         return found
 
 
-def find_initializers(module: nn.Module) -> dict[int, Callable[[], object]]:
-    """Return the function that gives each part of a module its initial values, by the part's id.
-
-    It is `reset_parameters`, torch's convention, or else the `_init_weights` of the transformers model around the part.
-    """
-    found: dict[int, Callable[[], object]] = {}
-
-    def visit(part: nn.Module, model: nn.Module | None) -> None:
-        model = part if private.is_pretrained_model(part) else model
-        if model is not None:
-            found[id(part)] = partial(private.initialize, model, part)
-        elif callable(reset := getattr(part, "reset_parameters", None)):
-            found[id(part)] = reset
-        for child in part.children():
-            visit(child, model)
-
-    visit(module, None)
-    return found
-
-
 def explain_unknown_values(where: str, part: nn.Module) -> str:
     """Return the text of an error: a part on `meta` has tensors whose values are not known."""
     return (
@@ -306,5 +291,5 @@ def _import_safetensors() -> Any:
 
 
 def _list_names(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

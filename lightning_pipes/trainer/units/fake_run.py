@@ -15,7 +15,11 @@ import torch
 from torch import nn
 
 import lightning_pipes
-from lightning_pipes.engine.private_torch import FakeTensorMode
+from lightning_pipes.engine.private_torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from lightning_pipes.ir import PipelineError
 
 _LIBRARIES = tuple(str(Path(str(each.__file__)).parent) for each in (torch, pl, lightning_pipes))
@@ -74,12 +78,28 @@ class FakeRun:
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             own = [frame for frame in frames if not _is_of_library(frame.filename)] or frames
-            text = " ".join(str(error).split())[:200]
             raise PipelineError(
                 f"weights are on meta, so its step runs without their values, and {own[-1].filename}:{own[-1].lineno} "
-                f"({own[-1].line}) can't: {type(error).__name__}: {text}. No branch, index or number may depend on the "
-                "value of a weight; log tensors, not their item()"
+                f"({own[-1].line}) can't: {_explain(error)}, or make the module outside of torch.device('meta')"
             ) from error
+
+
+def _explain(error: Exception) -> str:
+    text = " ".join(str(error).split())[:200]
+    if isinstance(error, DynamicOutputShapeException):
+        return (
+            f"the shape of what {text} returns depends on values that come from weights. Keep shapes fixed, as by "
+            "torch.where or by multiplying with a mask"
+        )
+    if isinstance(error, DataDependentOutputException):
+        return (
+            f"{text} reads a value that comes from weights, for a branch, an index or a number. Let these depend on "
+            "the batch alone, use torch.where, log tensors and not their item()"
+        )
+    return (
+        f"{type(error).__name__}: {text}. Let branches, indices and numbers depend on the batch alone, log tensors "
+        "and not their item()"
+    )
 
 
 def _is_of_library(path: str) -> bool:

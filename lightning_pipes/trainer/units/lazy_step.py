@@ -187,9 +187,10 @@ class LazyStep(TracedStep):
             torch.utils.swap_tensors(stand, value)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise PipelineError(
-                f"a tensor of shape {tuple(value.shape)} crosses the border in front of unit {len(self.units)}, and a "
-                "checkpoint, a weak reference or code in C++ holds it, so it can't be replaced there. Name another "
-                "border by PipelineStrategy(partition=[...])"
+                f"a tensor of shape {tuple(value.shape)} goes to another stage in front of unit {len(self.units)}, and "
+                "what stands for it can't be replaced, because torch.utils.checkpoint, a weak reference or code in C++ "
+                "holds it. Leave the checkpoint around that unit out (with manual optimization it must not begin with "
+                "a value of another stage), or name another border by PipelineStrategy(partition=[...])"
             ) from error
 
     def _pack(self) -> Crossing:

@@ -124,6 +124,7 @@ class UnitMode(TorchFunctionMode, ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._thread = 0  # what a checkpoint has kept of a replaced forward runs as it is
         torch.autograd.Function.apply = self._apply  # type: ignore[method-assign]
         replace_checkpoints(self._checkpoint_before)
         for table, forward in self._forwards:

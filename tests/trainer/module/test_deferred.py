@@ -57,6 +57,16 @@ class Layer(nn.Linear):
         return super().forward(x) + self.shift
 
 
+class Block(nn.Sequential):
+    """It initializes its layers once more, and has no weights of its own."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self[0].weight, std=0.3)
+        with torch.no_grad():
+            self[2].weight.mul_(0.5)
+        self[2].bias.data.uniform_()
+
+
 class LitMeta(Lit):
     """Made on meta, but for the outlet: two linear layers in each, a buffer, tied weights, weights outside."""
 
@@ -70,7 +80,7 @@ class LitMeta(Lit):
         if self.model is not None:
             return
         with torch.device("meta"):
-            blocks = [nn.Sequential(Layer(WIDTH, WIDTH), nn.Tanh(), Layer(WIDTH, WIDTH)) for _ in range(LAYERS - 2)]
+            blocks = [Block(Layer(WIDTH, WIDTH), nn.Tanh(), Layer(WIDTH, WIDTH)) for _ in range(LAYERS - 2)]
             self.inlet = nn.Linear(WIDTH, WIDTH)
             self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3))
         self.model[0].weight = self.model[3][0].weight
@@ -85,7 +95,7 @@ class LitMeta(Lit):
 class LitReal(LitMeta):
     """The same, with the values that the rule says: by seed, torch's seed and layer; what is outside is number -1.
 
-    By units the number is that of each part of the module.
+    By units the number is that of each part of the module; parts that initialize weights of each other have the least.
     """
 
     def configure_model(self) -> None:
@@ -96,9 +106,12 @@ class LitReal(LitMeta):
         self.model[0].weight = self.model[3][0].weight
         self.outlet.load_state_dict(self.outlet_before)
         state = torch.get_rng_state()
-        groups = [(-1, self.inlet.modules()), *((n, layer.modules()) for n, layer in enumerate(self.model))]
-        if self.by_units:  # each part by itself, whatever the cut is
-            groups = [(n, [part]) for n, part in enumerate(self.modules()) if part is not self.outlet]
+        layers = [[*layer.children(), layer] for layer in self.model]
+        groups = [(-1, [self.inlet]), *enumerate(layers)]
+        if self.by_units:  # whatever the cut is
+            number = {part: n for n, part in enumerate(self.modules())}
+            layers[3:4], layers[0] = [], layers[0] + layers[3]  # these have a weight in common
+            groups = [(min(number[part] for part in parts), parts) for parts in ([self.inlet], *layers)]
         for number, parts in groups:
             text = f"{SEED}/0/{number}/{TORCH_SEED}/0:0".encode()
             torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
@@ -275,6 +288,38 @@ def test_whoever_does_not_say_what_it_starts_from_is_named():
     tied = on_meta(Silent, norm=lambda: nn.LayerNorm(2))
     tied.model[0].scale = tied.norm.weight
     defer(tied)
+
+
+class Scaled(nn.Module):
+    """It sets the weights of a part when it is made, once by its own function and once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.reset_parameters()
+        nn.init.zeros_(self.last.weight)
+
+    def reset_parameters(self) -> None:
+        self.first.reset_parameters()
+        nn.init.ones_(self.last.weight)
+
+
+def test_values_that_are_set_when_a_module_is_made_on_meta_are_warned_of():
+    with pytest.warns(UserWarning, match=r"sets model.1.last.weight when it is made, besides reset_parameters\(\)"):
+        defer(on_meta(lambda: nn.Linear(2, 2), Scaled))
+    with pytest.warns(UserWarning, match="Whole initializes weights of several layers"):
+        defer(Whole())
+
+
+class Whole(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def reset_parameters(self) -> None:
+        for layer in self.model:
+            nn.init.ones_(layer.weight)
 
 
 class Adapted(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy, export_weights, load_pretrained
 from lightning_pipes.ir import InputError, PipelineError
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.module.deferred import DeferredWeights, group_layers
+from lightning_pipes.trainer.module.deferred import DeferredWeights, group_layers, group_owners
 from lightning_pipes.trainer.module.pretrained import PretrainedWeights, reads_later
 from tests.trainer.lit import quiet
 
@@ -93,6 +94,41 @@ def test_a_rank_reads_the_keys_of_its_layers(kind, tmp_path, monkeypatch):
     assert read
     assert all(".1." in key or ".3." in key for key in read)
     assert len(read) == len(set(read))
+
+
+def initialize(kind: str, by_units: bool, wanted: str = "") -> dict[str, torch.Tensor]:
+    """Return the weights that start with random numbers on a rank that has those with `wanted` in their names."""
+    module = pl.LightningModule()
+    module.net = make_on_meta(kind)
+    layers = "net.transformer.h" if kind == "gpt2" else "net.model.layers"
+    deferred = DeferredWeights(module, group_owners(module) if by_units else group_layers(module, layers))
+    here = {id(t) for name, t in state(module).items() if wanted in name}
+    pipe: Any = SimpleNamespace(broadcast=lambda value, source: value, broadcast_tensor=lambda *_: None, ranks=[0] * 9)
+    ranks: Any = SimpleNamespace(pipeline=pipe, control=pipe, device=torch.device("cpu"))
+    if by_units:
+        deferred.make_tensors(lambda t: id(t) in here, 0, ranks)
+    else:
+        deferred.make_layers(range(4), range(4), 0, ranks)
+    return {name: t.detach() for name, t in state(module.net).items() if not t.is_meta}
+
+
+@pytest.mark.parametrize("by_units", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_without_files_start_as_in_one_process(kind, by_units):
+    torch.manual_seed(0)
+    expected, found = state(transformers.AutoModelForCausalLM.from_config(config(kind))), initialize(kind, by_units)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if value.numel() >= 256:
+            assert float(found[name].std()) == pytest.approx(float(value.std()), rel=0.25), name
+        elif not value.is_floating_point() or value.unique().numel() == 1:
+            assert torch.equal(found[name], value), name
+
+
+def test_weights_that_start_with_random_numbers_do_not_depend_on_the_cut():
+    whole, part = initialize("gpt2", True), initialize("gpt2", True, "mlp.c_proj")
+    assert len(part) == 8
+    assert all(torch.equal(value, whole[name]) for name, value in part.items())
 
 
 class Lit(pl.LightningModule):
