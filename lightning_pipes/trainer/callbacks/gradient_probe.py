@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from lightning_pipes.engine.compute.rng import forked_rng, seed_all
 from lightning_pipes.ir import InputError
 from lightning_pipes.planning.replanning import GradientSample
 
@@ -19,8 +20,8 @@ class GradientProbe(pl.Callback):
     """Measure constants of convergence with gradients that are S batches old on S stages (DynPipe, section IV-B2).
 
     It needs a short run of the model in one process: `Trainer(devices=1, max_steps=20, callbacks=[probe])`. Before
-    every step it takes the gradient of the first batch at the present weights. Training is unchanged: gradients,
-    buffers, random numbers and logs are restored.
+    every step it takes the gradient of the first batch at the present weights, with the same dropout masks each time.
+    Training is unchanged: gradients, buffers, random numbers and logs are restored.
 
         constants = Constants.from_probes(probe.loss, probe.probes)
 
@@ -84,11 +85,11 @@ def _gradients(
 
 @contextmanager
 def _untouched(module: pl.LightningModule) -> Iterator[None]:
-    """Buffers and random numbers are as before when the block ends, and nothing that it logs is kept."""
+    """Restore buffers and random numbers after the block, which draws the same numbers each time and logs nothing."""
     buffers = [(b, b.clone()) for b in module.buffers()]
     names = ("log", "log_dict")
-    devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(sorted(d for d in devices if d is not None)):
+    with forked_rng(module.device):
+        seed_all(0, module.device, everything=True)
         for name in names:
             object.__setattr__(module, name, lambda *args, **kwargs: None)
         try:

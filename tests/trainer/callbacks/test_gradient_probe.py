@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import random
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -66,6 +69,30 @@ def test_gradients_of_accumulated_batches_are_one():
     probe = probed(Quadratic(), rows(), accumulate_grad_batches=2)
     assert len(probe.probes) == 4
     assert Constants.from_probes(probe.loss, probe.probes).lipschitz == pytest.approx(3.0)
+
+
+class Dropping(Quadratic):
+    """Draws its masks from each generator that `seed_everything` seeds."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__()
+        self.lr = lr
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        masks = 1 + 0.1 * torch.randn(5), 1 + 0.1 * random.random(), 1 + 0.1 * np.random.rand()
+        return (nn.functional.dropout(self.w - batch[0], 0.1) * math.prod(masks)).square().sum(1).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def test_random_masks_do_not_change_the_constants():
+    """The Lipschitz constant of a quadratic function is the same whatever the step."""
+    found = []
+    for lr in (1e-1, 1e-3):
+        probe = probed(Dropping(lr), rows())
+        found.append(Constants.from_probes(probe.loss, probe.probes).lipschitz)
+    assert found[0] == pytest.approx(found[1], rel=0.3)
 
 
 class Noisy(Quadratic):
