@@ -66,7 +66,7 @@ def f2() -> Figures:
 def f6() -> Figures:
     """Granularity: k = 1 to 6 with micro-batches of floor(6 / k) samples, on eight stages, free links and slow ones."""
     per_row, fixed = 0.004, 0.001
-    samples = 96
+    samples = 192
     forward, backward = (((1, n * (fixed + per_row)), (6, n * (fixed + 6 * per_row))) for n in (1, 2))
     layer = LayerProfile("sleeping", forward, backward, gradient_bytes=4, output=((1, SMALL),))
     trial = Trial(named(range(1, 7)), 8, samples, per_row, SMALL, rounds=5, layer=layer, tuned=False)

@@ -147,7 +147,10 @@ def t2(quick: bool) -> Report:
 
 
 def t3(quick: bool) -> Report:
-    """The paper's table 3 and figure 4."""
+    """The paper's table 3 and figure 4.
+
+    The paper's table has one label on two columns; the first compares TiDGAP with TiGAP.
+    """
     paper = {(10, 64): ("926", "1129", "2158"), (10, 512): ("498", "1142", "1863")}
     return _two_or_one(quick, "equal", "T3: 100 individuals, 100 generations, GPipe's schemes at first", paper)
 

@@ -50,9 +50,11 @@ def test_a_subnet_reads_from_its_first_forward_on_and_writes_after_its_last_back
 
 
 def test_memory_and_utilisation_of_table_2() -> None:
-    """The paper's numbers of parameters are independent of the swap times by which they are worked out here."""
-    for name, billions in (("NLP.c1", 14.8), ("NLP.c2", 10.8), ("NLP.c3", 5.8)):
-        assert parameters(name)[0] == pytest.approx(billions, rel=0.15)
+    """GPipe holds the whole space in the paper, and three contexts are 3 of the choices of each block."""
+    whole = {"NLP.c1": 14.8, "NLP.c2": 10.8, "NLP.c3": 5.8, "CV.c1": 7.4, "CV.c2": 3.8, "CV.c3": 1.7}
+    choices = {"NLP.c1": 72, "NLP.c2": 48, "NLP.c3": 24, "CV.c1": 48, "CV.c2": 24, "CV.c3": 12}
+    for name, billions in whole.items():
+        assert parameters(name) == pytest.approx((billions, billions * 3 / choices[name]))
     lines = [line.split() for line in memory_and_utilisation("NLP.c1", 60)]
     assert [(system, int(batch)) for _, system, batch, *_ in lines] == [
         ("CSP", 192),
@@ -61,7 +63,7 @@ def test_memory_and_utilisation_of_table_2() -> None:
         ("ASP", 16),
     ]
     csp, vpipe, bulks, _ = lines
-    assert float(csp[5]) == pytest.approx(float(bulks[5]) * 3 / 72, abs=0.05)  # 3 of 72 choices
+    assert float(csp[4]) == pytest.approx(float(bulks[4]) * 3 / 72, abs=0.05)  # 3 of 72 choices
     assert float(csp[-1]) > 0.7 > 0.3 > float(vpipe[-1])  # found on the device
     equal_stages = 8 / 15 * 1.13 / 0.54 * 32 / 192  # busy by the closed form; samples a second by the paper's times
-    assert float(bulks[7]) == pytest.approx(equal_stages, rel=0.2)
+    assert float(bulks[6]) == pytest.approx(equal_stages, rel=0.2)
