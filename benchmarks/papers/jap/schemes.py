@@ -214,7 +214,7 @@ class Epoch:
         self.kinds = KINDS[kind][2]
         self.iterations = {rows: iterations * min(self.kinds) // rows for rows in self.kinds}
         self.line = costs(tuple(range(self.stages)))
-        self._rounds: dict[object, int] = {}
+        self._rounds: dict[object, tuple[int, int]] = {}
 
     # Jobs one after another -----------------------------------------------------------------------------------------
 
@@ -343,30 +343,32 @@ class Epoch:
 
         Args:
             method: how a round is ordered: a solver, or one of `ARRAYED`.
-            switch: seconds that the change to another job takes after every block, by stage.
+            switch: seconds that the change to another job takes, by stage. `ARRAYED` takes them after every block.
             grouped: whether jobs of equal batch size are put together.
         """
         order = sorted(self.sizes) if grouped else np.random.default_rng(0).permutation(self.sizes).tolist()
-        total = 0
+        total = switches = 0
         for first in range(0, len(order), resident):
             left = sorted(order[first : first + resident])
             done = 0
             while left:
                 steps = min(self.iterations[rows] for rows in left) - done
-                total += steps * self._round(tuple(left), method, mode, tuple(switch))
+                time, switched = self._round(tuple(left), method, mode, tuple(switch))
+                total, switches = total + steps * time, switches + steps * switched
                 done += steps
                 left = [rows for rows in left if self.iterations[rows] > done]
-        batches = sum(self.iterations[rows] for rows in self.sizes)
-        spent = self._all(mode, total)
-        return replace(spent, switching=2e9 * batches * sum(switch), setting=f"{min(resident, len(order))} jobs")
+        return replace(self._all(mode, total), switching=switches, setting=f"{min(resident, len(order))} jobs")
 
-    def _round(self, sizes: tuple[int, ...], method: str, mode: Mode, switch: tuple[float, ...]) -> int:
+    def _round(self, sizes: tuple[int, ...], method: str, mode: Mode, switch: tuple[float, ...]) -> tuple[int, int]:
+        """Return the nanoseconds of a round, and of its switches on all stages together."""
         key = sizes, method, mode, switch
         if key not in self._rounds:
             self._rounds[key] = self._ordered(*key)
         return self._rounds[key]
 
-    def _ordered(self, sizes: tuple[int, ...], method: str, mode: Mode, switch: tuple[float, ...]) -> int:
+    def _ordered(self, sizes: tuple[int, ...], method: str, mode: Mode, switch: tuple[float, ...]) -> tuple[int, int]:
+        problem = self.problem(mode, switch).select_jobs([self.kinds.index(rows) for rows in sizes])
+        after_each = 2 * int(problem.switch.sum())
         found = []
         for program, plan in (arrayed(schedule, sizes, self.stages) for schedule in ARRAYED.get(method, ())):
             if plan.n_stages <= self.most_stages:
@@ -374,12 +376,12 @@ class Epoch:
                 costs = self.blocks(mode, plan.ranks, [each / chunks for each in switch])
                 found.append(makespan(program, plan, costs))
         if found:
-            return min(found)
-        problem = self.problem(mode, switch).select_jobs([self.kinds.index(rows) for rows in sizes])
+            return min(found), after_each
         if method == "ArBPipe":
             kept = np.array([self.footprints(mode)[s].kept for s in range(self.stages)]) / max(self.kinds)
-            return bpipe(problem, self.to_partner(np.outer(sizes, kept).astype(np.int64))).makespan
-        return solve_array(problem, method, Effort(self.orders)).makespan
+            return bpipe(problem, self.to_partner(np.outer(sizes, kept).astype(np.int64))).makespan, after_each
+        solution = solve_array(problem, method, Effort(self.orders))
+        return solution.makespan, after_each - saved_switches(problem, solution.order)
 
     def paper(self, method: str = "search") -> Spent | None:
         """Rounds of as many jobs as fit, recomputing: with all states on the device, or more jobs and E2's switches."""
@@ -493,6 +495,12 @@ def _sum(parts: Sequence[tuple[Spent, int]]) -> Spent:
     names = ("time", "forward", "backward", "overhead", "switching")
     sums = {name: sum(getattr(spent, name) * count for spent, count in parts) for name in names}
     return Spent(**sums, setting=", ".join(dict.fromkeys(spent.setting for spent, _ in parts)))
+
+
+def saved_switches(problem: ArrayProblem, order: Array) -> int:
+    """Return the nanoseconds of switches that an order saves, where a forward's own backward follows on the stage."""
+    own = order[:, 1:] == order[:, :-1] + problem.jobs
+    return int(problem.saved_times[order[:, :-1][own]].sum())
 
 
 def arrayed(schedule: Schedule, sizes: Sequence[int], ranks: int) -> tuple[Program, Plan]:
