@@ -78,6 +78,8 @@ class StepAheadPredictor:
     then the context is fetched, and the record sent on. The last stage tells of the backward of its next forward, which
     follows at once. Before a forward it looks for the next one.
 
+    Unlike the paper's, a record counts from this stage's next forward, whatever `after` says, and always goes on.
+
     As printed, subnet 0 is never predicted, what is blocked is forgotten at each call, and the list of finished
     subnets is changed by pretending; none of this is so here.
 
