@@ -196,8 +196,7 @@ class PretrainedWeights:
         copy_whole(value, tensor)
 
     def _read(self, key: str) -> Tensor:
-        safe_open = _import_safetensors()
-        with safe_open(self._files[key], framework="pt") as file:
+        with _open_safetensors(self._files[key]) as file:
             return cast(Tensor, file.get_tensor(key))
 
     def _find_sources(self, module: nn.Module) -> dict[str, _Source]:
@@ -268,8 +267,7 @@ def _find_keys(path: Path) -> Mapping[str, str]:
             f"load_pretrained needs a .safetensors file, or a folder of them with an index, and {path} has {found}"
             "; name the folder that save_pretrained has written"
         )
-    safe_open = _import_safetensors()
-    with safe_open(str(files[0]), framework="pt") as file:
+    with _open_safetensors(str(files[0])) as file:
         return dict.fromkeys(file.keys(), str(files[0]))
 
 
@@ -282,12 +280,15 @@ def _check_inside(folder: Path, names: Collection[str]) -> None:
             raise InputError(f"the index in {folder} names the file {name!r}, which is not there; copy all its files")
 
 
-def _import_safetensors() -> Any:
+def _open_safetensors(path: str) -> Any:
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
     except ModuleNotFoundError as error:
         raise InputError("load_pretrained needs the package safetensors: pip install safetensors") from error
-    return safe_open
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise InputError(f"{path} is not a whole safetensors file ({error}); copy or write it again") from error
 
 
 def _list_names(names: list[str]) -> str:

@@ -295,6 +295,12 @@ def test_an_index_names_files_of_its_folder(name, file, tmp_path):
         load_pretrained(on_meta(), folder)
 
 
+def test_a_file_that_ends_early_is_named(file):
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(InputError, match=rf"{file} is not a whole safetensors file .* copy or write it again"):
+        load_pretrained(on_meta(), file)
+
+
 def test_there_must_be_a_file(tmp_path):
     with pytest.raises(InputError, match="has none; name the folder that save_pretrained has written"):
         load_pretrained(on_meta(), tmp_path)
