@@ -34,7 +34,12 @@ from lightning_pipes.trainer.module.pipelined import LEAST_FOR_STATISTICS, SPREA
 from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.module_setup import ModuleSetup, SetupContext
 from lightning_pipes.trainer.plan.decision import Decision, Piece
-from lightning_pipes.trainer.plan.layer_profiler import CollectiveCall, NotMeasuredError, without_loggers
+from lightning_pipes.trainer.plan.layer_profiler import (
+    CollectiveCall,
+    NotMeasuredError,
+    UnsuitableContainerError,
+    without_loggers,
+)
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.sample import (
     NoSampleError,
@@ -564,10 +569,14 @@ class UnitSetup(ModuleSetup):
             record: StepRecord = records[self._ranks.control.position]
             return record
         except NotMeasuredError as why:
+            way_out = (
+                ". If one plain process trains it, give the Trainer a DataLoader with a batch_size, or put the layers "
+                "into one nn.Sequential"
+            )
             raise PipelineError(
                 f"{type(self._module).__name__} has no one container of layers that is called in order, and its "
-                f"{self._step} can't be recorded to cut it by units: {why}. If one plain process trains it, give the "
-                "Trainer a DataLoader with a batch_size, or put the layers into one nn.Sequential"
+                f"{self._step} can't be recorded to cut it by units: {why}"
+                f"{'' if isinstance(why, UnsuitableContainerError) else way_out}"  # which says a way out itself
             ) from why
 
     @staticmethod

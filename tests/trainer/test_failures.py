@@ -21,6 +21,7 @@ from lightning.pytorch.plugins import TransformerEnginePrecision
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Subset
 
@@ -111,6 +112,16 @@ class NoSequential(Lit):
         del self.model
 
 
+class MaskedByLayers(Lit):
+    """Makes a mask of flex attention by what layers have made."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.model(x)
+        order = h.argmax(-1)
+        create_block_mask(lambda b, head, q, kv: order[q] >= order[kv], None, None, len(x), len(x), device="cpu")
+        return h
+
+
 class TwoArguments(Lit):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.model(x, x)
@@ -180,6 +191,7 @@ BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (Penalty, LAYERS, "a step goes through all modules or parameters of self.model"),
     (Lit, {"module": "mean"}, "Lit.mean is a MeanOfAll; only an nn.Sequential, or an nn.ModuleList"),
     (NoSequential, {}, "its training_step can't be recorded to cut it by units: AttributeError"),
+    (MaskedByLayers, {"module": ""}, "as in a mask_mod of flex attention; other stages do not have its values"),
     (OwnForward, LAYERS, "with a forward of its own"),
     (Twice, LAYERS, "calls self.model(...) more than once"),
     (Never, {}, "training_step ended without a call of self.model(...)"),

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 from torchmetrics import Metric
 
-from lightning_pipes.engine.private_torch import FakeTensor, TorchDispatchMode, packet_of
+from lightning_pipes.engine.private_torch import FakeTensor, TorchDispatchMode, in_functorch, packet_of
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.trainer.units.fake_run import FakeRun, list_places
 from lightning_pipes.trainer.units.mode import Function
@@ -201,6 +201,12 @@ class Recorder(TracedStep):
             )
         before = self._flops.total
         given = tensors_of((args, kwargs))
+        if in_functorch() and any(self.values.is_placed(t) or self.values.is_value(t) for t in given):
+            raise PipelineError(
+                f"torch.vmap runs {name} on a weight, or on a tensor that layers have made, as in a mask_mod of flex "
+                "attention; other stages do not have its values. Make the mask from the batch, or in the layer that "
+                "uses it"
+            )
         for tensor in given:
             self._look_for_hidden(tensor)
         self._given, self._used = {id(t) for t in given}, set()
