@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.core.hooks import CheckpointHooks, ModelHooks
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins import TransformerEnginePrecision
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.nn import functional as F
@@ -48,6 +49,28 @@ class LitFloat(Lit):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.model(x.to(next(self.model.parameters()).dtype))
+
+
+class LitFloat8(LitFloat):
+    """Layers that multiply in float8, emulated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        convert_to_float8_training(self.model, config=Float8LinearConfig(emulate=True))
+
+
+def no_torchao() -> str:
+    return "" if find_spec("torchao") else "torchao is not installed"
+
+
+class BareTransformerEngine(TransformerEnginePrecision):
+    """Lightning's plugin, which can be made where Transformer Engine is not installed."""
+
+    def __init__(self) -> None:
+        self.weights_dtype = self.fallback_compute_dtype = torch.float64
+        self.replace_layers = False
 
 
 class LitManyLoaders(Lit):

@@ -302,6 +302,22 @@ precision("64-true", {"precision": "64-true"})
 precision("32-true", {"precision": "32-true"}, tolerance=1e-5)
 for name in ("bf16-mixed", "bf16-true"):
     precision(name, {"precision": name}, strategy=ONE, tolerance=1e-6)
+precision(
+    "layers of torchao's convert_to_float8_training",
+    {"precision": "32-true"},
+    module=m.LitFloat8,
+    strategy=ONE,
+    tolerance=1e-6,
+    reason="float8 scales are those of a micro-batch",
+    lacks=m.no_torchao,
+    slow=True,
+)
+precision(
+    "TransformerEnginePrecision",
+    {"precision": None, "plugins": [m.BareTransformerEngine()]},
+    refused="TransformerEngine can't be used in a pipeline. Transformer Engine reduces",
+    reason="it reduces the largest values over all processes after each layer; use bf16",
+)
 precision("16-mixed", half, strategy=ONE, tolerance=1e-6, reason="on CPU by plugin, with steps skipped after overflow")
 
 # ---- callbacks
