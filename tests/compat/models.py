@@ -7,14 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.trainer.lit import WIDTH, Lit, data
+from tests.trainer.lit import WIDTH, Lit, data, differences, plain_values
 from tests.trainer.replicas import REPLICAS, ROWS, Dealt
 
 TOKENS = 11
@@ -501,28 +503,40 @@ def attend_by_block_mask(layer: nn.Module, q: Any, k: Any, v: Any, mask: Any, **
     return out.transpose(1, 2).contiguous(), None
 
 
-class LitAdapter(LitLlama):
-    """Adapters of peft in layers whose own weights are frozen."""
+def add_adapter(base: type[Language], kind: str) -> Language:
+    """Return a module with adapters of peft in layers whose own weights are frozen."""
+    from peft import IA3Config, LoraConfig, get_peft_model
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        from peft import IA3Config, LoraConfig, get_peft_model
-
-        layers = ["q_proj", "v_proj"]
-        configs = {
-            "LoRA": lambda: LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=layers),
-            "DoRA": lambda: LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=layers, use_dora=True),
-            "IA3": lambda: IA3Config(task_type="CAUSAL_LM"),
-        }
-        self.net = get_peft_model(self.net, configs[kind]())
+    conv = base is LitGPT2  # whose Conv1D layers have transposed weights
+    layers = ["c_attn"] if conv else ["q_proj", "v_proj"]
+    lora = {"r": 4, "task_type": "CAUSAL_LM", "target_modules": layers, "fan_in_fan_out": conv}
+    configs = {
+        "LoRA": lambda: LoraConfig(**lora),
+        "DoRA": lambda: LoraConfig(**lora, use_dora=True),
+        "IA3": lambda: IA3Config(task_type="CAUSAL_LM"),
+    }
+    lit = base()
+    lit.net = get_peft_model(lit.net, configs[kind]())
+    return lit
 
 
 def adapter_saved(trainer: Any, module: Any, folder: Path) -> Any:
-    """The file of the adapter alone, which peft writes after training."""
+    """The file of the adapter alone, which plain peft reads into the base: its outputs are those of the module."""
+    from peft import PeftModel
     from safetensors.torch import load_file
 
     target = folder / f"adapter of {trainer.global_rank}"
     module.net.save_pretrained(target)
+    with isolate_rng():
+        pl.seed_everything(3, verbose=False)
+        plain = type(module)().eval().to(module.dtype)
+    inputs = data(tokens=True).tensors[0]
+    with torch.no_grad():
+        before, trained = plain(inputs), module.eval()(inputs)
+        plain.net = PeftModel.from_pretrained(plain.net, target)
+        read = plain(inputs)
+    assert differences(plain_values(read), plain_values(trained), tolerance=1e-12) == []
+    assert differences(plain_values(before), plain_values(trained), tolerance=1e-3) != []
     return load_file(target / "adapter_model.safetensors")
 
 

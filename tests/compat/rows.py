@@ -693,10 +693,13 @@ for name, kind, path in (
         evaluate_on=token_loader,
         reason=f'`module="{path}"`',
     )
-for name in ("LoRA", "DoRA", "IA3"):
+for name, kind, adapter in (
+    *(("Llama", models.LitLlama, adapter) for adapter in ("LoRA", "DoRA", "IA3")),
+    ("GPT-2", models.LitGPT2, "LoRA"),
+):
     model(
-        f"Hugging Face Llama with peft's {name}",
-        module=partial(models.LitAdapter, name),
+        f"Hugging Face {name} with peft's {adapter}",
+        module=partial(models.add_adapter, kind, adapter),
         loaders=token_loaders,
         evaluate=True,
         evaluate_on=token_loader,
