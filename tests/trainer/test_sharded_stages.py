@@ -41,6 +41,7 @@ from tests.trainer.replicas import REPLICAS, ROWS, Dealt
 from tests.trainers import make_trainer
 
 SAMPLES = 22  # the last batch of an epoch has 3 a replica, the others 4
+EPOCHS = 2  # of two optimizer steps
 TOKENS, WIDTH, HEADS = 11, 16, 4
 LAYERS = 4
 
@@ -197,6 +198,10 @@ class Seen(pl.Callback):
 
     def __init__(self) -> None:
         self.logged: list[float] = []
+        self.kept: list[dict[str, int]] = []
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+        self.kept.append(count_bytes(module.model.layers))
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.logged += [float(v) for k, v in sorted(trainer.logged_metrics.items()) if k != "loss_epoch"]
@@ -204,6 +209,25 @@ class Seen(pl.Callback):
     def on_validation_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if "val_loss" in trainer.callback_metrics:
             self.logged.append(float(trainer.callback_metrics["val_loss"]))
+
+
+def count_bytes(layers: nn.Module) -> dict[str, int]:
+    """Count the bytes of a process for weights and gradients of its layers, beside those of whole weights."""
+    own = [weight for weight in layers.parameters() if not weight.is_meta]  # others are of another stage
+    trained = [weight for weight in own if weight.grad is not None]
+    return {
+        "whole": sum(weight.nbytes for weight in own),
+        "weights": count_allocated(own),
+        "trained": sum(weight.nbytes for weight in trained),
+        "gradients": count_allocated([weight.grad for weight in trained]),
+    }
+
+
+def count_allocated(tensors: Sequence[torch.Tensor]) -> int:
+    """Count the bytes that a process has allocated for tensors, some of which share memory."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local}
+    return sum(memory.values())
 
 
 def data(rows: int = SAMPLES) -> TensorDataset:
@@ -218,7 +242,7 @@ def train(
     replicas: int = 1,
     **module: Any,
 ) -> dict[str, Any]:
-    """Train with clipping and accumulation, two epochs or one more, and save."""
+    """Train with clipping and accumulation, all epochs or one more, and save."""
     quiet()
     pl.seed_everything(3, verbose=False)
     lit, seen = LitGPT(**module), Seen()
@@ -226,7 +250,7 @@ def train(
         devices=devices,
         strategy=strategy,
         precision="64-true",
-        max_epochs=2 if resume is None else 3,
+        max_epochs=EPOCHS if resume is None else EPOCHS + 1,
         gradient_clip_val=0.05,
         accumulate_grad_batches=2,
         callbacks=[seen],
@@ -235,7 +259,7 @@ def train(
     rows = ROWS * REPLICAS // replicas
     trainer.fit(lit, DataLoader(data(), rows, sampler=sampler), DataLoader(data(8), rows // 2), ckpt_path=resume)
     trainer.save_checkpoint(path)
-    return {"logged": seen.logged}
+    return {"logged": seen.logged, "kept": seen.kept}
 
 
 def saved_in(path: Path) -> Any:
@@ -320,6 +344,18 @@ def check_parts(folder: Path, shards: int) -> None:
     assert len(places["state_dict/model.embedding.weight"]) == 1
 
 
+def check_bytes(ranks: Sequence[list[dict[str, int]]]) -> None:
+    """Check that two processes have halves of their stage's weights and gradients at each optimizer step."""
+    assert all(len(steps) == 2 * EPOCHS for steps in ranks)
+    for steps in zip(*ranks, strict=True):
+        for one, other in zip(steps[:2], steps[2:], strict=True):
+            for part, whole in (("weights", "whole"), ("gradients", "trained")):
+                assert one[whole] == other[whole] > 0
+                assert 0 <= one[part] + other[part] - one[whole] <= 64  # shards are padded to one size
+                assert abs(one[part] - other[part]) <= 64
+        assert sum(step["trained"] for step in steps) < sum(step["whole"] for step in steps)  # a layer is frozen
+
+
 def test_two_stages_of_two_shards_are_one_process(tmp_path):
     weights = GPT(HEADS, 2 * WIDTH).state_dict()
     del weights["head.weight"]  # which is that of the embedding
@@ -329,6 +365,7 @@ def test_two_stages_of_two_shards_are_one_process(tmp_path):
     compare(tmp_path, ranks)
     check_parts(tmp_path / "parts", 2)
     check_parts(tmp_path / "tensor parts", 2)
+    check_bytes([found["fsdp"]["kept"] for found in ranks])
     further = train(tmp_path / "plain on", resume=tmp_path / "plain")["logged"]
     resumed = [train(tmp_path / "on", resume=tmp_path / "parts.ckpt")["logged"]]
     resumed += resume(0, str(tmp_path), parts, 1, 1, 1)
