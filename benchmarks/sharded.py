@@ -11,7 +11,8 @@ Two stages of two shards, by `fully_shard` and by `parallelize_module`, train in
 with one process: `fsdp_equal` and `tp_equal` say whether no weight differs by more than 1e-10.
 
 Without quick mode four processes train a GPT of 113 M parameters as DDP, FSDP2 and pipelines. The table has the largest
-peak of resident memory of a process above that before its module was made, and the samples of a second.
+peak of resident memory of a process above that before its module was made, and the samples of a second. A second run
+has the most bytes of tensors that were alive at once in a process, as torch's profiler counts allocations.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.harness.report import make_parser
@@ -232,8 +236,22 @@ WAYS: dict[str, tuple[bool, bool]] = {
 """Whether layers are sharded, and made on `meta`."""
 
 
-def train_large(rank: int, way: str) -> tuple[int, float]:
-    """Return the peak of resident bytes of a process above that before its module, and seconds of a batch."""
+def count_tensor_bytes(work: Callable[[], None]) -> int:
+    """Return the most bytes of tensors that `work` has in memory at once, without those of other threads."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    recorded: Any = profiler.profiler
+    events = (e for e in recorded.kineto_results.events() if e.name() == "[memory]")
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return int(max(accumulate(changes)))
+
+
+def train_large(rank: int, way: str, counts_tensors: bool) -> tuple[int, float]:
+    """Return peak bytes of a process, and seconds of a batch.
+
+    Args:
+        counts_tensors: counts tensors, else resident memory above that before the module was made.
+    """
     strategies: dict[str, Any] = {
         "DDP": "ddp",
         "FSDP2": ModelParallelStrategy(data_parallel_size=4, tensor_parallel_size=1),
@@ -251,22 +269,32 @@ def train_large(rank: int, way: str) -> tuple[int, float]:
     before = read_status_bytes("VmRSS") or 0
     rows = 2 if way in ("DDP", "FSDP2") else 8 if way == "pipeline" else 4
     inputs = torch.randint(256, (8 * BATCHES, SEQUENCE + 1))
-    net = GPT(BLOCKS, BLOCK_WIDTH, HEADS, shard, meta)
     quiet()
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=4, strategy=strategies.get(way, shards), max_epochs=1, callbacks=[timer], **QUIET
-    )
-    trainer.fit(net, DataLoader(TensorDataset(inputs), batch_size=rows))
-    return (read_status_bytes("VmHWM") or 0) - before, sum(timer.seconds[1:]) / len(timer.seconds[1:])
+
+    def train() -> None:
+        net = GPT(BLOCKS, BLOCK_WIDTH, HEADS, shard, meta)
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=4, strategy=strategies.get(way, shards), max_epochs=1, callbacks=[timer], **QUIET
+        )
+        trainer.fit(net, DataLoader(TensorDataset(inputs), batch_size=rows))
+
+    if counts_tensors:
+        peak = count_tensor_bytes(train)
+    else:
+        train()
+        peak = (read_status_bytes("VmHWM") or 0) - before
+    return peak, sum(timer.seconds[1:]) / len(timer.seconds[1:])
 
 
-def measure_memory() -> dict[str, tuple[float, float]]:
-    """Return the GiB of the largest process, and the samples of a second, by way to train the GPT."""
+def measure_memory() -> dict[str, tuple[float, float, float]]:
+    """Return the GiB of the largest process, resident and of tensors, and samples of a second, by way to train."""
     found = {}
     for way in WAYS:
-        ranks = run_ranks(train_large, 4, way, timeout=600, env=PINNED)
-        seconds = max(seconds for _, seconds in ranks)
-        found[way] = round(max(peak for peak, _ in ranks) / 2**30, 2), round(8 / seconds, 2)
+        resident, tensors = (
+            run_ranks(train_large, 4, way, counts, timeout=600, env=PINNED) for counts in (False, True)
+        )
+        peaks = [round(max(peak for peak, _ in ranks) / 2**30, 2) for ranks in (resident, tensors)]
+        found[way] = (*peaks, round(8 / max(seconds for _, seconds in resident), 2))
     return found
 
 
@@ -318,10 +346,11 @@ def main() -> None:
     for name, value in result.items():
         print(f"| {name.replace('_', ' ')} | {value} |")
     if not options.quick:
-        print("\n| GPT of 113 M parameters on 4 processes | peak of a process (GiB) | samples/s |\n| --- | --- | --- |")
+        print("\n| GPT of 113 M parameters on 4 processes | peak of a process (GiB) | its tensors (GiB) | samples/s |")
+        print("| --- | --- | --- | --- |")
         memory = measure_memory()
-        for way, (peak, speed) in memory.items():
-            print(f"| {way} | {peak} | {speed} |")
+        for way, (peak, tensors, speed) in memory.items():
+            print(f"| {way} | {peak} | {tensors} | {speed} |")
         result["memory"] = memory
     if options.json:
         print(json.dumps(result))
