@@ -96,6 +96,7 @@ class DynPipe(PipeDream):
         theory: Mapping[str, float] = MappingProxyType({}),
         executable: bool = True,
         sharded: bool = False,
+        cached: bool = False,
     ) -> StageChoice:
         """Return the number of stages with the least T(S) W(S), and all that were tried (Algorithm 1).
 
@@ -105,13 +106,14 @@ class DynPipe(PipeDream):
             theory: instead, `loss`, `lipschitz`, `noise`, `lr` and `target` of Theorem 1. Without either T(S) is 1.
             executable: only what can run, without shards.
             sharded: also shards of the layers of all stages alike, which the module has to make.
+            cached: devices keep two weight versions and MemorySwap the rest on the host; else stage s keeps p - s.
 
         Raises:
             InputError: both `batches` and `theory`; nothing fits.
         """
         if batches and theory:
             raise InputError("batches that were measured and theory both say T(S); give one of them")
-        pricing = Pricing(profile, cluster, rows, microbatches, shared=True, cached=True)
+        pricing = Pricing(profile, cluster, rows, microbatches, shared=True, cached=cached)
         iterations = Iterations.from_measured(batches) if batches else Iterations(1.0, 0.0)
         if theory:
             constants = Constants(theory["loss"], theory["lipschitz"], theory["noise"])

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ class _LayerOptimizer:
         return {p: self._optimizer.state[p] for p in self._parameters if p in self._optimizer.state}
 
 
+@runtime_checkable
 class StateMemory(Protocol):
     """Memory in which states of any key share devices; `MemorySwap` is one.
 

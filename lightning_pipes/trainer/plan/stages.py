@@ -9,7 +9,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_pipes.cost import Cluster, Device
+from lightning_pipes.engine.residency.layer_memory import StateMemory
 from lightning_pipes.ir import InputError, short_repr
+from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.plan.profile_cache import describe_module, find_cache
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.settings import AUTO, Settings
@@ -49,7 +51,12 @@ def check_stages(stages: Stages | None, request: RunRequest, settings: Settings)
 
 
 def choose_stages(
-    stages: Stages, request: RunRequest, settings: Settings, trainer: pl.Trainer, hosts: list[str], memory: int | None
+    stages: Stages,
+    request: RunRequest,
+    settings: Settings,
+    trainer: pl.Trainer,
+    hosts: list[str],
+    memory: int | None,
 ) -> tuple[RunRequest, Settings]:
     """Return the request and the settings with the stages that take least until the target (DynPipe, Algorithm 1).
 
@@ -73,8 +80,9 @@ def choose_stages(
         )
     cluster = Cluster(tuple(Device(memory, host=host) for host in hosts), inside=known.link, between=known.link)
     batches = {} if isinstance(stages, str) else stages
+    cached = any(isinstance(callback, StateMemory) for callback in private.callbacks(trainer))
     choice = request.schedule.choose_stages(  # type: ignore[union-attr]  # `check_stages` has looked
-        known.profile, cluster, known.rows, request.microbatches or 1, batches=batches
+        known.profile, cluster, known.rows, request.microbatches or 1, batches=batches, cached=cached
     )
     best = choice.best.best
     rank_zero_info(str(choice))

@@ -38,6 +38,7 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
         theory=_theory(options.theory),
         executable=not options.all_shapes,
         sharded=options.sharded,
+        cached=options.cached,
     )
     best = choice.best
     arguments: dict[str, Any] = {"schedule": "dynpipe", **({"partition": best.best.cuts} if best.best.cuts else {})}
@@ -51,6 +52,8 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     print(choice)
     if line:
         print(f"\n    {line}\n    {hydra_overrides(arguments)}")
+        if options.cached:
+            print("    Trainer(callbacks=[MemorySwap(device_bytes=...)]) with room for the cached weight versions")
 
 
 def _row(option: Any) -> dict[str, Any]:
@@ -109,6 +112,7 @@ COMMAND = Command(
         "--batches": ("S:N,...", "batches until the target that runs took, for two numbers of stages or more"),
         "--theory": ("NAME=X,...", "loss, lipschitz, noise, lr and target of Theorem 1"),
         "--sharded": ("", "also shards of layers, alike on all stages, for modules whose configure_model makes them"),
+        "--cached": ("", "devices keep two weight versions, as with MemorySwap; by default stage s of p keeps p - s"),
         "--all-shapes": ("", "also shards of layers that differ between stages, which are planned only"),
     },
     translate=translate_model_override,

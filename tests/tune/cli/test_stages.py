@@ -34,6 +34,13 @@ class TestStages:
         assert [each["devices"] for each in sharded["options"]] == [[[1, 4]], [[1, 2], [1, 2]], None]
         assert sharded["strategy"] == 'PipelineStrategy("dynpipe", tensor_parallel=4)'
 
+    def test_versions_of_weights_fit_only_with_memory_swap(self, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+        """The first of four stages keeps 4 versions, or 2 of them and the rest on the host."""
+        model = ("model=BERT-48", "device=A100-40G", "ranks=4", "batch=4", "memory=4700MiB")
+        assert "4: no way to share out layers" in refused(capsys, "stages", *model)
+        assert found(say, "stages", *model, "--cached")["stages"] == 4
+        assert "MemorySwap(device_bytes=" in say("stages", *model, "--cached")
+
     def test_theory_ends_where_staleness_never_reaches_the_target(self, say: Say) -> None:
         theory = "loss=10,lipschitz=60,noise=0.04,lr=0.01,target=0.1"
         options = found(say, *self.MODEL, "--theory", theory)["options"]
