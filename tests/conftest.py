@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-GATE = Path(__file__)
-ROOM = GATE.with_name("__init__.py")
+QUEUE_LOCK = Path(__file__)
+MACHINE_LOCK = QUEUE_LOCK.with_name("__init__.py")
 """Files whose locks the workers share. Who wants the room for itself waits in the gate until it is empty, and those who
 come later wait behind it: otherwise there would always be somebody in it."""
 
-STARTUP = GATE.parent / "startup"
+STARTUP = QUEUE_LOCK.parent / "startup"
 """What makes interpreters start sooner; see its sitecustomize.py. The demo does without, and so do users."""
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH")]))
 
@@ -82,8 +82,8 @@ def one_thread() -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     with ExitStack() as room:
         if "PYTEST_XDIST_WORKER" in os.environ:
-            with locked(GATE):
-                room.enter_context(locked(ROOM, shared=item.get_closest_marker("alone") is None))
+            with locked(QUEUE_LOCK):
+                room.enter_context(locked(MACHINE_LOCK, shared=item.get_closest_marker("alone") is None))
         return (yield)
 
 
@@ -112,7 +112,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     alone = {item.path for item in items if item.get_closest_marker("alone") is not None}
 
     def turn(item: pytest.Item) -> int:
-        room = item.path.relative_to(ROOM.parent).parts[0]
+        room = item.path.relative_to(MACHINE_LOCK.parent).parts[0]
         return 2 if item.path in alone else 1 if room in QUICK else 0
 
     items.sort(key=turn)

@@ -335,11 +335,11 @@ class CostModel:
 
     def memory_change(self, i: Instruction, plan: Plan) -> tuple[int, int]:
         """Return the bytes that `i` allocates at its start, and the bytes that it frees at its end; see
-        `memory.held_bytes`."""
+        `cost.layer.held_bytes`."""
         return held_bytes(self, i, plan)
 
     def resident_bytes(self, rank: int, plan: Plan) -> int:
-        """Return the bytes that `rank` holds throughout; see `memory.resident_bytes`."""
+        """Return the bytes that `rank` holds throughout; see `cost.layer.resident_bytes`."""
         return resident_bytes(self, rank, plan)
 
 

@@ -132,7 +132,7 @@ class Engine:
         self._memory: LayerMemory | None = None
         self._predictor: PredictorChoice | None = None
         self._stash: VersionMemory | None = None
-        self._sums: ReplicaAverages | None = None
+        self._replica_averages: ReplicaAverages | None = None
         self.plan = plan
         self._set_stages(plan, stages)
         self._program = self._prepare_order(plan, order)
@@ -193,10 +193,10 @@ class Engine:
                     stage.offload.enter(item.use)
         batch = self._batches[item.job]
         whole = self._whole if self._mirrors is None else LayerUse.from_plan(window.executor.plan)
-        if self._sums is not None and item.training and self._is_endless:
+        if self._replica_averages is not None and item.training and self._is_endless:
             for stage in self._stages:
                 reduction = Reduction(stage.number, batch, item.job)
-                self._sums.expect(reduction, item.number, self._transport.mailbox.notify)
+                self._replica_averages.expect(reduction, item.number, self._transport.mailbox.notify)
         window.order.add((item.job, batch), item.rows, item.use or whole)
         window.executor.add(item, batch)
         self._batches[item.job] += 1
@@ -272,7 +272,7 @@ class Engine:
         self._memory, self._predictor = memory, predictor
         self._equip_stages()
 
-    def average_over_replicas(self, sums: ReplicaAverages) -> None:
+    def average_over_replicas(self, averages: ReplicaAverages) -> None:
         """Average the gradients of each batch over replicas, from the next window on.
 
         Raises:
@@ -280,7 +280,7 @@ class Engine:
         """
         if self._window is not None:
             raise PlanError("replicas begin to average gradients between two windows only; drain first")
-        self._sums = sums
+        self._replica_averages = averages
         self._equip_stages()
 
     def offload_versions(self, memory: VersionMemory) -> None:
@@ -365,7 +365,7 @@ class Engine:
             computed = computed or i.kind not in SENDS | RECEIVES
             self._run(window, i)
 
-    def set_clocks(self) -> None:
+    def measure_clock_offsets(self) -> None:
         """Find out how the clocks of neighbours differ, for the times of transfers; all ranks must call it.
 
         Raises:
@@ -406,7 +406,7 @@ class Engine:
         if self._mirrors is not None:
             self._mirrors[0].memory = self._memory
         for stage in self._stages:
-            stage.sums = self._sums
+            stage.replica_averages = self._replica_averages
             if self._mirrors is not None:
                 stage.use_mirrors(*self._mirrors)
             if self._memory is not None:
@@ -457,8 +457,8 @@ class Engine:
             if self._predictor is not None:
                 notify = self._transport.mailbox.notify
                 order.predict_by(UpcomingTasks(self._predictor, policy, plan, self._rank, self._windows, notify))
-        if self._sums is not None and policy.is_endless:
-            order.wait_for_replicas(self._sums)
+        if self._replica_averages is not None and policy.is_endless:
+            order.wait_for_replicas(self._replica_averages)
         if self._mirrors is not None and policy.is_endless:
             order.enable_deliveries(self._mirrors[0], self._transport.mailbox, self._windows)
         return order

@@ -35,14 +35,15 @@ class Problem:
         deployment: devices, links and memory limits; None where they were not asked for.
         costs: what the stages and links of the plan that runs took in its last batches, for the sizes that they have;
             None before anything has run.
-        seen: windows of the plan that runs, from one `replan` to the next, the oldest first; of another plan none.
-        before: windows of plans that ran before this one, the oldest first, each with its plan.
+        observations: windows of the plan that runs, from one `replan` to the next, the oldest first; of another plan
+            none.
+        earlier_observations: windows of plans that ran before this one, the oldest first, each with its plan.
         remaining: batches that are left in the run; None where it is unknown.
         tied: numbers of layers that share a parameter: together in one stage they can go to another one together, and
             otherwise they stay.
         relocation: how layers would move.
-        fallback: the layers of each stage where nothing is known for which it is worth to leave them, as a cut that is
-            even by parameters, or the one that runs; empty where there are none.
+        fallback: the layers of each stage to keep unless the planner knows a cut that is worth a change: an even one by
+            parameters, or that of the running plan; empty for none.
         least: the fewest samples that a micro-batch is to have, where the batch has so many.
     """
 
@@ -55,8 +56,8 @@ class Problem:
     profile: ModelProfile | None = None
     deployment: Deployment | None = None
     costs: CostModel | None = None
-    seen: tuple[Observation, ...] = ()
-    before: tuple[tuple[Plan, Observation], ...] = ()
+    observations: tuple[Observation, ...] = ()
+    earlier_observations: tuple[tuple[Plan, Observation], ...] = ()
     remaining: int | None = None
     tied: tuple[tuple[int, ...], ...] = ()
     relocation: str = BLOCKING
@@ -84,8 +85,7 @@ class Solution:
 
 
 class Planner(ABC):
-    """Decides how batches are cut: for a schedule, which names its planner by `make_planner()`, and by it for
-    everybody.
+    """Decides how batches are cut. A schedule names its planner by `make_planner()`.
 
     It has no memory of its own and draws no unseeded random numbers: every rank asks its own and gets the same plan.
 
@@ -166,19 +166,19 @@ class Planner(ABC):
         """
         return serialized
 
-    def reduce_memory(self, plan: Plan, seen: Problem, free: FreeBytes) -> Plan | None:
+    def reduce_memory(self, plan: Plan, problem: Problem, free: FreeBytes) -> Plan | None:
         """Return a plan with which devices that are short of memory hold less, even if batches take longer; None to
         keep `plan`. It is asked where batches that run one by one have not helped."""
         return None
 
-    def replan(self, plan: Plan, seen: Problem) -> Plan | None:
+    def replan(self, plan: Plan, problem: Problem) -> Plan | None:
         """Return another plan for batches like that of `plan`, by observations of the run; None to keep it.
 
         Layers may be in other stages than in `plan`: they move before the next batch. Stages stay on their ranks.
         """
         return None
 
-    def balance_shares(self, plan: Plan, seen: Problem) -> Seconds | None:
+    def balance_shares(self, plan: Plan, problem: Problem) -> Seconds | None:
         """Return seconds by which the ranks of each stage are to share out samples; None to keep their shares.
 
         It is asked in place of `replan` where stages have several ranks.

@@ -154,8 +154,8 @@ MOST_AT_ONCE = 2**22
 class Replay:
     """An order of a plan, to be timed with other durations again and again.
 
-    A schedule that flushes is timed batch by batch. Batches of one that does not follow each other as they came, twice:
-    the second time the pipeline is full.
+    A schedule that flushes is timed batch by batch. Where it does not, all batches are timed in one window that runs
+    twice in a row: the second run begins with a full pipeline.
 
     Raises:
         PlanError: several jobs; or the order is none of the plan.

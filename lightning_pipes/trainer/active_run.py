@@ -57,10 +57,10 @@ class ActiveRun:
         if run.is_asynchronous:
             with run.expect_batch():
                 return closure()  # every stage steps by itself when a batch's gradients are complete
-        if not moving.should_pause():
+        if not moving.defers_steps():
             return take_step(closure)
         result = closure()
-        if not moving.should_pause():  # layers have arrived before the batch
+        if not moving.defers_steps():  # layers have arrived before the batch
             return take_step(lambda: result)
         private.before_step(host.precision_plugin, run.cut.module, optimizer)
         number, which = run.trainer.fit_loop.total_batch_idx, host.optimizers.index(optimizer)
@@ -111,7 +111,7 @@ def describe_run(strategy: PipelineHost, siblings: int) -> RunInfo:
         schedule_settings(schedule),
         profile=decision.profile,
         facts={k: v for k, v in facts.items() if v},
-        choice="\n".join(filter(None, [decision.table, decision.why, decision.cut])) if decision.profile else "",
+        choice="\n".join(filter(None, [decision.table, decision.why, decision.cut_reason])) if decision.profile else "",
         predicted=decision.computing,
         siblings=siblings,
     )

@@ -99,8 +99,6 @@ class StepCount:
 class Session:
     """Holds connections and common decisions, from `setup_environment` of a strategy to the next call of it.
 
-    Every stage holds the same values, so averages are over replicas.
-
     Args:
         trainer: whose run begins.
         environment: what has started the processes.

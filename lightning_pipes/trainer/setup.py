@@ -18,13 +18,13 @@ from lightning_pipes.ir import PipelineError, PlanError, Policy, Schedule
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.active_run import ActiveRun
 from lightning_pipes.trainer.callbacks.schedule_tuner import add_tuner
-from lightning_pipes.trainer.loop.asynchronous import AsynchronousLoop, check_streaming
+from lightning_pipes.trainer.loop.asynchronous import AsynchronousLoop, check_trainer_settings
 from lightning_pipes.trainer.loop.evaluation import Evaluation
 from lightning_pipes.trainer.loop.manual import ManualLoop
 from lightning_pipes.trainer.loop.run import PipelineRun, TrainingLoop
 from lightning_pipes.trainer.loop.stopping import StopAgreement
 from lightning_pipes.trainer.loop.synchronous import SynchronousLoop
-from lightning_pipes.trainer.module.checks import check_run, equalize_weights, warn_about_pieces
+from lightning_pipes.trainer.module.checks import check_run, equalize_weights, warn_about_microbatch_effects
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_optimizers
 from lightning_pipes.trainer.module.optimizer_shards import OptimizerShards, check_shardable
 from lightning_pipes.trainer.module.optimizers import (
@@ -40,7 +40,7 @@ from lightning_pipes.trainer.module.pipelined import (
 )
 from lightning_pipes.trainer.module.sharding import check_shards, unshard_outside
 from lightning_pipes.trainer.module.step_probe import check_steps_apart
-from lightning_pipes.trainer.module.weight_callbacks import check_callbacks, spread_callbacks
+from lightning_pipes.trainer.module.weight_callbacks import check_callbacks, localize_callbacks
 from lightning_pipes.trainer.module_setup import ContainerSetup, ModuleSetup, SetupContext, WholeWeights
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.plan.container import find_container, find_reason_for_units
@@ -82,10 +82,10 @@ def prepare(context: SetupContext) -> None:
     decision = decide(context, setup)
     holdings = place_layers(context, setup, decision)
     plans = make_plans(context, setup, decision, holdings)
-    make_training = choose_training(context, plans, holdings)
+    make_training_loop = choose_training_loop(context, plans, holdings)
     check_user_callbacks(context, plans, weights, setup.path)
-    part = cut_module(context, setup, holdings, plans, names_by_optimizer, deferred)
-    run = make_run(context, setup, part, plans, make_training)
+    local_layers = cut_module(context, setup, holdings, plans, names_by_optimizer, deferred)
+    run = make_run(context, setup, local_layers, plans, make_training_loop)
     active = activate_run(context, setup, decision, run)
     wrap_steps(context, active, weights)
     begin_verification(context, run)
@@ -121,14 +121,15 @@ def check_sharded_run(context: SetupContext) -> None:
         PipelineError: the run asks for one of them.
     """
     schedule, request, settings = context.request.schedule, context.request, context.settings
-    name, streams, trainer = schedule.name, not schedule.flushes, context.trainer
+    name, is_asynchronous, trainer = schedule.name, not schedule.flushes, context.trainer
     by_norm = trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm != "value"
     frees = any(is_fully_sharded(part) for part in context.module.modules())
     refused = {
-        f"schedule {name!r} keeps versions of weights, which fully_shard frees": streams and frees,
-        f"schedule {name!r} decides its order on each rank": streams and isinstance(schedule, Policy),
-        f"schedule {name!r} clips by the norm of a stage, of which a rank has shards": streams and by_norm,
-        f"MemorySwap moves the weight versions of schedule {name!r}": streams and context.host.memory is not None,
+        f"schedule {name!r} keeps versions of weights, which fully_shard frees": is_asynchronous and frees,
+        f"schedule {name!r} decides its order on each rank": is_asynchronous and isinstance(schedule, Policy),
+        f"schedule {name!r} clips by the norm of a stage, of which a rank has shards": is_asynchronous and by_norm,
+        f"MemorySwap moves the weight versions of schedule {name!r}": is_asynchronous
+        and context.host.memory is not None,
         "shard_optimizer=True shards states that are sharded already": settings.shard_optimizer,
         "replan moves layers, whose shards stay with their ranks": request.replanner is not None,
         "partition names modules, which cuts by units": names_modules(request.partition),
@@ -203,16 +204,16 @@ def choose_cut(context: SetupContext) -> tuple[str, UnitSetup | None]:
         return WHOLE, None
     if not context.is_fitting and settings.module is None and module in context.by_units:
         return WHOLE, None  # its other steps have the same model
-    refused = settings.module is not None or settings.degrees or find_refused(context)
+    keeps_container = bool(settings.module is not None or settings.degrees or find_refused(context))
     try:
         path = choose_container(context)
     except PipelineError as error:
-        if refused:
+        if keeps_container:
             raise
         rank_zero_info(f"{str(error).partition('; ')[0]}: the module is cut by units")
         return WHOLE, None
     reason = ""
-    if not refused and path != WHOLE and context.is_fitting and trainer.limit_train_batches != 0:
+    if not keeps_container and path != WHOLE and context.is_fitting and trainer.limit_train_batches != 0:
         reason = find_reason_for_units(trainer, module, path, context.ranks.control, context.ranks.device)
     if reason:
         try:
@@ -255,7 +256,7 @@ def decide(context: SetupContext, setup: ModuleSetup) -> Decision:
     """
     decision = setup.decide()
     _log.debug("setup: schedule %s, layers %s on ranks %s", decision.schedule, decision.layers, decision.ranks)
-    context.host.take_decision(decision)
+    context.host.adopt_decision(decision)
     if context.is_fitting:
         add_tuner(context.trainer, decision.schedule)
     refused = {
@@ -274,10 +275,10 @@ def decide(context: SetupContext, setup: ModuleSetup) -> Decision:
 def place_layers(context: SetupContext, setup: ModuleSetup, decision: Decision) -> Holdings:
     """Return which rank holds which layers and parameters."""
     request, control = context.request, context.ranks.control
-    cuts = PARAMETERS if names_modules(request.partition) else request.partition
+    partition = PARAMETERS if names_modules(request.partition) else request.partition
     holdings = Holdings(context.ranks.grid, decision.ranks, decision.layers)
     setup.index_parameters(holdings)
-    context.session.checkpointing.placement = lambda: Placement(holdings.layers, decision.ranks, cuts)
+    context.session.checkpointing.placement = lambda: Placement(holdings.layers, decision.ranks, partition)
     control.watch.stages = dict(holdings.stages_of_processes())
     _log.debug("setup: layers %s stay on rank %d", list(holdings.local), context.ranks.grid.rank)
     return holdings
@@ -288,35 +289,37 @@ def make_plans(context: SetupContext, setup: ModuleSetup, decision: Decision, ho
     settings = context.settings
     plans = decision.plans(context.request.replanner, holdings.tied, settings.relocation, settings.degrees)
     if context.is_fitting and plans.microbatches > 1:
-        warn_about_pieces(setup.body)
+        warn_about_microbatch_effects(setup.body)
     return plans
 
 
-def choose_training(context: SetupContext, plans: Plans, holdings: Holdings) -> Callable[[PipelineRun], TrainingLoop]:
+def choose_training_loop(
+    context: SetupContext, plans: Plans, holdings: Holdings
+) -> Callable[[PipelineRun], TrainingLoop]:
     """Return the factory of the training loop for a schedule.
 
     Raises:
         PlanError, PipelineError: it can't train so.
     """
     schedule, settings, memory = plans.schedule, context.settings, context.host.memory
-    streams = context.is_fitting and plans.is_endless
+    is_asynchronous = context.is_fitting and plans.is_asynchronous
     if context.is_fitting and settings.verify.batches:
         with explain_choice(context.request, schedule):
             check_verifiable(schedule)
-    if context.is_fitting and memory is not None and not streams:
+    if context.is_fitting and memory is not None and not is_asynchronous:
         raise PipelineError(
             "MemorySwap as a callback has the layers of a supernet take turns, or weight versions; schedule "
             f"{schedule.name!r} runs all layers for each batch, and has one version. Leave MemorySwap out, or "
             "use 'csp' for a supernet, or a schedule that stashes weights, such as 'pipedream' or 'dynpipe'"
         )
-    if not streams:
+    if not is_asynchronous:
         return ManualLoop if context.is_manual else SynchronousLoop
     with explain_choice(context.request, schedule):
-        _check_stream(context, schedule, holdings)
+        _check_asynchronous(context, schedule, holdings)
     return partial(AsynchronousLoop, control=context.ranks.control, memory=memory)
 
 
-def _check_stream(context: SetupContext, schedule: Schedule | Policy, holdings: Holdings) -> None:
+def _check_asynchronous(context: SetupContext, schedule: Schedule | Policy, holdings: Holdings) -> None:
     """Refuse what can't be had with a schedule that does not flush.
 
     Raises:
@@ -327,11 +330,11 @@ def _check_stream(context: SetupContext, schedule: Schedule | Policy, holdings: 
             f"schedule {schedule.name!r} steps stages apart, and shard_optimizer=True shards the steps of schedules "
             "that flush between batches; use one of them, such as '1f1b', or leave shard_optimizer out"
         )
-    context.connections.check_endless(schedule.name)
+    context.connections.check_asynchronous(schedule.name)
     named = context.module.named_parameters()
     holders = holdings.holders
     tied = [n for n, p in named if p.requires_grad and len(holders.get(id(p), ())) > 1 and not holdings.in_one_stage(p)]
-    check_streaming(context.trainer, schedule, context.ranks.grid, tied)
+    check_trainer_settings(context.trainer, schedule, context.ranks.grid, tied)
 
 
 @contextmanager
@@ -351,7 +354,7 @@ def check_user_callbacks(context: SetupContext, plans: Plans, weights: WholeWeig
     check_callbacks(
         private.callbacks(context.trainer),
         context.module,
-        overlaps=plans.schedule.name if context.is_fitting and plans.is_endless else None,
+        asynchronous_schedule=plans.schedule.name if context.is_fitting and plans.is_asynchronous else None,
         saves_parts=context.session.checkpointing.sharded,
         is_sharded=weights.is_sharded,
         stays=path != WHOLE and context.request.replanner is None,
@@ -369,7 +372,7 @@ def cut_module(
     """Cut the module and its optimizers, and return the layers that this rank keeps.
 
     The module is shown while it is whole, and this rank's weights on `meta` get values. Once it is cut, those of a
-    checkpoint get theirs, optimizers keep their part, and all moves to the device.
+    checkpoint get theirs, optimizers keep their local_layers, and all moves to the device.
 
     Args:
         names_by_optimizer: names of the parameters of each optimizer, by group.
@@ -387,20 +390,20 @@ def cut_module(
         layout.keep_local(cut.is_foreign)
     host.model_to_device()
     gather_state = partial(checkpointing.gather_state, cut)
-    spread_callbacks(private.callbacks(context.trainer), cut, gather_state, ranks, patches)
+    localize_callbacks(private.callbacks(context.trainer), cut, gather_state, ranks, patches)
     checkpointing.shards = None
     if context.is_fitting and settings.shard_optimizer:
         checkpointing.shards = OptimizerShards(host.optimizers, session.replicas, cut.scope, patches)
-    own_order = context.is_fitting and plans.is_endless and isinstance(plans.schedule, Policy)
+    own_order = context.is_fitting and plans.is_asynchronous and isinstance(plans.schedule, Policy)
     return LocalLayers(cut, holdings, hidden, session.layouts, session.replicas, ranks, context.shares_ranks, own_order)
 
 
 def make_run(
     context: SetupContext,
     setup: ModuleSetup,
-    part: LocalLayers,
+    local_layers: LocalLayers,
     plans: Plans,
-    make_training: Callable[[PipelineRun], TrainingLoop],
+    make_training_loop: Callable[[PipelineRun], TrainingLoop],
 ) -> PipelineRun:
     """Return the run: the engine, its stages and the steps of the user."""
     _log.debug("setup: stages and engine")
@@ -410,13 +413,13 @@ def make_run(
         context.trainer,
         context.ranks,
         context.connections,
-        part,
+        local_layers,
         plans,
-        setup.make_steps(part, plans.for_rows(plans.trial_rows)[0], seed),
+        setup.make_steps(local_layers, plans.for_rows(plans.trial_rows)[0], seed),
         seed,
         settings.transport,
-        settings.check_loss and not setup.explain_uncompared_loss(part.holdings),
-        make_training,
+        settings.check_loss and not setup.explain_uncompared_loss(local_layers.holdings),
+        make_training_loop,
         settings.relocation,
         setup.ruled_out_weights,
     )
@@ -443,13 +446,13 @@ def activate_run(context: SetupContext, setup: ModuleSetup, decision: Decision, 
 def wrap_steps(context: SetupContext, active: ActiveRun, weights: WholeWeights) -> None:
     """Have what Lightning and the user do around steps hold for all ranks."""
     session, ranks, patches = context.session, context.ranks, context.patches
-    run, part = active.run, active.run.local_layers
+    run, local_layers = active.run, active.run.local_layers
     if ranks.grid.length > 1 and context.is_fitting:
-        check_steps_apart(part.optimizers, run.is_asynchronous)
+        check_steps_apart(local_layers.optimizers, run.is_asynchronous)
     holders = ranks.control if weights.is_sharded else ranks.pipeline
     summed = None if run.is_asynchronous else holders
     precision = context.host.precision_plugin
-    GradientAgreement(precision, part.holdings, summed, ranks.device, run.cut.scope, patches)
+    GradientAgreement(precision, local_layers.holdings, summed, ranks.device, run.cut.scope, patches)
     agree = run.make_agreement(active.stops)
 
     def verify_and_agree() -> None:
@@ -490,12 +493,21 @@ def wrap_hooks(
         agree: has ranks agree on stopping, after the hooks at which they do.
         start_epoch: called when an epoch has begun.
     """
-    module, callbacks, scope, part = run.cut.module, private.callbacks(trainer), run.cut.scope, run.local_layers
-    HookClipping(lambda: part.parameters, scope, part.holdings, None if run.is_asynchronous else holders, patches)
+    module, callbacks, scope, local_layers = run.cut.module, private.callbacks(trainer), run.cut.scope, run.local_layers
+    HookClipping(
+        lambda: local_layers.parameters, scope, local_layers.holdings, None if run.is_asynchronous else holders, patches
+    )
     track_hooks(module, callbacks, scope, patches)
-    OptimizersView(part.layouts, scope, patches, run.training_loop.why_no_state, run.list_parameters, part.adopt_groups)
+    OptimizersView(
+        local_layers.layouts,
+        scope,
+        patches,
+        run.training_loop.why_no_state,
+        run.list_parameters,
+        local_layers.adopt_groups,
+    )
     step_whole = not run.is_asynchronous or isinstance(run.plans.schedule, Schedule)
-    track_optimizer_steps(part.optimizers, scope, patches, step_whole)
+    track_optimizer_steps(local_layers.optimizers, scope, patches, step_whole)
     synchronise = partial(run.state.synchronise_ranks, pipeline, run.last_rank, run.is_last_rank)
     followed = partial(run.state.follow_hook, synchronise=synchronise)
     wrap_module_hooks(module, patches, followed, run.is_last_rank, run.is_asynchronous, agree, start_epoch)

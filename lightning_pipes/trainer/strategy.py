@@ -325,7 +325,7 @@ class PipelineStrategy(PipelineHost):
 
     def setup_environment(self) -> None:
         self.set_world_ranks()
-        if self._is_reference():
+        if self._fork_reference():
             return
         super().setup_environment()
         warn_if_untested()
@@ -342,9 +342,11 @@ class PipelineStrategy(PipelineHost):
         self._session = Session(self._trainer, self.grid, device, self._environment, local_size, self._settings)
         self._session.connect(self._threads, self._writing)
 
-    def _is_reference(self) -> bool:
-        """Fork the plain process that verifies this run, if one is wanted; return whether this is that process, whose
-        Trainer has another strategy by now."""
+    def _fork_reference(self) -> bool:
+        """Fork the plain process that verifies this run, if one is wanted.
+
+        Return True in that process, whose Trainer has another strategy by then.
+        """
         fits = self._trainer.state.fn == TrainerFn.FITTING
         if not (fits and self._settings.verify.batches and self.is_global_zero):
             return False
@@ -373,16 +375,20 @@ class PipelineStrategy(PipelineHost):
         )
         prepare(context)
 
-    def take_decision(self, decision: Decision) -> None:
-        """Run by a decision from now on."""
+    def adopt_decision(self, decision: Decision) -> None:
+        """Run by a decision from now on; under `lightning-pipes plan`, write it and end all processes instead."""
         self._decision, self.schedule = decision, decision.schedule
         file = os.environ.get(PLAN_VARIABLE)
         if file and self._trainer.state.fn == TrainerFn.FITTING:
-            if self.is_global_zero:
-                decision.save_pieces(file)
-            sys.stdout.flush()
-            self.control.barrier()
-            os._exit(0)  # on all ranks alike: `lightning-pipes plan` has what it asked for
+            self._write_plan_and_exit(decision, file)
+
+    def _write_plan_and_exit(self, decision: Decision, file: str) -> None:
+        """Write what is cut into `file` on rank 0, and end the process, on all ranks alike."""
+        if self.is_global_zero:
+            decision.save_pieces(file)
+        sys.stdout.flush()
+        self.control.barrier()
+        os._exit(0)
 
     def teardown(self) -> None:
         fault_point("teardown")

@@ -116,44 +116,46 @@ class DynPlanner(EvenPlanner):
     def should_serialize(self, free: Sequence[FreeBytes], serialized: bool) -> bool:
         return self.guard.should_serialize(free, serialized)
 
-    def reduce_memory(self, plan: Plan, seen: Problem, free: FreeBytes) -> Plan | None:
+    def reduce_memory(self, plan: Plan, problem: Problem, free: FreeBytes) -> Plan | None:
         """Return the fastest plan that frees the bytes which devices lack, or as many of them as possible."""
         short = self.guard.short_ranks(free)
-        looks = [look for look in seen.seen if look.matches_plan(plan)]
-        if not short or not looks or seen.profile is None or plan.n_stages < 2 or not plan.layers:
+        looks = [look for look in problem.observations if look.matches_plan(plan)]
+        if not short or not looks or problem.profile is None or plan.n_stages < 2 or not plan.layers:
             return None
-        if not isinstance(seen.schedule, Schedule):
+        if not isinstance(problem.schedule, Schedule):
             return None
         last = replace(looks[-1], free=free, devices=looks[-1].devices or ({},) * len(free))
-        windows = self._windows([(plan, last)], seen, seen.schedule.program(plan))
-        cuts = partitions_that_free(windows, short, self.guard.low or 0, seen.deployment, seen.tied, self.search)
+        windows = self._windows([(plan, last)], problem, problem.schedule.program(plan))
+        cuts = partitions_that_free(windows, short, self.guard.low or 0, problem.deployment, problem.tied, self.search)
         change = find_partition(windows, cuts, -inf)
         return None if change is None else replace(plan, layers=change.layers)
 
-    def replan(self, plan: Plan, seen: Problem) -> Plan | None:
-        looks = [look for look in seen.seen if look.matches_plan(plan)]
-        if seen.profile is None or len(looks) < self.windows or plan.n_stages < 2 or not plan.layers:
+    def replan(self, plan: Plan, problem: Problem) -> Plan | None:
+        looks = [look for look in problem.observations if look.matches_plan(plan)]
+        if problem.profile is None or len(looks) < self.windows or plan.n_stages < 2 or not plan.layers:
             return None
-        schedule = seen.schedule
+        schedule = problem.schedule
         if not isinstance(schedule, Schedule):  # a policy that orders while it runs can't be simulated in advance
             return None
-        every = [*_comparable_looks(plan, seen.before), *((plan, look) for look in looks)][-MAX_OBSERVATIONS:]
-        seen = replace(seen, profile=estimate_work(seen.profile, every, self.windows))
-        self._teach_predictor(plan, looks[-1], seen)
-        if not self._changed(looks, seen):
+        every = [*_comparable_looks(plan, problem.earlier_observations), *((plan, look) for look in looks)][
+            -MAX_OBSERVATIONS:
+        ]
+        problem = replace(problem, profile=estimate_work(problem.profile, every, self.windows))
+        self._teach_predictor(plan, looks[-1], problem)
+        if not self._changed(looks, problem):
             return None
         order = schedule.program(plan)
-        windows = self._windows(every[-self.windows :], seen, order)
+        windows = self._windows(every[-self.windows :], problem, order)
         reserve = RELIEF * (self.guard.low or 0)
-        cuts = partitions_of(windows, seen.deployment, seen.tied, self.search, reserve)
+        cuts = partitions_of(windows, problem.deployment, problem.tied, self.search, reserve)
         if not len(cuts):
             return None
         history = History(windows, cuts, every)
         counted, stay = history.count_windows(self.windows, self.gain)
-        last = self._find_last_move(plan, every[: -len(looks)], len(looks), seen, order)
+        last = self._find_last_move(plan, every[: -len(looks)], len(looks), problem, order)
         least = self.gain if last is None else max(self.gain, last.doubt)
         if counted > self.windows and stay != plan.layers:
-            windows = self._windows(every[-counted:], seen, order)
+            windows = self._windows(every[-counted:], problem, order)
         if stay is not None:
             change = None if stay == plan.layers else windows.predict_change(stay)
         else:
@@ -161,75 +163,75 @@ class DynPlanner(EvenPlanner):
             change = find_partition(windows, cuts, least) if wanted else None
             if change is not None and last is not None:
                 change = last.correct_change(change)
-        if change is None or not self._pays(change, plan, seen, order, least):
-            change = None if stay is not None else self._find_way_back(windows, plan, seen, order, last)
+        if change is None or not self._pays(change, plan, problem, order, least):
+            change = None if stay is not None else self._find_way_back(windows, plan, problem, order, last)
         return None if change is None else replace(plan, layers=change.layers)
 
-    def _teach_predictor(self, plan: Plan, look: Observation, seen: Problem) -> None:
+    def _teach_predictor(self, plan: Plan, look: Observation, problem: Problem) -> None:
         """Have a predictor that goes on learning see the last look."""
         if isinstance(self.predictor, LearningPredictor):
-            assert seen.profile is not None
-            self.predictor.observe(*Situation(seen.profile, plan, look, seen.deployment).feature_rows())
+            assert problem.profile is not None
+            self.predictor.observe(*Situation(problem.profile, plan, look, problem.deployment).feature_rows())
 
     def _find_way_back(
-        self, windows: WindowReplay, plan: Plan, seen: Problem, order: Program, last: _LastMove | None
+        self, windows: WindowReplay, plan: Plan, problem: Problem, order: Program, last: _LastMove | None
     ) -> PartitionChange | None:
         """Return the change to the plan before the last move, if that was faster, and would be again."""
         if last is None or not last.risen:
             return None
         change = last.correct_change(windows.predict_change(last.plan.layers))
-        return change if self._pays(change, plan, seen, order, self.gain) else None
+        return change if self._pays(change, plan, problem, order, self.gain) else None
 
-    def balance_shares(self, plan: Plan, seen: Problem) -> Seconds | None:
+    def balance_shares(self, plan: Plan, problem: Problem) -> Seconds | None:
         """Return the seconds of a sample on each rank, where shares by them pay (DynPipe, S V-B1).
 
         They pay if the slowest stage takes less by the share `gain` in each of the last looks, and a flush is made up
         for. Each rank keeps a sample of a batch, so that its speed is seen.
         """
-        looks = [look.replicas for look in seen.seen if look.replicas][-self.windows :]
+        looks = [look.replicas for look in problem.observations if look.replicas][-self.windows :]
         if len(looks) < self.windows:
             return None
         tables = [np.array(stage) for stage in zip(*looks, strict=True)]  # axis 0 is looks, axis 1 ranks
         if not all(np.isfinite(table).all() for table in tables):
             return None
         means = [table.mean(axis=0) for table in tables]
-        wanted = [np.minimum(each, max(1, seen.rows // len(each)) * each.min()).tolist() for each in means]
-        flushes = seen.schedule.flushes
-        other = replicate_plan(solve_plan(seen), [len(each) for each in means], wanted, least=int(not flushes))
+        wanted = [np.minimum(each, max(1, problem.rows // len(each)) * each.min()).tolist() for each in means]
+        flushes = problem.schedule.flushes
+        other = replicate_plan(solve_plan(problem), [len(each) for each in means], wanted, least=int(not flushes))
         old, new = (
             np.max([(table * rows).max(axis=1) for table, rows in zip(tables, list_shares(each), strict=True)], axis=0)
             for each in (plan, other)
         )
-        left = self.horizon if seen.remaining is None else min(seen.remaining, self.horizon)
+        left = self.horizon if problem.remaining is None else min(problem.remaining, self.horizon)
         waits = 0 if flushes else plan.n_stages  # it has to run dry, and to fill again
         pays = (old - new > self.gain * old) & ((old - new) * left > waits * old)
         return wanted if pays.all() else None
 
-    def _windows(self, looks: Sequence[tuple[Plan, Observation]], seen: Problem, order: Program) -> WindowReplay:
-        assert seen.profile is not None
-        each = [Situation(seen.profile, plan, look, seen.deployment, self.predictor) for plan, look in looks]
+    def _windows(self, looks: Sequence[tuple[Plan, Observation]], problem: Problem, order: Program) -> WindowReplay:
+        assert problem.profile is not None
+        each = [Situation(problem.profile, plan, look, problem.deployment, self.predictor) for plan, look in looks]
         return WindowReplay(each, order)
 
-    def _changed(self, looks: Sequence[Observation], seen: Problem) -> bool:
+    def _changed(self, looks: Sequence[Observation], problem: Problem) -> bool:
         """Return whether some stage takes another time than in a look before, by a share that could matter, or there
         are twice as many looks as when the answer was another time; else the answer is that of the last look."""
-        if seen.remaining is not None and seen.remaining // self.every % ANYWAY == 0:
+        if problem.remaining is not None and problem.remaining // self.every % ANYWAY == 0:
             return True
         if len(looks) < MAX_OBSERVATIONS and log2(len(looks) / self.windows).is_integer():
             return True
         times = np.array([look.stage_seconds for look in looks])
         return bool((times.max(axis=0) > (1 + self.gain) * times.min(axis=0)).any())
 
-    def _pays(self, change: PartitionChange, plan: Plan, seen: Problem, order: Program, least: float) -> bool:
+    def _pays(self, change: PartitionChange, plan: Plan, problem: Problem, order: Program, least: float) -> bool:
         """Return whether it does in each of the last windows; where more than the usual number count, on their
         average."""
-        left = self.horizon if seen.remaining is None else min(seen.remaining, self.horizon)
-        assert seen.profile is not None
-        waits = travels = move_seconds(seen.profile, plan, change.layers, seen.deployment)
-        if seen.relocation == BLOCKING:
+        left = self.horizon if problem.remaining is None else min(problem.remaining, self.horizon)
+        assert problem.profile is not None
+        waits = travels = move_seconds(problem.profile, plan, change.layers, problem.deployment)
+        if problem.relocation == BLOCKING:
             travels = 0.0
         else:  # only for the gradients of the last batch that ran meanwhile
-            waits = move_seconds(seen.profile, plan, change.layers, seen.deployment, ("gradients",))
+            waits = move_seconds(problem.profile, plan, change.layers, problem.deployment, ("gradients",))
         if order.is_endless:  # it has to run dry, and to fill again
             waits += plan.n_stages * max(change.old) / len(plan.jobs[0].forward[0])
 
@@ -241,12 +243,14 @@ class DynPlanner(EvenPlanner):
         return all(map(is_worthwhile, change.old, change.new))
 
     def _find_last_move(
-        self, plan: Plan, earlier: Sequence[tuple[Plan, Observation]], looks: int, seen: Problem, order: Program
+        self, plan: Plan, earlier: Sequence[tuple[Plan, Observation]], looks: int, problem: Problem, order: Program
     ) -> _LastMove | None:
         """Return the last move, where it was one, by the last window of the plan before it."""
         if not earlier or earlier[-1][0].layers == plan.layers:
             return None
-        windows, then = (self._windows([last], seen, order) for last in ((plan, seen.seen[-1]), earlier[-1]))
+        windows, then = (
+            self._windows([last], problem, order) for last in ((plan, problem.observations[-1]), earlier[-1])
+        )
         was = then.now.plan
         (promised,) = then.predict_change(plan.layers).new
         stages = zip(windows.now.stage_slowdowns(), then.now.stage_slowdowns(), plan.layers, was.layers, strict=True)

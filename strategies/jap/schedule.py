@@ -1,4 +1,4 @@
-"""One batch of each of some jobs: the paper's iteration, as a schedule."""
+"""Batches of several jobs without rounds, in the order of `stream_jobs`, as a schedule."""
 
 from __future__ import annotations
 

@@ -144,17 +144,17 @@ class UnequalPlanner(Planner):
             sizes = {*sizes_of(rows, microbatches, "powers")[::-1][:MEASURED]}
         return tuple(sorted(sizes))
 
-    def replan(self, plan: Plan, seen: Problem) -> Plan | None:
+    def replan(self, plan: Plan, problem: Problem) -> Plan | None:
         """Return another cut, where stages or links take other times than the profile says, by more than DRIFT, and it
         saves more than REPLAN of a step by the times that they take; layers stay where they are."""
-        if self.given is not None or seen.profile is None or seen.costs is None:
+        if self.given is not None or problem.profile is None or problem.costs is None:
             return None
-        usual = evaluate_plan(seen.profile, _order(seen, plan), plan, _deployment(seen)).costs
-        costs, drift = drifted_costs(usual, seen.costs, plan)
+        usual = evaluate_plan(problem.profile, _order(problem, plan), plan, _deployment(problem)).costs
+        costs, drift = drifted_costs(usual, problem.costs, plan)
         if drift <= DRIFT:
             return None
-        other = self._fastest(replace(plan, whole_forward=(), limits=()), seen, costs)
-        now, then = (makespan(_order(seen, each), replace(each, layers=()), costs) for each in (plan, other))
+        other = self._fastest(replace(plan, whole_forward=(), limits=()), problem, costs)
+        now, then = (makespan(_order(problem, each), replace(each, layers=()), costs) for each in (plan, other))
         return other if then < (1 - REPLAN) * now else None
 
     def _jointly(self, even: Plan, problem: Problem) -> Plan:
@@ -195,7 +195,7 @@ class UnequalPlanner(Planner):
         if self.given is not None or problem.profile is None or not plan.layers or plan.n_stages == 1:
             return ""
         costs = evaluate_plan(problem.profile, _order(problem, plan), plan, _deployment(problem)).costs
-        search = self._choices(replace(plan, whole_forward=(), limits=()), problem, costs)
+        search = self._make_search(replace(plan, whole_forward=(), limits=()), problem, costs)
         equal = search.best_equal()
         if equal is None:
             return ""
@@ -208,7 +208,7 @@ class UnequalPlanner(Planner):
         )
 
     def _fastest(self, base: Plan, problem: Problem, costs: CostModel) -> Plan:
-        search = self._choices(base, problem, costs)
+        search = self._make_search(base, problem, costs)
         if self.search == "genetic" and not self.overlapped:
             evolved = evolve_choices(search.choices)
             found = sorted((value_choice(search.choices, search.merge, choice), choice) for choice in evolved)
@@ -221,7 +221,7 @@ class UnequalPlanner(Planner):
         equal = search.best_equal() or unequal
         return unequal if search.simulate_step(unequal) < (1 - WORTH_IT) * search.simulate_step(equal) else equal
 
-    def _choices(self, base: Plan, problem: Problem, costs: CostModel) -> _Cuts:
+    def _make_search(self, base: Plan, problem: Problem, costs: CostModel) -> _CutSearch:
         sizes = sizes_of(problem.rows, problem.microbatches, self.among, problem.least)
         merge, limits, largest = Merge.ALL_FORWARDS_FIRST, (), (problem.rows,) * base.n_stages
         if self.overlapped:
@@ -229,7 +229,7 @@ class UnequalPlanner(Planner):
             largest, caps = zip(*self._room(base, problem, costs, sizes), strict=True)
             limits = caps if min(caps) < problem.rows else ()
         choices = choices_of(costs, base, problem.rows, sizes, largest, problem.least)
-        return _Cuts(choices, merge, replace(base, limits=limits), problem, costs)
+        return _CutSearch(choices, merge, replace(base, limits=limits), problem, costs)
 
     def _room(self, plan: Plan, problem: Problem, costs: CostModel, sizes: Sequence[int]) -> list[tuple[int, int]]:
         """Return the largest chunk and the most samples in flight of each stage: room for two such chunks, where there
@@ -259,7 +259,7 @@ class UnequalPlanner(Planner):
 
 
 @dataclass(frozen=True)
-class _Cuts:
+class _CutSearch:
     """The cuts that a batch may have in the stages of `base`, with its limits."""
 
     choices: Choices

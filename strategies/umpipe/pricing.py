@@ -35,7 +35,7 @@ def stage_options(costs: CostModel, plan: Plan, stage: int, sizes: Sequence[int]
     What joining messages takes depends on the link's choice, too: the simulator knows, the search does without.
 
     Samples that share a forward and a backward share one graph, so the finer of the two sizes says how long both take.
-    A coarser backward goes through the graphs of several forwards; of a coarser forward see `Option.whole`.
+    A coarser backward goes through the graphs of several forwards; of a coarser forward see `CutOption.whole`.
 
     Args:
         plan: says which stages recompute.

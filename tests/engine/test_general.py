@@ -1,4 +1,4 @@
-"""Small hand-made programs of each kind that the schedules to come will need, on real tensors and optimizers.
+"""Small hand-made programs of each kind that schedules make, on real tensors and optimizers.
 
 Each is compared with a plain computation of the same thing, on two processes over gloo and with all ranks in one.
 """

@@ -31,7 +31,11 @@ from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.testing.ranks import run_ranks, scale_timeout, watch_ranks
 from lightning_pipes.trainer.module import checks
-from lightning_pipes.trainer.module.checks import warn_about_module, warn_about_pieces, warn_about_small_batch
+from lightning_pipes.trainer.module.checks import (
+    warn_about_microbatch_effects,
+    warn_about_module,
+    warn_about_small_batch,
+)
 from tests.trainer.lit import ROWS, Lit, LitOutside, data, quiet
 from tests.trainer.refused import BareExcept, OwnForward, Penalty, Twice
 from tests.trainers import make_trainer
@@ -381,10 +385,10 @@ class Normal(Lit):
 
 def test_batch_normalisation_warns_once():
     with pytest.warns(UserWarning, match="^layer 2: batch normalisation sees one micro-batch at a time") as caught:
-        warn_about_pieces(Normal().model)
+        warn_about_microbatch_effects(Normal().model)
     assert len(caught) == 1
     with pytest.warns(UserWarning, match="^layers 0, 1: batch normalisation"):
-        warn_about_pieces(nn.Sequential(nn.BatchNorm1d(6), nn.BatchNorm1d(6)))
+        warn_about_microbatch_effects(nn.Sequential(nn.BatchNorm1d(6), nn.BatchNorm1d(6)))
 
 
 def test_a_short_last_batch_is_normalised():
@@ -482,7 +486,7 @@ def test_spectral_norm_warns():
     module = Lit()
     nn.utils.parametrizations.spectral_norm(module.model[2][0])
     with pytest.warns(UserWarning, match=r"2\.0: spectral normalisation improves its estimate in every forward"):
-        warn_about_pieces(module.model)
+        warn_about_microbatch_effects(module.model)
 
 
 def test_batches_too_small_for_the_stages_warn(recwarn, monkeypatch):

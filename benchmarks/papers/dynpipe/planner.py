@@ -165,7 +165,10 @@ def trained(
 
     def dynpipe(batch: int, plan: Plan, seen: tuple[Observation, ...], before: Before) -> Plan | None:
         left = batches - batch
-        return planner.replan(plan, replace(world.make_problem(plan.layers), seen=seen, before=before, remaining=left))
+        return planner.replan(
+            plan,
+            replace(world.make_problem(plan.layers), observations=seen, earlier_observations=before, remaining=left),
+        )
 
     def restarts(batch: int, plan: Plan, seen: tuple[Observation, ...], before: Before) -> Plan | None:
         if batch % epoch:
@@ -280,7 +283,8 @@ def replan_seconds(ranks: int = 8, blocks: int = 16, repeats: int = 5) -> float:
     world = Neighbourhood(profile, schedule, ranks, 16, 8, during(1, 2.0, 0, 10**6).slowdown)
     plan = world.plan()
     problem = replace(
-        world.make_problem(plan.layers), seen=tuple(world.observe_window(plan, LOOK * n, LOOK) for n in range(2))
+        world.make_problem(plan.layers),
+        observations=tuple(world.observe_window(plan, LOOK * n, LOOK) for n in range(2)),
     )
     planner, took = planner_of(schedule), []
     for _ in range(repeats):

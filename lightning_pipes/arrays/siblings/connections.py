@@ -82,7 +82,7 @@ class SiblingConnections(Connections):
         return decide_shared_cut(self.sibling, module, plain, decide)
 
     @override
-    def check_endless(self, schedule: str) -> None:
+    def check_asynchronous(self, schedule: str) -> None:
         raise PlanError(
             f"{schedule} does not flush between batches, which siblings of an array have to; they keep each other's "
             "stages busy, so choose 'jap' or '1f1b'"
@@ -275,7 +275,7 @@ def decide_shared_cut(
         recompute=plain.recompute,
         seconds=None,
         computing=None,
-        cut="",
+        cut_reason="",
     )
 
 

@@ -163,7 +163,7 @@ class Executor:
         if left:
             return _NOTHING
         del self._rows_left[batch]
-        if stage.sums is not None:
+        if stage.replica_averages is not None:
             return self._sending_gradients(stage, i, item)
         return _NOTHING if stage.last_backward is None else stage.last_backward(item)
 

@@ -209,7 +209,7 @@ class ReadyOrder:
         self._in_flight: dict[int, int] = dict.fromkeys(plan.stages[rank], 0)
         self._last: Instruction | None = None
         self._deliveries: LayerDeliveries | None = None
-        self._sums: ReplicaAverages | None = None
+        self._replica_averages: ReplicaAverages | None = None
         self._upcoming: UpcomingTasks | None = None
         self._entrances: dict[tuple[int, int], tuple[Need, ...]] = {}
         """The needs, besides data, of batches whose forward has not begun, by stage and batch."""
@@ -219,9 +219,9 @@ class ReadyOrder:
         deliveries wake waiters of `mailbox`."""
         self._deliveries = LayerDeliveries(self._ledger, self._rank, number, mirrors, mailbox.notify)
 
-    def wait_for_replicas(self, sums: ReplicaAverages) -> None:
+    def wait_for_replicas(self, averages: ReplicaAverages) -> None:
         """Let steps wait for the gradients of other replicas. Call it before the first batch."""
-        self._sums = sums
+        self._replica_averages = averages
 
     def predict_by(self, upcoming: UpcomingTasks) -> None:
         """Let `upcoming` predict the next tasks. Call it before the first batch."""
@@ -245,7 +245,7 @@ class ReadyOrder:
         """Return the needs of the newest batch besides its data: other batches, layers and gradients of other ranks."""
         batch, plan = self._newest, self._plan
         waits: dict[Instruction, tuple[Need, ...]] = {**self._ledger.enter(batch, use)}
-        if self._sums is not None:
+        if self._replica_averages is not None:
             for stage in plan.stages[self._rank]:
                 step = STEP(stage, batch=batch)
                 waits[step] = (*waits.get(step, ()), Reduction(stage, batch))
@@ -276,8 +276,8 @@ class ReadyOrder:
 
     def _take_deliveries(self) -> None:
         """Process arrived layers and gradients; once all batches have ended, return layers to their owners."""
-        if self._sums is not None:
-            for reduction in self._sums.take_arrived():
+        if self._replica_averages is not None:
+            for reduction in self._replica_averages.take_arrived():
                 self._add_ready(self._tracker.complete(reduction))
         if self._deliveries is not None:
             for transfer in self._deliveries.take_arrived():
@@ -386,7 +386,11 @@ class ReadyOrder:
             self._tracker.forget_batch(*item)
 
     def wait(self, mailbox: Mailbox, number: int) -> None:
-        if not self._receives and not self._n_expected_layers and not (self._sums and self._sums.n_expected):
+        if (
+            not self._receives
+            and not self._n_expected_layers
+            and not (self._replica_averages and self._replica_averages.n_expected)
+        ):
             raise DeadlockError(
                 f"rank {self._rank} waits although nothing is on its way: policy {self._policy.name!r} or the limits "
                 f"{self._plan.limits} hold back {', '.join(map(str, self._ready))}"
@@ -397,7 +401,11 @@ class ReadyOrder:
     def waiting_for(self) -> str:
         stages = ", ".join(map(str, self._in_flight))
         layers = f" and {self._n_expected_layers} layers" if self._n_expected_layers else ""
-        sums = f" and the gradients of {self._sums.n_expected} batches" if self._sums is not None else ""
+        sums = (
+            f" and the gradients of {self._replica_averages.n_expected} batches"
+            if self._replica_averages is not None
+            else ""
+        )
         return f"any of {self._receives} messages{layers}{sums} to stage {stages}"
 
     @property

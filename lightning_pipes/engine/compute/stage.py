@@ -180,7 +180,7 @@ class Stage:
         """Returns the context in which the body, and what it runs again in backward, finds the weights of a version."""
         self.offload: LayerOffload | None = None
         """Has the layers on the device where they take turns there."""
-        self.sums: ReplicaAverages | None = None
+        self.replica_averages: ReplicaAverages | None = None
         """Averages gradients over replicas where batches overlap."""
         self._version: WeightVersion | None = None
         self._read_only_ids: frozenset[int] = frozenset()  # ids of parameters that the batch does not step
@@ -294,17 +294,17 @@ class Stage:
         Args:
             late: those of parameters that it has read late, by the ids of the parameters.
         """
-        if self.sums is not None:
+        if self.replica_averages is not None:
             names, parameters = self._stepped_names(item), self.stepped_parameters(item)
             gradients = [late.get(id(p), p.grad) for p in parameters]
-            self.sums.send(self.number, item.number, names, gradients, self._buffers_of(names))
+            self.replica_averages.send(self.number, item.number, names, gradients, self._buffers_of(names))
 
     def average_gradients(self, item: Item) -> None:
         """Replace the gradients of `item` by averages over replicas, where they are averaged batch by batch."""
-        if self.sums is not None:
+        if self.replica_averages is not None:
             names = self._stepped_names(item)
             parameters = self.stepped_parameters(item)
-            self.sums.average(self.number, item.number, names, parameters, self._buffers_of(names))
+            self.replica_averages.average(self.number, item.number, names, parameters, self._buffers_of(names))
 
     def _stepped_names(self, item: Item) -> list[str]:
         return sorted(map(str, self.layers) if item.use is None else item.use.stepped_layers(self.number))
@@ -451,7 +451,7 @@ class Stage:
         """Give user code before or after the layers its own random stream; see `seed_for_layer`."""
         self._seed(self._stream(item, span, layer), layer)
 
-    def expect_user_code(self, item: Item, spans: Iterable[Span]) -> None:
+    def prepare_user_seeds(self, item: Item, spans: Iterable[Span]) -> None:
         """Compute the seeds of user code for several micro-batches at a time, which takes a tenth of the time."""
         for span in spans:
             self._stream(item, span, BEFORE_LAYERS)

@@ -239,7 +239,7 @@ class Curves:
 
 
 def curves_of(data: object, what: str) -> Curves:
-    """Return the curves of `Curves.data`; errors call them `what`.
+    """Return the curves of `Curves.to_dict`; errors call them `what`.
 
     Raises:
         InputError: it is something else, or damaged.

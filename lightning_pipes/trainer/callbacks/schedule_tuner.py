@@ -72,7 +72,7 @@ class _Order(NamedTuple):
 
     change: Candidate | None
     wait: int
-    set_clocks: bool
+    measure_clock_offsets: bool
     metrics: dict[str, float]
 
 
@@ -168,7 +168,7 @@ class ScheduleTuner(PipelineCallback):
         self._batches, self._read = 0, 0
         self._next = FIRST
         self.decisions.clear()
-        strategy.current_run.engine.set_clocks()
+        strategy.current_run.engine.measure_clock_offsets()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         self._batches += 1
@@ -179,8 +179,8 @@ class ScheduleTuner(PipelineCallback):
             return
         order = self._decide(strategy)
         self._next = self._batches + order.wait
-        if order.set_clocks:
-            strategy.current_run.engine.set_clocks()
+        if order.measure_clock_offsets:
+            strategy.current_run.engine.measure_clock_offsets()
         if order.change is not None:
             adopt_candidate(strategy.current_run, order.change)
             strategy.schedule = order.change.schedule

@@ -9,7 +9,7 @@ from lightning_pipes.ir import PipelineError, Plan, PlanError, Policy, Schedule,
 from lightning_pipes.planning.candidates import Candidate
 from lightning_pipes.planning.formatting import schedule_settings
 from lightning_pipes.trainer.loop.run import PipelineRun
-from lightning_pipes.trainer.module.checks import warn_about_pieces
+from lightning_pipes.trainer.module.checks import warn_about_microbatch_effects
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.plan.settings import AUTO, check_microbatches, find_schedule
 from lightning_pipes.trainer.ranks.control import Control
@@ -74,5 +74,5 @@ def adopt_cut(run: PipelineRun, layers: Sequence[Span], rows: int) -> None:
 
 def _change(run: PipelineRun, plans: Plans) -> None:
     if run.plans.microbatches == 1 < plans.microbatches:
-        warn_about_pieces(run.cut.full)
+        warn_about_microbatch_effects(run.cut.full)
     run.plans = plans

@@ -33,9 +33,9 @@ from lightning_pipes.ir import LayerUse, PipelineError, Plan, Policy, Schedule
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.layer_copies import Cuts, LayerCopies, LayerCosts
 from lightning_pipes.trainer.loop.run import PipelineRun, TrainingLoop
-from lightning_pipes.trainer.loop.step_statistics import StreamStatistics, WindowRecorder
+from lightning_pipes.trainer.loop.step_statistics import AsynchronousStatistics, WindowRecorder
 from lightning_pipes.trainer.loop.stopping import LateAgreement, StopAgreement
-from lightning_pipes.trainer.loop.watcher import StreamedStep
+from lightning_pipes.trainer.loop.watcher import AsynchronousStep
 from lightning_pipes.trainer.module.batches import rows_of
 from lightning_pipes.trainer.module.optimizers import check_momentum, predict_change
 from lightning_pipes.trainer.module.remote_tensors import RemoteTensor
@@ -67,7 +67,7 @@ class AsynchronousLoop(TrainingLoop):
         between: refuses hooks that change what batches in flight use.
         statistics: what ranks tell each other for planners.
         orders_uses: results are those of one batch after another, for a policy orders the uses of layers.
-        throttled: batches run one by one, for memory is short.
+        serialized: batches run one by one, for memory is short.
         unstepped_batches: batches under way, by number, which may have left gradients.
     """
 
@@ -81,14 +81,14 @@ class AsynchronousLoop(TrainingLoop):
         self._run = run
         self._all = control
         self._memory = None if memory is None else enable_offload(run, memory)
-        run.local_layers.sum_by_batch(run.engine)
+        run.local_layers.average_by_batch(run.engine)
 
         # What ranks exchange while they are at different batches.
         depth = schedule.depth if isinstance(schedule, Policy) else 0
         self._max_lag = run.relocation.max_lag = max(len(run.global_ranks), depth)
         notices, rank = Notices(run.control), run.global_ranks[run.local_layers.holdings.rank]
         self._results = Results(notices, run.control.ranks[0], self._max_lag, run.last_stage_ranks)
-        self.statistics = StreamStatistics(run.statistics, notices, control.ranks, rank, self._max_lag)
+        self.statistics = AsynchronousStatistics(run.statistics, notices, control.ranks, rank, self._max_lag)
         warn_without_uses(run.cut.module, schedule, len(run.global_ranks))
         self._mirroring = LayerCopies(run, control) if several and Cuts.are_needed(run.cut.module, schedule) else None
         if self._mirroring is not None:
@@ -114,15 +114,15 @@ class AsynchronousLoop(TrainingLoop):
         run.user_steps.left.expect_overlap(schedule.name)
 
         # Batches under way, the oldest first.
-        self._under_way: deque[StreamedStep] = deque()
-        self._unpublished: deque[StreamedStep] = deque()  # the last stage has not sent their results
+        self._under_way: deque[AsynchronousStep] = deque()
+        self._unpublished: deque[AsynchronousStep] = deque()  # the last stage has not sent their results
         self.unstepped_batches: dict[int, Item] = {}
         self._recent: dict[int, Item] = {}  # those, and later ones that have overtaken them
         self._last_number = -1
         self._latest: Any = torch.full((), torch.nan, device=run.device)
         self._window = WindowRecorder()
         self._window_plans = run.plans
-        self.throttled = False
+        self.serialized = False
 
         # Optimizers, and the gradients by which they step.
         self._optimizers: Sequence[Optimizer] = ()
@@ -149,14 +149,14 @@ class AsynchronousLoop(TrainingLoop):
         with watchers.around_batch(step), self.own_gradients():
             self._inject(step)
             self._run.engine.progress()
-        self._publish()
+        self._log_results()
         if private.pauses_after_this_batch(self._run.trainer):
             self._run.drain()
         return self._latest
 
-    def _begin(self, batch: Any, arguments: tuple[Any, ...], complete: bool) -> StreamedStep:
+    def _begin(self, batch: Any, arguments: tuple[Any, ...], complete: bool) -> AsynchronousStep:
         trainer = self._run.trainer
-        return StreamedStep(
+        return AsynchronousStep(
             batch,
             rows_of(batch),
             arguments,
@@ -166,11 +166,11 @@ class AsynchronousLoop(TrainingLoop):
             batch_idx=arguments[0] if arguments else trainer.fit_loop.batch_idx,
         )
 
-    def _plan(self, step: StreamedStep, optimizers: Sequence[Optimizer]) -> None:
+    def _plan(self, step: AsynchronousStep, optimizers: Sequence[Optimizer]) -> None:
         """Switch to the plan of the batch; another plan ends the window."""
         run, engine, plans = self._run, self._run.engine, step.plans or self._run.plans
         if engine.is_open and (
-            step.rows > engine.plan.jobs[0].rows or plans is not self._window_plans or self.throttled
+            step.rows > engine.plan.jobs[0].rows or plans is not self._window_plans or self.serialized
         ):
             self.drain()
         if not engine.is_open:
@@ -218,7 +218,7 @@ class AsynchronousLoop(TrainingLoop):
 
         return predict
 
-    def _inject(self, step: StreamedStep) -> None:
+    def _inject(self, step: AsynchronousStep) -> None:
         """Add the batch to those under way."""
         run, plan, use = self._run, self._run.engine.plan, step.use
         self._under_way.append(step)
@@ -241,7 +241,7 @@ class AsynchronousLoop(TrainingLoop):
                 engine.drain()
                 if self.orders_uses:
                     self.between.check_gradients(self._last_number, self._with_gradients(), thorough=True)
-            self._publish()
+            self._log_results()
         run.state.synchronise_ranks(run.control, run.last_rank, run.is_last_rank)
         if self._memory is not None:
             self._memory.flush()
@@ -260,29 +260,29 @@ class AsynchronousLoop(TrainingLoop):
 
         Accumulated batches are stepped together.
         """
-        run, data = self._run, item.data
-        run.watchers.before_optimizer_step(data)
-        data.stepped += 1
-        if data.stepped == len(run.stages):
-            data.item = None  # else both live until garbage is collected
+        run, step = self._run, item.data
+        run.watchers.before_optimizer_step(step)
+        step.stepped += 1
+        if step.stepped == len(run.stages):
+            step.item = None  # else both live until garbage is collected
         if run.has_last_stage and not run.is_last_rank:
-            self._results.send_part(run.results_for_last_rank(data))
+            self._results.send_part(run.results_for_last_rank(step))
         stage.average_gradients(item)
-        if data.complete and run.local_layers.reducer is not None:
+        if step.complete and run.local_layers.reducer is not None:
             run.local_layers.reducer.finish()
-        elif data.complete and run.local_layers.sums is None:
+        elif step.complete and run.local_layers.replica_averages is None:
             run.local_layers.shared.sum_gradients()  # over the ranks of the stage, where it has several
         with self._own_gradients_of(stage, item) as mine, self._shown(stage, item):
             with self._hooks(item, mine):
                 run.trainer.precision_plugin.post_backward(torch.zeros(()), run.cut.module)
-            if data.complete:
+            if step.complete:
                 for listener in run.listeners:
                     listener.before_optimizer_step(stage, item)
                 self._step(stage, item, mine)
-        if data.complete:
+        if step.complete:
             for listener in run.listeners:
                 listener.after_optimizer_step(stage, item)
-        self._publish_losses()
+        self._send_results()
 
     @contextmanager
     def _own_gradients_of(self, stage: Stage, item: Item) -> Iterator[list[nn.Parameter]]:
@@ -306,16 +306,16 @@ class AsynchronousLoop(TrainingLoop):
         others = [each.use for each in self._recent.values() if each is not item] if self.orders_uses else ()
         with (
             self.between.step_hooks(others, mine, self._optimizers),
-            item.data.state,
+            item.data.in_initial_state,
             self._run.state.watch_step_hooks(),
         ):
             yield
 
     def _step(self, stage: Stage, item: Item, mine: Sequence[nn.Parameter]) -> None:
-        run, data = self._run, item.data
+        run, step = self._run, item.data
         steps = self._steps = self._steps or PartialSteps(self._optimizers)
         run.relocation.before_step(item.number)
-        for number, (optimizer, settings) in enumerate(zip(self._optimizers, data.settings, strict=True)):
+        for number, (optimizer, settings) in enumerate(zip(self._optimizers, step.settings, strict=True)):
             with steps.restrict_optimizer(number, optimizer, mine), self._stepping(stage, item):
                 with with_settings(optimizer, settings):
                     with self._hooks(item, mine):
@@ -325,7 +325,7 @@ class AsynchronousLoop(TrainingLoop):
                 if not self._has_other_ranks and item.number == self._last_number:
                     self._step_gradients += [(p, p.grad) for p in mine if p.grad is not None]
                 optimizer.zero_grad()
-        if data.stepped == len(run.stages):
+        if step.stepped == len(run.stages):
             before = [n for n, each in self.unstepped_batches.items() if n < item.number and not each.data.complete]
             for number in (*before, item.number):
                 del self.unstepped_batches[number]
@@ -449,7 +449,7 @@ class AsynchronousLoop(TrainingLoop):
         }
         return list(found.values())
 
-    def _publish_losses(self) -> None:
+    def _send_results(self) -> None:
         """Send the results of finished batches from the last stage to the others, as soon as it knows them.
 
         The others wait for a result once they have stepped, and the last stage may wait for what they compute.
@@ -458,17 +458,17 @@ class AsynchronousLoop(TrainingLoop):
         while self._unpublished and (
             self._unpublished[0].stepped if several else self._all_losses(self._unpublished[0])
         ):
-            data = self._unpublished.popleft()
+            step = self._unpublished.popleft()
             for part in self._results.receive_parts() if several else ():
-                data.results.update(move_data_to_device(part, self._run.device))
-            out, logged = data.result()
-            data.message = (out, self._run.replay.pack_calls(logged), data.mark)
-            self._results.send_result(data.message)
+                step.results.update(move_data_to_device(part, self._run.device))
+            out, logged = step.result()
+            step.message = (out, self._run.replay.pack_calls(logged), step.mark)
+            self._results.send_result(step.message)
 
-    def _publish(self) -> None:
+    def _log_results(self) -> None:
         """Log finished batches."""
         run = self._run
-        self._publish_losses()
+        self._send_results()
         while self._under_way and self._is_known(self._under_way[0]):
             step = self._under_way.popleft()
             message = step.message
@@ -480,12 +480,12 @@ class AsynchronousLoop(TrainingLoop):
             for listener in run.listeners:
                 listener.after_result(step.number, step.batch, self._latest)
 
-    def _is_known(self, data: StreamedStep) -> bool:
-        return data.message is not None if self._run.is_last_rank else data.stepped == len(self._run.stages)
+    def _is_known(self, step: AsynchronousStep) -> bool:
+        return step.message is not None if self._run.is_last_rank else step.stepped == len(self._run.stages)
 
     @staticmethod
-    def _all_losses(data: StreamedStep) -> bool:
-        return sum(span.rows for span in data.results) == data.rows
+    def _all_losses(step: AsynchronousStep) -> bool:
+        return sum(span.rows for span in step.results) == step.rows
 
 
 class Results:
@@ -540,7 +540,7 @@ class Results:
         return f"{self._pipeline}/{batch}"
 
 
-def check_streaming(trainer: pl.Trainer, schedule: Schedule | Policy, grid: Grid, shared: Sequence[str]) -> None:
+def check_trainer_settings(trainer: pl.Trainer, schedule: Schedule | Policy, grid: Grid, shared: Sequence[str]) -> None:
     """Refuse what needs all stages at one batch, for a schedule which never has them there.
 
     Args:
@@ -654,7 +654,7 @@ def check_prediction(run: PipelineRun, memory: StateMemory | None) -> None:
     refused = {
         "MemorySwap": memory is not None,
         "accumulate_grad_batches": run.trainer.accumulate_grad_batches > 1,
-        "relocation='buffered'": run.relocation.delays_steps,
+        "relocation='buffered'": run.relocation.may_defer_steps,
     }
     for what, given in refused.items():
         if given:

@@ -69,7 +69,7 @@ class Connections:
         """Return the decision; one of the trainings calls `decide`."""
         return decide()
 
-    def check_endless(self, schedule: str) -> None:
+    def check_asynchronous(self, schedule: str) -> None:
         """Check whether a schedule will do that does not flush between batches.
 
         Raises:

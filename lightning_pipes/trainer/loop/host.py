@@ -48,7 +48,7 @@ class PipelineHost(ParallelStrategy):
         """The decision of the last run."""
 
     @abstractmethod
-    def take_decision(self, decision: Decision) -> None:
+    def adopt_decision(self, decision: Decision) -> None:
         """Run by a decision from now on."""
 
     @property

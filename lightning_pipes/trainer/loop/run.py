@@ -139,14 +139,16 @@ class PipelineRun:
         transport: how messages travel, as `make_transport` names it.
         check_loss: find out in the first batches how losses of micro-batches are weighed.
         ruled_out: candidates for these weights that don't make the loss; None if none were compared.
-        make_training: factory of the training loop, called last.
+        make_training_loop: factory of the training loop, called last.
         relocation: how layers move while training goes on.
 
     Attributes:
         windows: the last batches.
-        last: whether this is the first rank of the last stage, which returns results.
-        last_rank: the global rank of that.
-        first: whether this is the first rank of stage 0.
+        local_layers: of this rank, with their optimizers.
+        user_steps: run the user's code around the layers.
+        is_last_rank: whether this is the first rank of the last stage, which returns results.
+        last_rank: the global rank of that one.
+        is_first_rank: whether this is the first rank of stage 0.
         took: nanoseconds of the first batches on this rank.
         listeners: called at each stage's steps; see `StageListener`.
         statistics: what planners get to see of the last batches.
@@ -172,7 +174,7 @@ class PipelineRun:
         seed: int,
         transport: str,
         check_loss: bool,
-        make_training: Callable[[PipelineRun], TrainingLoop],
+        make_training_loop: Callable[[PipelineRun], TrainingLoop],
         relocation: str = BLOCKING,
         ruled_out: Collection[str] | None = None,
     ) -> None:
@@ -211,7 +213,9 @@ class PipelineRun:
         self.stages = self._make_stages(plan)
         self.loss_weights = None
         if self.is_fitting and LossWeights.are_needed(cut.module, check_loss or ruled_out is not None):
-            sums = self._sums_over_replicas(ranks) if part.sums is None else None  # else each weighs its own batch
+            sums = (
+                self._sums_over_replicas(ranks) if part.replica_averages is None else None
+            )  # else each weighs its own batch
             if self.has_last_stage:
                 replicas = ranks.grid.replicas if sums is not None else 1
                 self.loss_weights = LossWeights(cut.module, check_loss, sums, replicas)
@@ -232,7 +236,7 @@ class PipelineRun:
         self.relocation = LayerRelocation(trainer, part, ranks.control, relocation, plans)
         self.watchers = Watchers()
         self.decision: Decision | None = None
-        self.training_loop = make_training(self)
+        self.training_loop = make_training_loop(self)
         self.relocation.is_asynchronous = self.training_loop.is_asynchronous
         steps.may_skip_batches = steps.runs_whole_evaluation and not self.is_asynchronous and ranks.grid.replicas == 1
         fault_point("transport.made")
@@ -267,7 +271,7 @@ class PipelineRun:
         """Finish the batches under way, and bring weights up to date. Collective."""
         with self.cut.scope.suspend_hooks():
             self.finish_batches()
-            if self.relocation.delays_steps:
+            if self.relocation.may_defer_steps:
                 self.finish_move()
 
     def finish_move(self, number: int | None = None) -> None:

@@ -280,7 +280,7 @@ class WindowRecorder:
         return Window(plan, order, events, uses)
 
 
-class StreamStatistics:
+class AsynchronousStatistics:
     """Observations of a stream, one at a time.
 
     Collective: all ranks make one, and the same calls for the same batches.

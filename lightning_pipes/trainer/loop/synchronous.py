@@ -104,7 +104,7 @@ class SynchronousLoop(TrainingLoop):
         step.item = None  # else both live until garbage is collected
         out, logged = self._share_result(step)
         watchers.after_batch(step)
-        return self._publish(out, logged)
+        return self._log_results(out, logged)
 
     def _begin(self, batch: Any, arguments: tuple[Any, ...], complete: bool) -> TrainingStep:
         run, trainer = self._run, self._run.trainer
@@ -173,7 +173,7 @@ class SynchronousLoop(TrainingLoop):
         run.user_steps.apply_changes(None if run.is_last_rank else changes)
         return out, logged
 
-    def _publish(self, out: Any, logged: Sequence[LogCall]) -> Any:
+    def _log_results(self, out: Any, logged: Sequence[LogCall]) -> Any:
         """Replay the logs of the user's step, and return its result."""
         run = self._run
         with run.trainer.precision_plugin.train_step_context():  # numbers become tensors of its default type

@@ -1,7 +1,7 @@
-"""Watchers: checks, statistics and safety nets beside the step, which runs the same without them; and the step that
-they see.
+"""Watchers: checks, statistics and safety nets beside the step; and the step that they see.
 
-A watcher is a class of its own in `trainer/watchers/`, with up to four moments. All ranks call them for the same batch,
+A watcher is a class of its own in `trainer/watchers/`, with up to four moments. Ranks call `before_batch` and
+`around_batch` for the same batches in the same order; where schedules flush, the other two as well. Watchers are called
 in the order of `trainer/watchers/default.py`:
 
     before_batch            No plan is chosen yet. Collective calls are allowed.
@@ -12,7 +12,7 @@ in the order of `trainer/watchers/default.py`:
     after_batch             This rank knows the result and logs it next. Where batches overlap, the batch is an earlier
                             one.
 
-All ranks make a collective call, in the same order. A moment that a class does not override costs nothing.
+A collective call must be made by all ranks, in the same order. A moment that a class does not override costs nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TrainingStep(TrainingBatch):
 
 
 @dataclass
-class StreamedStep(TrainingStep):
+class AsynchronousStep(TrainingStep):
     """A training batch among others that are under way.
 
     Attributes:

@@ -90,7 +90,7 @@ def check_module(module: pl.LightningModule, fitting: bool) -> None:
             raise PipelineError(f"{owner}.{name} has no shape yet; initialise lazy layers with a first forward")
 
 
-def warn_about_pieces(full: nn.Module) -> None:
+def warn_about_microbatch_effects(full: nn.Module) -> None:
     """Warn of layers that differ where training batches are cut into micro-batches."""
     names = [name for name in batch_statistics(full) if full.get_submodule(name).training]
     if names:

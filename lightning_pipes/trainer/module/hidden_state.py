@@ -139,7 +139,7 @@ class HiddenState:
 
     @property
     def _ranks(self) -> Sequence[int]:
-        return self._holdings.rank_of_layer
+        return self._holdings.global_rank_of_layer
 
     def is_due(self, training: bool) -> bool:
         """Return whether the next batch of training, or of evaluation, is watched."""

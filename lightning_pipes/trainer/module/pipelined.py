@@ -278,7 +278,7 @@ class CutModule:
         """Check that a layer can move to this rank.
 
         Raises:
-            PlanError: see `Absent.check`.
+            PlanError: see `RemoteParameters.check`.
         """
         self._absent.check(layer)
 

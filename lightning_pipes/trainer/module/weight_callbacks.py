@@ -32,7 +32,7 @@ GatherState: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
 def check_callbacks(
     found: Iterable[pl.Callback],
     module: pl.LightningModule,
-    overlaps: str | None,
+    asynchronous_schedule: str | None,
     saves_parts: bool,
     is_sharded: bool,
     stays: bool,
@@ -40,7 +40,7 @@ def check_callbacks(
     """Refuse callbacks that work on the weights of all layers under settings in which they can't.
 
     Args:
-        overlaps: name of a schedule whose batches overlap; None for one that flushes.
+        asynchronous_schedule: name of a schedule whose batches overlap; None for one that flushes.
         saves_parts: whether checkpoints are written in parts.
         is_sharded: whether `configure_model` has sharded layers.
         stays: whether the module is cut in layers of a container, which stay where they are.
@@ -51,8 +51,8 @@ def check_callbacks(
     parts = "with checkpoint='sharded', whose parts have one state of each layer: use checkpoint='full'"
     moved = "of layers that may move or are cut by units: leave replan out, and name a container, module=..."
     settings = {
-        f"with schedule {overlaps!r}, whose stages are at other batches: use one that flushes between batches, such as "
-        "'1f1b'": overlaps is not None,
+        f"with schedule {asynchronous_schedule!r}, whose stages are at other batches: use one that flushes between "
+        "batches, such as '1f1b'": asynchronous_schedule is not None,
         parts: saves_parts,
         "of layers that configure_model has sharded: leave the shards out": is_sharded,
     }
@@ -80,7 +80,7 @@ def check_callbacks(
             )
 
 
-def spread_callbacks(
+def localize_callbacks(
     found: Iterable[pl.Callback], cut: CutModule, gather: GatherState, ranks: Ranks, patches: Patches
 ) -> None:
     """Have callbacks that work on the weights of all layers work on this rank's layers, as the module has been cut.
@@ -96,11 +96,11 @@ def spread_callbacks(
         if isinstance(callback, cb.BaseFinetuning):
             _compare_everywhere(callback, module, scope, ranks.pipeline, patches)
         if isinstance(callback, Averaging) and private.find_average(callback) is not None:
-            _spread_average(callback, module, scope)
+            _localize_average(callback, module, scope)
             _save_whole(callback, gather, patches)
 
 
-def _spread_average(callback: Averaging, module: pl.LightningModule, scope: HookScope) -> None:
+def _localize_average(callback: Averaging, module: pl.LightningModule, scope: HookScope) -> None:
     """Replace the average of each tensor on another rank by a stand-in.
 
     The others become the module's until something has been averaged: a rank may have drawn other weights than the

@@ -90,7 +90,7 @@ class PlanDecider:
         assert isinstance(layers, Layers)
         self._layers = layers
         self._collective = CollectiveCall(ranks.control)
-        self._who = ranks.grid.pipelines[0][-1]
+        self._deciding_rank = ranks.grid.pipelines[0][-1]
 
     def decide(self, request: RunRequest, plain: Decision) -> Decision:
         """Return the decision: `plain` where nothing is to be chosen; with a reason in `why` where it is not measured.
@@ -112,7 +112,7 @@ class PlanDecider:
                 if request.chooses:
                     raise PlanError(f"schedule='auto': {error}") from None
                 return self._keep_even_cut(request, plain, str(error), False)
-        rank_zero_info("\n".join(filter(None, [made.table, made.why, made.cut])))
+        rank_zero_info("\n".join(filter(None, [made.table, made.why, made.cut_reason])))
         return made
 
     def _keep_even_cut(self, request: RunRequest, plain: Decision, reason: str, quiet: bool) -> Decision:
@@ -257,7 +257,7 @@ class PlanDecider:
         speeds = [1.0] * len(profiles)
         if len(set(names)) > 1:
             seconds = [_sum_seconds(profile) for profile in profiles]
-            mine = seconds[self._control.ranks.index(self._who)]
+            mine = seconds[self._control.ranks.index(self._deciding_rank)]
             speeds = [mine / each for each in seconds]
             speeds = [1.0 if 1 - SPEED_TOLERANCE < speed < 1 + SPEED_TOLERANCE else speed for speed in speeds]
         alike = [p.scaled([speed] * len(p.layers), speed, speed) for p, speed in zip(profiles, speeds, strict=True)]
@@ -272,12 +272,12 @@ class PlanDecider:
             PlanError: nothing can.
         """
         made: Decision | str = ""
-        if dist.get_rank() == self._who:
+        if dist.get_rank() == self._deciding_rank:
             try:
                 made = request.measured(plain, profile, rows, deployment)
             except PlanError as error:
                 made = str(error)
-        made = self._control.broadcast(made, self._who)
+        made = self._control.broadcast(made, self._deciding_rank)
         if isinstance(made, str):
             raise PlanError(made)
         return made

@@ -46,7 +46,7 @@ class Decision:
         rows: samples of the batch that they are predicted for.
         why: for people; empty where there was nothing to choose.
         table: what was compared, for people.
-        cut: why batches are cut as they are, for people; empty where the planner says nothing.
+        cut_reason: why batches are cut as they are, for people; empty where the planner says nothing.
         profile: of the layers, where they were measured.
         pieces: what is cut, unit by unit; none for layers, which `save_pieces` lists.
         deployment: devices, links and memory, where they were asked for.
@@ -65,7 +65,7 @@ class Decision:
     rows: int = 0
     why: str = ""
     table: str = ""
-    cut: str = ""
+    cut_reason: str = ""
     profile: ModelProfile | None = None
     deployment: Deployment | None = None
     movable: bool = False
@@ -146,7 +146,7 @@ class Decision:
             evaluate_plan(p, order, plan, self.deployment).seconds for p in (profile, profile.without_steps())
         )
         cut = planner_of(self.schedule).explain_plan(made.problem(self.rows), plan)
-        return replace(made, seconds=whole, computing=computing, cut=cut)
+        return replace(made, seconds=whole, computing=computing, cut_reason=cut)
 
     def cut_anew(self, profile: ModelProfile) -> Decision:
         """Return the same decision with the layers that stages should have by another profile, if that saves enough of

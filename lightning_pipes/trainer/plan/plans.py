@@ -66,7 +66,7 @@ class Plans:
         return min(self.microbatches, TRIED_PER_STAGE * len(self._ranks)) * max(self._degrees, default=1)
 
     @property
-    def is_endless(self) -> bool:
+    def is_asynchronous(self) -> bool:
         """Whether the order goes on from batch to batch, so that stages step apart."""
         return self.for_rows(self.trial_rows)[1].is_endless
 
@@ -160,9 +160,9 @@ class Plans:
         """Whether the planner gets the free bytes of all ranks before every batch."""
         return not self._degrees and self._asked.guards_memory
 
-    def is_throttled(self, free: Sequence[FreeBytes], throttled: bool) -> bool:
+    def should_serialize_batches(self, free: Sequence[FreeBytes], serialized: bool) -> bool:
         """Return whether batches that could overlap are to run one by one for now."""
-        return self._asked.should_serialize(free, throttled)
+        return self._asked.should_serialize(free, serialized)
 
     def reduce_memory(self, rows: int, observations: tuple[Observation, ...], free: FreeBytes) -> Plans:
         """Return plans for which layers leave devices that are short of memory; these plans where none have to.
@@ -172,7 +172,7 @@ class Plans:
         """
         plan, _ = self.for_rows(rows)
         found = self._asked.reduce_memory(
-            plan, replace(self._problem, rows=rows, layers=plan.layers, seen=observations), free
+            plan, replace(self._problem, rows=rows, layers=plan.layers, observations=observations), free
         )
         return (
             self if found is None else self._remember(self.for_schedule(self.schedule, given=found), plan, observations)
@@ -190,7 +190,9 @@ class Plans:
         """
         plan, _ = self.for_rows(rows)
         costs = observations[-1].costs if observations else None
-        now = replace(self._problem, rows=rows, layers=plan.layers, costs=costs, seen=observations, remaining=remaining)
+        now = replace(
+            self._problem, rows=rows, layers=plan.layers, costs=costs, observations=observations, remaining=remaining
+        )
         if self._degrees:
             return self._share_anew(plan, replace(now, microbatches=self._problem_of(rows).microbatches))
         found = self._asked.replan(plan, now)
@@ -213,8 +215,8 @@ class Plans:
 
     def _remember(self, made: Plans, plan: Plan, observations: tuple[Observation, ...]) -> Plans:
         """Return `made` with the observations of `plan`, its predecessor."""
-        before = (*self._problem.before, *((plan, each) for each in observations))
-        made._problem = replace(made._problem, before=before[-MAX_OBSERVATIONS:])
+        earlier = (*self._problem.earlier_observations, *((plan, each) for each in observations))
+        made._problem = replace(made._problem, earlier_observations=earlier[-MAX_OBSERVATIONS:])
         return made
 
     def _problem_of(self, rows: int) -> Problem:

@@ -153,7 +153,7 @@ class Holdings:
         return [self.grid.pipeline[position] for position in self.positions]
 
     @property
-    def rank_of_layer(self) -> list[int]:
+    def global_rank_of_layer(self) -> list[int]:
         """The global rank, by number of the layer."""
         return [self.grid.pipeline[position] for position in self.position_of_layer]
 

@@ -1,7 +1,7 @@
-"""The part of the model that this rank has, and what changes here when layers go to other ranks between two windows.
+"""The layers of this rank, with optimizers, reducers and buffers.
 
-source   drained, as all ranks are    its state ----->  stand-ins     gradients, clipping, checkpoints, logs:
-target                                     -----> its weights here    all read the new placement
+When layers change ranks between two windows, the source replaces their weights by stand-ins, and the target takes their
+state. Gradients, clipping, checkpoints and logs read the new placement from `Holdings`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class LocalLayers:
         device: where they are.
         layouts: of the optimizers.
         initial_layers: the layers of the stages when the run began.
-        shared: those that several ranks hold.
+        shared: sums the gradients of parameters that several ranks hold.
         reducer: averages the gradients of the stages over replicas of the pipeline, if there are any.
-        sums: does so in its place, batch by batch, where replicas have orders of their own.
+        replica_averages: does so in its place, batch by batch, where replicas have orders of their own.
         gathered: has FSDP2 gather and reduce its shards of the stages.
-        buffers: keeps those of the replicas equal.
+        buffers: keeps the buffers of all replicas equal.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LocalLayers:
         self.initial_layers = holdings.layers
         self._bulk_transfer: BulkTransfer | None = None
         self._replica_transfer: BulkTransfer | None = None
-        self.sums = self._make_sums() if steps_by_batch and holdings.grid.replicas > 1 else None
+        self.replica_averages = self._make_replica_averages() if steps_by_batch and holdings.grid.replicas > 1 else None
         self._connect_gradients()
 
     def layers_of(self, stage: int) -> dict[int, nn.Module]:
@@ -82,7 +82,7 @@ class LocalLayers:
         """Check that the stages can have these layers.
 
         Raises:
-            PlanError: see `Holdings.moves`; or siblings share this rank, whose memory holds the layers of each.
+            PlanError: see `Holdings.list_moves`; or siblings share this rank, whose memory holds the layers of each.
         """
         if self.holdings.list_moves(layers) and self._shares_rank:
             raise PlanError(
@@ -124,10 +124,10 @@ class LocalLayers:
         """Optimizers of this rank."""
         return [layout.optimizer for layout in self.layouts]
 
-    def sum_by_batch(self, engine: Engine) -> None:
+    def average_by_batch(self, engine: Engine) -> None:
         """Have the engine average gradients over replicas batch by batch, where they have orders of their own."""
-        if self.sums is not None:
-            engine.average_over_replicas(self.sums)
+        if self.replica_averages is not None:
+            engine.average_over_replicas(self.replica_averages)
             self._replicas.has_own_order = lambda: engine.is_open
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class LocalLayers:
             self._bulk_transfer = BulkTransfer(dist.get_rank(), grid.pipeline, watch)
         return self._bulk_transfer
 
-    def _make_sums(self) -> ReplicaAverages:
+    def _make_replica_averages(self) -> ReplicaAverages:
         grid = self.holdings.grid
         ranks = grid.on_all_replicas((grid.position,))
         self._replica_transfer = BulkTransfer(dist.get_rank(), ranks, self._control.watch, self.device)
@@ -191,7 +191,7 @@ class LocalLayers:
     def _connect_gradients(self) -> None:
         own = self.holdings.stages
         layers = {s: self.layers_of(s).values() for s in own}
-        self.reducer = None if self.sums is not None else self._replicas.reducer(layers, self.holdings)
+        self.reducer = None if self.replica_averages is not None else self._replicas.reducer(layers, self.holdings)
         self.gathered = GatheredStages({s: self.layers_of(s).values() for s in own})
         self.parameters = list(self.cut.module.parameters())
         self._find_unstepped()

@@ -12,8 +12,8 @@ In the first two ways every weight is at every batch what it would be if nothing
 some batches are those of older weights, as many as there were batches in between; they are applied in their order, each
 with the learning rate and all other settings of its batch, clipped as it would have been, one optimizer step for each.
 
-All ranks switch at one batch, where the pipeline is drained: when all have received their layers, or, if that takes
-more than MOST_BATCHES, as soon as it is there. Where weights have to be up to date, no step stays late: validation,
+All ranks switch before the same batch, with the pipeline drained: once all have received their layers, or after
+MOST_BATCHES batches, where they wait for them. Where weights have to be up to date, no step stays late: validation,
 checkpoints, the end of an epoch and of training wait for the transfer to end if steps wait for it.
 """
 
@@ -133,7 +133,7 @@ class LayerRelocation:
             )
 
     @property
-    def delays_steps(self) -> bool:
+    def may_defer_steps(self) -> bool:
         """Whether steps wait while layers travel, so that weights are not up to date."""
         return self._mode == BUFFERED
 
@@ -161,7 +161,7 @@ class LayerRelocation:
         number, took = self._trainer.fit_loop.total_batch_idx, time.monotonic() - begun
         self._record_move(MoveRecord(tuple(m.layer for m in moves), number, number, 0, 0, took, took, _sizes(layers)))
 
-    def should_pause(self) -> bool:
+    def defers_steps(self) -> bool:
         """Return whether steps wait, where all stages step at the same time."""
         return self._mode == BUFFERED and self._transfer is not None and self._transfer.has_left
 

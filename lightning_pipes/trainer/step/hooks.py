@@ -1,8 +1,8 @@
 """The table of the user's hooks, and the wrappers around them.
 
-A hook without a row runs on every rank, on this rank's part of the module, and nothing else happens around it. To treat
-another hook, add a row at the place where Lightning calls it. `wrap_module_hooks` wraps the module's own hooks by the
-table, most of them only if it overrides them; `track_hooks` has callbacks' hooks see the whole module, too.
+A hook without a row runs on every rank and sees the whole module, with stand-ins for layers of other ranks
+(`track_hooks`); nothing else happens around it. To treat another hook, add a row at the place where Lightning calls it.
+`wrap_module_hooks` wraps the module's own hooks by the table, most of them only if it overrides them.
 Hooks that code of the user's has registered on parameters run once for a batch, not for each micro-batch.
 """
 
@@ -111,7 +111,7 @@ def wrap_module_hooks(
     patches: Patches,
     synchronise: Callable[[Hook], Hook],
     is_last: bool,
-    overlaps: bool,
+    is_asynchronous: bool,
     agree: Callable[[], None],
     start_epoch: Callable[[], None],
 ) -> None:
@@ -120,7 +120,7 @@ def wrap_module_hooks(
     Args:
         synchronise: returns a hook after which all ranks have the state of the module that the last stage has.
         is_last: whether the last stage is on this rank.
-        overlaps: whether batches overlap.
+        is_asynchronous: whether batches overlap.
         agree: called after the last hooks of a batch or an epoch; Lightning calls the module's after all callbacks'.
         start_epoch: called after the hook that starts an epoch.
     """
@@ -130,21 +130,23 @@ def wrap_module_hooks(
         hook, overridden = getattr(module, row.name), is_overridden(row.name, module)
         wrapped = hook
         if overridden and row.reads_steps:
-            wrapped = synchronise(_explain_missing(wrapped, is_last, overlaps))
+            wrapped = synchronise(_explain_missing(wrapped, is_last, is_asynchronous))
         if overridden and row.runs_on_rank_zero:
             wrapped = _run_on_rank_zero(wrapped, module)
         if row.agrees_on_stops:
-            wrapped = _call_after(_explain_missing(wrapped, is_last, overlaps), agree)
+            wrapped = _call_after(_explain_missing(wrapped, is_last, is_asynchronous), agree)
         if row.starts_epoch:
             wrapped = _call_after(wrapped, start_epoch)
         if wrapped is not hook:
             patches.replace_method(module, row.name, wrapped)
 
 
-def _explain_missing(hook: Hook, is_last: bool, overlaps: bool) -> Hook:
+def _explain_missing(hook: Hook, is_last: bool, is_asynchronous: bool) -> Hook:
     """Add to an AttributeError why an attribute is missing where the last stage is on another rank."""
     arrival = (
-        "after a flush, as before validation, for batches overlap" if overlaps else "after the batch, if it can be sent"
+        "after a flush, as before validation, for batches overlap"
+        if is_asynchronous
+        else "after the batch, if it can be sent"
     )
 
     @functools.wraps(hook)

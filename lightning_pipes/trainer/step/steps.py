@@ -173,7 +173,7 @@ class TrainingBatch:
     _parts: dict[Span, Any] = field(default_factory=dict)  # each is handed out once, for a step may change it
 
     @property
-    def state(self) -> AbstractContextManager[None]:
+    def in_initial_state(self) -> AbstractContextManager[None]:
         """The context in which its steps find the state that it began with."""
         return _NOTHING if self.initial_state is None else self.initial_state.restore_entries()
 
@@ -329,7 +329,7 @@ class Steps:
                 return self._run_and_pack(stage, item, span, _samples(data, span, item.rows))
         last_run = stage.recomputing if stage.recompute else not self._both_ends
         self.state.restore_state()
-        with self.step_context(), data.state:
+        with self.step_context(), data.in_initial_state:
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part = data.select_samples(span)
             step = named_step(self._module, "training_step")
@@ -338,7 +338,7 @@ class Steps:
                     x = self._interceptor.capture(step, part if last_run else copy_batch(part), *data.arguments)
                 except Exception as error:
                     run = partial(self._interceptor.capture, step)
-                    self._refuse_if_cut(error, item, span, lambda batch, rows: run(batch, *data.arguments))
+                    self._blame_cut(error, item, span, lambda batch, rows: run(batch, *data.arguments))
                     raise
             if data.stage_inputs is not None:
                 data.keep_stage_input(stage.number, span, x)
@@ -390,7 +390,7 @@ class Steps:
             return y
 
         self.state.restore_state()
-        with self.step_context(), data.state:
+        with self.step_context(), data.in_initial_state:
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part = data.select_samples(span)
             if self._recomputes_first:
@@ -401,11 +401,11 @@ class Steps:
                     out = self._interceptor.run_with_answer(step, answer, part, *data.arguments, apart=apart)
                 except Exception as error:
                     if not failed_inside:
-                        self._refuse_if_cut(error, item, span, partial(self._run_again, step, item, span, y))
+                        self._blame_cut(error, item, span, partial(self._run_again, step, item, span, y))
                     raise
         self.left.end_step(span)
         self.state.note_microbatch(span)
-        return self.scale_loss(item, span, out, logged, tensors_in(y), partial(self._distinguish_batches, stage, item))
+        return self.scale_loss(item, span, out, logged, tensors_in(y), partial(self._compare_candidates, stage, item))
 
     def begin_batch(self, training: bool = True) -> None:
         """Take the state that the module and its layers have now for that with which each micro-batch begins."""
@@ -453,7 +453,7 @@ class Steps:
 
         Between layers, whose data fills the caches, the same work takes ten times as long.
         """
-        stage.expect_user_code(item, spans)
+        stage.prepare_user_seeds(item, spans)
         item.data.cut(spans)
 
     def keep_input(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> None:
@@ -464,7 +464,7 @@ class Steps:
         and what keeps its length on axis 0 alone has its samples on another axis.
         """
         data: EvaluationBatch = item.data
-        data.x = self._capture_input(step, item, copy_batch(batch) if self._both_ends else batch, arguments)
+        data.x = self._capture_whole_input(step, item, copy_batch(batch) if self._both_ends else batch, arguments)
         leaves, spec = pytree.tree_flatten(data.x)
         lengths = [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor) and item.rows in leaf.shape]
         if item.rows == 1 or (len(lengths) < 2 and all(shape[0] == item.rows for shape in lengths)):
@@ -473,7 +473,7 @@ class Steps:
         if key not in self._shapes:
             one = copy_batch(take_samples(batch, Span(0, 1), item.rows))
             try:
-                others, other_spec = pytree.tree_flatten(self._capture_input(step, item, one, arguments))
+                others, other_spec = pytree.tree_flatten(self._capture_whole_input(step, item, one, arguments))
             except Exception:  # a step that needs more than one sample: the number of entries has to do
                 others, other_spec = [], None
             same = other_spec == spec
@@ -488,7 +488,7 @@ class Steps:
         )
         data.has_other_axis = any(found.has_other_axis for found in self._shapes[key])
 
-    def _capture_input(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
+    def _capture_whole_input(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
         self.state.restore_state()
         with forked_rng(self._device), recorded(self._module) as calls:  # the last stage logs
             self._seed_user_code(item, BEFORE_LAYERS)
@@ -510,7 +510,7 @@ class Steps:
     ) -> Any:
         """Return the input that `step` gives to the pipelined module; `draws` records if random numbers are drawn."""
         self.state.restore_state()
-        with forked_rng(self._device), recorded(self._module), item.data.state:
+        with forked_rng(self._device), recorded(self._module), item.data.in_initial_state:
             self._seed_user_code(item, BEFORE_LAYERS)
             draws.start()
             x = self._interceptor.capture(step, batch, *arguments)
@@ -574,7 +574,7 @@ class Steps:
         return out
 
     @staticmethod
-    def _distinguish_batches(stage: Stage, item: Item) -> None:
+    def _compare_candidates(stage: Stage, item: Item) -> None:
         """Have candidates for the weights of micro-batches compared, once one has run."""
         if item.data.weights.undecided and item.data.compare_candidates is not None:
             item.data.compare_candidates(stage, item)
@@ -617,7 +617,7 @@ class Steps:
         self._interceptor.run_with_answer(step, lambda x: given, batch, *item.data.arguments)
 
     @staticmethod
-    def _refuse_if_cut(error: Exception, item: Item, span: Span, run: Callable[[Any, int], object]) -> None:
+    def _blame_cut(error: Exception, item: Item, span: Span, run: Callable[[Any, int], object]) -> None:
         """Raise PipelineError if a step has failed because its batch is cut.
 
         Args:

@@ -86,7 +86,7 @@ class UnitSteps(Steps):
                 "stage out, or put the layers into one nn.Sequential"
             )
         self.state.restore_state()
-        with self.step_context(), data.state:
+        with self.step_context(), data.in_initial_state:
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part, step = data.select_samples(span), named_step(self._module, "training_step")
             if stage.number < self._final or (last and self._end is not None):  # this rank runs it again

@@ -14,7 +14,12 @@ from lightning_pipes.trainer.plan.prediction import Prediction
 from lightning_pipes.trainer.step.hooks import warn_about_hooks
 from lightning_pipes.trainer.step.uses import Overlap
 from lightning_pipes.trainer.watchers.loss_check import LossCheck, UncomparedLoss
-from lightning_pipes.trainer.watchers.replanning import PredictionCheck, Replanning, RunStatistics, StreamReplanning
+from lightning_pipes.trainer.watchers.replanning import (
+    AsynchronousReplanning,
+    PredictionCheck,
+    Replanning,
+    RunStatistics,
+)
 from lightning_pipes.trainer.watchers.same_batch import SameBatch
 from lightning_pipes.trainer.watchers.sample_check import SampleCheck
 
@@ -166,10 +171,12 @@ def default_watchers(
         SameBatch(run),  # before anything that depends on the batch: ranks with other batches would wait for ever
     ]
     if isinstance(training, AsynchronousLoop):
-        watchers += [OneStep(run), HookChanges(training), StreamReplanning(run, training), OverlapWarning(run)]
+        watchers += [OneStep(run), HookChanges(training), AsynchronousReplanning(run, training), OverlapWarning(run)]
     else:
         watchers += [Replanning(run)]
-    if run.local_layers.buffers.has_peers and run.local_layers.sums is None:  # sums bring the buffers of each batch
+    if (
+        run.local_layers.buffers.has_peers and run.local_layers.replica_averages is None
+    ):  # averages bring the buffers of each batch
         watchers.append(BufferBroadcast(run))
     watchers += [FirstBatch(run), SharedState(run)]
     if run.connections.turns is not None:  # a training alone compares at once

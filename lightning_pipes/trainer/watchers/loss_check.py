@@ -390,7 +390,7 @@ class LossCheck(Watcher):
 
         own = find_generators(self._module, skip=None if inside else self._cut.proxy)
         before = _states(own)
-        with torch.no_grad(), self._steps.step_context(), item.data.state:
+        with torch.no_grad(), self._steps.step_context(), item.data.in_initial_state:
             draws = RngUse(self._device)
             out = self._steps.run_around_layers(step, item, batch, arguments, layers, draws)
             self._steps.left.take_back()

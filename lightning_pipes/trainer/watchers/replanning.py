@@ -51,7 +51,7 @@ class Replanning(Watcher):
         return plans.reduce_memory(step.rows, self._run.statistics.recall_plan(plans.for_rows(step.rows)[0]), free)
 
 
-class StreamReplanning(Replanning):
+class AsynchronousReplanning(Replanning):
     """Replans where batches overlap: the planner answers once all ranks have published their statistics."""
 
     def __init__(self, run: PipelineRun, training: AsynchronousLoop) -> None:
@@ -59,7 +59,7 @@ class StreamReplanning(Replanning):
         self._training = training
         self._seen_by = run.plans
         self._free: deque[FreeBytes] = deque(maxlen=1 + run.plans.every)
-        self._throttled_at = 0
+        self._serialized_at = 0
 
     def _revised_plans(self, step: TrainingStep) -> Plans:
         run, plans, engine, statistics = self._run, self._run.plans, self._run.engine, self._training.statistics
@@ -86,24 +86,24 @@ class StreamReplanning(Replanning):
         if free is None:
             return plans
         self._free.append(free)
-        self._throttle(step.number, plans.is_throttled(tuple(self._free), training.throttled), free)
+        self._serialize(step.number, plans.should_serialize_batches(tuple(self._free), training.serialized), free)
         helps_at = (
-            self._throttled_at + 2 * self._run.relocation.max_lag + 1
+            self._serialized_at + 2 * self._run.relocation.max_lag + 1
         )  # what is known then was so while they ran one by one
-        if not training.throttled or step.number < helps_at:
+        if not training.serialized or step.number < helps_at:
             return plans
         return self._plans_for_memory(step, free)
 
-    def _throttle(self, batch: int, throttled: bool, free: FreeBytes) -> None:
+    def _serialize(self, batch: int, serialized: bool, free: FreeBytes) -> None:
         """Begin or end to run batches one by one."""
-        if throttled != self._training.throttled:
-            self._throttled_at = batch
+        if serialized != self._training.serialized:
+            self._serialized_at = batch
             known = ", ".join(f"{bytes_text(each)} on rank {n}" for n, each in enumerate(free) if each is not None)
             rank_zero_warn(
-                f"batches {'run one by one' if throttled else 'overlap again'}: memory is "
-                f"{'getting short' if throttled else 'free again'}, {known}"
+                f"batches {'run one by one' if serialized else 'overlap again'}: memory is "
+                f"{'getting short' if serialized else 'free again'}, {known}"
             )
-        self._training.throttled = throttled
+        self._training.serialized = serialized
 
 
 class RunStatistics(Watcher):

@@ -164,7 +164,7 @@ def real(rank: int, kind: str) -> dict[str, object]:
     engine = Engine(
         plan, OneFOneB().program(plan), make_stages(plan, rank, layers()), transport, rank=rank, watch=watch
     )
-    engine.set_clocks()
+    engine.measure_clock_offsets()
     engine._offsets = dict.fromkeys(engine._offsets, 3600 * 10**9)  # as if the neighbours' clocks were an hour behind
     engine.inject(Item(0, 8, batch()))
     engine.drain()
@@ -202,12 +202,12 @@ def across(rank: int) -> list[StepSample]:
     emulation = Emulation(plan, OneFOneB().program(plan), (layer,) * 2, (1.0,) * 2)
     watch, transport = connect(rank, plan)
     engine = Engine(plan, emulation.order, emulation.stages(rank), transport, rank=rank, watch=watch)
-    engine.set_clocks()
+    engine.measure_clock_offsets()
     found = []
     for number in range(4):
         ahead[0] -= 10 * 10**9 if number == 2 and rank == 1 else 0
         if number == 3:
-            engine.set_clocks()
+            engine.measure_clock_offsets()
         dist.barrier()
         since = time.monotonic_ns()
         engine.inject(Item(0, 4))

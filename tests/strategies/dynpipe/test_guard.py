@@ -70,7 +70,7 @@ WORLD = Neighbourhood(
 def relieved(free: FreeBytes, layers: Sequence[Span] = ()) -> list[int] | None:
     """Return how many layers each stage has then; None where they stay."""
     plan = WORLD.plan(layers)
-    seen = replace(WORLD.make_problem(plan.layers), seen=(WORLD.observe_window(plan, 0, 20),))
+    seen = replace(WORLD.make_problem(plan.layers), observations=(WORLD.observe_window(plan, 0, 20),))
     found = planner_of(WORLD.schedule).reduce_memory(plan, seen, free)
     return None if found is None else [span.rows for span in found.layers]
 
@@ -97,7 +97,7 @@ def test_what_has_left_does_not_come_back_for_speed() -> None:
     plan = WORLD.plan(layers)
     for free, back in ((16_000, False), (10**6, True)):
         looks = tuple(WORLD.observe_window(plan, 20 * n, 20, (10**6, free, 10**6)) for n in range(2))
-        found = planner_of(WORLD.schedule).replan(plan, replace(WORLD.make_problem(layers), seen=looks))
+        found = planner_of(WORLD.schedule).replan(plan, replace(WORLD.make_problem(layers), observations=looks))
         assert (found is not None and found.layers[1].rows > 2) == back
 
 

@@ -40,7 +40,7 @@ def told(devices: tuple[dict[str, float], ...]) -> list[tuple[Any, ...]]:
     pupil = Pupil()
     planner = DynPlanner(predictor=pupil)
     for n in (2, 3):  # each call has one more look
-        planner.replan(plan, replace(world.make_problem(plan.layers), seen=tuple(looks[:n])))
+        planner.replan(plan, replace(world.make_problem(plan.layers), observations=tuple(looks[:n])))
     return pupil.told
 
 

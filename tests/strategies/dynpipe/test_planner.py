@@ -48,7 +48,7 @@ def asked(world: Neighbourhood, plan: Plan, looks: int = 2, first: int = 0, **mo
     """After so many looks of 20 batches."""
     seen = tuple(world.observe_window(plan, first + 20 * n, 20, more.get("free", ())) for n in range(looks))
     more.pop("free", None)
-    return replace(world.make_problem(plan.layers), seen=seen, **more)
+    return replace(world.make_problem(plan.layers), observations=seen, **more)
 
 
 def least_of_all(world: Neighbourhood, stages: int) -> float:
@@ -79,7 +79,9 @@ def lived(world: Neighbourhood, looks: int, believed: ModelProfile | None = None
         stays += 20 * seconds(world, even, 20 * look)
         seen = (*seen, world.observe_window(plan, 20 * look, 20))[-MAX_OBSERVATIONS:]
         left = 20 * (looks - look - 1)
-        problem = replace(world.make_problem(plan.layers), seen=seen, before=before, remaining=left)
+        problem = replace(
+            world.make_problem(plan.layers), observations=seen, earlier_observations=before, remaining=left
+        )
         new = DynPlanner().replan(plan, replace(problem, profile=believed or world.profile))
         if new is not None:
             took += move_seconds(world.profile, plan, new.layers, world.deployment)
@@ -206,7 +208,7 @@ def test_what_is_rare_counts(name: str, share: float, factor: float) -> None:
 def predict(problem: Problem, plan: Plan, other: Plan) -> float:
     """A step of another partition, by all windows of `plan`."""
     assert problem.profile is not None
-    situations = [Situation(problem.profile, plan, seen, problem.deployment) for seen in problem.seen]
+    situations = [Situation(problem.profile, plan, seen, problem.deployment) for seen in problem.observations]
     assert isinstance(problem.schedule, Schedule)
     return float(np.mean(WindowReplay(situations, problem.schedule.program(plan)).predict_change(other.layers).new))
 
@@ -247,7 +249,7 @@ def test_a_neighbour_takes_half_of_a_core(others: int, seed: int) -> None:
     planner = DynPlanner(every=5)
     for at in range(5, 45, 5):
         seen = (*seen, world.observe_window(plan, at - 5, 5))
-        new = planner.replan(plan, replace(world.make_problem(plan.layers), seen=seen, remaining=48 - at))
+        new = planner.replan(plan, replace(world.make_problem(plan.layers), observations=seen, remaining=48 - at))
         if new is not None:
             break
     assert 18 < at <= 40
@@ -345,10 +347,10 @@ class TestNothingMoves:
         world = place(constant_slowdown((1.0, 2.0, 1.0, 1.0)))
         plan = world.plan()
         whole = asked(world, plan)
-        for less in (replace(whole, profile=None), replace(whole, seen=())):
+        for less in (replace(whole, profile=None), replace(whole, observations=())):
             assert DynPlanner().replan(plan, less) is None
-        torn = replace(whole.seen[1], operations={(Kind.F, 0): np.ones((20, 8))})
-        assert DynPlanner().replan(plan, replace(whole, seen=(whole.seen[0], torn))) is None
+        torn = replace(whole.observations[1], operations={(Kind.F, 0): np.ones((20, 8))})
+        assert DynPlanner().replan(plan, replace(whole, observations=(whole.observations[0], torn))) is None
 
     def test_of_layers_that_share_a_parameter(self) -> None:
         """Layers 0 and 9 do, at both ends; then 3 and 4, in one stage; then 4 and 5, in two."""
@@ -370,7 +372,7 @@ def test_a_bad_measurement_is_no_operation() -> None:
     plan = world.plan()
     whole = asked(world, plan)
     expected = DynPlanner().replan(plan, whole)
-    for look in whole.seen:
+    for look in whole.observations:
         look.operations[Kind.F, 0][3, 2] = np.nan  # type: ignore[index]
     assert DynPlanner().replan(plan, whole) == expected
 
@@ -427,7 +429,9 @@ def test_a_predictor_says_what_other_layers_suffer() -> None:
     plan = world.plan()
     whole = asked(world, plan)
     devices = ({}, {}, {}, {"busy": 0.3})
-    whole = replace(whole, seen=tuple(replace(x, devices=devices, free=(None,) * 4) for x in whole.seen))
+    whole = replace(
+        whole, observations=tuple(replace(x, devices=devices, free=(None,) * 4) for x in whole.observations)
+    )
     found = {}
     for name, predictor in {
         "none": None,
@@ -457,7 +461,7 @@ def test_after_a_move_in_vain_the_next_one_has_to_promise_more() -> None:
 
     def problem(of: Plan, looks: int, before: Any) -> Problem:
         seen = tuple(true.observe_window(of, 20 * n, 20) for n in range(looks))
-        return replace(believed.make_problem(of.layers), seen=seen, before=before)
+        return replace(believed.make_problem(of.layers), observations=seen, earlier_observations=before)
 
     moves: list[Plan] = [plan]
     before: tuple[tuple[Plan, Observation], ...] = ()
@@ -466,7 +470,7 @@ def test_after_a_move_in_vain_the_next_one_has_to_promise_more() -> None:
         new = planner.replan(moves[-1], now)
         if new is None:
             break
-        before = (*before, *((moves[-1], look) for look in now.seen))
+        before = (*before, *((moves[-1], look) for look in now.observations))
         moves.append(new)
     assert 2 <= len(moves) <= 4
     again = planner.replan(moves[-1], problem(moves[-1], 2, ()))
@@ -482,7 +486,7 @@ def looked(
     plans, seen, before = [plan or at.plan()], (), ()
     for n, world in enumerate(worlds):
         seen = (*seen, world.observe_window(plans[-1], first + 20 * n, 20))
-        problem = replace(at.make_problem(plans[-1].layers), seen=seen, before=before)
+        problem = replace(at.make_problem(plans[-1].layers), observations=seen, earlier_observations=before)
         new = planner.replan(plans[-1], problem)
         if new is not None:
             before, seen = (*before, *((plans[-1], look) for look in seen)), ()
@@ -548,7 +552,7 @@ def test_samples_go_to_faster_ranks_of_a_stage_where_that_pays() -> None:
         problem = Problem(make_schedule(name), 2, 16, 1, **more)
         plan = replicate_plan(solve_plan(problem), [2, 1])
         looks = tuple(Observation(CostModel.uniform(2, 1.0, 2.0), replicas=each) for each in seconds)
-        return planner.balance_shares(plan, replace(problem, seen=looks))
+        return planner.balance_shares(plan, replace(problem, observations=looks))
 
     slow = [[1.0, 3.0], [0.5]]
     assert shares("1f1b", slow, slow) == slow

@@ -103,7 +103,7 @@ def test_others_leave_the_stage_of_a_slow_layer() -> None:
     steps = []
     for seen in (timed(true, QUIET, name="dynpipe"), looks(QUIET, EVEN, true=true, name="dynpipe")):
         plan = seen[0][0]
-        problem = replace(world.make_problem(EVEN), seen=tuple(look for _, look in seen))
+        problem = replace(world.make_problem(EVEN), observations=tuple(look for _, look in seen))
         found = planner_of(world.schedule).replan(plan, problem)
         assert found is not None
         steps.append(real.steps(found, 0, 20).mean() / real.steps(plan, 0, 20).mean())

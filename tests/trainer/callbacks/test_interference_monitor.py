@@ -62,8 +62,8 @@ class Looking(EvenPlanner):
 
     every = 4
 
-    def replan(self, plan: Plan, seen: Problem) -> None:
-        SEEN.append(seen.seen)
+    def replan(self, plan: Plan, problem: Problem) -> None:
+        SEEN.append(problem.observations)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.ranks import RanksFailedError, run_ranks
-from lightning_pipes.trainer.loop.asynchronous import check_streaming
+from lightning_pipes.trainer.loop.asynchronous import check_trainer_settings
 from lightning_pipes.trainer.ranks.ranks import Grid
 from lightning_pipes.trainer.watchers import same_batch
 from tests.trainer.lit import Lit, LitOutside, LitTied, data, differences, quiet
@@ -197,7 +197,7 @@ def test_refuses_checkpoints_by_time_that_monitor_a_metric(tmp_path: Path) -> No
     saving = ModelCheckpoint(tmp_path, train_time_interval=timedelta(seconds=1), monitor="train_loss")
     trainer = make_trainer(devices=1, callbacks=[saving])
     with pytest.raises(PipelineError, match="use every_n_train_steps, or a schedule that flushes"):
-        check_streaming(trainer, make_schedule("pipedream"), Grid(1, 2, 0), ())
+        check_trainer_settings(trainer, make_schedule("pipedream"), Grid(1, 2, 0), ())
 
 
 def failing(rank: int) -> None:

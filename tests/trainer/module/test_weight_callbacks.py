@@ -96,13 +96,13 @@ def test_two_stages_average_and_resume_as_one_process(tmp_path):
 @pytest.mark.parametrize(
     ("setting", "way_out"),
     [
-        ({"overlaps": "pipedream"}, "use one that flushes"),
+        ({"asynchronous_schedule": "pipedream"}, "use one that flushes"),
         ({"saves_parts": True}, "use checkpoint='full'"),
         ({"is_sharded": True}, "leave the shards out"),
     ],
 )
 def test_averages_that_no_rank_can_keep_are_refused(setting, way_out):
-    allowed: dict[str, Any] = {"overlaps": None, "saves_parts": False, "is_sharded": False, "stays": True}
+    allowed: dict[str, Any] = {"asynchronous_schedule": None, "saves_parts": False, "is_sharded": False, "stays": True}
     check_callbacks([cb.WeightAveraging()], pl.LightningModule(), **allowed)
     with pytest.raises(PipelineError, match=f"WeightAveraging can't .*{way_out}"):
         check_callbacks([cb.WeightAveraging()], pl.LightningModule(), **{**allowed, **setting})

@@ -26,8 +26,8 @@ class Asked(EvenPlanner):
     keeps: int = 2
     every: int = 5
 
-    def replan(self, plan: Plan, seen: Problem) -> Plan | None:
-        questions.append(seen)
+    def replan(self, plan: Plan, problem: Problem) -> Plan | None:
+        questions.append(problem)
         layers = plan.layers[0]
         return None if layers.rows <= self.keeps else with_layer(plan, layers.stop - 1, plan.ranks[1])
 
@@ -53,16 +53,21 @@ def test_a_revised_plan_remembers_the_looks_at_those_before() -> None:
     assert once.for_rows(8)[0].layers == (Span(0, 3), Span(3, 6))
     assert once.for_rows(3)[0].layers == once.for_rows(8)[0].layers
     asked = questions[0]
-    assert (asked.before, asked.seen, asked.costs, asked.remaining) == ((), (look,), look.costs, 9)
+    assert (asked.earlier_observations, asked.observations, asked.costs, asked.remaining) == (
+        (),
+        (look,),
+        look.costs,
+        9,
+    )
     assert (asked.rows, asked.layers, asked.tied) == (8, LAYERS, ((0, 1),))
     twice = once.revise(8, (look, later))
     seen_of_first = (first.for_rows(8)[0], look)
-    assert questions[1].before == (seen_of_first,)
+    assert questions[1].earlier_observations == (seen_of_first,)
     assert questions[1].costs is later.costs
     assert twice.for_rows(8)[0].layers == (Span(0, 2), Span(2, 6))
     assert twice.revise(8, (look,)) is twice
     second = once.for_rows(8)[0]
-    assert questions[2].before == (seen_of_first, (second, look), (second, later))
+    assert questions[2].earlier_observations == (seen_of_first, (second, look), (second, later))
 
 
 def test_another_schedule_is_replanned_by_the_same() -> None:

@@ -30,7 +30,7 @@ def test_the_last_stage_is_on_the_first_process():
     _, holdings = made(2, 2, 2, 1)
     assert (holdings.rank, holdings.local, holdings.global_ranks) == (0, [0, 1], [2, 1, 0])
     assert holdings.stage_of_layer == [0, 0, 1, 1, 2]
-    assert holdings.position_of_layer == holdings.rank_of_layer == [2, 2, 1, 1, 0]
+    assert holdings.position_of_layer == holdings.global_rank_of_layer == [2, 2, 1, 1, 0]
     assert dict(holdings.stages_of_processes()) == {0: (2,), 1: (1,), 2: (0,)}
 
 

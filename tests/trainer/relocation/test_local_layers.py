@@ -255,7 +255,7 @@ def test_gradients_of_other_replicas_arrive_on_the_device_of_the_layers(monkeypa
     part = object.__new__(LocalLayers)
     part.holdings, part.device = Holdings(Grid(2, 4, 0), (0, 1), (Span(0, 3), Span(3, 5))), torch.device("meta")
     part._control = SimpleNamespace(watch=None)  # type: ignore[assignment]
-    part._make_sums()
+    part._make_replica_averages()
     assert devices == [torch.device("meta")]
 
 

@@ -173,7 +173,7 @@ def moving(trainer: Any, way: str) -> LayerRelocation:
 
 def test_a_scaler_can_not_wait() -> None:
     trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=object()))
-    assert not moving(trainer, "overlapped").should_pause()
+    assert not moving(trainer, "overlapped").defers_steps()
     with pytest.raises(PipelineError, match="Use 'bf16-mixed', or relocation='overlapped'"):
         moving(trainer, "buffered")
 

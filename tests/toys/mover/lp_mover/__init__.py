@@ -49,7 +49,7 @@ class MovingPlanner(EvenPlanner):
     every: int = 10
     moves: bool = True
 
-    def replan(self, plan: Plan, seen: Problem) -> Plan | None:
+    def replan(self, plan: Plan, problem: Problem) -> Plan | None:
         if not self.moves:
             return replace(plan)
         sizes = [span.rows for span in plan.layers]
