@@ -6,10 +6,12 @@ this module may use a name with a leading underscore that is not ours.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -174,6 +176,33 @@ def allow_skipped_batches(trainer: pl.Trainer) -> Callable[[], None]:
 
     vars(loop)["_training_step"] = run_step
     return partial(vars(loop).pop, "_training_step", None)
+
+
+def share_validation_time(trainer: pl.Trainer, share: Callable[[bool], bool]) -> Callable[[], None]:
+    """Have all ranks validate after the same batch where `val_check_interval` is a time; return what undoes it.
+
+    Args:
+        share: returns whether the time is over on any rank. Called at most once for a batch.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    interval, decided = trainer._val_check_time_interval, dict[int, bool]()
+    if interval is None:
+        return lambda: None
+
+    def should_validate(fetcher: Any) -> bool:
+        batch, since = loop.total_batch_idx, trainer._last_val_time
+        if batch not in decided:
+            decided.clear()
+            decided[batch] = share(time.monotonic() - since >= interval)
+        trainer._last_val_time = -math.inf if decided[batch] else math.inf
+        try:
+            found: bool = type(loop)._should_check_val_fx(loop, fetcher)
+            return found
+        finally:
+            trainer._last_val_time = since
+
+    vars(loop)["_should_check_val_fx"] = should_validate
+    return partial(vars(loop).pop, "_should_check_val_fx", None)
 
 
 def pauses_after_this_batch(trainer: pl.Trainer) -> bool:

@@ -463,6 +463,7 @@ def wrap_steps(context: SetupContext, active: ActiveRun, weights: WholeWeights) 
     wrap_hooks(context.trainer, run, ranks.pipeline, holders, verify_and_agree, context.start_epoch, patches)
     if run.user_steps.may_skip_batches and context.is_fitting:
         patches.callback(private.allow_skipped_batches(context.trainer))
+    patches.callback(private.share_validation_time(context.trainer, lambda due: ranks.control.any(due)[0]))
     limit_metric_sync(context.module, session.replicas.group, patches)
     patches.callback(private.forget_run_data, context.trainer)
     patches.callback(session.checkpointing.data.forget_loaded)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from typing import Any
@@ -79,3 +80,41 @@ def steps() -> list[list[int]]:
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{how} on rank {rank}" for rank, how in CASES])
 def test_all_ranks_stop_at_the_same_step(number, steps):
     assert [of_rank[number] for of_rank in steps] == [EXPECTED[number]] * 2
+
+
+class OwnTime(Callback):
+    """Has the time of the next validation come on one rank alone."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.validated = rank, []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == self.rank and batch_idx == 2:
+            trainer._last_val_time = -math.inf
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.validated.append(trainer.global_step)
+
+
+def validate_by_time(rank: int, cases: list[tuple[str, int]]) -> list[list[int]]:
+    """Return after which steps each case validates."""
+    quiet()
+    found = []
+    for schedule, where in cases:
+        pl.seed_everything(3, verbose=False)
+        times = OwnTime(where)
+        trainer = make_trainer(
+            strategy=PipelineStrategy(schedule, microbatches=2),
+            max_epochs=1,
+            num_sanity_val_steps=0,
+            val_check_interval="00:01:00:00",
+            callbacks=[times],
+        )
+        trainer.fit(Lit(layers=3), DataLoader(data(48), batch_size=8), DataLoader(data(5), batch_size=5))
+        found.append(times.validated)
+    return found
+
+
+def test_ranks_validate_after_the_same_batch_by_time():
+    cases = [(schedule, rank) for schedule in ("1f1b", "pipedream") for rank in (0, 1)]
+    assert run_ranks(validate_by_time, 2, cases, timeout=60) == [[[3]] * 4] * 2
