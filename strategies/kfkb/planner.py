@@ -10,7 +10,7 @@ from lightning_pipes.ir import InputError, Kind, Plan, PlanError, adapt_plan
 from lightning_pipes.planning.candidates import Candidate, TuningPlanner, cut_into, make_candidate, nothing_fits
 from lightning_pipes.sim.loops.operations import Limit
 from lightning_pipes.strategies.deep import Deep, taper_slack
-from lightning_pipes.strategies.kfkb.schedule import KFKB
+from lightning_pipes.strategies.kfkb.schedule import KFKB, LARGEST_K, PRUNE_MODES
 from lightning_pipes.strategies.per_link import PerLink, extra_for, forwards_ahead
 from lightning_pipes.strategies.ready import Ready, largest_rows, limits_for
 from lightning_pipes.strategies.zero_bubble import ZeroBubble
@@ -55,9 +55,6 @@ def prices_split(costs: Costs, stages: int) -> bool:
     return isinstance(costs, CostModel) and all(part in costs.seconds for part in parts)
 
 
-PRUNE_MODES = ("per_k", "pareto")
-LARGEST_K = 8
-"""k from which on no gain was ever seen: the last groups take longer than what they hide."""
 MAX_SLACK_PER_LINK = 4
 """Additional micro-batches per link from which on a longer warm-up gains nothing."""
 
@@ -112,10 +109,11 @@ class KFKBPlanner(TuningPlanner):
     """Cuts evenly, and offers what else a run may change to while it goes on.
 
     Attributes:
-        prune: see `memory_curve`.
+        prune, largest_k: see `memory_curve`.
     """
 
     prune: str = "per_k"
+    largest_k: int = LARGEST_K
 
     def list_candidates(
         self, plan: Plan, costs: Costs, memory_limit: Limit = None, sizes: Sequence[int] = ()
@@ -128,7 +126,7 @@ class KFKBPlanner(TuningPlanner):
         """
         plan = adapt_plan(plan, KFKB())  # what runs may split its backward
         sizes = sizes or (max(span.rows for span in plan.spans(Kind.F, 0)),)
-        curve = memory_curve(plan, costs, memory_limit, sizes, self.prune)
+        curve = memory_curve(plan, costs, memory_limit, sizes, self.prune, self.largest_k)
         others = [c for size in sizes for c in _others(cut_into(plan, size), costs, memory_limit) if c is not None]
         return tuple(dict.fromkeys((*curve, *others)))
 

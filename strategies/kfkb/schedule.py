@@ -10,6 +10,7 @@ from lightning_pipes.ir import (
     STEP,
     B,
     F,
+    InputError,
     Instruction,
     Kind,
     Plan,
@@ -18,9 +19,13 @@ from lightning_pipes.ir import (
     check_count,
     check_one_batch,
     check_one_stage_a_rank,
+    short_repr,
 )
 
 AUTO = "auto"
+PRUNE_MODES = ("per_k", "pareto")
+LARGEST_K = 8
+"""k from which on no gain was ever seen: the last groups take longer than what they hide."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +38,28 @@ class KFKB(Schedule):
     With k = "auto" a run begins as 1F1B, and changes while it goes on to whatever is fastest by simulation on what it
     measures, of its planner's candidates: other k, and other schedules that do the same with less memory.
 
+    Attributes:
+        prune: candidates that stay: "per_k" keeps one for each k, "pareto" drops a k beside which a larger one with
+            micro-batches at least as large fits (S5.1).
+        largest_k: of the candidates; None is 8, from which on no gain was seen.
+
     Raises:
         PlanError: k is no whole number from 1 on, a rank has several stages, backward spans differ from forward spans,
             or there is more than one batch of one job to order.
     """
 
     k: int | str = 1
+    prune: str = "per_k"
+    largest_k: int | None = None
     name: ClassVar[str] = "kfkb"
 
     def __post_init__(self) -> None:
         if not self.tunes_online:
             check_count(f"{self.name}: k", self.k, "; k=1 is 1F1B, and k='auto' chooses while training")
+        if self.prune not in PRUNE_MODES:
+            raise InputError(f"{self.name}: prune must be 'per_k' or 'pareto', got {short_repr(self.prune)}")
+        if self.largest_k is not None:
+            check_count(f"{self.name}: largest_k", self.largest_k)
 
     @property
     def tunes_online(self) -> bool:
@@ -58,7 +74,7 @@ class KFKB(Schedule):
     def make_planner(self) -> object:
         from lightning_pipes.strategies.kfkb.planner import KFKBPlanner  # which knows schedules that know this one
 
-        return KFKBPlanner()
+        return KFKBPlanner(self.prune, self.largest_k or LARGEST_K)
 
     def program(self, plan: Plan) -> Program:
         check_one_batch(plan, self.name)

@@ -110,6 +110,11 @@ def test_pruning():
     assert points(memory_curve(plan, costs, 100 + 240, sizes=(1, 3, 6), prune="pareto")) == [(1, 6), (4, 6), (8, 3)]
     with pytest.raises(PlanError, match="prune must be 'per_k' or 'pareto', got 'all'"):
         memory_curve(plan, costs, prune="all")
+    planner = KFKB("auto", prune="pareto", largest_k=4).make_planner()
+    listed = [c for c in planner.list_candidates(plan, costs, 100 + 240, (1, 3, 6)) if isinstance(c.schedule, KFKB)]
+    assert {c.schedule.k for c in listed} == {1, 4}
+    with pytest.raises(PlanError, match="prune must be 'per_k' or 'pareto', got 'all'"):
+        KFKB(prune="all")
 
 
 def test_says_what_is_missing():
