@@ -185,21 +185,22 @@ def share_validation_time(trainer: pl.Trainer, share: Callable[[bool], bool]) ->
         share: returns whether the time is over on any rank. Called at most once for a batch.
     """
     loop: Any = trainer.fit_loop.epoch_loop
-    interval, decided = trainer._val_check_time_interval, dict[int, bool]()
+    times: Any = trainer  # which does not declare these attributes
+    interval, decided = times._val_check_time_interval, dict[int, bool]()
     if interval is None:
         return lambda: None
 
     def should_validate(fetcher: Any) -> bool:
-        batch, since = loop.total_batch_idx, trainer._last_val_time
+        batch, since = loop.total_batch_idx, times._last_val_time
         if batch not in decided:
             decided.clear()
             decided[batch] = share(time.monotonic() - since >= interval)
-        trainer._last_val_time = -math.inf if decided[batch] else math.inf
+        times._last_val_time = -math.inf if decided[batch] else math.inf
         try:
             found: bool = type(loop)._should_check_val_fx(loop, fetcher)
             return found
         finally:
-            trainer._last_val_time = since
+            times._last_val_time = since
 
     vars(loop)["_should_check_val_fx"] = should_validate
     return partial(vars(loop).pop, "_should_check_val_fx", None)

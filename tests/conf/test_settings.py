@@ -59,7 +59,9 @@ def test_schemas_are_made_when_they_are_asked_for() -> None:
         "load(path).node.k = 7; print(before, load(path).node)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert found == f"False {{'_target_': '{MAKE_SCHEDULE}', 'name': 'kfkb', 'k': 1}}"
+    assert (
+        found == f"False {{'_target_': '{MAKE_SCHEDULE}', 'name': 'kfkb', 'k': 1, 'prune': 'per_k', 'largest_k': None}}"
+    )
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -197,5 +199,5 @@ def test_another_app_gets_the_schemas_and_nothing_else(tmp_path: Path) -> None:
         command = [sys.executable, "app.py", "hydra.run.dir=.", "hydra.output_subdir=null", *overrides]
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
 
-    assert run().stdout.strip() == "this app means something else | KFKB(k=3) | False"
+    assert run().stdout.strip() == "this app means something else | KFKB(k=3, prune='per_k', largest_k=None) | False"
     assert "k must be a whole number" in run("pipe.k=x").stderr

@@ -19,9 +19,9 @@ def test_a_near_miss_is_named():
 
 
 def test_unknown_settings_are_refused():
-    with pytest.raises(PlanError, match=r"kfkb.*there is no 'depth'; there is k$"):
+    with pytest.raises(PlanError, match=r"kfkb.*there is no 'depth'; there is k, prune, largest_k$"):
         make_schedule("kfkb", depth=3)
-    with pytest.raises(PlanError, match=r"there is no 'kk'; did you mean 'k'\? there is k$"):
+    with pytest.raises(PlanError, match=r"there is no 'kk'; did you mean 'k'\? there is k, prune, largest_k$"):
         make_schedule("kfkb", k=2, kk=2)
     with pytest.raises(PlanError, match="there is no 'k'; there are no settings"):
         make_schedule("1f1b", k=2)

@@ -108,6 +108,7 @@ def validate_by_time(rank: int, cases: list[tuple[str, int]]) -> list[list[int]]
             max_epochs=1,
             num_sanity_val_steps=0,
             val_check_interval="00:01:00:00",
+            precision="64-true",
             callbacks=[times],
         )
         trainer.fit(Lit(layers=3), DataLoader(data(48), batch_size=8), DataLoader(data(5), batch_size=5))
