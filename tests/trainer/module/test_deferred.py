@@ -234,7 +234,8 @@ def test_no_rank_ever_holds_it_whole(ranks, by_units):
     outside = 0 if by_units else (WIDTH + 1) * WIDTH * 8 + 4 * 3 * 8
     assert plain(by_units)["peak"] >= whole - tied
     for on_rank in pipeline(ranks, by_units):
-        assert outside < on_rank["peak"] <= outside + (whole - outside) * 0.75
+        share = 0.85 if by_units else 0.75  # by units a border may divide parts that are made together
+        assert outside < on_rank["peak"] <= outside + (whole - outside) * share
         assert on_rank["held in test"] * 8 <= outside + (whole - outside) * 0.75
         assert on_rank["held"] * 8 <= on_rank["peak"]
         assert "differently from the last one, and its layers" in on_rank["error"]

@@ -59,7 +59,7 @@ def test_each_parameter_is_stepped_by_itself(make):
     before = [p.detach().clone() for p in found]
     optimizer, state = make(found), torch.get_rng_state()
     optimizer.register_step_pre_hook(lambda *_: found[0].data.zero_())
-    check_steps_apart([optimizer], streams=False)
+    check_steps_apart([optimizer], is_asynchronous=False)
     assert all(torch.equal(p, q) for p, q in zip(found, before, strict=True))
     assert not optimizer.state
     assert all(p.grad is None for p in found)
@@ -67,7 +67,7 @@ def test_each_parameter_is_stepped_by_itself(make):
 
 
 @pytest.mark.parametrize(
-    ("make", "streams", "message"),
+    ("make", "is_asynchronous", "message"),
     [
         (partial(Lamb, whole=True), False, "Lamb steps a parameter by what it finds in others.*clip_grad_norm_"),
         (partial(SAM, lr=0.1), False, "SAM steps a parameter by what it finds in others"),
@@ -75,11 +75,11 @@ def test_each_parameter_is_stepped_by_itself(make):
         (partial(NoisySGD, lr=0.1), False, "NoisySGD draws random numbers for one parameter after another"),
     ],
 )
-def test_what_needs_all_parameters_is_refused(make, streams, message):
+def test_what_needs_all_parameters_is_refused(make, is_asynchronous, message):
     with pytest.raises(PipelineError, match=message):
-        check_steps_apart([AdamW(parameters()), make(parameters())], streams)
+        check_steps_apart([AdamW(parameters()), make(parameters())], is_asynchronous)
 
 
 def test_what_cannot_be_told_is_said():
     with pytest.warns(UserWarning, match="unknown whether NeedsItsOwn steps each parameter by itself.*made for oth"):
-        check_steps_apart([NeedsItsOwn(parameters(), lr=0.1)], streams=False)
+        check_steps_apart([NeedsItsOwn(parameters(), lr=0.1)], is_asynchronous=False)
