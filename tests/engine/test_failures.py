@@ -115,4 +115,4 @@ def test_failure_leaves_the_random_state(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(TypeError):
         pipe.progress()
     assert torch.equal(before, torch.get_rng_state())
-    assert not pipe.engines[0].open
+    assert not pipe.engines[0].is_open
