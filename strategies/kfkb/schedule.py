@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import ClassVar
 
@@ -49,8 +49,8 @@ class KFKB(Schedule):
     """
 
     k: int | str = 1
-    prune: str = "per_k"
-    largest_k: int | None = None
+    prune: str = field(default="per_k", repr=False)
+    largest_k: int | None = field(default=None, repr=False)
     name: ClassVar[str] = "kfkb"
 
     def __post_init__(self) -> None:

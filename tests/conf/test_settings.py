@@ -199,5 +199,5 @@ def test_another_app_gets_the_schemas_and_nothing_else(tmp_path: Path) -> None:
         command = [sys.executable, "app.py", "hydra.run.dir=.", "hydra.output_subdir=null", *overrides]
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
 
-    assert run().stdout.strip() == "this app means something else | KFKB(k=3, prune='per_k', largest_k=None) | False"
+    assert run().stdout.strip() == "this app means something else | KFKB(k=3) | False"
     assert "k must be a whole number" in run("pipe.k=x").stderr
