@@ -240,6 +240,7 @@ def train(
     devices: int = 1,
     resume: Path | None = None,
     replicas: int = 1,
+    epochs: int = EPOCHS,
     **module: Any,
 ) -> dict[str, Any]:
     """Train with clipping and accumulation, all epochs or one more, and save."""
@@ -250,7 +251,7 @@ def train(
         devices=devices,
         strategy=strategy,
         precision="64-true",
-        max_epochs=EPOCHS if resume is None else EPOCHS + 1,
+        max_epochs=epochs if resume is None else epochs + 1,
         gradient_clip_val=0.05,
         accumulate_grad_batches=2,
         callbacks=[seen],
@@ -291,21 +292,32 @@ def in_folder(folder: str | Path, module: dict[str, Any]) -> dict[str, Any]:
     return {name: Path(folder, value) if name == "file" else value for name, value in module.items()}
 
 
-def train_sharded(rank: int, folder: str, names: tuple[str, ...], processes: int) -> dict[str, Any]:
+def train_sharded(
+    rank: int, folder: str, names: tuple[str, ...], processes: int, epochs: int = EPOCHS
+) -> dict[str, Any]:
     found = {}
     for name in names:
         replicas, settings, module = {**CASES, **CUBES}[name]
         strategy = PipelineStrategy(**{"microbatches": 2, "data_parallel": replicas, **settings})
-        found[name] = train(Path(folder, name), strategy, processes, replicas=replicas, **in_folder(folder, module))
+        more = in_folder(folder, module)
+        found[name] = train(Path(folder, name), strategy, processes, replicas=replicas, epochs=epochs, **more)
     return found
 
 
-def resume(rank: int, folder: str, names: tuple[str, ...], processes: int, replicas: int, shards: int) -> list[Any]:
+def resume(
+    rank: int,
+    folder: str,
+    names: tuple[str, ...],
+    processes: int,
+    replicas: int,
+    shards: int,
+    epochs: int = EPOCHS,
+) -> list[Any]:
     found = []
     for name in names:
         strategy = PipelineStrategy(microbatches=2, data_parallel=replicas, tensor_parallel=shards)
         path = Path(folder, f"{name} on {processes} {replicas} {shards}")
-        found.append(train(path, strategy, processes, Path(folder, name), replicas)["logged"])
+        found.append(train(path, strategy, processes, Path(folder, name), replicas, epochs)["logged"])
     return found
 
 
@@ -314,7 +326,7 @@ def train_and_resume(rank: int, folder: str, parts: tuple[str, ...]) -> tuple[di
     return train_sharded(rank, folder, tuple(CASES), 4), resume(rank, folder, ("tensors", *parts), 4, 2, 1)
 
 
-def compare(folder: Path, ranks: Sequence[dict[str, Any]]) -> None:
+def compare(folder: Path, ranks: Sequence[dict[str, Any]], epochs: int = EPOCHS) -> None:
     """Compare what was trained with one process, from weights that begin on the CPU, on `meta` or in a file."""
     whole = {}
     for name in ranks[0]:
@@ -326,7 +338,7 @@ def compare(folder: Path, ranks: Sequence[dict[str, Any]]) -> None:
             begin = {key: module[key] for key in ("meta", "file") if key in module}
             strategy = PipelineStrategy() if begin else "auto"
             begin.update({"how": "shared"} if shares else {})
-            whole[plain] = train(folder / plain, strategy, **in_folder(folder, begin))
+            whole[plain] = train(folder / plain, strategy, epochs=epochs, **in_folder(folder, begin))
         for found in ranks:
             assert differences(found[name]["logged"], whole[plain]["logged"], tolerance=1e-10) == [], name
         path = folder / name
@@ -371,6 +383,17 @@ def test_two_stages_of_two_shards_are_one_process(tmp_path):
     resumed += resume(0, str(tmp_path), parts, 1, 1, 1)
     resumed += [e for r in run_ranks(resume, 2, str(tmp_path), ("fsdp", *parts), 2, 1, 1, timeout=90) for e in r]
     resumed += [logged for found in again for logged in found]
+    for logged in resumed:
+        assert differences(logged, further, tolerance=1e-10) == []
+
+
+@pytest.mark.slow
+def test_twenty_steps_are_those_of_one_process(tmp_path):
+    names, epochs = ("fsdp", "tensors"), 10
+    compare(tmp_path, run_ranks(train_sharded, 4, str(tmp_path), names, 4, epochs, timeout=300), epochs)
+    further = train(tmp_path / "plain on", resume=tmp_path / "plain", epochs=epochs)["logged"]
+    resumed = [e for r in run_ranks(resume, 2, str(tmp_path), names, 2, 1, 1, epochs, timeout=90) for e in r]
+    resumed += [e for r in run_ranks(resume, 4, str(tmp_path), ("tensors",), 4, 2, 1, epochs, timeout=90) for e in r]
     for logged in resumed:
         assert differences(logged, further, tolerance=1e-10) == []
 
