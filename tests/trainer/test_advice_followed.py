@@ -46,6 +46,7 @@ def seconds(record: RunRecord) -> float:
     return record.measured.makespan / 1e9
 
 
+@pytest.mark.slow  # it compares times of two runs
 @pytest.mark.alone
 def test_the_advice_comes_true():
     """The profile is made by hand: a busy machine would measure another advice."""
@@ -60,4 +61,5 @@ def test_the_advice_comes_true():
     assert arguments["partition"] == [3]
     after = seconds(run_ranks(run, 2, arguments, timeout=90)[0])
     assert after < seconds(before)
-    assert after > 0.9 * advice.proposed.seconds  # a sleep lasts at least its length
+    # a sleep lasts at least its length, and the proposal has the overhead of the first run, which may have been busier
+    assert after > 0.7 * advice.proposed.seconds

