@@ -383,7 +383,7 @@ class PipelineStrategy(PipelineHost):
             self._write_plan_and_exit(decision, file)
 
     def _write_plan_and_exit(self, decision: Decision, file: str) -> None:
-        """Write what is cut into `file` on rank 0, and end the process, on all ranks alike."""
+        """Write the pieces of the module into `file` on rank 0, and end the processes of all ranks."""
         if self.is_global_zero:
             decision.save_pieces(file)
         sys.stdout.flush()

@@ -61,5 +61,5 @@ def test_the_advice_comes_true():
     assert arguments["partition"] == [3]
     after = seconds(run_ranks(run, 2, arguments, timeout=90)[0])
     assert after < seconds(before)
-    # a sleep lasts at least its length, and the proposal has the overhead of the first run, which may have been busier
-    assert after > 0.7 * advice.proposed.seconds
+    rows, layers = 2, 3  # the last stage waits for a micro-batch, and runs four: a sleep lasts at least its length
+    assert after >= (1 + 4) * layers * rows * SECONDS

@@ -29,9 +29,9 @@ from lightning_pipes.trainer.module.initializers import (
 )
 from lightning_pipes.trainer.module.pipelined import SPREAD
 from lightning_pipes.trainer.module.pretrained import (
-    SHOWN,
     explain_unknown_values,
     give_memory,
+    list_names,
     own_meta_tensors,
     own_tensors,
     take_attached,
@@ -193,9 +193,8 @@ class DeferredWeights:
         buffers = dict(module.named_buffers(remove_duplicate=False))
         lost = [name for name in names if not self._is_in_files((parameters | buffers)[name])]
         if lost:
-            more = f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
             rank_zero_warn(
-                f"{type(module).__name__} sets {', '.join(lost[:SHOWN])}{more} when it is made, besides "
+                f"{type(module).__name__} sets {list_names(lost)} when it is made, besides "
                 "reset_parameters(). They are on meta, so that is lost, and they start by reset_parameters() alone. "
                 "Set them in reset_parameters() of their module or of one around it, or load a checkpoint"
             )

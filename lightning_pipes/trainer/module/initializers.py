@@ -153,7 +153,7 @@ class _ChangedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_paused = False
 
     def pause_in(self, reset: Any) -> Any:
-        """Return a function whose changes are noted only if it has arguments."""
+        """Wrap `reset`: without arguments, its changes are not noted."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             before, self._is_paused = self._is_paused, not (args or kwargs)
@@ -176,7 +176,7 @@ def _tensors_of(part: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def _without_values(module: nn.Module) -> Iterator[dict[int, Tensor]]:
-    """Have tensors on `meta` stand for those of a module in the block; yields the latter by the ids of the former."""
+    """Replace the tensors of a module by ones on `meta` in the block; yields the originals by the ids of these."""
     stands: dict[int, Tensor] = {}
     originals: dict[int, Tensor] = {}
     tables = [table for part in module.modules() for table in (part._parameters, part._buffers)]

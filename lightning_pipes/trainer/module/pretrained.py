@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from lightning_pipes.trainer.ranks.replicas import copy_whole
 _ATTACHED = "_lightning_pipes_pretrained"
 """The attribute of a module that holds its `PretrainedWeights` until ranks read them."""
 _INDEX = ".index.json"
-SHOWN = 5
+_SHOWN = 5
 """The most names in a message."""
 
 _reads_later: ContextVar[bool] = ContextVar("reads_later", default=False)
@@ -51,7 +51,7 @@ def load_pretrained(module: nn.Module, path: str | Path, *, strict: bool = True)
     real = [name for name, tensor in _named_tensors(module) if not tensor.is_meta]
     if real:
         raise InputError(
-            f"load_pretrained fills modules on meta, and {_list_names(real)} of {type(module).__name__} is not there; "
+            f"load_pretrained fills modules on meta, and {list_names(real)} of {type(module).__name__} is not there; "
             "make the module under torch.device('meta'), or use load_state_dict"
         )
     weights = PretrainedWeights(module, Path(path))
@@ -154,8 +154,8 @@ class PretrainedWeights:
         missing = [name for name in missing if name in self._persistent]
         used = {key for source in self._sources.values() for key in source.keys}
         other = [key for key in self._files if key not in used and not any(re.search(p, key) for p in self._ignored)]
-        problems = [f"has no value for {_list_names(missing)}"] if missing else []
-        problems += [f"has {_list_names(other)}, which {self._where} does not have"] if other else []
+        problems = [f"has no value for {list_names(missing)}"] if missing else []
+        problems += [f"has {list_names(other)}, which {self._where} does not have"] if other else []
         if problems:
             raise InputError(
                 f"{self._path} {', and '.join(problems)}; name the files of this model, call load_pretrained on the "
@@ -291,6 +291,7 @@ def _open_safetensors(path: str) -> Any:
         raise InputError(f"{path} is not a whole safetensors file ({error}); copy or write it again") from error
 
 
-def _list_names(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+def list_names(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
