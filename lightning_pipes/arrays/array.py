@@ -40,6 +40,7 @@ from lightning_pipes.engine.allocator import kept_heap, share_heap
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import InputError, PlanError, check_count, check_type, short_repr
+from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.sim.timeline import Event, Timeline
 from lightning_pipes.trainer.loop.connections import share_connections
 from lightning_pipes.trainer.loop.stopping import sigterm_error
@@ -334,11 +335,11 @@ class JobArray(Generic[T]):
         )
         if chosen is None:
             return False
-        started = time.monotonic()
+        started = read_seconds()
         if not chosen.is_failing:
             self._compute_here(chosen)
         assert self._display is not None
-        self._display.add_busy_seconds(time.monotonic() - started)
+        self._display.add_busy_seconds(read_seconds() - started)
         return True
 
     def _compute_here(self, sibling: Sibling[T]) -> None:

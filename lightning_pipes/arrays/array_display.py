@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from itertools import count
@@ -14,6 +13,7 @@ from tqdm import tqdm
 
 from lightning_pipes.engine.engine import Engine
 from lightning_pipes.ir import Cut, Plan
+from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.sim.timeline import Event, Timeline
 
 _REDRAW_SECONDS = 0.2
@@ -30,7 +30,7 @@ class ArrayDisplay:
     def __init__(self, shown: bool) -> None:
         self._bars: dict[int, Any] = {}
         self._slots: dict[int, int] = {}
-        self._started = time.monotonic()
+        self._started = read_seconds()
         self._drawn: dict[int, float] = {}
         self._computed = 0.0
         self._ended = 0
@@ -48,7 +48,7 @@ class ArrayDisplay:
         if index not in self._bars:
             slot = self._slots[index] = next(n for n in count(1) if n not in self._slots.values())
             self._bars[index] = tqdm(position=slot, leave=False, file=sys.stderr, unit="batch")
-        bar, now = self._bars[index], time.monotonic()
+        bar, now = self._bars[index], read_seconds()
         bar.n, bar.total = trainer.fit_loop.total_batch_idx + 1, _batches(trainer)
         if now > self._drawn.get(index, 0.0) + _REDRAW_SECONDS:
             self._drawn[index] = now
@@ -73,7 +73,7 @@ class ArrayDisplay:
         self._whole.close()
 
     def _draw(self) -> None:
-        share = self._computed / max(time.monotonic() - self._started, 1e-9)
+        share = self._computed / max(read_seconds() - self._started, 1e-9)
         self._whole.set_description_str(
             f"job array: {self._ended} ended, {len(self._bars)} under way, {share:.0%} busy"
         )

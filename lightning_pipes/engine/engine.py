@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +42,7 @@ from lightning_pipes.ir import (
     check_stream,
     lower,
 )
+from lightning_pipes.ir.clock import read_nanoseconds
 from lightning_pipes.sim.timeline import Event
 
 
@@ -355,7 +355,7 @@ class Engine:
         i = self.next_ready()
         if i is None or self._window is None:
             return None
-        return self._transport.mailbox.arrival_time((self._window.executor.window, i)) or time.monotonic_ns()
+        return self._transport.mailbox.arrival_time((self._window.executor.window, i)) or read_nanoseconds()
 
     def advance(self) -> None:
         """Run what comes next, to the end of one computation and its sends. The caller's random state changes."""

@@ -1,6 +1,6 @@
 """The work of a pipeline as data: plans, instructions, programs and their dependencies.
 
-Standard library only. Everything here is frozen; state lives in the engine and in the simulator.
+Standard library only. Everything but the clock is frozen; state lives in the engine and in the simulator.
 """
 
 from lightning_pipes.ir.checks import (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,6 +16,7 @@ from torch import nn
 
 from lightning_pipes.engine.compute.footprint import saved_for_backward
 from lightning_pipes.engine.monitor.monitor import Monitor, sources_for
+from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.planning.replanning import HostedStage
 from lightning_pipes.testing.neighbours import Neighbour, Quota, why_no_quota
 
@@ -55,13 +55,13 @@ class TimedStage:
 
     def step(self) -> tuple[float, float]:
         """Return the seconds of a forward, and of forward and backward."""
-        began = time.perf_counter()
+        began = read_seconds()
         out = self._output()
-        half = time.perf_counter()
+        half = read_seconds()
         out.sum().backward()
         for p in self._module.parameters():
             p.grad = None
-        return half - began, time.perf_counter() - began
+        return half - began, read_seconds() - began
 
     @property
     def solo(self) -> float:
@@ -223,8 +223,8 @@ def _window(
     stage.step()
     look()
     times: list[tuple[float, float]] = []
-    began = time.perf_counter()
-    while time.perf_counter() - began < seconds or len(times) < LEAST_STEPS:
+    began = read_seconds()
+    while read_seconds() - began < seconds or len(times) < LEAST_STEPS:
         times.append(stage.step())
     seen = look()
     if kind == NONE:

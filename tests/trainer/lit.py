@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import logging
-import time
 import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import Callback
@@ -24,10 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.utilities import dim_zero_cat
 
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.engine.compute import executor, profiler, stage
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.remote_tensors import give_values
-from lightning_pipes.trainer.plan import container, layer_profiler
 from tests.trainers import make_trainer
 
 ROWS = 22  # batches of 8, 8 and 6
@@ -236,41 +232,6 @@ def plain_values(tree: Any) -> Any:
 def _copied(tensor: torch.Tensor) -> np.ndarray:
     tensor = tensor.detach().cpu().clone()
     return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
-
-
-class SleptTime:
-    """Stands for the module `time` where computations are timed: they take what is slept in them, however busy the
-    machine is.
-
-    `pass_by` moves it without waiting. Of two reads of `monotonic_ns`, around a computation, the first one is real, and
-    the second one at least a microsecond later.
-    """
-
-    def __init__(self) -> None:
-        self._seconds, self._begun = 0.0, (0, 0.0)
-        self._runs = False
-
-    def patch(self, patch: pytest.MonkeyPatch) -> None:
-        """Time layers, stages and containers by this clock."""
-        for module in (container, executor, layer_profiler, profiler, stage):
-            patch.setattr(module, "time", self)
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-        self.pass_by(seconds)
-
-    def pass_by(self, seconds: float) -> None:
-        self._seconds += seconds
-
-    def perf_counter(self) -> float:
-        return self._seconds
-
-    def monotonic_ns(self) -> int:
-        self._runs = not self._runs
-        if self._runs:
-            self._begun = time.monotonic_ns(), self._seconds
-        begun, before = self._begun
-        return begun + (0 if self._runs else 1000 + round(1e9 * (self._seconds - before)))
 
 
 def quiet() -> None:

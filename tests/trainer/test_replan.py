@@ -19,14 +19,15 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.plan import prediction
 from lightning_pipes.trainer.plan.layer_profiler import LayerProfiler
 from lightning_pipes.trainer.plan.trial import Trial, Trials
-from tests.trainer.lit import WIDTH, Case, Lit, SleptTime, differences, train
+from tests.trainer.lit import WIDTH, Case, Lit, differences, train
+from tests.virtual_clock import VirtualClock
 
 BATCHES = 24
 SLOW_FROM = 6
 PLANNER = {"every": 4, "windows": 2}
 LAYERS = 8
 _slow = {"rank": -1}
-_time = SleptTime()
+_time = VirtualClock()
 
 
 class Pause(torch.autograd.Function):

@@ -32,9 +32,10 @@ from lightning_pipes.trainer.plan.profile_cache import (
     describe_module,
 )
 from lightning_pipes.trainer.plan.request import RunRequest
-from tests.trainer.lit import Keeper, Lit, SleptTime, data, differences, plain_values, quiet
+from tests.trainer.lit import Keeper, Lit, data, differences, plain_values, quiet
 from tests.trainer.loop.streamed import ROWS, Streamed, stale
 from tests.trainers import make_trainer
+from tests.virtual_clock import VirtualClock
 
 DEGREES = [2, 1], [1, 2]
 TOLERANCE = 1e-10
@@ -60,7 +61,7 @@ class LitKeeping(LitNumbers):
         return super().training_step(batch, batch_idx)
 
 
-TIME = SleptTime()
+TIME = VirtualClock()
 
 
 class Uneven(nn.Module):

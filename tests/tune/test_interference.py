@@ -20,7 +20,7 @@ from lightning_pipes.testing.neighbours import Neighbour
 from lightning_pipes.tune import interference
 from lightning_pipes.tune.cli import main
 from lightning_pipes.tune.interference import NONE, Background, NeighbourWindow
-from tests.trainer.lit import SleptTime
+from tests.virtual_clock import VirtualClock
 
 STAGE = HostedStage(1, 8, 0.01, 0.02, 1e6, 1e6, 1e5, 1e4)
 
@@ -39,7 +39,7 @@ def made_windows() -> list[NeighbourWindow]:
 @pytest.mark.skipif(sys.platform != "linux", reason="neighbours are pinned by Linux")
 def test_windows_are_measured_beside_a_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that only stages move, a neighbour takes half of the core: the slow windows are found."""
-    core, clock, took, step = max(os.sched_getaffinity(0)), SleptTime(), [0.01], interference.TimedStage.step
+    core, clock, took, step = max(os.sched_getaffinity(0)), VirtualClock(), [0.01], interference.TimedStage.step
 
     @contextmanager
     def crowded() -> Iterator[None]:
@@ -50,10 +50,10 @@ def test_windows_are_measured_beside_a_neighbour(monkeypatch: pytest.MonkeyPatch
 
     def timed(stage: interference.TimedStage) -> tuple[float, float]:
         assert step(stage) == (0.0, 0.0)
-        clock.pass_by(took[0])
+        clock.sleep(took[0])
         return took[0] / 3, took[0]
 
-    monkeypatch.setattr(interference, "time", clock)
+    clock.patch(monkeypatch)
     monkeypatch.setattr(interference.TimedStage, "step", timed)
     beside = [Background("spin", crowded), Background(NONE, nullcontext)]
     monkeypatch.setattr(interference, "settings", lambda *_: beside)

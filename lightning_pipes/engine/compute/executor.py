@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,6 +30,7 @@ from lightning_pipes.ir import (
     receive_of,
     send_of,
 )
+from lightning_pipes.ir.clock import read_nanoseconds
 from lightning_pipes.sim.timeline import Event
 
 Records = list[tuple[SavedForward, Sequence[Any]]]
@@ -88,9 +88,9 @@ class Executor:
         fault_point(i.kind)
         if i.kind is Kind.STEP:
             with self._stages[i.stage, i.job].task_context(i.kind, item):
-                started = time.monotonic_ns()
+                started = read_nanoseconds()
                 self._step(i, item)
-                self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
+                self.events.append(Event(self.rank, i, started, read_nanoseconds()))
             return
         span = i.span if i.span.stop <= item.rows else i.span.clip_to(item.rows)
         if span.start == span.stop:  # a short batch ends before this span
@@ -103,9 +103,9 @@ class Executor:
             stage = self._stages[i.stage, i.job]
             version = self._version_of(stage, i, item) if item.training else None
             with stage.compute_context(i.kind, item, version):
-                started = time.monotonic_ns()
+                started = read_nanoseconds()
                 self._compute(i, item, span)
-                self.events.append(Event(self.rank, i, started, time.monotonic_ns()))
+                self.events.append(Event(self.rank, i, started, read_nanoseconds()))
 
     def upcoming_versions(self, upcoming: Iterable[Instruction]) -> Iterator[WeightVersion]:
         """Yield the weights that upcoming instructions will read, in order, as far as forwards have chosen them."""

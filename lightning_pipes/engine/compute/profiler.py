@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.engine.compute.split import backward_inputs
 from lightning_pipes.engine.compute.stage import IN_PLACE, clone_leaf
 from lightning_pipes.ir import InputError, Kind, Span
+from lightning_pipes.ir.clock import read_seconds
 
 REPEATS = 5
 JOINED_BYTES = 2**21
@@ -85,7 +85,7 @@ def profile_layers(
         raise InputError(f"there is nothing to profile: {len(layers)} layers, {len(inputs)} inputs")
     device = device or torch.device("cpu")
     measured = [_LayerMeasurements() for _ in layers]
-    started = time.perf_counter()
+    started = read_seconds()
     total, done = len(inputs) * (repeats + 1), 0
     with forked_rng(device), _unchanged(layers), torch.enable_grad():
         for rows, x in inputs.items():
@@ -94,7 +94,7 @@ def profile_layers(
         for repeat in range(-1, repeats):
             for rows, x in inputs.items():
                 done += 1
-                if repeat > 0 and time.perf_counter() - started > seconds:
+                if repeat > 0 and read_seconds() - started > seconds:
                     break
                 progress(f"{rows} rows", done / total)
                 for in_two in (False, True) if split else (False,):
@@ -116,10 +116,10 @@ def joining_seconds(device: torch.device) -> float:
     times = []
     for _ in range(REPEATS + 1):
         wait_for_device(device)
-        begun = time.perf_counter()
+        begun = read_seconds()
         torch.cat(halves)
         wait_for_device(device)
-        times.append(time.perf_counter() - begun)
+        times.append(read_seconds() - begun)
     return median(times[1:]) / JOINED_BYTES
 
 
@@ -167,11 +167,11 @@ def _measure_times(
 
     def run_timed(layer: int, kind: Kind, work: Callable[[], Any]) -> Any:
         wait_for_device(device)
-        begun = time.perf_counter()
+        begun = read_seconds()
         result = work()
         wait_for_device(device)
         if count:
-            measured[layer].times[kind].setdefault(rows, []).append(time.perf_counter() - begun)
+            measured[layer].times[kind].setdefault(rows, []).append(read_seconds() - begun)
         return result
 
     x = _copy_input(x)
@@ -264,10 +264,10 @@ def _step(layer: nn.Module, optimizer: Optimizer | None, device: torch.device) -
     if own is None:
         return 0.0, 0
     wait_for_device(device)
-    begun = time.perf_counter()
+    begun = read_seconds()
     own.step()
     wait_for_device(device)
-    return time.perf_counter() - begun, sum(t.nbytes for t in _state_tensors(own))
+    return read_seconds() - begun, sum(t.nbytes for t in _state_tensors(own))
 
 
 def optimizer_state(layer: nn.Module, optimizer: Optimizer | None) -> list[torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,6 +29,7 @@ from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
 from lightning_pipes.engine.residency.mirrors import MirroredLayers, Mirrors
 from lightning_pipes.ir import Kind, LayerUse, PlanError, Span
+from lightning_pipes.ir.clock import read_seconds
 
 MIXING = (BatchNorm,)
 """Layers in which a sample's output depends on the others, while they train."""
@@ -352,9 +352,9 @@ class Stage:
     def _time_layer(self, seed: int, item: Item, span: Span, number: int, layer: nn.Module, x: Any) -> Any:
         if self.clock is None or not item.training or self.recomputing:
             return self._run_layer_with_memory(seed, item, span, number, layer, x)
-        begun = time.perf_counter()
+        begun = read_seconds()
         x = self._run_layer_with_memory(seed, item, span, number, layer, x)
-        self.clock(number, span.rows, time.perf_counter() - begun)
+        self.clock(number, span.rows, read_seconds() - begun)
         return x
 
     def _run_layer_with_memory(self, seed: int, item: Item, span: Span, number: int, layer: nn.Module, x: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -30,6 +29,7 @@ from lightning_pipes.engine.messages.message import (
 from lightning_pipes.engine.private_torch import ProcessGroupGloo
 from lightning_pipes.engine.watch.trust import Seal
 from lightning_pipes.ir import Instruction
+from lightning_pipes.ir.clock import read_nanoseconds
 
 
 def record_stream_use(stream: Any, tree: Any) -> None:
@@ -118,7 +118,7 @@ class Outbox:
 
     def send(self, key: tuple[int, Instruction], tree: object, flags: tuple[bool, ...] = ()) -> None:
         """Start to send one message; messages arrive in the order of these calls."""
-        wire, tensors = self._encoder.encode(key, tree, flags, time.monotonic_ns())
+        wire, tensors = self._encoder.encode(key, tree, flags, read_nanoseconds())
         if self._stager is None:
             wire.copy_tensors(tensors)
             self._post(wire)
@@ -246,7 +246,7 @@ class Inbox:
     def _post(self, size: int) -> None:
         buffer = torch.empty(size, dtype=torch.uint8)
         work: Work = self._group.recv([buffer], SENDER, 0)  # type: ignore[attr-defined]
-        self._posted.append((work, buffer, time.monotonic_ns()))
+        self._posted.append((work, buffer, read_nanoseconds()))
 
     def _run(self) -> None:
         whole: torch.Tensor | None = None
@@ -254,7 +254,7 @@ class Inbox:
             while self._posted:
                 work, buffer, posted = self._posted.popleft()
                 work.wait()
-                arrived = time.monotonic_ns()
+                arrived = read_nanoseconds()
                 successor, size, offset, piece = _PIECE.unpack_from(buffer.numpy().data, 0)
                 if size == _GOODBYE:  # the other posted receives get one each
                     continue

@@ -27,6 +27,7 @@ from lightning_pipes.cost import Link
 from lightning_pipes.engine.messages.mailbox import Transport
 from lightning_pipes.engine.messages.message import Message
 from lightning_pipes.ir import Instruction, Kind, Plan
+from lightning_pipes.ir.clock import read_nanoseconds, read_seconds
 
 SIZES = (2**12, 2**16, 2**18, 2**20, 2**22)
 REPEATS = 9
@@ -92,10 +93,10 @@ class _Exchange:
         trips: dict[int, list[float]] = {}
         for number, size in self._rounds():
             message = self._message(size)
-            begun = time.perf_counter()
+            begun = read_seconds()
             self.transport.send(peer, (-number, self.there), message)
             self.transport.mailbox.wait((-number, self.back))
-            trips.setdefault(size, []).append(time.perf_counter() - begun)
+            trips.setdefault(size, []).append(read_seconds() - begun)
             self.transport.mailbox.take_message((-number, self.back))
         small = median(trips[_SMALL]) / 2
         return {_SMALL: small, **{size: median(trips[size]) - small for size in self.sizes}}
@@ -175,7 +176,7 @@ class _ClockExchange(NamedTuple):
     def measure_offset(self, peer: int) -> int:
         best, found = None, 0
         for number in range(1, self.repeats + 1):
-            sent = time.monotonic_ns()
+            sent = read_nanoseconds()
             self.transport.send(peer, (-number, self.there), (self.clock, torch.zeros(1)))
             reply = self._wait(number, self.back)
             theirs, arrived = reply.tree
@@ -190,7 +191,7 @@ class _ClockExchange(NamedTuple):
     def answer_probes(self, peer: int) -> int:
         for number in range(1, self.repeats + 1):
             question = self._wait(number, self.there)
-            stamp = torch.tensor([question.arrived or time.monotonic_ns()])
+            stamp = torch.tensor([question.arrived or read_nanoseconds()])
             self.transport.send(peer, (-number, self.back), (self.clock, stamp))
             if question.tree[0] and question.tree[0] == self.clock:
                 break

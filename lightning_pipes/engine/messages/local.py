@@ -29,6 +29,7 @@ from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.trust import ForgedError, same_user
 from lightning_pipes.ir import Instruction, Kind, PipelineError, Plan
+from lightning_pipes.ir.clock import read_nanoseconds
 
 _RING = struct.Struct("<i i q q")  # kind of notice, number of the slot, its bytes, the sender's clock
 _FRESH, _AGAIN, _DROP, _GOODBYE = range(4)
@@ -150,7 +151,7 @@ class LocalOutbox:
         """Send one message; messages arrive in the order of these calls."""
         while self._in_flight and self._in_flight[0].bytes[0] == _FREE:
             self._encoder.release(self._in_flight.popleft())
-        wire, tensors = self._encoder.encode(key, tree, flags, time.monotonic_ns())
+        wire, tensors = self._encoder.encode(key, tree, flags, read_nanoseconds())
         wire.copy_tensors(tensors)
         wire.bytes[0] = _TAKEN
         self._in_flight.append(wire)
@@ -189,7 +190,7 @@ class LocalOutbox:
             self._notify_peer(_DROP, number)
 
     def _notify_peer(self, what: int, number: int, descriptor: int = -1, size: int = 0) -> None:
-        data = _RING.pack(what, number, size, time.monotonic_ns())
+        data = _RING.pack(what, number, size, read_nanoseconds())
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))] if descriptor >= 0 else []
         try:
             while True:

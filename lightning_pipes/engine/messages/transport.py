@@ -10,7 +10,6 @@ messages in the same order, as NCCL requires.
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +32,7 @@ from lightning_pipes.engine.watch.failure import FailureWatch
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.trust import Seal
 from lightning_pipes.ir import InputError, Instruction, Kind, Plan, send_of
+from lightning_pipes.ir.clock import read_nanoseconds
 
 CPU = torch.device("cpu")
 
@@ -172,7 +172,7 @@ class DirectInbox:
             for work in works:
                 work.wait()
         self._stream.publish_tensors(tree)
-        self._deliver(header._replace(tree=tree, arrived=time.monotonic_ns()))
+        self._deliver(header._replace(tree=tree, arrived=read_nanoseconds()))
 
 
 IDLE = timedelta(days=30)

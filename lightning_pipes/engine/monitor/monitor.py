@@ -21,6 +21,7 @@ import torch
 from lightning_pipes.engine.monitor.nvidia import CudaSource, GpmSource, NvmlSource, uuid_of
 from lightning_pipes.engine.monitor.source import Row, Source, SourceError, host_sources
 from lightning_pipes.ir import check_number
+from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.sim.shown.training_record import Curves
 
 OVERHEAD = 0.005
@@ -148,14 +149,14 @@ class Monitor:
             else:
                 self._sources.append(source)
         self._metrics = tuple(name for source in self._sources for name in source.metrics)
-        self._began = self._ticked = time.monotonic()
+        self._began = self._ticked = read_seconds()
         used = ", ".join(source.name for source in self._sources) or "nothing"
         _log.info("%s is monitored by %s%s", self._label, used, f"; not by {', '.join(without)}" if without else "")
 
     def take_sample(self) -> None:
         """Take one sample."""
         sample = _joined([self._read(source) for source in self._sources])
-        now = time.monotonic()
+        now = read_seconds()
         covers, self._ticked = max(MIN_SECONDS, now - self._ticked), now
         with self._lock:
             self._window.add(sample, covers)
@@ -171,13 +172,13 @@ class Monitor:
 
     def _work(self) -> None:
         self.open()
-        due = time.monotonic()
-        while not self._stopped.wait(max(0.0, due - time.monotonic())):
+        due = read_seconds()
+        while not self._stopped.wait(max(0.0, due - read_seconds())):
             before = time.thread_time()
             self.take_sample()
             took = time.thread_time() - before
             self.cost = _SETTLING * self.cost + (1 - _SETTLING) * took if self.cost else took
-            due = time.monotonic() + max(self._period - took, self.cost / OVERHEAD)
+            due = read_seconds() + max(self._period - took, self.cost / OVERHEAD)
         self.close()
 
     def _read(self, source: Source) -> Sample:
@@ -196,7 +197,7 @@ class Monitor:
                     error,
                 )
             return Sample(missing, missing)
-        last, self._read_at[source] = self._read_at.get(source, self._began), time.monotonic()
+        last, self._read_at[source] = self._read_at.get(source, self._began), read_seconds()
         while source.lost:
             _log.info("%s: %s has no %s", self._label, source.name, source.lost.pop())
         values = found if found.shape == missing.shape else missing

@@ -6,12 +6,12 @@ The library ignores CUDA_VISIBLE_DEVICES in its numbering, so a device is found 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from lightning_pipes.engine.monitor.source import Rates, Source, SourceError
+from lightning_pipes.ir.clock import read_seconds
 
 if TYPE_CHECKING:
     import torch
@@ -250,7 +250,7 @@ class GpmSource(Source):
                 raise SourceError("the device has no such counters; those of Hopper and newer do")
             self._samples = [api.nvmlGpmSampleAlloc(), api.nvmlGpmSampleAlloc()]
             api.nvmlGpmSampleGet(handle, self._samples[0])
-            self._at = time.monotonic()
+            self._at = read_seconds()
         except (api.NVMLError, *self._device.permanent_errors, SourceError) as error:
             self.close()
             raise SourceError(_reason(api, error)) from error
@@ -261,11 +261,11 @@ class GpmSource(Source):
 
     def read(self) -> list[float]:
         api, asked = self._device.api, self._asked
-        if time.monotonic() - self._at < LEAST_SECONDS:
+        if read_seconds() - self._at < LEAST_SECONDS:
             return len(self.metrics) * [math.nan]
         before, now = self._samples
         api.nvmlGpmSampleGet(self._device.handle, now)
-        self._at = time.monotonic()
+        self._at = read_seconds()
         self._samples.reverse()
         asked.sample1, asked.sample2 = before, now
         api.nvmlGpmMetricsGet(asked)

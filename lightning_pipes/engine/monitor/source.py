@@ -6,7 +6,6 @@ import math
 import os
 import resource
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
+
+from lightning_pipes.ir.clock import read_seconds
 
 Row = npt.NDArray[np.float64]
 
@@ -72,7 +73,7 @@ class Rates:
         Args:
             now: seconds of a clock that does not jump; by default those of this moment.
         """
-        now = time.monotonic() if now is None else now
+        now = read_seconds() if now is None else now
         found = np.asarray(counters, float)
         last, seconds = self._last, now - self._at
         self._last, self._at = found, now
@@ -121,7 +122,7 @@ class SchedulerSource(Source):
 
     def read(self) -> Row:
         own = str(threading.get_native_id())
-        compute, read_at = [math.nan] * 3, time.monotonic()
+        compute, read_at = [math.nan] * 3, read_seconds()
         for name in os.listdir(_TASKS):
             if name == own:
                 continue  # the cost of sampling is no load of the training
@@ -130,7 +131,7 @@ class SchedulerSource(Source):
             except (OSError, ValueError):
                 continue  # it has ended
             if name == self._compute:
-                compute, read_at = [run * _NANO, wait * _NANO, float(slices)], time.monotonic()
+                compute, read_at = [run * _NANO, wait * _NANO, float(slices)], read_seconds()
             before = self._threads.get(name, (0, 0))
             self._threads[name] = (run, wait)
             self._of_threads += [max(0, run - before[0]) * _NANO, max(0, wait - before[1]) * _NANO]

@@ -12,6 +12,8 @@ from typing import Literal, Protocol, get_args
 
 import torch
 
+from lightning_pipes.ir.clock import read_nanoseconds, read_seconds
+
 Way = Literal["in", "out", "from peer", "to peer"]
 """To the device, or to the host; the same with a peer device in the place of the host."""
 
@@ -115,9 +117,9 @@ class ThreadCopier:
         event = self._under_way.get(ticket)
         waited = 0
         if event is not None:
-            started = time.monotonic_ns()
+            started = read_nanoseconds()
             event.wait()
-            waited = time.monotonic_ns() - started
+            waited = read_nanoseconds() - started
         self._check()
         return waited
 
@@ -257,9 +259,9 @@ def is_peer_nearer(copier: SlabCopier, device: torch.device, host: torch.Tensor,
     def measure_seconds(way: Way, source: torch.Tensor) -> float:
         target, found = torch.empty_like(source, device=device), []
         for _ in range(4):
-            began = time.monotonic()
+            began = read_seconds()
             copier.wait(copier.copy(way, target, source))
-            found.append(time.monotonic() - began)
+            found.append(read_seconds() - began)
         return min(found)
 
     return measure_seconds("from peer", peer) < measure_seconds("in", host)
@@ -281,12 +283,12 @@ class Stopwatch:
         if self._on_gpu:
             self._began = self._now()
         else:
-            self._started = time.monotonic()
+            self._started = read_seconds()
 
     def stop(self) -> None:
         """Stop timing a computation that has run, or is enqueued on a GPU."""
         if self._began is None:
-            self._shortest = min(self._shortest, time.monotonic() - self._started)
+            self._shortest = min(self._shortest, read_seconds() - self._started)
             return
         self._under_way.append((self._began, self._now()))
         self._began = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Mapping
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ import lightning.pytorch as pl
 
 from lightning_pipes.engine.monitor.monitor import MAX_HERTZ, Monitor, free_metrics, sources_for
 from lightning_pipes.ir import Kind, check_count, check_number
+from lightning_pipes.ir.clock import read_nanoseconds
 from lightning_pipes.sim.timeline import Event
 from lightning_pipes.trainer.loop.host import PipelineCallback
 from lightning_pipes.trainer.loop.run import PipelineRun
@@ -100,7 +100,7 @@ class InterferenceMonitor(PipelineCallback):
             return
         self._batches += 1
         due = self._batches % self.every_n_steps == 0
-        now = time.monotonic_ns()
+        now = read_nanoseconds()
         if due or now - self._said >= SAID_EVERY * 1e9:
             self._said = now
             self._say(self.pipeline(trainer).current_run, self._monitor)

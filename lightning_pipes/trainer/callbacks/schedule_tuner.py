@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +24,7 @@ from lightning_pipes.ir import (
     check_count,
     check_type,
 )
+from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.planning.candidates import Candidate, TuningPlanner, tuning_planner
 from lightning_pipes.planning.measured import WINDOW, Averages, StepSample, parts_of
 from lightning_pipes.planning.tuning import HYSTERESIS, CandidateRanker, TuningDecision
@@ -197,7 +197,7 @@ class ScheduleTuner(PipelineCallback):
 
     def _decide(self, strategy: PipelineHost) -> _Order:
         """Return the order of rank 0, by what all ranks have measured. Collective."""
-        began = time.perf_counter()
+        began = read_seconds()
         run, control = strategy.current_run, strategy.control
         windows = list(run.windows)
         fresh = min(len(windows) - 1, self._batches - self._read, self.window)
@@ -208,9 +208,9 @@ class ScheduleTuner(PipelineCallback):
         mine = _Report(
             steps, run.stage_bytes(strategy.optimizers), position, device_memory(strategy.root_device), links
         )
-        waited = time.perf_counter()
+        waited = read_seconds()
         reports = control.gather(mine, to=control.ranks[0])
-        began += time.perf_counter() - waited  # for the last rank, as all do after a batch anyway
+        began += read_seconds() - waited  # for the last rank, as all do after a batch anyway
         order = None
         if reports is not None:
             latest = reversed(windows)  # the largest, which is not a short last batch
@@ -238,7 +238,7 @@ class ScheduleTuner(PipelineCallback):
         self._running = decision.chosen.candidate
         took = [max(s.took for s in samples) for samples in zip(*(r.steps for r in reports), strict=True)]
         tuned = TuningRecord(
-            self._batches, decision, sum(took) / len(took) / 1e9 if took else 0.0, time.perf_counter() - began
+            self._batches, decision, sum(took) / len(took) / 1e9 if took else 0.0, read_seconds() - began
         )
         self.decisions.append(tuned)
         _log.log(logging.INFO if decision.has_change else logging.DEBUG, "batch %d: %s", self._batches, decision)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.ir import PipelineError
+from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.trainer.checkpoint.checksums import is_sharded
 from lightning_pipes.trainer.checkpoint.files import local_path, remove
 from lightning_pipes.trainer.ranks.control import Control
@@ -97,13 +97,13 @@ class Saver:
             self._thread = None
 
     def _make_way(self, path: str | Path) -> None:
-        began = time.monotonic()
+        began = read_seconds()
         busy = any(not job.done() for job in self._jobs)
         self.wait()
         if busy and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{path} had to wait {time.monotonic() - began:.1f} s because the checkpoint before was still being "
+                f"{path} had to wait {read_seconds() - began:.1f} s because the checkpoint before was still being "
                 "written; save less often, or to a faster disk",
                 stacklevel=2,
             )

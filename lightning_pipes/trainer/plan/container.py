@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from lightning_pipes.cost import ModelProfile
 from lightning_pipes.engine.compute.profiler import wait_for_device
 from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.ir import Kind
+from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.module.batches import copy_batch, rows_of
 from lightning_pipes.trainer.module.deferred import has_meta
@@ -168,12 +168,12 @@ class Clock:
             nonlocal begun
             self._called.append(number)
             wait_for_device(self._device)
-            begun = time.perf_counter()
+            begun = read_seconds()
 
         def after(*_: Any) -> None:
             nonlocal seconds
             wait_for_device(self._device)
-            seconds += time.perf_counter() - begun
+            seconds += read_seconds() - begun
 
         with ExitStack() as hooks:
             for number, layer in enumerate(self._layers):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +23,7 @@ from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.engine.messages.links import measure_links
 from lightning_pipes.engine.messages.transport import make_transport
 from lightning_pipes.ir import Kind, Plan, PlanError
+from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.module.proxy import Layers
@@ -191,7 +191,7 @@ class PlanDecider:
             NotMeasuredError: there is nothing to measure.
         """
         sizes, pieces = self._choose_sizes(request, rows)
-        begun = time.monotonic()
+        begun = read_seconds()
         try:
             with LayerProfiler(self._trainer, self._path, batch, sizes, self._device, self._collective) as profiler:
                 own = with_sharded_states(profiler.profile(pieces, request.splits_backward), self._shards)
@@ -332,7 +332,7 @@ class PlanDecider:
             step: seconds of one; with None the length of the run is not looked at.
         """
         allowed = MEASURING_SECONDS if step is None else min(MEASURING_SECONDS, MEASURING_SHARE * batches * step)
-        return float(min(self._control.all_gather(begun + allowed - time.monotonic())))
+        return float(min(self._control.all_gather(begun + allowed - read_seconds())))
 
     def _make_deployment(self, plain: Decision, speeds: list[float]) -> Deployment:
         """Return the devices and links of a pipeline, in the order of its ranks; of replicas the worst.

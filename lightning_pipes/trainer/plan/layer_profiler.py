@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,6 +25,7 @@ from lightning_pipes.engine.compute.footprint import tensors_in
 from lightning_pipes.engine.compute.profiler import profile_layers, wait_for_device
 from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.ir import PipelineError, Span
+from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.module.batches import copy_batch, rows_of, take_samples
 from lightning_pipes.trainer.module.capture import CacheSwitch, Interceptor, named_step
@@ -380,7 +380,7 @@ class LayerProfiler:
             nonlocal begun
             out = pytree.tree_map_only(torch.Tensor, torch.clone, y)  # it may be worked on in place
             wait_for_device(self._device)
-            begun = time.perf_counter()
+            begun = read_seconds()
             return out
 
         out = self._interceptor.run_with_answer(
@@ -388,7 +388,7 @@ class LayerProfiler:
         )
         loss, _ = loss_of(out)
         wait_for_device(self._device)
-        return time.perf_counter() - begun, self._backward([loss])
+        return read_seconds() - begun, self._backward([loss])
 
     def _stand_in_for_after(self, x: Any) -> tuple[float, float]:
         """Keep this rank busy while others run code that must not run here."""
@@ -404,10 +404,10 @@ class LayerProfiler:
 
     def _time_call(self, work: Callable[[], Any]) -> tuple[float, Any]:
         wait_for_device(self._device)
-        begun = time.perf_counter()
+        begun = read_seconds()
         result = work()
         wait_for_device(self._device)
-        return time.perf_counter() - begun, result
+        return read_seconds() - begun, result
 
     def _profile_layers(self, entering: Mapping[int, Any], split: bool) -> ModelProfile:
         names = [f"{name} {type(layer).__name__}" for name, layer in self._full.named_children()]

@@ -20,7 +20,6 @@ checkpoints, the end of an epoch and of training wait for the transfer to end if
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from torch.optim import Optimizer
 
 from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.ir import PipelineError, Span
+from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.planning.planner import BLOCKING, BUFFERED, OVERLAPPED
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.ranks.control import Control
@@ -155,10 +155,10 @@ class LayerRelocation:
 
     def move_now(self, layers: Sequence[Span]) -> None:
         """Bring the layers to where these stages have them, while all ranks wait."""
-        begun = time.monotonic()
+        begun = read_seconds()
         moves = self._part.holdings.list_moves(layers)
         move_layers(self._part, layers, self.keeps_gradients)
-        number, took = self._trainer.fit_loop.total_batch_idx, time.monotonic() - begun
+        number, took = self._trainer.fit_loop.total_batch_idx, read_seconds() - begun
         self._record_move(MoveRecord(tuple(m.layer for m in moves), number, number, 0, 0, took, took, _sizes(layers)))
 
     def defers_steps(self) -> bool:
@@ -190,7 +190,7 @@ class LayerRelocation:
             answer()
         for hook in self._hooks:
             hook.remove()
-        self._paused_at = time.monotonic()
+        self._paused_at = read_seconds()
 
     def finish_move(self) -> Plans:
         """Wait until all layers are where they are to be and no step is late, and return the plans of the run now."""
@@ -204,7 +204,7 @@ class LayerRelocation:
         """Keep the record of the move that has ended before batch `number`."""
         transfer, self._transfer, self.is_ending, self.is_moving = self._transfer, None, False, False
         assert transfer is not None
-        now, layers = time.monotonic(), tuple(m.layer for m in transfer.moves)
+        now, layers = read_seconds(), tuple(m.layer for m in transfer.moves)
         since, late = now - self._began_at, len(self._sent_batches)
         stages, waited = _sizes(self._part.holdings.layers), now - self._paused_at
         self._record_move(MoveRecord(layers, self._began, number, late, transfer.n_resent, since, waited, stages))
@@ -215,7 +215,7 @@ class LayerRelocation:
 
     def _begin(self, wanted: Plans, number: int) -> None:
         self._transfer = LayerTransfer(self._part, wanted.layers, self._mode == BUFFERED, len(self.moved))
-        self._began_at, self._began, self._target_plans, self.is_moving = time.monotonic(), number, wanted, True
+        self._began_at, self._began, self._target_plans, self.is_moving = read_seconds(), number, wanted, True
         _log.debug("move: layers %s leave at batch %d", [m.layer for m in self._transfer.moves], number)
         self._pending.clear()
         self._sent_batches.clear()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.trainer.units.mode import Function, UnitMode
 from lightning_pipes.trainer.units.recording import StepRecord
 from lightning_pipes.trainer.units.trace import tensors_of
@@ -72,7 +72,7 @@ class UnitTimer(UnitMode):
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return perf_counter()
+        return read_seconds()
 
 
 def measure_units(
@@ -95,14 +95,14 @@ def measure_units(
     """
     best: list[tuple[float, float]] = []
     names = [unit.name for unit in record.units]
-    begun = perf_counter()
+    begun = read_seconds()
     for _ in range(_RUNS):
         timer = UnitTimer({path: module.get_submodule(path) for path in record.atomic}, device)
         seconds = run(partial(timer.measure, module, step, batch, arguments, read_loss))
         if timer.names != names:
             return None
         best = shortest(best, seconds) if best else seconds
-        if perf_counter() - begun > _ENOUGH:
+        if read_seconds() - begun > _ENOUGH:
             break
     return best
 

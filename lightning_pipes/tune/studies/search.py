@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import BaseTrial, FrozenTrial, Trial, TrialState
 
 from lightning_pipes.ir import InputError, check_count
+from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.tune.multirun import Multirun
 from lightning_pipes.tune.studies.private_optuna import inside_optimize_loop, is_stop_requested
 from lightning_pipes.tune.studies.reporting import optuna_in_root_log, report_result
@@ -268,9 +268,9 @@ class OptunaSearch:
         return study
 
     def _trials(self, study: Study, left: int) -> Iterator[tuple[optuna.Trial, list[str]]]:
-        until = None if self._settings["timeout"] is None else time.monotonic() + self._settings["timeout"]
+        until = None if self._settings["timeout"] is None else read_seconds() + self._settings["timeout"]
         for _ in range(left):
-            if is_stop_requested(study) or (until is not None and time.monotonic() >= until):
+            if is_stop_requested(study) or (until is not None and read_seconds() >= until):
                 return
             with storage_errors():
                 trial = ask_trial(study)

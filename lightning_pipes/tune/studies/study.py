@@ -21,6 +21,7 @@ from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.identity import Process
 from lightning_pipes.ir import InputError, PipelineError, check_count, check_number, check_type, short_repr
+from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.tune.studies.leader_store import LeaderStore, RankZeroEndedError
 from lightning_pipes.tune.studies.private_optuna import (
     inside_optimize_loop,
@@ -153,7 +154,7 @@ class _Leader:
         self._leader_store = leader_store
         self._objective = objective
         self._left: int | None = None
-        self._until = None if timeout is None else time.monotonic() + timeout
+        self._until = None if timeout is None else read_seconds() + timeout
         self._catch = catch
         self._callbacks = callbacks
         self._tracebacks = tracebacks
@@ -216,7 +217,7 @@ class _Leader:
                 storage_of(self._study).remove_session()  # of this thread
 
     def _next_trial(self) -> Trial | None:
-        late = self._until is not None and time.monotonic() >= self._until
+        late = self._until is not None and read_seconds() >= self._until
         if is_stop_requested(self._study) or self._error is not None or self._left == 0 or late:
             return None
         if self._left is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.strategies.jap.problem import Array, ArrayProblem, ArraySolution, time_order
 from lightning_pipes.strategies.jap.solvers import rules
 from lightning_pipes.strategies.jap.solvers.bounds import lower_bound
@@ -38,7 +38,7 @@ class Effort:
     spent: int = 0
 
     @classmethod
-    def from_seconds(cls, seconds: float, clock: Callable[[], float] = time.monotonic) -> Effort:
+    def from_seconds(cls, seconds: float, clock: Callable[[], float] = read_seconds) -> Effort:
         """Return a budget of seconds from now on, by `clock`. Results then differ from run to run."""
         end = clock() + seconds
         return cls(10**9, lambda: clock() > end)

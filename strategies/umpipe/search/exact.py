@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from lightning_pipes.ir import check_number
+from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.strategies.umpipe.network import Scheme, Times
 from lightning_pipes.strategies.umpipe.search.chain import (
     Chain,
@@ -60,7 +60,7 @@ def search_optimum(
     check_number("gap", gap, "a share of 0 or more", lambda x: 0 <= x < math.inf)
     found = []
     parts = chains_of_network(network)
-    begin = time.perf_counter()
+    begin = read_seconds()
     for number, chain in enumerate(parts):
         end = math.inf if seconds is None else begin + seconds * (number + 1) / len(parts)
         found.append(_Search(chain, gap, end).run(beams))
@@ -123,7 +123,7 @@ class _Search:
         """Run the search with growing beams, and return itself."""
         self.eliminate_options()
         for turn, beam in enumerate(beams):
-            if self.is_done or time.perf_counter() > self.end:
+            if self.is_done or read_seconds() > self.end:
                 break
             self.extend_labels(beam)
             if not self.is_done:
@@ -162,7 +162,7 @@ class _Search:
         rests = np.zeros((1, chain.rows + 1), np.int64)
         found = [rests]
         for k in range(chain.processes - 1, -1, -1):
-            if time.perf_counter() > self.end:
+            if read_seconds() > self.end:
                 return
             options = np.flatnonzero(self.allowed[k])
             made = np.zeros((len(options) * len(rests) + 1, chain.rows + 1), np.int64)
@@ -192,7 +192,7 @@ class _Search:
         history: list[_Level] = []
         dropped = limit  # the least that a dropped label promised
         for k in range(chain.processes):
-            if time.perf_counter() > self.end:
+            if read_seconds() > self.end:
                 return
             place = np.zeros(chain.rows + 1, np.int64)
             place[marks] = np.arange(len(marks))

@@ -20,23 +20,15 @@ from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.planning.fit import evaluate_plan
 from lightning_pipes.testing.ranks import run_ranks
 from tests.engine.pipes import connect
+from tests.virtual_clock import VirtualClock
 
 CPU = torch.device("cpu")
-
-
-class Clock:
-    """Stands for time.perf_counter; computations move it."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Slow(nn.Module):
     """Takes a fixed time and another by row, forward and twice as long backward."""
 
-    def __init__(self, clock: Clock, fixed: float, by_row: float) -> None:
+    def __init__(self, clock: VirtualClock, fixed: float, by_row: float) -> None:
         super().__init__()
         self.clock, self.fixed, self.by_row = clock, fixed, by_row
 
@@ -46,20 +38,20 @@ class Slow(nn.Module):
 
 class _Tick(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, clock: Clock, seconds: float) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, clock: VirtualClock, seconds: float) -> torch.Tensor:
         ctx.clock, ctx.seconds = clock, seconds
-        clock.now += seconds
+        clock.sleep(seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.clock.now += 2 * ctx.seconds
+        ctx.clock.sleep(2 * ctx.seconds)
         return gradient, None, None
 
 
 def test_times_are_not_proportional_to_rows(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr("lightning_pipes.engine.compute.profiler.time.perf_counter", clock)
+    clock = VirtualClock()
+    clock.patch(monkeypatch)
     x = torch.randn(8, 4)
     layers = [nn.Linear(4, 4), Slow(clock, 0.010, 0.001), Slow(clock, 0.004, 0.0)]
     found = profile_layers(layers, {rows: x[:rows] for rows in (1, 4, 8)}, repeats=3)
@@ -72,13 +64,13 @@ def test_times_are_not_proportional_to_rows(monkeypatch):
 
 
 def test_joining_is_measured_and_priced(monkeypatch):
-    clock, join = Clock(), torch.cat
+    clock, join = VirtualClock(), torch.cat
 
     def cat(tensors):
-        clock.now += 1e-9 * sum(t.nbytes for t in tensors)
+        clock.sleep(1e-9 * sum(t.nbytes for t in tensors))
         return join(tensors)
 
-    monkeypatch.setattr("lightning_pipes.engine.compute.profiler.time.perf_counter", clock)
+    clock.patch(monkeypatch)
     monkeypatch.setattr(torch, "cat", cat)
     x = torch.randn(8, 4)
     profile = profile_layers([nn.Linear(4, 4), nn.Linear(4, 4)], {8: x}, repeats=1)

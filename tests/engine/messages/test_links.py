@@ -27,7 +27,7 @@ from lightning_pipes.engine.messages.links import (
     measure_offsets,
 )
 from lightning_pipes.engine.messages.message import Decoder, Encoder
-from lightning_pipes.ir import SENDS, Kind, Plan
+from lightning_pipes.ir import SENDS, Kind, Plan, clock
 from lightning_pipes.planning.measured import Averages, StepSample
 from lightning_pipes.planning.partition import even_partition
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
@@ -67,7 +67,7 @@ class Answering:
 def test_round_trips_need_no_common_clock(monkeypatch):
     link = Link(bandwidth=1e8, latency=2e-4)
     transport = Answering(link, link)
-    monkeypatch.setattr("lightning_pipes.engine.messages.links.time.perf_counter", lambda: transport.now)
+    monkeypatch.setattr(links, "read_seconds", lambda: transport.now)
     monkeypatch.setattr("lightning_pipes.engine.messages.links._Exchange.answer_trips", lambda *args: None)
     found = measure_links(Plan.even(2, 2), 0, transport)
     assert found.keys() == {(0, 1)}
@@ -120,9 +120,7 @@ class Skewed:
 def offsets(monkeypatch, ahead, takes, names=("a", "b")):
     boxes, time = [Mailbox(), Mailbox()], [10**12]
     ends = [Skewed(boxes, rank, time, ahead, takes) for rank in (0, 1)]
-    monkeypatch.setattr(
-        "lightning_pipes.engine.messages.links.time.monotonic_ns", lambda: time[0] + ahead[0]
-    )  # rank 0 asks
+    monkeypatch.setattr(links, "read_nanoseconds", lambda: time[0] + ahead[0])  # rank 0 asks
     found = {}
     plan = Plan.even(2, 2)
     threads = [
@@ -194,8 +192,8 @@ def across(rank: int) -> list[StepSample]:
     """Steps on two hosts whose clocks are an hour apart; before the third one, rank 1's is set back by ten seconds,
     and only the fourth is after clocks were compared again."""
     torch.set_num_threads(1)
-    real, ahead = time.monotonic_ns, [rank * HOUR]
-    time.monotonic_ns = lambda: real() + ahead[0]
+    ahead = [rank * HOUR]
+    clock.Clock.read_nanoseconds = lambda _: time.monotonic_ns() + ahead[0]  # type: ignore[method-assign]
     links.clock_id = lambda: f"clock of {rank}"
     plan = Plan.even(2, 4, layers=even_partition([1.0, 1.0], 2))
     layer = sleeping_layer(0.001, 0.002, message_bytes=MESSAGE)
@@ -209,7 +207,7 @@ def across(rank: int) -> list[StepSample]:
         if number == 3:
             engine.measure_clock_offsets()
         dist.barrier()
-        since = time.monotonic_ns()
+        since = clock.read_nanoseconds()
         engine.inject(Item(0, 4))
         engine.drain()
         found.append(StepSample.from_events(engine.events, plan, since))

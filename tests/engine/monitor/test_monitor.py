@@ -25,6 +25,7 @@ from lightning_pipes.engine.monitor.monitor import (
 from lightning_pipes.engine.monitor.source import Rates, Source, SourceError
 from lightning_pipes.ir import InputError
 from lightning_pipes.testing.ranks import scale_timeout
+from tests.virtual_clock import VirtualClock
 
 NAN = math.nan
 
@@ -67,25 +68,19 @@ class Broken(Fake):
         raise RuntimeError("it can't even say why")
 
 
-class Clock:
-    """Seconds that a test sets."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    return Clock(monkeypatch)
+    clock = VirtualClock()
+    clock.patch(monkeypatch)
+    return clock
 
 
-def ticked(*sources: Source, ticks: int, clock: Clock | None = None, apart: float = 0.25, **settings) -> Monitor:
+def ticked(*sources: Source, ticks: int, clock: VirtualClock | None = None, apart: float = 0.25, **settings) -> Monitor:
     monitor = Monitor(sources, memory=free_metrics(torch.device("cpu")), **settings)
     monitor.open()
     for _ in range(ticks):
         if clock is not None:
-            clock.now += apart
+            clock.sleep(apart)
         monitor.take_sample()
     monitor.close()
     return monitor
@@ -106,7 +101,7 @@ def test_means_are_those_of_time_however_far_apart_samples_are(clock):
     monitor = Monitor([Counter([0.0, 0.5, 0.9, 0.9])], window=20)
     monitor.open()
     for pause in (0.25, 10.0, 0.5, 0.25):  # it waits for .5 of 10 s, .4 of half a second, none of a quarter
-        clock.now += pause
+        clock.sleep(pause)
         monitor.take_sample()
     assert monitor.features()["host.compute_wait_share"] == pytest.approx(0.9 / 10.75)
     assert monitor.features()["host.compute_wait_share_p95"] == 0.05
@@ -116,14 +111,14 @@ def test_means_are_those_of_time_however_far_apart_samples_are(clock):
 def test_a_rate_after_failed_samples_counts_for_all_its_time(clock):
     class Failing(Counter):
         def read(self) -> Sequence[float]:
-            if 1 < clock.now - 100.0 < 9:
+            if 1 < clock.read_seconds() < 9:
                 raise OSError("not now")
             return super().read()
 
     monitor = Monitor([Failing([0.0, 0.5, 8.0])], window=20)
     monitor.open()
     for pause in (0.5, 0.5, 4.0, 5.0):
-        clock.now += pause
+        clock.sleep(pause)
         monitor.take_sample()
     assert monitor.features()["host.compute_wait_share"] == pytest.approx(8.0 / 9.5)
 

@@ -19,13 +19,14 @@ from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.module.pipelined import find_pipelined
 from lightning_pipes.trainer.plan.container import Clock, warn_about_outside
-from tests.trainer.lit import SleptTime, differences, quiet
+from tests.trainer.lit import differences, quiet
 from tests.trainers import make_trainer
+from tests.virtual_clock import VirtualClock
 
 WIDTH = 6
 
 
-TIME = SleptTime()
+TIME = VirtualClock()
 
 
 class Slow(nn.Module):
@@ -38,7 +39,7 @@ class Slow(nn.Module):
         self.back = nn.Linear(width, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        TIME.pass_by(self.seconds)
+        TIME.sleep(self.seconds)
         return self.back(self.linear(x))
 
 

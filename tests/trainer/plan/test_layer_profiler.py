@@ -20,8 +20,9 @@ from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.testing.ranks import run_ranks, wait_until
 from lightning_pipes.trainer.plan import decider, layer_profiler, sample
 from lightning_pipes.trainer.plan.sample import example_batch
-from tests.trainer.lit import SleptTime, differences, quiet
+from tests.trainer.lit import differences, quiet
 from tests.trainers import make_trainer
+from tests.virtual_clock import VirtualClock
 
 WIDTH = 6
 
@@ -173,12 +174,12 @@ def test_rows_of_plain_tensors_are_copied_without_another_process(monkeypatch: p
 
 # ---- under the conditions of the run
 
-TIME = SleptTime()
+TIME = VirtualClock()
 TOGETHER = 12
 
 
 class Slow(nn.Module):
-    """Takes a while, however busy the machine is."""
+    """Takes a while of the virtual clock."""
 
     met: Callable[[], None] = staticmethod(lambda: None)
 
@@ -270,7 +271,10 @@ def measured_array(rank: int) -> list[tuple[Any, bool, int]]:
         state = {name: value.numpy() for name, value in module.state_dict().items()}
         return state, strategy.decision.profile is not None, torch.get_num_threads()
 
-    for outcome in JobArray(2).run([sibling, sibling]):
+    with pytest.MonkeyPatch.context() as patch:
+        TIME.patch(patch)
+        outcomes = [*JobArray(2).run([sibling, sibling])]
+    for outcome in outcomes:
         if outcome.error is not None:
             raise outcome.error
         assert outcome.value is not None

@@ -18,8 +18,9 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.plan import profile_cache
 from lightning_pipes.trainer.plan.profile_cache import VARIABLE, ProfileCache, clear_profiles, find_cache
 from lightning_pipes.tune.cli.main import main
-from tests.trainer.lit import SleptTime, quiet
+from tests.trainer.lit import quiet
 from tests.trainers import make_trainer
+from tests.virtual_clock import VirtualClock
 
 PROFILE = ModelProfile((LayerProfile("one", ((1, 0.5),), ((1, 1.0),)),))
 
@@ -90,7 +91,7 @@ def test_the_command_removes_them(
     assert [*tmp_path.iterdir()] == []
 
 
-TIME = SleptTime()
+TIME = VirtualClock()
 
 
 class Slow(nn.Linear):

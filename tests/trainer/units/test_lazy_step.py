@@ -17,16 +17,15 @@ from torch import nn
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.private_transformers import install_output_hooks
-from lightning_pipes.trainer.units import timing
 from lightning_pipes.trainer.units.borders import Borders, match_starts, merge_units
 from lightning_pipes.trainer.units.fake_run import FakeRun
 from lightning_pipes.trainer.units.lazy_step import LazyStep
 from lightning_pipes.trainer.units.recording import StepRecord, UnitLayout, record_step
 from lightning_pipes.trainer.units.timing import measure_units
 from lightning_pipes.trainer.units.trace import map_leaves, tensors_of
-from tests.trainer.lit import SleptTime
 from tests.trainer.units.library_zoo import HUGGING_FACE, VISION
 from tests.trainer.units.zoo import CASES, Case, Checkpoints, classify
+from tests.virtual_clock import VirtualClock
 
 CPU = torch.device("cpu")
 
@@ -279,7 +278,7 @@ def test_modules_that_no_border_divides_are_one_unit() -> None:
     assert not {"counting", "writing", "deferring"} & opened, "these leave something behind"
 
 
-CLOCK = SleptTime()
+CLOCK = VirtualClock()
 
 
 class Sleep(torch.autograd.Function):
@@ -288,12 +287,12 @@ class Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
         ctx.seconds = backward
-        CLOCK.pass_by(forward)
+        CLOCK.sleep(forward)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        CLOCK.pass_by(ctx.seconds)
+        CLOCK.sleep(ctx.seconds)
         return gradient, None, None
 
 
@@ -311,7 +310,7 @@ class Slow(nn.Module):
 
 
 def test_borders_balance_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "perf_counter", CLOCK.perf_counter)
+    CLOCK.patch(monkeypatch)
     torch.manual_seed(0)
     case = Case(Slow().double(), (torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 4), classify)
     found = record(case)
