@@ -30,7 +30,12 @@ from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.checks import warn_about_module
 from lightning_pipes.trainer.module.deferred import DeferredWeights, check_same_cut, group_owners, has_meta
 from lightning_pipes.trainer.module.hidden_state import NoHiddenState
-from lightning_pipes.trainer.module.pipelined import LEAST_FOR_STATISTICS, SPREAD, batch_statistics
+from lightning_pipes.trainer.module.pipelined import (
+    LEAST_FOR_STATISTICS,
+    SPREAD,
+    batch_statistics,
+    list_containers,
+)
 from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.module_setup import ModuleSetup, SetupContext
 from lightning_pipes.trainer.plan.decision import Decision, Piece
@@ -277,8 +282,8 @@ class UnitSetup(ModuleSetup):
         """Return the unit with which each stage begins, and that from which on the step runs on whole batches, if any.
         Collective.
         """
-        if names_modules(request.partition):
-            starts = borders.at(_checked_names(request.partition, stages))
+        if not isinstance(request.partition, str):
+            starts = borders.at(_checked_names(self._name_modules(request.partition), stages))
             return starts, self._find_end(record, borders, starts[-1], request)
         end = self._find_end(record, borders, stages - 1, request)
         try:
@@ -287,6 +292,30 @@ class UnitSetup(ModuleSetup):
             if end is None or self._settings.loss == BATCH:
                 raise
             return borders.choose(stages), None
+
+    def _name_modules(self, partition: list[int] | list[str]) -> list[str]:
+        """Return the paths of the modules at which stages begin; numbers count the layers of the largest container.
+
+        Raises:
+            PlanError: the module has no container, or the container does not have these layers.
+        """
+        if names_modules(partition):
+            return partition
+        owner, containers = type(self._module).__name__, list_containers(self._module)
+        if not containers:
+            raise PlanError(
+                f"partition={list(partition)} gives numbers of layers, but {owner} has no container of layers to count "
+                "in. Name the modules at which stages begin: PipelineStrategy(partition=['path.to.module'])"
+            )
+        path = containers[0][0]
+        layers = [f"{path}.{name}" for name, _ in self._module.get_submodule(path).named_children()]
+        if not all(0 < number < len(layers) for number in partition):
+            raise PlanError(
+                f"partition={list(partition)} must have numbers from 1 to {len(layers) - 1}: {owner} is cut by units, "
+                f"each stage needs some, and {path!r}, its largest container, has {len(layers)} layers. Choose others, "
+                "or name the modules at which stages begin: PipelineStrategy(partition=['path.to.module'])"
+            )
+        return [layers[number] for number in partition]
 
     def _lay_parts(
         self,
@@ -341,8 +370,8 @@ class UnitSetup(ModuleSetup):
     def _group_weights(self, record: StepRecord, request: RunRequest, stages: int) -> UnitLayout:
         """Return the layout of a step that all stages run together. Collective."""
         groups = WeightGroups(self._module, record)
-        if names_modules(request.partition):
-            starts = groups.find_borders(_checked_names(request.partition, stages))
+        if not isinstance(request.partition, str):
+            starts = groups.find_borders(_checked_names(self._name_modules(request.partition), stages))
         else:
             starts = groups.choose_borders(stages)
         shares = [groups.share(a, b) for a, b in zip(starts, (*starts[1:], None), strict=True)]
@@ -757,12 +786,8 @@ def find_refused(context: SetupContext) -> list[str]:
         refused.append(f"schedule {AUTO!r} (a named one does)")
     elif isinstance(schedule, Policy) and not schedule.flushes and isinstance(context.module, ChoosesLayers):
         refused.append(f"layers_of_batch with schedule {schedule.name!r}, for units are not the layers that it names")
-    if request.recompute:
-        refused.append("recompute=True (torch.utils.checkpoint in the module does)")
     if context.settings.verify.batches:
         refused.append("verify")
-    if not (isinstance(request.partition, str) or names_modules(request.partition)):
-        refused.append("partition by numbers of layers")
     hooked = next((path for path, part in context.module.named_modules() if has_composable_checkpoint(part)), None)
     if hooked is not None:
         where = f"self.{hooked}" if hooked else "the whole module"

@@ -231,6 +231,11 @@ class Stage:
         finally:
             self._version, self._in_parts, self.recomputing = None, None, False
 
+    @property
+    def buffers_before(self) -> BuffersBefore:
+        """The buffers that a second forward reads, as they were before the first one."""
+        return self._buffers
+
     def begin_backward(self) -> None:
         """Forget what earlier backwards have read of buffers."""
         self._buffers.forget_taken()

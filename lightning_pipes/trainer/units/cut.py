@@ -171,12 +171,31 @@ class UnitCut(CutModule):
         shown: list[tuple[nn.Parameter, nn.Parameter]] = []
         for stage, copies in version.parameters.items():
             live = dict(self.full[stage].named_parameters())
-            shown += [(live[name.removeprefix("layer.")], copy) for name, copy in copies.items()]
+            shown += [(live[_name_in_module(name)], copy) for name, copy in copies.items()]
         self._set_parameters(shown)
         try:
             yield
         finally:
             self._set_parameters((live, live) for live, _ in shown)
+
+    @contextmanager
+    def show_buffers(self, buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Show other buffers in the module inside the block, and its own afterwards.
+
+        Args:
+            buffers: the buffers to show, by their names in the part of a stage.
+        """
+        own: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]] = []
+        for key, buffer in buffers.items():
+            owner, _, name = _name_in_module(key).rpartition(".")
+            table = self.module.get_submodule(owner)._buffers
+            own.append((table, name, table[name]))
+            table[name] = buffer
+        try:
+            yield
+        finally:
+            for table, name, value in own:
+                table[name] = value
 
     def _set_parameters(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Show other parameters in place of this rank's; modules may keep lists of their own, as nn.LSTM."""
@@ -262,6 +281,11 @@ class UnitCut(CutModule):
         for slot in self._slots:
             if {*self._stages(slot.tensor)} & {*layers}:
                 yield slot
+
+
+def _name_in_module(name: str) -> str:
+    """Return the name in the user's module of a weight that a stage's part calls `name`."""
+    return name.removeprefix("layer.")
 
 
 def _places(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -89,9 +90,10 @@ class UnitSteps(Steps):
         with self.step_context(), data.in_initial_state:
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part, step = data.select_samples(span), named_step(self._module, "training_step")
-            if stage.number < self._final or (last and self._end is not None):  # this rank runs it again
-                part = copy_batch(part)
-            with recorded(self._module) as logged, self._cut.show_weights():
+            recomputed_later = stage.recompute and not stage.recomputing
+            if stage.number < self._final or recomputed_later or (last and self._end is not None):
+                part = copy_batch(part)  # this rank runs the step again, which may change its batch in place
+            with recorded(self._module) as logged, self._cut.show_weights(), self._repeat_buffers(stage, item, span):
                 out = self._run_lazily(stage.number, stage, item, span, step, part, received)
             if last and self._end is not None:
                 return self._defer_loss(self._end, stage, item, span, out)
@@ -102,6 +104,24 @@ class UnitSteps(Steps):
         entered = () if received is None else received[0]
         weights = [p for layer in stage.layers.values() for p in layer.parameters()]
         return self.scale_loss(item, span, out, logged, [*entered, *weights])
+
+    @contextmanager
+    def _repeat_buffers(self, stage: Stage, item: Item, span: Span) -> Iterator[None]:
+        """Let a recomputed forward read the buffers that the first one read, and discard what it writes to them.
+
+        Running statistics thus see each micro-batch once.
+        """
+        kept, with_keys = stage.buffers_before, [((item.number, span, n), n, part) for n, part in stage.layers.items()]
+        with ExitStack() as stack:
+            if stage.recomputing:
+                for key, _, part in with_keys:
+                    before = kept.take_kept(key)
+                    copies = {name: before.get(name, buffer).clone() for name, buffer in part.named_buffers()}
+                    stack.enter_context(self._cut.show_buffers(copies))
+            elif stage.recompute:
+                for key, number, part in with_keys:
+                    stack.enter_context(kept.keep_before(key, number, part))
+            yield
 
     def _defer_loss(self, end: BatchEnd, stage: Stage, item: Item, span: Span, crossing: Crossing) -> torch.Tensor:
         """Return what stands for the loss of a micro-batch; after the last one the end of the step runs."""

@@ -168,6 +168,33 @@ class Centres(ByHand):
         return super().forward(x - x.mean(0))
 
 
+class Growing(nn.Module):
+    """Reads the buffer that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * (1 + 0.1 * self.calls)
+        self.calls += 1
+        return x
+
+
+class Normed(ByHand):
+    """Keeps running statistics on both stages, and changes its batch in place."""
+
+    def __init__(self, scheduler: str = "", frozen: bool = False) -> None:
+        super().__init__(scheduler, frozen)
+        self.norm1, self.norm2, self.growing = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH), Growing()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.mul_(0.5)
+        skip = self.growing(self.norm1(self.fc1(x)))
+        x = self.fc3(self.fc2(skip).tanh()).relu_()
+        return self.head(self.norm2(self.fc5(self.fc4(x).tanh() + skip)))
+
+
 class Keeps(pl.Callback):
     """Keeps what a run has logged, and its learning rates."""
 
@@ -211,6 +238,8 @@ CASES: dict[str, dict[str, Any]] = {
         "trainer": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
         "strategy": {"loss": "batch", "microbatches": 4},
     },
+    "recomputes": {"trainer": {"accumulate_grad_batches": 2}, "strategy": {"recompute": True, "microbatches": 4}},
+    "recomputes statistics": {"type": Normed, "strategy": {"recompute": True, "microbatches": 1}},
     "skips batches": {"type": Skips, "trainer": {"accumulate_grad_batches": 2, "max_epochs": 3}},
     "mean over some samples": {"type": Masks, "strategy": {"schedule": "kfkb"}},
     "bf16-mixed": {"trainer": {"precision": "bf16-mixed"}, "strategy": {"microbatches": 1}},
