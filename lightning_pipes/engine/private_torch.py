@@ -40,6 +40,8 @@ CheckpointNode: type[Any] = CheckpointFunction._backward_cls
 """The node that it leaves."""
 NoSubclassFunctions: Any = torch._C.DisableTorchFunctionSubclass
 """A context in which functions do not go through `__torch_function__` of tensor subclasses."""
+NoFunctionModes: Any = torch._C.DisableTorchFunction
+"""A context in which functions go neither through a TorchFunctionMode nor through `__torch_function__`."""
 BatchNorm = _BatchNorm
 """Batch normalisation of any number of dimensions."""
 

@@ -767,6 +767,8 @@ def check_manual(context: SetupContext, refused: Sequence[str]) -> None:
         f"microbatches={microbatches}": (microbatches or 1) > 1,
         "loss='batch'": settings.loss == BATCH,
         f"data_parallel={settings.data_parallel}": settings.replicas > 1,
+        f"verify={settings.verify}": settings.verify.batches > 0,
+        "recompute=True": context.request.recompute,
         f"module={settings.module!r}": bool(settings.module),
     }
     found = [*refused, *(each for each, is_asked in asked.items() if is_asked)]
@@ -786,8 +788,10 @@ def find_refused(context: SetupContext) -> list[str]:
         refused.append(f"schedule {AUTO!r} (a named one does)")
     elif isinstance(schedule, Policy) and not schedule.flushes and isinstance(context.module, ChoosesLayers):
         refused.append(f"layers_of_batch with schedule {schedule.name!r}, for units are not the layers that it names")
-    if context.settings.verify.batches:
-        refused.append("verify")
+    if context.settings.verify.batches and isinstance(schedule, Policy) and not schedule.flushes:
+        refused.append(
+            f"verify with schedule {schedule.name!r} (with a schedule that flushes, such as '1f1b', it does)"
+        )
     hooked = next((path for path, part in context.module.named_modules() if has_composable_checkpoint(part)), None)
     if hooked is not None:
         where = f"self.{hooked}" if hooked else "the whole module"

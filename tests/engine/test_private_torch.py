@@ -112,6 +112,19 @@ def test_functions_leave_out_subclasses():
         loud.requires_grad_(False)
 
 
+def test_functions_leave_out_modes():
+    seen = []
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Seen(), private.NoFunctionModes():
+        torch.ones(2).detach()
+    assert seen == []
+
+
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
 def test_batch_norm(kind):
     assert issubclass(kind, private.BatchNorm)

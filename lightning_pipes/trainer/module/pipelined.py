@@ -264,6 +264,14 @@ class CutModule:
         """Return whether a parameter of the whole module lives on other ranks only."""
         return tensor in self._absent
 
+    def owns(self, name: str) -> bool | None:
+        """Return whether this rank's value of a buffer outside of the layers counts; None if all ranks have the same.
+
+        Args:
+            name: of the buffer in the module.
+        """
+        return None
+
     def check_in_place(self) -> None:
         """Raise PipelineError if code of the user's has put something else in the place of the layers."""
         parent, _, name = self.path.rpartition(".")

@@ -280,6 +280,8 @@ class Steps:
     """Whether the loss is computed once for all samples of a batch."""
     may_skip_batches = False
     """Whether a training step may return None, by which Lightning skips the batch."""
+    stream_units: Any = None
+    """The `StreamUnits` whose random streams the step draws from; None where streams belong to layers."""
     joint: Any = None
     """Runs steps that call backward themselves, on all stages together; see `JointStep`."""
     show_version: Callable[[WeightVersion], AbstractContextManager[None]] | None = None

@@ -208,6 +208,11 @@ class UnitCut(CutModule):
         """The weights of the local stages by number."""
         return {number: self.full[number] for number in self.local}
 
+    def owns(self, name: str) -> bool | None:
+        """Return whether a stage of this rank has a buffer; None if no stage has it."""
+        stages = self._parts_of.get(name)
+        return None if stages is None else not {*stages}.isdisjoint(self.local)
+
     def select_own(self, state: Mapping[str, Any], outside: bool) -> dict[str, Any]:
         """Return the entries of this rank's stages, and with `outside` what no stage uses."""
         of_stages = {slot.key for slot in self._slots}

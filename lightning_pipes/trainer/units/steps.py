@@ -28,6 +28,7 @@ from lightning_pipes.trainer.units.cut import UnitCut
 from lightning_pipes.trainer.units.joint_step import JointStep
 from lightning_pipes.trainer.units.lazy_step import Crossing, LazyStep
 from lightning_pipes.trainer.units.recording import UnitLayout
+from lightning_pipes.trainer.units.whole_step import StreamUnits
 
 
 class UnitSteps(Steps):
@@ -66,6 +67,7 @@ class UnitSteps(Steps):
         self.show_version = cut.show_version
         self._layout, self._holdings = layout, holdings
         self._end, self.ends_whole = end, end is not None
+        self.stream_units = StreamUnits.from_layout(layout, None if end is None else end.border)
         self._lazy: dict[tuple[int, int, bool], LazyStep] = {}
         self.joint = joint
         self._waiting: dict[Item, dict[Span, tuple[Crossing, list[torch.Tensor | None]]]] = {}

@@ -14,7 +14,6 @@ import torch
 
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import Span
-from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.verify.record import OUTSIDE, Phase, ValueKey
 
 GRADIENTS = (Phase.GRADIENT, Phase.STEP_GRADIENT)
@@ -249,12 +248,15 @@ REASONS = {
 }
 
 
-def likely_reason(difference: Difference, notes: Sequence[str], layers: Layers) -> str:
+def likely_reason(
+    difference: Difference, notes: Sequence[str], layers: Sequence[Any], names: Sequence[str] = ()
+) -> str:
     """Return what most likely makes the difference.
 
     Args:
         notes: of the reference about the batch: the random operations that are not by sample.
-        layers: of the whole module.
+        layers: the layers of the whole module by number.
+        names: paths of the layers, if there is no container that numbers them.
     """
     phase = difference.key.phase
     if notes and phase not in (Phase.BATCH, Phase.MODE, Phase.FROZEN, Phase.SETTING):
@@ -263,12 +265,18 @@ def likely_reason(difference: Difference, notes: Sequence[str], layers: Layers) 
             "let each sample have its own random numbers"
         )
     if phase is Phase.INPUT:
-        return _reason_of_input(difference, layers)
+        return _reason_of_input(difference, layers, names)
     return REASONS[phase]
 
 
-def _reason_of_input(difference: Difference, layers: Layers) -> str:
+def _reason_of_input(difference: Difference, layers: Sequence[Any], names: Sequence[str]) -> str:
     layer = difference.key.layer
+    if layer > 0 and names:
+        return (
+            f"{names[layer - 1]!r}, or code between it and {names[layer]!r}, gets the same and gives something else: "
+            "it looks at other samples of the batch, draws random numbers that are not by sample, or reads an "
+            f"attribute that a hook or the step has set on another rank only. {_CUT}"
+        )
     if layer > 0:
         norm = next(
             (part for part in layers[layer - 1].modules() if isinstance(part, BatchNorm) and part.training), None
@@ -294,16 +302,17 @@ def _reason_of_input(difference: Difference, layers: Layers) -> str:
     return f"{', or '.join(reasons) or 'code before the layers depends on the process'}. {_CUT}"
 
 
-def place_of(difference: Difference) -> str:
+def place_of(difference: Difference, names: Sequence[str] = ()) -> str:
     """Return where the value is, for a sentence."""
     phase, layer, name = difference.key
-    inside = "" if layer == OUTSIDE else f"layer {layer}, "
+    inside = "" if layer == OUTSIDE or names else f"layer {layer}, "
+    called = repr(names[layer]) if names and layer != OUTSIDE else f"layer {layer}"
     return {
         Phase.BATCH: "what training_step gets",
         Phase.MODE: f"{inside}the mode of {name or 'the module'}",
         Phase.FROZEN: f"{inside}whether {name} is frozen",
-        Phase.INPUT: f"what goes into layer {layer} ({name})",
-        Phase.OUTPUT: f"what layer {layer} gives ({name})",
+        Phase.INPUT: f"what goes into {called} ({name})",
+        Phase.OUTPUT: f"what {called} gives ({name})",
         Phase.LOSS: "the loss" if name == "loss" else f"what training_step returns as {name!r}",
         Phase.GRADIENT: f"{inside}the gradient of {name} after backward",
         Phase.STEP_GRADIENT: f"{inside}the gradient of {name} that the optimizer gets",
@@ -314,13 +323,15 @@ def place_of(difference: Difference) -> str:
     }[phase]
 
 
-def describe_difference(difference: Difference, notes: Sequence[str], layers: Layers) -> str:
-    """Return what differs, where, and the likely reason."""
+def describe_difference(
+    difference: Difference, notes: Sequence[str], layers: Sequence[Any], names: Sequence[str] = ()
+) -> str:
+    """Return what differs, where, and the likely reason; for the arguments see `likely_reason`."""
     where = f"on rank {difference.rank}" + (f" ({difference.where})" if difference.where else "")
     return (
-        f"batch {difference.number} is not what one plain process trains. First differs {place_of(difference)}, "
+        f"batch {difference.number} is not what one plain process trains. First differs {place_of(difference, names)}, "
         f"{where}: {difference.ours} here, {difference.theirs} in one process. Likely reason: "
-        f"{likely_reason(difference, notes, layers)}"
+        f"{likely_reason(difference, notes, layers, names)}"
     )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from lightning_pipes.engine.private_torch import NoFunctionModes
 from lightning_pipes.ir import Span
 
 OUTSIDE = -1
@@ -90,12 +91,18 @@ class ModuleParts:
 
     Args:
         module: the whole module, or one that is cut.
-        path: of the container of the layers.
+        path: of the container of the layers; None if `names` are whole paths.
         layers: the layers that are looked at, by number.
-        names: of all layers in the container.
+        names: of all layers.
     """
 
-    def __init__(self, module: nn.Module, path: str, layers: Mapping[int, nn.Module], names: Iterable[str]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str | None,
+        layers: Mapping[int, nn.Module],
+        names: Iterable[str],
+    ) -> None:
         self.module, self.path, self.layers, self.names = module, path, layers, list(names)
 
     def add_modes(self, record: Record) -> None:
@@ -112,15 +119,20 @@ class ModuleParts:
             if parameter.grad is not None:
                 record.add(phase, layer, name, parameter.grad)
 
-    def add_weights(self, record: Record, buffers_outside: bool) -> None:
-        """Keep weights and buffers; those outside of the layers only with `buffers_outside`."""
+    def add_weights(self, record: Record, has_buffer: Callable[[str], bool]) -> None:
+        """Keep weights and buffers.
+
+        Args:
+            has_buffer: returns whether a buffer outside of the layers is kept, by its name in the module.
+        """
         for layer, name, parameter in self.parameters():
             record.add(Phase.WEIGHT, layer, name, parameter)
         for layer, part in self._modules():
-            if layer != OUTSIDE or buffers_outside:
-                for name, inner in part.items():
-                    for buffer_name, buffer in inner.named_buffers(recurse=False):
-                        record.add(Phase.BUFFER, layer, join_names(name, buffer_name), buffer)
+            for name, inner in part.items():
+                for buffer_name, buffer in inner.named_buffers(recurse=False):
+                    whole_name = join_names(name, buffer_name)
+                    if layer != OUTSIDE or has_buffer(whole_name):
+                        record.add(Phase.BUFFER, layer, whole_name, buffer)
 
     def parameters(self) -> Iterator[tuple[int, str, nn.Parameter]]:
         """Return layer, name and tensor of each parameter."""
@@ -131,17 +143,14 @@ class ModuleParts:
 
     def layer_name(self, layer: int) -> str:
         """Return the name of a layer in the module."""
-        return f"{self.path}.{self.names[layer]}"
+        return self.names[layer] if self.path is None else f"{self.path}.{self.names[layer]}"
 
     def _modules(self) -> Iterator[tuple[int, dict[str, nn.Module]]]:
         inside = {id(inner) for layer in self.layers.values() for inner in layer.modules()}
-        container = self.module.get_submodule(self.path)
-        inside.add(id(container))
-        outside = {
-            name: inner
-            for name, inner in self.module.named_modules()
-            if id(inner) not in inside and not name.startswith(f"{self.path}.")
-        }
+        outside = {name: inner for name, inner in self.module.named_modules() if id(inner) not in inside}
+        if self.path is not None:
+            prefix = f"{self.path}."
+            outside = {name: inner for name, inner in outside.items() if not f"{name}.".startswith(prefix)}
         yield OUTSIDE, outside
         for number, layer in self.layers.items():
             prefix = self.layer_name(number)
@@ -204,7 +213,8 @@ class LayerInputs:
             record, span = found
             for name, tensor in tensors_of_call(args, kwargs):
                 parts = record.values.setdefault(ValueKey(Phase.INPUT, number, name), {})
-                if span not in parts:
-                    parts[span] = copy_value(tensor)
+                with NoFunctionModes():  # copying is not part of the user's step, which runs in such a mode
+                    if span not in parts and not tensor.is_meta:  # a placeholder for a value of another rank
+                        parts[span] = copy_value(tensor)
 
         return keep_inputs

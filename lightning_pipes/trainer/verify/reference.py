@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -37,6 +37,7 @@ from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.run import StageListener
 from lightning_pipes.trainer.module.batches import checksum_batch
 from lightning_pipes.trainer.module.deferred import has_meta
+from lightning_pipes.trainer.units.whole_step import StreamUnits, WholeStep
 from lightning_pipes.trainer.verify.comparison import Rounding
 from lightning_pipes.trainer.verify.record import (
     OUTSIDE,
@@ -63,17 +64,19 @@ class Order:
     Attributes:
         number: of the batch, counted since training began.
         rows: its samples.
-        path: of the container of the layers.
+        path: of the container of the layers; None where the module is cut by units.
         seed, job: of the random streams.
         spans: of the micro-batches, by layer, and before and after the layers.
+        units: the units of the step; None where the module is cut between layers.
     """
 
     number: int
     rows: int
-    path: str
+    path: str | None
     seed: int
     job: int
     spans: Mapping[int, Sequence[Span]]
+    units: StreamUnits | None = None
 
 
 @dataclass(frozen=True)
@@ -282,7 +285,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
                 ReferenceEnded(f"it trains batch {number} where the pipeline trains batch {order.number}"),
             )
         if self._parts is None:
-            self._parts = self._watch(module, order.path)
+            self._parts = self._watch(module, order)
         record = self._record = Record(number)
         self._notes = []
         record.add(Phase.BATCH, OUTSIDE, "the batch", checksum_batch(batch))
@@ -291,9 +294,14 @@ class ReferenceStrategy(SingleDeviceStrategy):
         self._parts.add_modes(record)
         self._span = Span(0, order.rows)
         self._draws.begin_batch(order.seed, order.job, number, order.rows, order.spans)
+        run_step = partial(super().training_step, *args, **kwargs)
         with self._draws.draw_by_sample():
             self._draws.enter(BEFORE_LAYERS)
-            out = super().training_step(*args, **kwargs)
+            if order.units is None:
+                out = run_step()
+            else:
+                step = WholeStep(module, order.units, CPU)
+                out = step.run(run_step, batch, self._draws.enter, self._draws.enter_whole)
         self._notes += [f"draws {name}" for name in dict.fromkeys(self._draws.common)]
         add_results(record, out)
         self._span = Span(0, 0)
@@ -341,15 +349,19 @@ class ReferenceStrategy(SingleDeviceStrategy):
             os._exit(0)
         return order
 
-    def _watch(self, module: pl.LightningModule, path: str) -> ModuleParts:
-        container = module.get_submodule(path)
-        names = list(container._modules)
-        layers = {n: layer for n, layer in enumerate(container._modules.values()) if layer is not None}
-        for number, layer in layers.items():
-            layer.register_forward_pre_hook(self._entering(number), prepend=True)
+    def _watch(self, module: pl.LightningModule, order: Order) -> ModuleParts:
+        if order.units is not None:
+            names, layers = list(order.units.modules), order.units.number_modules(module)
+        else:
+            assert order.path is not None
+            container = module.get_submodule(order.path)
+            names = list(container._modules)
+            layers = {n: layer for n, layer in enumerate(container._modules.values()) if layer is not None}
+            for number, layer in layers.items():
+                layer.register_forward_pre_hook(self._entering(number), prepend=True)
+            layers[len(names) - 1].register_forward_hook(self._leaving, always_call=True)
         LayerInputs(layers, lambda: None if self._record is None or not self._span.rows else (self._record, self._span))
-        layers[len(names) - 1].register_forward_hook(self._leaving, always_call=True)
-        return ModuleParts(module, path, layers, names)
+        return ModuleParts(module, order.path, layers, names)
 
     def _entering(self, number: int) -> Callable[..., None]:
         def enter(*_: Any) -> None:
@@ -378,7 +390,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         self._record = None
         module = self.lightning_module
         assert module is not None
-        parts.add_weights(record, buffers_outside=True)
+        parts.add_weights(record, has_buffer=lambda _: True)
         for name, value in private.logged_values(module.trainer).items():
             record.add(Phase.LOG, OUTSIDE, name, value)
         layers = record.layers()

@@ -54,6 +54,12 @@ class SampleDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(spans) > 1:
             self._name((self._rows, spans, states[::-1]))
 
+    def enter_whole(self, layer: int) -> None:
+        """Draw from now on from the stream that a whole batch has for that layer."""
+        seed_for_layer(
+            layer, stream_seed(self._seed, self._job, layer, self._number, Span(0, self._rows)), self._device
+        )
+
     @contextmanager
     def draw_by_sample(self) -> Iterator[None]:
         """Have operations in the block draw so; random states are those of before afterwards."""

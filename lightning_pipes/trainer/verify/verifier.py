@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -94,14 +96,20 @@ class Verifier(StageListener):
         self._slices: LayerSlices | None = None
         self._running: Span | None = None
         self._found: list[Difference] = []
-        cut = run.cut
-        names = list(cut.full._modules)
-        local = {n: layer for n, layer in enumerate(cut.full) if n in cut.local}
-        self._parts = ModuleParts(cut.module, cut.path, local, names)
-        layers = dict(enumerate(cut.full)) if run.is_asynchronous else local  # a stream may run others' layers here
+        cut, self._units = run.cut, run.user_steps.stream_units
+        if self._units is None:
+            names = list(cut.full._modules)
+            local = {n: layer for n, layer in enumerate(cut.full) if n in cut.local}
+            self._parts = ModuleParts(cut.module, cut.path, local, names)
+            layers = dict(enumerate(cut.full)) if run.is_asynchronous else local  # a stream may run others' layers here
+        else:
+            names = self._units.modules
+            every = self._units.number_modules(cut.module)
+            layers = {n: part for n, part in every.items() if any(map(cut.owns, _weight_names(names[n], part)))}
+            self._parts = ModuleParts(cut.module, None, layers, names)
         self._inputs = LayerInputs(layers, lambda: self._current)
         weights = Record(-1)
-        self._parts.add_weights(weights, buffers_outside=False)
+        self._parts.add_weights(weights, has_buffer=lambda _: False)
         self._weights = {key: value for key, value in weights.values.items() if key.phase is Phase.WEIGHT}
         self._comparison.remember_weights({key.name: value for key, value in self._weights.items()})
         self._undo = [
@@ -119,13 +127,18 @@ class Verifier(StageListener):
         record = self._records[item.number] = Record(item.number, complete=item.data.complete)
         record.add(Phase.BATCH, OUTSIDE, "the batch", checksum_batch(item.data.batch))
         self._parts.add_modes(record)
-        plan, cut = self._run.engine.plan, self._run.cut
+        plan = self._run.engine.plan
         self._place = item.job, item.number, item.rows
         if self._slices is not None:
             self._slices.begin_batch()
         elif self._reference is not None:
-            spans = spans_of_layers(plan, self._run.local_layers.holdings.layers, item.rows)
-            self._reference.send(Order(item.number, item.rows, cut.path, self._seed, item.job, spans))
+            spans: Mapping[int, Sequence[Span]]
+            if self._units is None:
+                spans = spans_of_layers(plan, self._run.local_layers.holdings.layers, item.rows)
+            else:
+                spans = spans_of_units(plan, item.rows)
+            order = Order(item.number, item.rows, self._parts.path, self._seed, item.job, spans, self._units)
+            self._reference.send(order)
 
     def before_forward(self, stage: Stage, item: Item, span: Span) -> None:
         """A micro-batch is about to go through a stage."""
@@ -206,7 +219,7 @@ class Verifier(StageListener):
             if not ends:
                 return
             run.drain()
-        self._parts.add_weights(newest, buffers_outside=run.is_last_rank)
+        self._parts.add_weights(newest, has_buffer=self._has_buffer)
         for name, value in private.logged_values(trainer).items():
             newest.add(Phase.LOG, OUTSIDE, name, value)
         for number in sorted(self._records):
@@ -245,6 +258,11 @@ class Verifier(StageListener):
             self._reference = None
 
     # ---- comparing
+
+    def _has_buffer(self, name: str) -> bool:
+        """Return whether this rank compares a buffer outside of the layers; others may have a stale copy."""
+        owned = self._run.cut.owns(name)
+        return self._run.is_last_rank if owned is None else owned
 
     def _keep_result(self, number: int, out: Any) -> None:
         record = self._records.get(number)
@@ -293,11 +311,22 @@ class Verifier(StageListener):
         of_ranks = control.all_gather(min(found, key=lambda each: each.order, default=None))
         first = min((each for each in of_ranks if each is not None), key=lambda each: each.order, default=None)
         if first is not None:
-            self._report(describe_difference(first, notes, self._run.cut.full))
+            self._report(self._describe(first, notes))
         return first is not None
+
+    def _describe(self, first: Difference, notes: Sequence[str]) -> str:
+        if self._units is None:
+            return describe_difference(first, notes, [*self._run.cut.full])
+        modules = [*self._units.number_modules(self._run.cut.module).values()]
+        return describe_difference(first, notes, modules, self._units.modules)
 
     def _turn_to_slices(self, reason: str) -> None:
         """Compare each layer alone from the next batch on."""
+        if self._units is not None:
+            raise PipelineError(
+                f"verify: {reason}, and a module that is cut by units can't be compared layer by layer. Verify a "
+                "smaller configuration of the module, or start it on a host with more memory"
+            )
         if self._run.is_asynchronous:
             raise PipelineError(
                 f"verify: {reason}; layers of a schedule that does not flush can't be compared alone. Verify a smaller "
@@ -332,7 +361,7 @@ class Verifier(StageListener):
         of_ranks = self._control.all_gather(min(self._found, key=lambda each: each.order, default=None))
         first = min((each for each in of_ranks if each is not None), key=lambda each: each.order, default=None)
         if first is not None:
-            self._report(describe_difference(first, (), self._run.cut.full))
+            self._report(describe_difference(first, (), [*self._run.cut.full]))
         return first is not None
 
     def _carry_weights(self, record: Record, known: set[ValueKey]) -> None:
@@ -392,6 +421,11 @@ class Verifier(StageListener):
         self.close()
 
 
+def _weight_names(path: str, part: nn.Module) -> list[str]:
+    """Return the names, in the whole module, of the parameters and buffers of the part at `path`."""
+    return [join_names(path, name) for name, _ in (*part.named_parameters(), *part.named_buffers())]
+
+
 def _one_sided(ours: Mapping[ValueKey, Any], theirs: Mapping[ValueKey, Any], key: ValueKey) -> tuple[str, str]:
     here, there = (format_value(values[key]) if key in values else "none" for values in (ours, theirs))
     return here, there
@@ -403,6 +437,12 @@ def _size(gradient: torch.Tensor) -> str:
 
 def _gradients(values: Mapping[ValueKey, Any]) -> dict[ValueKey, Any]:
     return {key: value for key, value in values.items() if key.phase in GRADIENTS}
+
+
+def spans_of_units(plan: Plan, rows: int) -> Mapping[int, Sequence[Span]]:
+    """Return the spans in which a batch goes through the units of a step, which are the same for each stream."""
+    spans = [span for whole in plan.spans(Kind.F, 0) if (span := whole.clip_to(rows)).rows]
+    return defaultdict(partial(list, spans))
 
 
 def spans_of_layers(plan: Plan, layers: Sequence[Span], rows: int) -> dict[int, list[Span]]:

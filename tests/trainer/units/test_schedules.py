@@ -133,7 +133,11 @@ def fit(strategy: Any, devices: int, module: type[Lit] = Prepares, epochs: int =
 def fit_all(rank: int) -> list[Any]:
     quiet()
     options: dict[str, Any] = {"microbatches": 4, "module": "", "partition": "parameters", "loss": "microbatch"}
-    return [fit(PipelineStrategy(name, schedule_args=args, **options), 2) for name, args in FLUSHING]
+    found = [fit(PipelineStrategy(name, schedule_args=args, **options), 2) for name, args in FLUSHING]
+    keeps = Keeps()
+    fit(PipelineStrategy("1f1b", **options | {"partition": [2]}), 2, callbacks=[keeps])
+    assert keeps.layers == [{0} if rank else {2, 4, 6, 8}] * len(keeps.layers)
+    return found
 
 
 def fit_late(rank: int, folder: str) -> list[Any]:
@@ -170,6 +174,7 @@ class Names(Prepares):
 
 REFUSED: list[tuple[dict[str, Any], type[Lit], str]] = [
     ({"replan": True, "loss": "batch"}, Prepares, "replan moves units"),
+    ({"partition": [9]}, Prepares, "must have numbers from 1 to 8"),
     ({"schedule": "csp"}, Names, "layers_of_batch with schedule 'csp', for units are not"),
     ({"schedule": "umpipe", "schedule_args": {"forward": (2, 4)}}, Prepares, "'umpipe' is to cut a batch into"),
     ({}, Hooked, "the checkpoint of torch.distributed around self.model.2 (torch.utils.checkpoint does) does not work"),

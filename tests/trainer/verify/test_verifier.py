@@ -7,6 +7,7 @@ import logging
 import os
 import tempfile
 import time
+from collections.abc import Collection
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,50 @@ def test_every_seeded_fault_is_found(number):
     assert FOUND in said, said
     assert FAULTS[number].finds in said.partition("Likely reason")[0], said
     assert "Likely reason: " in said
+
+
+NOT_FOUND_BY_UNITS = {
+    "attribute of layers set in on_train_epoch_end": EQUAL,
+    "layers in evaluation mode with dropout": EQUAL,
+    "frozen BatchNorm that is trained": EQUAL,
+    "gradients of shared parameters not summed": EQUAL,
+    "forward hook registered in on_validation_epoch_end": "the step comes to mul as unit",
+    "clipping in optimizer_step by the norm of one stage": "takes the value of the gradient of self.model",
+    "batches that differ by rank later": "loaded different batches",
+}
+"""Faults of the cut between layers alone, which are equal by units, and those that another check refuses before."""
+SOME_BY_UNITS = (
+    "attribute set in on_train_epoch_end, read before the layers",
+    "BatchNorm by micro-batches",
+    "norm over optimizer.param_groups in a hook",
+    "mean over samples before the layers",
+    "loss that is no mean over samples",
+    "random streams shifted on one rank",
+    "one gradient scaled by 1.0001",
+    "logs merged by the last micro-batch",
+)
+
+
+def check_found_by_units(names: Collection[str]) -> None:
+    numbers = [number for number, fault in enumerate(FAULTS) if fault.name in names]
+    for number, said in zip(numbers, found(numbers, **BY_UNITS), strict=True):
+        fault = FAULTS[number]
+        if fault.name in NOT_FOUND_BY_UNITS:
+            assert NOT_FOUND_BY_UNITS[fault.name] in said, (fault.name, said)
+        else:
+            place = "goes into '" if fault.finds.startswith("goes into") else fault.finds
+            place = "goes into 'outlet'" if fault.name == "alias changed in place by a later layer" else place
+            assert FOUND in said, (fault.name, said)
+            assert place in said.partition("Likely reason")[0], (fault.name, said)
+
+
+def test_seeded_faults_are_found_by_units() -> None:
+    check_found_by_units(SOME_BY_UNITS)
+
+
+@pytest.mark.slow
+def test_every_seeded_fault_is_found_by_units() -> None:
+    check_found_by_units([fault.name for fault in FAULTS if not fault.name.startswith("csp")])
 
 
 class Rich(Net):
@@ -121,6 +166,8 @@ class Returns(Net):
         return x, y.masked_fill(torch.arange(len(y)) < 3, -100)
 
 
+BY_UNITS: dict[str, Any] = {"module": ""}
+
 EQUALS: dict[str, Fault] = {
     "1f1b": Fault("", Rich, "", trainer={"limit_train_batches": 4, "max_epochs": 1}),
     "clipping": Fault("", Rich, "", trainer={"gradient_clip_val": 0.1}),
@@ -142,6 +189,9 @@ EQUALS: dict[str, Fault] = {
     "bf16": Fault("", Net, "", trainer={"precision": "bf16-mixed"}),
     "returned": Fault("", Returns, ""),
     "checkpointed": Fault("", Checkpointed, ""),
+    "by units": Fault("", Rich, "", strategy=BY_UNITS | {"schedule": "kfkb", "microbatches": 4}),
+    "by units, recomputed": Fault("", Single, "", strategy=BY_UNITS | {"recompute": True}),
+    "by units, checkpointed": Fault("", Checkpointed, "", strategy=BY_UNITS | {"schedule": "zero_bubble"}),
     "csp": Fault("", Search, "", strategy={"schedule": "csp"}),
     "csp, cut by batch": Fault("", Search, "", strategy={"schedule": "csp", "schedule_args": {"balanced": True}}),
     "subnets with a flush": Fault("", Search, ""),
