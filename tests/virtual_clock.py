@@ -33,7 +33,7 @@ class VirtualClock(clock.Clock):
         return round(1e9 * self._seconds) + self._nanoseconds
 
     def sleep(self, seconds: float) -> None:
-        self._seconds += seconds
+        self._seconds += seconds or TICK / 1e9
 
     def patch(self, patch: pytest.MonkeyPatch) -> None:
         """Make the package read this clock, in this process and in its forks."""

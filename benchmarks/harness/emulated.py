@@ -4,7 +4,6 @@ valid for order, transport and overhead only."""
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from lightning_pipes.cost import LayerProfile
 from lightning_pipes.cost.layer import at_rows
 from lightning_pipes.engine import Engine, FailureWatch, Item, Stage, make_transport
 from lightning_pipes.ir import Plan, Policy, Program, Span
+from lightning_pipes.ir.clock import read_nanoseconds, read_seconds, sleep
 from lightning_pipes.sim.timeline import Event
 
 SPIN = 0.00005
@@ -30,13 +30,14 @@ def request_realtime_priority() -> None:
 
 
 def pause_until(end: float) -> None:
-    """Return at `end` of the performance counter, to some microseconds. It sleeps, then spins, because a sleep alone
-    ends late by as much as an engine's whole overhead."""
-    left = end - time.perf_counter() - SPIN
+    """Return at `end` of the clock, to some microseconds. It sleeps, then spins, because a sleep alone ends late by as
+    much as an engine's whole overhead."""
+    left = end - read_seconds() - SPIN
     if left > 0:
-        time.sleep(left)
-    while time.perf_counter() < end:
-        os.sched_yield()  # other threads may have the interpreter, as during a real kernel
+        sleep(left)
+    while read_seconds() < end:
+        os.sched_yield()
+        sleep(0.0)  # other threads may have the interpreter, as during a real kernel
 
 
 def sleeping_layer(forward: float, backward: float, weights: float = 0.0, message_bytes: int = 4) -> LayerProfile:
@@ -53,7 +54,7 @@ class _Sleep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
-        end = time.perf_counter() + forward
+        end = read_seconds() + forward
         ctx.backward_seconds = backward
         out = x.clone()
         pause_until(end)
@@ -61,7 +62,7 @@ class _Sleep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        end = time.perf_counter() + ctx.backward_seconds
+        end = read_seconds() + ctx.backward_seconds
         fresh, weight = gradients[0].clone(), torch.zeros(())
         pause_until(end)
         return fresh, weight, None, None
@@ -77,7 +78,7 @@ class _SleepLater(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        pause_until(time.perf_counter() + ctx.backward_seconds)
+        pause_until(read_seconds() + ctx.backward_seconds)
         return gradients[0], None
 
 
@@ -169,10 +170,10 @@ def run_steps(
     spans, events = [], []
     for number, rows in enumerate([*warm_up, *(steps * [plan.jobs[0].rows])]):
         dist.barrier()
-        started = time.monotonic_ns()
+        started = read_nanoseconds()
         engine.inject(Item(number, rows))
         engine.drain()
-        spans.append((started, time.monotonic_ns()))
+        spans.append((started, read_nanoseconds()))
         events.append(tuple(engine.events))
     engine.close()
     return EmulatedStep(tuple(spans[len(warm_up) :]), tuple(events[len(warm_up) :]))

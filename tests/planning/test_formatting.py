@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-import time
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -104,10 +103,12 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(("stream", "shown"), [(Terminal, True), (io.StringIO, False)])
 def test_a_bar_after_a_second(stream, shown, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream())
+    now = [100.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
     with progress_bar("plan") as told:
         told("gpipe", 0.1)
         before = sys.stderr.getvalue()
-        time.sleep(1.05)
+        now[0] += 1.05
         told("kfkb", 0.6)
         told("kfkb", 0.5)  # never back
         after = sys.stderr.getvalue()

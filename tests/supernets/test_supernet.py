@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import time
 from collections import OrderedDict
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 from lightning_pipes.ir import Delayed, InputError
 from lightning_pipes.supernets import ChoiceBlock, SharedLayer, Subnet, Supernet, measure_layer_costs
 from lightning_pipes.supernets.layers import PerChoice
+from tests.virtual_clock import VirtualClock
 
 
 def linear() -> nn.Linear:
@@ -171,16 +171,19 @@ def test_refuses_an_input_without_a_subnet() -> None:
         block()((torch.randn(4, 3), (0, 0)))
 
 
+TIME = VirtualClock()
+
+
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
         ctx.seconds = seconds
-        time.sleep(seconds)
+        TIME.sleep(seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        time.sleep(2 * ctx.seconds)
+        TIME.sleep(2 * ctx.seconds)
         return gradients[0], None
 
 
@@ -200,24 +203,26 @@ def network() -> Supernet:
     return Supernet(nn.Linear(4, 4), first, ChoiceBlock([Slow(0.02), nn.Identity()]), nn.Linear(4, 2))
 
 
-def test_each_candidate_takes_its_time():
+def test_each_candidate_takes_its_time(monkeypatch):
+    TIME.patch(monkeypatch)
     net = network()
     costs = measure_layer_costs(net, torch.randn(2, 4))
-    least = {"0": 0, "1.0": 0.003, "1.1": 0.09, "1.2": 0.006, "2.0": 0.06, "2.1": 0, "3": 0}
-    assert {*costs} == {*least, "1", "2"}
-    assert all(costs[name] >= seconds for name, seconds in least.items())
+    takes = {"0": 0, "1.0": 0.003, "1.1": 0.09, "1.2": 0.006, "2.0": 0.06, "2.1": 0, "3": 0}
+    assert {*costs} == {*takes, "1", "2"}
+    assert {name: costs[name] for name in takes} == pytest.approx(takes)
     assert costs["1"] == pytest.approx((costs["1.0"] + costs["1.1"] + costs["1.2"]) / 3)
     for subnet in ((0, 0), (1, 1), (2, 0)):
         assert {*net.layers_of(subnet)} <= {*costs}
 
 
-def test_layers_without_a_backward():
+def test_layers_without_a_backward(monkeypatch):
     """Nothing before the first candidate is trained."""
+    TIME.patch(monkeypatch)
     first = nn.Linear(4, 4)
     costs = measure_layer_costs(
         Supernet(first, ChoiceBlock([Slow(0.02)]), nn.Linear(4, 2), shared="frozen"), torch.ones(2, 4)
     )
-    assert costs["0"] < costs["1.0"]
+    assert (costs["0"], costs["1.0"]) == (0, pytest.approx(0.06))
 
 
 def test_nothing_changes():

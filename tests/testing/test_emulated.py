@@ -1,8 +1,8 @@
-"""Emulated layers take the time that they are told to, and the benchmark that predicts their steps finds it again."""
+"""Emulated layers take the time that they are told to, by the clock of the package, and the benchmark that predicts
+their steps finds it again."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +14,11 @@ from lightning_pipes.cost import Link
 from lightning_pipes.engine.compute.autograd import SavedForward, backward, enter_stage, leave_stage
 from lightning_pipes.engine.compute.split import backward_inputs
 from lightning_pipes.ir import I, Kind, Span
+from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.sim import simulate
-from lightning_pipes.testing.ranks import scale_timeout
+from tests.virtual_clock import TICK, VirtualClock
 
 ROOT = Path(__file__).parents[2]
-SHARED = scale_timeout(3.0)
-"""Seconds by which a shared machine may be late."""
 
 
 @pytest.fixture
@@ -29,10 +28,19 @@ def fidelity():
     return fidelity
 
 
+@pytest.fixture(autouse=True)
+def virtual_clock(monkeypatch):
+    VirtualClock().patch(monkeypatch)
+
+
 def timed(work):
-    began = time.perf_counter()
+    began = read_seconds()
     result = work()
-    return time.perf_counter() - began, result
+    return read_seconds() - began, result
+
+
+def exactly(seconds):
+    return pytest.approx(seconds, abs=3 * TICK / 1e9)
 
 
 def forward(layer):
@@ -46,9 +54,9 @@ class TestEmulatedLayers:
     def test_take_their_time(self, weights):
         layer = EmulatedLayer(sleeping_layer(0.01, 0.05, weights))
         seconds, saved = forward(layer)
-        assert 0.01 <= seconds < 0.01 + SHARED
+        assert seconds == exactly(0.01)
         seconds, _ = timed(lambda: backward([(saved, [torch.ones(2, 3)])], last=False))
-        assert 0.05 <= seconds < 0.05 + SHARED
+        assert seconds == exactly(0.05)
         assert all(p.grad is not None for p in layer.parameters())
 
     def test_in_two_parts(self):
@@ -56,16 +64,16 @@ class TestEmulatedLayers:
         _, saved = forward(layer)
         first, left = timed(lambda: backward_inputs([(saved, [torch.ones(2, 3)])], last=False))
         assert not left.inseparable
-        assert 0.05 <= first < 0.05 + SHARED
+        assert first == exactly(0.05)
         (entered,) = saved.entered
         assert torch.equal(entered.grad, torch.ones(2, 3))
         second, _ = timed(left.compute)
-        assert 0.2 <= second < 0.2 + SHARED
+        assert second == exactly(0.2)
 
     def test_by_rows_and_speed(self):
         profile = replace(sleeping_layer(0.0, 0.0), forward=((1, 0.01), (2, 0.03)))
         seconds, _ = forward(EmulatedLayer(profile, speed=0.5))
-        assert 0.06 <= seconds < 0.06 + SHARED
+        assert seconds == exactly(0.06)
 
 
 def test_steps_end_with_the_last_rank():

@@ -1,8 +1,7 @@
-"""Somebody runs, reads the report, does what it says, and runs again: emulated layers, which sleep."""
+"""Somebody runs, reads the report, does what it says, and runs again: emulated layers, by a virtual clock."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +17,16 @@ from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import Lit
 from tests.trainer.reports.runs import fit
+from tests.virtual_clock import VirtualClock
 
 SECONDS = 0.006
 """A layer's forward of one sample."""
+TIME = VirtualClock()
 
 
 class Sleeper(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(SECONDS * len(x))
+        TIME.sleep(SECONDS * len(x))
         return super().forward(x)
 
 
@@ -37,7 +38,9 @@ class LitSleepers(Lit):
 
 def run(rank: int, arguments: dict[str, Any]) -> RunRecord:
     strategy = PipelineStrategy(**arguments)
-    fit(LitSleepers(), strategy, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        TIME.patch(patch)
+        fit(LitSleepers(), strategy, 2)
     return strategy.report.record
 
 
@@ -46,10 +49,7 @@ def seconds(record: RunRecord) -> float:
     return record.measured.makespan / 1e9
 
 
-@pytest.mark.slow  # it compares times of two runs
-@pytest.mark.alone
 def test_the_advice_comes_true():
-    """The profile is made by hand: a busy machine would measure another advice."""
     before = run_ranks(run, 2, {"schedule": "1f1b", "microbatches": 4, "partition": [5]}, timeout=90)[0]
     table = tuple((rows, SECONDS * rows) for rows in (1, 2, 4))
     layer = LayerProfile("", table, tuple((rows, SECONDS * rows / 10) for rows, _ in table), output=((1, 48.0),))
@@ -60,6 +60,6 @@ def test_the_advice_comes_true():
     arguments = dict(advice.proposed.arguments)
     assert arguments["partition"] == [3]
     after = seconds(run_ranks(run, 2, arguments, timeout=90)[0])
-    assert after < seconds(before)
-    rows, layers = 2, 3  # the last stage waits for a micro-batch, and runs four: a sleep lasts at least its length
-    assert after >= (1 + 4) * layers * rows * SECONDS
+    rows, layers = 2, 3  # the last stage waits for a micro-batch, and runs four
+    assert seconds(before) == pytest.approx((5 * 4 + 1) * rows * SECONDS, rel=0.02)
+    assert after == pytest.approx((1 + 4) * layers * rows * SECONDS, rel=0.02)

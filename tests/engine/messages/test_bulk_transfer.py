@@ -257,12 +257,12 @@ def trains(rank: int, steps: int, beside: bool) -> tuple[dict[str, torch.Tensor]
 
 def test_training_beside_parcels_is_the_same() -> None:
     steps = 20
-    (alone, before, none), *_ = run_ranks(trains, 2, steps, False)
-    (beside, after, some), *_ = run_ranks(trains, 2, steps, True)
+    (alone, _, none), *_ = run_ranks(trains, 2, steps, False)
+    (beside, seconds, some), *_ = run_ranks(trains, 2, steps, True)
     assert none == 0
     assert some > steps * 1_200_000
     assert all(torch.equal(beside[name], weight) for name, weight in alone.items())
-    assert after < 10 * before + scale_timeout(20), "chunks wait for training, not training for chunks"
+    assert seconds < scale_timeout(30), "chunks wait for training, not training for chunks"
 
 
 def test_ranks_and_keys_that_do_not_exist() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -33,7 +32,7 @@ from lightning_pipes.strategies.interleaved import Interleaved
 from lightning_pipes.strategies.kfkb import KFKB
 from lightning_pipes.strategies.one_f_one_b import OneFOneB
 from lightning_pipes.testing.generators import random_costs, random_plan, tiny_plan, uniform
-from tests.cases import for_each
+from tests.cases import count_calls, for_each
 from tests.ir.programs import pipedream, split
 from tests.sim.links import sending
 from tests.sim.longest_path import starts
@@ -297,18 +296,11 @@ def test_receives_in_odd_places_hold_up_what_comes_after_them():
 
 
 def test_fast_enough_to_search_with():
-    """Eight stages, 64 micro-batches, transfers: a few milliseconds; fails only when something is badly wrong."""
+    """Eight stages, 64 micro-batches, transfers: few calls for each instruction, a few milliseconds."""
     plan, costs = uniform(8, 64, f=1, b=2, link=1)
     program = OneFOneB().program(plan)
     simulate(program, plan, costs)
-    best = min(_seconds(lambda: simulate(program, plan, costs)) for _ in range(5))
-    assert best < 0.2
-
-
-def _seconds(call):
-    began = time.process_time()
-    call()
-    return time.process_time() - began
+    assert count_calls(lambda: simulate(program, plan, costs)) < 12 * sum(map(len, program.head))
 
 
 def test_times_beyond_what_can_be_counted_are_refused():
@@ -414,9 +406,10 @@ def test_a_step_needs_all_micro_batches():
 
 
 def test_large_programs_compile_fast():
-    """64 stages, 512 micro-batches, 130 000 operations; one by one they take ten times as long."""
-    plan = tiny_plan(64, 512)
+    """16 stages, 256 micro-batches, 16 000 operations; one by one they take many times as many calls."""
+    plan = tiny_plan(16, 256)
     program = KFKB(1).program(plan)
-    started = time.process_time()
-    assert len(static.compile_program(program, plan).instructions) == 64 * 512 * 2 + 63 * 512 * 2 + 64
-    assert time.process_time() - started < 10
+    compiled = []
+    calls = count_calls(lambda: compiled.append(static.compile_program(program, plan)))
+    assert len(compiled[0].instructions) == 16 * 256 * 2 + 15 * 256 * 2 + 16
+    assert calls < 30 * len(compiled[0].instructions)

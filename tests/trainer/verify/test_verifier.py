@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import tempfile
-import time
 from collections.abc import Collection
 from functools import cache, partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pipes import MemorySwap, PipelineStrategy
 from lightning_pipes.arrays.array import JobArray
 from lightning_pipes.ir import InputError
-from lightning_pipes.testing.ranks import run_ranks, scale_timeout
+from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.verify import reference
 from tests.trainer.lit import Lit, data, quiet
 from tests.trainer.verify.faults import EQUAL, FAULTS, FOUND, Fault, Net, Search, found, patched, trained
@@ -456,17 +455,15 @@ def ended(rank: int) -> list[str]:
     quiet()
     said = []
     for kind in (Dies, Raises):
-        started = time.monotonic()
         try:
             fitted(kind(), verify=2)
         except Exception as error:
             said.append(str(error))
-        assert time.monotonic() - started < scale_timeout(40)
     return said
 
 
 def test_a_reference_that_ends_is_told_of():
-    for killed, raised in run_ranks(ended, 2):
+    for killed, raised in run_ranks(ended, 2, timeout=80):
         assert "batch 1" in killed
         assert "memory" in killed
         assert "LookupError: not in one process" in raised
