@@ -1,4 +1,4 @@
-"""Many quick cases as one test, which names the first that fails."""
+"""Many quick cases as one test, which names the first that fails; and cases of several tests that share one run."""
 
 from __future__ import annotations
 
@@ -49,6 +49,22 @@ def for_each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[T
         return run  # type: ignore[return-value]
 
     return decorate
+
+
+SELECTED: list[pytest.Item] = []
+"""The tests that this session runs."""
+
+
+def selected_values(test: Callable[..., None], name: str) -> list[Any]:
+    """Return the values of one argument with which this session runs a test, in order.
+
+    Cases that share processes ask for it before they run: those that `-m` or `-k` leave out cost nothing.
+    """
+    return [
+        item.callspec.params[name]
+        for item in SELECTED
+        if isinstance(item, pytest.Function) and item.function.__code__ is test.__code__ and hasattr(item, "callspec")
+    ]
 
 
 def count_calls(work: Callable[[], object]) -> int:

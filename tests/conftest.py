@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import cases
+
 QUEUE_LOCK = Path(__file__)
 MACHINE_LOCK = QUEUE_LOCK.with_name("__init__.py")
 """Files whose locks the workers share. Who wants the room for itself waits in the gate until it is empty, and those who
@@ -30,8 +32,15 @@ LATE = ("torch.profiler", "torch.distributed.fsdp", "torch.distributed.tensor", 
 MODELS = "transformers.models.llama.modeling_llama"
 """What all models of transformers need, a second and a half of each rank."""
 
-QUICK = ("ir", "cost", "sim", "planning")
+LONG = ("trainer", "tune")
+"""Rooms whose files take longest, so they come first."""
+
+QUICK = ("ir", "cost", "sim")
 """Rooms whose tests come late: they are many and short, so all workers end at the same time."""
+
+LONG_TAIL = MACHINE_LOCK.with_name("long_tail.txt")
+"""Lists tests that are left to `make test-full`, as quicker ones look for the same mistakes: as pytest names them, or
+without the brackets if all cases are."""
 
 
 @contextmanager
@@ -97,9 +106,10 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
         return (yield)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What is collected is no garbage: neither this process nor its forks look at it again. Ranks find loaded what the
     tests need."""
+    cases.SELECTED[:] = session.items
     gc.collect()
     gc.freeze()
     if (ranks := sys.modules.get("lightning_pipes.testing.ranks")) is not None:
@@ -107,12 +117,18 @@ def pytest_collection_finish() -> None:
         ranks.PRELOAD += [*(name for name in LATE if name in sys.modules), *models, "tests.warm"]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with tests that run alone come last: the other workers have nothing to finish before, and do not start."""
+    """Tests of the long tail are slow. Files with tests that run alone come last: the other workers have nothing to
+    finish before, and do not start."""
+    tail = {*LONG_TAIL.read_text().splitlines()}
+    for item in items:
+        if item.nodeid in tail or item.nodeid.partition("[")[0] in tail:
+            item.add_marker(pytest.mark.slow)
     alone = {item.path for item in items if item.get_closest_marker("alone") is not None}
 
     def turn(item: pytest.Item) -> int:
         room = item.path.relative_to(MACHINE_LOCK.parent).parts[0]
-        return 2 if item.path in alone else 1 if room in QUICK else 0
+        return 3 if item.path in alone else 0 if room in LONG else 2 if room in QUICK else 1
 
     items.sort(key=turn)

@@ -13,6 +13,7 @@ import pytest
 
 from lightning_pipes.ir import Instruction, Kind, Plan, Policy, RankView
 from lightning_pipes.testing.ranks import run_ranks
+from tests.cases import selected_values
 from tests.trainer.lit import Case, Lit, LitHooked, LitOutside, LitTied, differences, train, train_cases
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -82,10 +83,11 @@ def is_slow(key: tuple[str, int]) -> bool:
 
 
 @cache
-def in_a_pipeline(ranks: int, slow: bool = False) -> dict[tuple[str, int], list[dict[str, Any]]]:
+def in_a_pipeline(ranks: int) -> dict[tuple[str, int], list[dict[str, Any]]]:
     """What each rank found, by case; cases of a number of ranks run in the same processes."""
-    keys = [key for key in CASES if key[1] == ranks and is_slow(key) == slow]
-    found = run_ranks(train_cases, ranks, [CASES[k] for k in keys], ranks, mkdtemp(), timeout=90)
+    selected = {*selected_values(test_parity, "key"), ("1f1b", 4)}
+    keys = [key for key in CASES if key[1] == ranks and key in selected]
+    found = run_ranks(train_cases, ranks, [CASES[k] for k in keys], ranks, mkdtemp(), timeout=180)
     return {key: [of_rank[n] for of_rank in found] for n, key in enumerate(keys)}
 
 
@@ -99,7 +101,7 @@ def on_one_process(key: tuple[str, int]) -> dict[str, Any]:
     [pytest.param(key, id=f"{key[0]} on {key[1]}", marks=[pytest.mark.slow] if is_slow(key) else []) for key in CASES],
 )
 def test_parity(key):
-    ranks, plain = in_a_pipeline(key[1], is_slow(key))[key], on_one_process(key)
+    ranks, plain = in_a_pipeline(key[1])[key], on_one_process(key)
     rows = ranks[0].pop("rows", plain["rows"])
     assert differences(rows, plain["rows"]) == []
     for found in ranks:
@@ -112,7 +114,7 @@ def test_parity(key):
 
 
 def test_every_rank_holds_its_layers_only():
-    ranks = in_a_pipeline(4, False)["1f1b", 4]
+    ranks = in_a_pipeline(4)["1f1b", 4]
     held = [set(found["gradients"][0]) for found in ranks]
     assert all(held)
     assert sum(map(len, held)) == len(set().union(*held))

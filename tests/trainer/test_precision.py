@@ -11,6 +11,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from lightning_pipes.testing.ranks import run_ranks
+from tests.cases import selected_values
 from tests.trainer.lit import Case, Lit, differences, train, train_cases
 
 
@@ -89,10 +90,12 @@ def case(arguments: Any, strategy: dict[str, Any] | None) -> Case:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[Any]:
-    cases = [case(arguments, strategy) for _, arguments, strategy, _ in SETTINGS]
+def ranks(tmp_path_factory) -> dict[int, Any]:
+    numbers = selected_values(test_precision, "number")
+    cases = [case(arguments, strategy) for _, arguments, strategy, _ in (SETTINGS[number] for number in numbers)]
     folder = str(tmp_path_factory.mktemp("precision"))
-    return list(zip(*run_ranks(train_cases, 3, cases, 3, folder, timeout=60), strict=True))
+    by_case = zip(*run_ranks(train_cases, 3, cases, 3, folder, timeout=60), strict=True)
+    return dict(zip(numbers, by_case, strict=True))
 
 
 @pytest.mark.parametrize("number", range(len(SETTINGS)), ids=[name for name, *_ in SETTINGS])

@@ -31,6 +31,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.checkpoint.resumable import ResumableLoader, make_resumable
 from lightning_pipes.trainer.checkpointing import to_native, to_portable
+from tests.cases import selected_values
 from tests.trainer.lit import WIDTH, Lit, data, differences, plain_values, quiet
 from tests.trainers import make_trainer
 
@@ -266,11 +267,11 @@ def is_slow(number: int) -> bool:
 
 
 @cache
-def all_found(slow: bool) -> dict[int, Any]:
+def all_found() -> dict[int, Any]:
     """By case what each rank found; all cases in the same processes."""
-    numbers = [number for number in range(len(CASES)) if is_slow(number) == slow]
+    numbers = selected_values(test_it_is_the_run_that_was_not_interrupted, "number")
     with TemporaryDirectory() as folder:
-        by_rank = run_ranks(all_resumed, 2, folder, numbers, timeout=200)
+        by_rank = run_ranks(all_resumed, 2, folder, numbers, timeout=400)
     return dict(zip(numbers, zip(*by_rank, strict=True), strict=True))
 
 
@@ -282,7 +283,7 @@ def all_found(slow: bool) -> dict[int, Any]:
     ],
 )
 def test_it_is_the_run_that_was_not_interrupted(number):
-    for found in all_found(is_slow(number))[number]:
+    for found in all_found()[number]:
         assert len(found) > 1
         assert {path: wrong for path, wrong in found.items() if wrong} == {}
 

@@ -16,6 +16,7 @@ from lightning_pipes import PipelineStrategy
 from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer import setup
+from tests.cases import selected_values
 from tests.trainer.lit import Lit, data, differences, plain_values, quiet
 from tests.trainer.refused import BareExcept, OwnForward, Penalty, Twice
 from tests.trainer.units.lit_zoo import ALL, draws, read_result, settings_of, train_many, train_zoo
@@ -36,7 +37,8 @@ PARTS = ("losses", "val", "weights", "saved", "optimizer")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """By case, what each of two ranks has."""
     folder = str(tmp_path_factory.mktemp("two"))
-    names = [*ALIKE, *DRAWING]
+    drawing = selected_values(test_random_numbers_do_not_depend_on_the_borders, "name")
+    names = dict.fromkeys(["nine linears", *selected_values(test_two_stages_are_one_process, "name"), *drawing])
     ranks = run_ranks(train_many, 2, [(name, settings_of(name)) for name in names], 2, folder, timeout=300)
     return [dict(zip(names, map(read_result, found), strict=True)) for found in ranks]
 
@@ -56,8 +58,9 @@ def test_two_stages_are_one_process(name: str, trained: list[dict[str, Any]], tm
 def trained_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """By case, what a pipeline of one rank has."""
     folder = str(tmp_path_factory.mktemp("one"))
-    (paths,) = run_ranks(train_many, 1, [(name, settings_of(name)) for name in DRAWING], 1, folder, timeout=300)
-    return dict(zip(DRAWING, map(read_result, paths), strict=True))
+    names = selected_values(test_random_numbers_do_not_depend_on_the_borders, "name")
+    (paths,) = run_ranks(train_many, 1, [(name, settings_of(name)) for name in names], 1, folder, timeout=300)
+    return dict(zip(names, map(read_result, paths), strict=True))
 
 
 @pytest.mark.parametrize("name", DRAWING)

@@ -23,14 +23,16 @@ from lightning_pipes.arrays.array import JobArray
 from lightning_pipes.ir import InputError
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.verify import reference
+from tests.cases import selected_values
 from tests.trainer.lit import Lit, data, quiet
 from tests.trainer.verify.faults import EQUAL, FAULTS, FOUND, Fault, Net, Search, found, patched, trained
 from tests.trainers import make_trainer
 
 
 @cache
-def sentences() -> list[str]:
-    return found(range(len(FAULTS)))
+def sentences() -> dict[int, str]:
+    numbers = selected_values(test_every_seeded_fault_is_found, "number")
+    return dict(zip(numbers, found(numbers), strict=True))
 
 
 @pytest.mark.parametrize("number", range(len(FAULTS)), ids=[fault.name for fault in FAULTS])
@@ -204,7 +206,8 @@ def all_equal(rank: int, names: list[str]) -> list[str]:
 
 @cache
 def said_of_equals() -> dict[str, str]:
-    return dict(zip(EQUALS, run_ranks(all_equal, 2, list(EQUALS), timeout=200)[0], strict=True))
+    names = selected_values(test_equal_modules_raise_no_alarm, "name")
+    return dict(zip(names, run_ranks(all_equal, 2, names, timeout=200)[0], strict=True))
 
 
 class Garbage:
@@ -339,15 +342,16 @@ SLICED: dict[str, tuple[Fault, str]] = {
 }
 
 
-def all_sliced(rank: int) -> list[str]:
+def all_sliced(rank: int, names: list[str]) -> list[str]:
     """No process has room for the whole module."""
     with patched(reference, "no_room_for", lambda module: "there is no room"):
-        return [trained(rank, fault, verify=2) for fault, _ in SLICED.values()]
+        return [trained(rank, SLICED[name][0], verify=2) for name in names]
 
 
 @cache
 def said_of_slices() -> dict[str, str]:
-    return dict(zip(SLICED, run_ranks(all_sliced, 2, timeout=200)[0], strict=True))
+    names = selected_values(test_layers_are_compared_alone_where_there_is_no_room, "name")
+    return dict(zip(names, run_ranks(all_sliced, 2, names, timeout=200)[0], strict=True))
 
 
 @pytest.mark.parametrize("name", SLICED)
