@@ -187,7 +187,7 @@ def main(cfg: DictConfig) -> None:
     if trainer.is_global_zero:
         report = strategy.report
         print(f"supernet    {trainer.global_step} subnets trained, one a batch; {net.space.size} there are")
-        print(f"bubble      predicted {report.bubble_predicted:.1%}, measured {report.bubble_measured:.1%}")
+        print(f"bubble      {report.bubble_measured:.1%}, measured")
         for name, found in tried.items():
             top = max(found, key=lambda t: t.worth)
             print(f"{name:11} accuracy {top.accuracy:.1%} with {top.cost} parameters: {top.choices}")

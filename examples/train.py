@@ -23,6 +23,8 @@ from models import GPT, MLP, ResNetDigits
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipes import OptunaPruning, PipelineStrategy, TimelineLogger
+from lightning_pipes.cost.units import seconds_text
+from lightning_pipes.trainer import PipelineReport
 from lightning_pipes.tune.messages import plain_errors
 
 MODELS: dict[str, type[L.LightningModule]] = {"gpt": GPT, "mlp": MLP, "resnet_digits": ResNetDigits}
@@ -70,6 +72,14 @@ def check(cfg: DictConfig) -> None:
             f"--multirun with trainer.devices={cfg.trainer.devices}: every process would start the whole sweep again; "
             "choose hydra/launcher=job_array, where the runs share one pipeline, or set trainer.devices=1"
         )
+
+
+def describe_bubble(report: PipelineReport) -> str:
+    """The measured bubble, and the predicted one if there is a prediction."""
+    if report.bubble_measured is None:
+        return "none: this run shared its ranks with other runs"
+    predicted = "" if report.bubble_predicted is None else f", {report.bubble_predicted:.1%} predicted before it ran"
+    return f"{report.bubble_measured:.1%} measured{predicted}"
 
 
 def make(kinds: dict[str, Any], settings: DictConfig, **more: Any) -> Any:
@@ -136,7 +146,8 @@ def main(cfg: DictConfig) -> float:
         validated = f", validation {loss['val_loss']:.3f}" if "val_loss" in loss else ", not validated"
         print(f"loss        last batch {loss['train_loss']:.3f}{validated}")
         print(f"{UNITS[cfg.data.name]:11} {speed.labels / max(speed.seconds, 1e-9):.0f}")
-        print(f"bubble      predicted {report.bubble_predicted:.1%}, measured {report.bubble_measured:.1%}")
+        print(f"step        {seconds_text(report.measured.step)} measured. {report.prediction_text}".rstrip())
+        print(f"bubble      {describe_bubble(report)}")
         print(f"checkpoint  {checkpoint.best_model_path or 'none: nothing was validated'}")
         print(f"timeline    {saved.picture}")
         print(f"report      {saved.page}")

@@ -37,8 +37,8 @@ class Change:
     Attributes:
         what: in words.
         arguments: the arguments of PipelineStrategy with the change.
-        seconds: of a step.
-        bubble: the share of all ranks' time in which they idle, 0 to 1.
+        seconds: of a simulated step.
+        bubble: of the simulated step: the mean share of it in which ranks idle, 0 to 1.
         held: the most samples that a rank holds between forward and backward.
         peak_bytes: the most bytes that a rank holds; None where they are not known.
     """
@@ -61,7 +61,8 @@ class Advice:
     """A cause of lost time in a run.
 
     Attributes:
-        sentence: what is slow, and what to change.
+        sentence: what is slow, and what to change. The bubble in it is that of the measured step, and what a change
+            gains is a share of the simulated step.
         proposed: the change that the sentence means; None where it means none that was simulated.
         now: the run as it is, simulated in the way of the changes; None where that can't be.
         changes: all that were simulated, the fastest first.
@@ -107,12 +108,14 @@ def advise_run(record: RunRecord, progress: Progress = lambda what, done: None) 
     tried.sort(key=lambda found: found.trial.step_seconds)
     changes = {_change(model, found.trial): None for found in tried}
     sentence, proposed = _sentence(model, slowest, _proposed(model, slowest, tried))
+    if proposed is not None and tried[0].trial is not proposed:
+        sentence = f"{sentence} {_explain_proposal(model, proposed, tried[0])}"
     return Advice(
         sentence,
         None if proposed is None else _change(model, proposed),
         _change(model, now),
         tuple(changes),
-        (*_limits(model), *_notes(record)),
+        (*_limits(model), *_simulation_notes(model), *_notes(record)),
     )
 
 
@@ -161,13 +164,31 @@ def _best(tried: Iterable[_Tried]) -> _Tried | None:
 
 
 def _proposed(model: WhatIf, slowest: BottleneckRank, tried: Iterable[_Tried]) -> _Tried | None:
-    """Return the best single change; where a stage is slow, other cuts if they bring at least half as much."""
+    """Return the best change. A single one is preferred if it is nearly as good; if a stage is slow, other cuts are
+    preferred if they bring at least half as much."""
+    tried = list(tried)
     singles = [found for found in tried if found.reason != "together"]
-    best = _best(singles)
+    best = _best(tried)
+    alone = _best(singles)
+    if best and alone and alone.trial.step_seconds <= best.trial.step_seconds * (1 + WORTH_IT):
+        best = alone
     cuts = next((found for found in singles if found.reason == "partition"), None)
     if best and cuts and slowest.is_uneven and _gain(model, cuts.trial) >= max(WORTH_IT, _gain(model, best.trial) / 2):
         return cuts
     return best
+
+
+def _explain_proposal(model: WhatIf, proposed: SimulatedTrial, fastest: _Tried) -> str:
+    """Return a sentence that says why the fastest change is not the proposed one."""
+    more = 1 - fastest.trial.step_seconds / proposed.step_seconds
+    if fastest.trial.held > proposed.held:
+        reason = "it holds more samples"
+    elif fastest.reason == "together":
+        reason = "it changes more at once"
+    else:
+        reason = "the slow stage comes first"
+    what = _change(model, fastest.trial).what
+    return f"The fastest row of the table, {what}, is {more:.1%} shorter still, but {reason}."
 
 
 def _differs(trial: SimulatedTrial, now: SimulatedTrial) -> bool:
@@ -184,15 +205,18 @@ def _sentence(model: WhatIf, slowest: BottleneckRank, best: _Tried | None) -> tu
     gain = _gain(model, best.trial) if best else 0.0
     even = 1 - model.with_even_stages() / now.step_seconds
     if slowest.is_uneven and not model.layers_known and even > max(gain, WORTH_IT):
-        return (
-            f"{slowest}{_less_to_do(slowest, model.plan)}; "
-            f"with equal stages a step would take {_less(now.step_seconds, now.step_seconds * (1 - even))}."
-        ), None
+        less = _less_to_do(slowest, model.plan)
+        return f"{slowest}{less}; with equal stages a simulated step is {even:.0%} shorter.", None
     if best is None or gain < WORTH_IT:
-        idle = f"{slowest}, and ranks idle {now.bubble:.0%} of the time"
+        idle = f"{slowest}, and ranks idle {model.bubble:.1%} of the time"
         return (f"{idle}; no change that was simulated makes a step {WORTH_IT:.0%} shorter."), None
-    words = {"partition": _about_cuts, "microbatches": _about_microbatches, "schedule": _about_schedule}[best.reason]
-    step = f"a step would take {_less(now.step_seconds, best.trial.step_seconds)}"
+    words = {
+        "partition": _about_cuts,
+        "microbatches": _about_microbatches,
+        "schedule": _about_schedule,
+        "together": _about_several,
+    }[best.reason]
+    step = f"that makes a simulated step {gain:.0%} shorter"
     return f"{words(model, slowest, best.trial)}; {step}{_assumed(model, best.trial)}.", best.trial
 
 
@@ -211,10 +235,11 @@ def _about_cuts(model: WhatIf, slowest: BottleneckRank, trial: SimulatedTrial) -
 
 
 def _about_microbatches(model: WhatIf, slowest: BottleneckRank, trial: SimulatedTrial) -> str:
-    now = model.now
-    bubble = f" would make it {trial.bubble:.0%}" if trial.bubble < now.bubble else ""
-    change = f"{trial.n_microbatches} micro-batches instead of {now.n_microbatches}{bubble}"
-    return f"{_idle(model, slowest)}: {change}"
+    return f"{_idle(model, slowest)}: take {trial.n_microbatches} micro-batches instead of {model.now.n_microbatches}"
+
+
+def _about_several(model: WhatIf, slowest: BottleneckRank, trial: SimulatedTrial) -> str:
+    return f"{_idle(model, slowest)}: take {_change(model, trial).what}"
 
 
 def _about_schedule(model: WhatIf, slowest: BottleneckRank, trial: SimulatedTrial) -> str:
@@ -227,12 +252,8 @@ def _about_schedule(model: WhatIf, slowest: BottleneckRank, trial: SimulatedTria
 
 
 def _idle(model: WhatIf, slowest: BottleneckRank) -> str:
-    idle = f"anks idle {model.now.bubble:.0%} of the time"
+    idle = f"anks idle {model.bubble:.1%} of the time"
     return f"{slowest}, and r{idle}" if slowest.is_uneven else f"R{idle}"
-
-
-def _less(before: float, after: float) -> str:
-    return f"{seconds_text(1e9 * after)} instead of {seconds_text(1e9 * before)}"
 
 
 def _assumed(model: WhatIf, trial: SimulatedTrial) -> str:
@@ -282,16 +303,20 @@ def _limits(model: WhatIf) -> Iterator[str]:
         yield "Bytes are not known, so a change that holds more micro-batches may not fit."
 
 
+def _simulation_notes(model: WhatIf) -> Iterator[str]:
+    """Yield a sentence if the run, simulated like the changes, is far from the measured step."""
+    measured = model.measured_seconds
+    off = model.now.step_seconds / measured - 1 if measured else 0.0
+    if abs(off) > 0.1:
+        now, took = (seconds_text(1e9 * seconds) for seconds in (model.now.step_seconds, measured))
+        yield (
+            f"Changes are simulated with the median time of each operation. The run as it is takes {now} in that "
+            f"simulation, and {took} were measured ({off:+.0%}): the gains of changes are no more exact than that."
+        )
+
+
 def _notes(record: RunRecord) -> Iterator[str]:
     yield from _queue_notes(record)
-    if record.measured is not None and record.measured.makespan:
-        off = record.predicted.makespan / record.measured.makespan - 1
-        if abs(off) > 0.1:
-            predicted, took = (seconds_text(t.step) for t in (record.predicted, record.measured))
-            yield (
-                f"The simulator predicts {predicted} for this step and {took} were measured ({off:+.0%}): "
-                "what it says of changes is no more exact than that."
-            )
     if record.between is not None:
         inside = record.displayed_timeline.makespan / 1e9
         share = record.between / max(record.between + inside, 1e-12)

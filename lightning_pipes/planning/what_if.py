@@ -36,7 +36,7 @@ class SimulatedTrial:
     Attributes:
         schedule: what ordered it.
         fit: its plan, and the seconds and bytes that come of it.
-        bubble: the share of all ranks' time in which they idle, 0 to 1.
+        bubble: of the simulated step: the mean share of it in which ranks idle, 0 to 1.
         held: the most samples that a rank holds between forward and backward.
     """
 
@@ -89,6 +89,18 @@ class WhatIf:
         """The run itself."""
         layers = self.plan.layers if self.layers_known else self._each_its_own
         return self._evaluated(self.schedule, replace(self.plan, layers=layers))
+
+    @property
+    def bubble(self) -> float:
+        """The bubble of the run: of the measured step, if one was measured."""
+        return self._record.displayed_timeline.mean_bubble
+
+    @property
+    def measured_seconds(self) -> float:
+        """Seconds of the measured step; 0 if nothing was measured, or if batches overlap and fill the pipeline only
+        once."""
+        measured = self._record.measured
+        return measured.makespan / 1e9 if measured is not None and measured.batches == 1 else 0.0
 
     @property
     def rows(self) -> int:

@@ -102,6 +102,11 @@ class Timeline:
         return tuple(1 - b / self.makespan if self.makespan else 0.0 for b in self.busy)
 
     @property
+    def mean_bubble(self) -> float:
+        """The bubble: the mean share of the makespan that ranks idle, 0 to 1."""
+        return sum(self.bubble) / len(self.bubble)
+
+    @property
     def efficiency(self) -> float:
         """Busy time of the slowest rank over the makespan, 0 to 1."""
         return max(self.busy) / self.makespan if self.makespan else 0.0

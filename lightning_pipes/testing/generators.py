@@ -194,8 +194,8 @@ def record_of(
 ) -> RunRecord:
     """Return a run of layers with these milliseconds of forward for `rows` rows, the rows of a micro-batch.
 
-    What was "measured" is the same simulated with every time 2 % longer. Layers are counted evenly to stages unless
-    `cuts` gives the first layers of stages; they are `known` or not.
+    What was "measured" is what was predicted with every time 2 % longer, and the replay takes the times of that. Layers
+    are counted evenly to stages unless `cuts` gives the first layers of stages; they are `known` or not.
     """
     made = make_schedule(schedule, **settings)
     where = made.place_stages(ranks)
@@ -213,12 +213,14 @@ def record_of(
         costs,
         seconds={key: tuple((r, 1.02 * t) for r, t in table) for key, table in costs.seconds.items()},
     )
+    predicted = replace(simulate(order, plan, costs), name="predicted")
     measured = replace(simulate(order, plan, slower), name="measured", regimes=None)
     costs = CostModel.from_timelines(measured, base=costs)
     return RunRecord(
-        replace(simulate(order, plan, costs), name="predicted"),
+        predicted,
         costs,
         measured,
+        replace(simulate(order, plan, costs), name="replayed"),
         schedule,
         settings,
         profile if known else None,

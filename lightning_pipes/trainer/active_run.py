@@ -21,6 +21,7 @@ from lightning_pipes.trainer.loop.evaluation import Evaluation
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.stopping import StopAgreement
+from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.relocation.gathering import gather_layers
@@ -112,9 +113,18 @@ def describe_run(strategy: PipelineHost, siblings: int) -> RunInfo:
         profile=decision.profile,
         facts={k: v for k, v in facts.items() if v},
         choice="\n".join(filter(None, [decision.table, decision.why, decision.cut_reason])) if decision.profile else "",
-        predicted=decision.computing,
+        predicted=decision.predict_step(),
+        unpredicted=_explain_missing_prediction(decision),
         siblings=siblings,
     )
+
+
+def _explain_missing_prediction(decision: Decision) -> str:
+    """Return why a decision predicts no step, as a clause."""
+    if decision.profile is not None:
+        return "batches overlap, so that there is no single step to predict"
+    why = f" ({decision.why})" if decision.why else ""
+    return f"the layers were not measured before training{why}"
 
 
 def gather_run(
@@ -165,4 +175,5 @@ def gather_run(
     if weights:
         about = replace(about, facts={**about.facts, "micro-batches weighed by": weights})
     about = replace(about, stages=stages, memory=memories, measured=measured, monitored=monitored, peaks=peaks)
+    about = replace(about, steps=len(steps))
     return list(windows), about

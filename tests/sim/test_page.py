@@ -67,7 +67,7 @@ def test_inputs_that_waited_are_in_the_report_the_page_and_the_advice():
     """
     plan, costs = uniform(2, 4, f=10, b=20, link=30)
     ran = simulate(OneFOneB().program(plan), plan, costs)
-    record = replace(record_of([1, 1], 2, 4), predicted=ran, measured=ran)
+    record = replace(record_of([1, 1], 2, 4), predicted=ran, measured=ran, replayed=ran)
     assert sorted(record.queues_text.splitlines()) == [
         "stage 0, gradients: 0.2 waited on average, slack 0; 3 of 4 launches stalled, 150 ns in all",
         "stage 1, activations: 0.5 waited on average, slack 0; 2 of 4 launches stalled, 100 ns in all",
@@ -84,7 +84,7 @@ def test_inputs_that_waited_are_in_the_report_the_page_and_the_advice():
     )
     plan, costs = uniform(2, 8, f=10, b=20, link=1)
     ran = simulate(KFKB(4).program(plan), plan, costs)
-    notes = advise_run(replace(record_of([1, 1], 2, 8), predicted=ran, measured=ran)).notes
+    notes = advise_run(replace(record_of([1, 1], 2, 8), predicted=ran, measured=ran, replayed=ran)).notes
     assert any("an input waited at every launch: no rank stalled" in note for note in notes)
 
 
@@ -101,8 +101,9 @@ def test_it_needs_nothing_else():
 
 def test_it_holds_every_event():
     data = data_of(page(RECORD, NOTHING))
-    assert [panel["name"] for panel in data["panels"]] == ["measured", "predicted"]
-    for panel, timeline in zip(data["panels"], (RECORD.measured, RECORD.predicted), strict=True):
+    assert [panel["name"] for panel in data["panels"]] == ["measured", "predicted", "replayed"]
+    shown = (RECORD.measured, RECORD.predicted, RECORD.replayed)
+    for panel, timeline in zip(data["panels"], shown, strict=True):
         columns = panel["events"]
         found = zip(columns["rank"], columns["kind"], columns["stage"], columns["span"], columns["start"], strict=True)
         held = [
@@ -115,7 +116,7 @@ def test_it_holds_every_event():
             e.end for e in timeline.events
         ]
     assert data["slow"] == 2
-    assert data["memory"]["peaks"] == list(RECORD.predicted.peak_bytes)
+    assert data["memory"]["peaks"] == list(RECORD.peak_bytes)
 
 
 def test_names_can_hold_anything():
@@ -139,18 +140,19 @@ def test_why_it_was_chosen():
 
 
 def test_a_plan_has_one_panel_and_says_that_nothing_ran():
-    text = page(replace(RECORD, measured=None), NOTHING)
+    text = page(replace(RECORD, measured=None, replayed=None), NOTHING)
     assert [panel["name"] for panel in data_of(text)["panels"]] == ["predicted"]
     assert "Pipeline plan: 1f1b" in text
-    assert "predicted (" not in text
+    assert "before it ran" not in text
+    assert "replayed" not in text.lower().partition("<script>")[0]
 
 
 def test_without_bytes_there_is_no_memory_curve():
     costs = replace(RECORD.costs, activation_bytes=(), weight_bytes=(), state_bytes=(), working_bytes=())
-    bare = replace(RECORD, costs=costs, predicted=replace(RECORD.predicted, peak_bytes=(0,) * 4))
+    bare = replace(RECORD, costs=costs, replayed=replace(RECORD.replayed, peak_bytes=(0,) * 4))
     text = page(bare, NOTHING)
     assert data_of(text)["memory"] is None
-    assert "peak memory" not in text
+    assert "tensors" not in text
 
 
 def test_a_limit_is_shown_where_it_is_near():
@@ -194,11 +196,71 @@ def test_the_regime_of_the_prediction_and_its_meaning():
     record = RECORD
     for regime in ("asynchronous", "shared"):
         plan, costs = record.plan, replace(record.costs, regime=regime)
-        predicted = replace(simulate(record.predicted.program(), plan, costs), name="predicted")
-        text = page(replace(record, predicted=predicted), NOTHING)
-        assert f"Predicted with {Regime(regime).label}: {Regime(regime).description}." in text
+        ran = simulate(record.replayed.program(), plan, costs)
+        shown = replace(record, predicted=replace(ran, name="predicted"), replayed=replace(ran, name="replayed"))
+        text = page(shown, NOTHING)
+        assert f"Simulated with {Regime(regime).label}: {Regime(regime).description}." in text
         headings = [panel["heading"] for panel in data_of(text)["panels"]]
-        assert [Regime(regime).label in heading for heading in headings] == [False, True]
+        assert [Regime(regime).label in heading for heading in headings] == [False, True, True]
+
+
+def tiles_of(text: str) -> dict[str, str]:
+    """What the tiles of a page say, by their words."""
+    return {words: value for value, words in re.findall(r'class="tile"><b>(.*?)</b><span>(.*?)</span>', text)}
+
+
+def test_a_prediction_is_not_the_replay():
+    """Twice as long predicted as measured; the replay knows the measured times, and is right by making."""
+    wrong = record_of([4] * 6 + [8] * 3 + [4] * 3, 4, 8).predicted
+    text = page(replace(RECORD, predicted=wrong), NOTHING)
+    off = wrong.makespan / RECORD.measured.makespan - 1
+    assert off > 0.9
+    assert tiles_of(text)[f"a step as predicted before it ran ({off:+.0%})"] == seconds_text(wrong.makespan)
+    _, predicted, replayed = (panel["heading"] for panel in data_of(text)["panels"])
+    assert predicted.startswith(f"{seconds_text(wrong.makespan)}, before it ran")
+    assert replayed.startswith(f"{seconds_text(RECORD.replayed.makespan)}, from the measured time of each operation")
+    assert RECORD.replayed.makespan == pytest.approx(RECORD.measured.makespan, rel=1e-3)
+
+
+def test_without_a_prediction_the_page_says_so():
+    why = "the layers were not measured before training"
+    text = page(replace(RECORD, predicted=None, unpredicted=why), NOTHING)
+    assert tiles_of(text)[why] == "No prediction"
+    assert [panel["name"] for panel in data_of(text)["panels"]] == ["measured", "replayed"]
+    assert "bubble, predicted" not in text
+
+
+def test_a_page_has_one_bubble_for_one_step():
+    """The tile and the table of ranks are of the measured step; what is simulated is called so."""
+    text = page(RECORD, advise_run(RECORD))
+    bubble = f"{RECORD.bubble:.1%}"
+    assert tiles_of(text)["bubble: the mean share of the step in which ranks idle"] == bubble
+    rows = [re.sub(r"<[^>]*>", "|", row) for row in re.findall(r"<tr[^>]*>(.*?)</tr>", text, re.DOTALL)]
+    (as_measured,) = [row for row in rows if "as measured" in row]
+    assert bubble in as_measured
+    assert any("as it is, simulated" in row for row in rows)
+
+
+def test_resident_memory_and_tensors_are_not_compared():
+    peaks = (28_900_000,) * 4
+    cpu, gpu = (replace(RECORD, peaks=peaks, memory=memory) for memory in ((None,) * 4, (2**36,) * 4))
+    tensors, resident = cpu.memory_text.split(". Resident memory of the processes, beyond their imports: ")
+    assert tensors.startswith("Peak memory of tensors, estimated: ")
+    assert "By the same estimate this batch needs " in tensors
+    assert "27.6 MiB" in resident
+    assert "in one process" not in resident
+    assert ". Allocated on GPUs at most: 27.6 MiB on rank 0" in gpu.memory_text
+    assert "process at most" in page(cpu, NOTHING)
+    assert "allocated at most" in page(gpu, NOTHING)
+
+
+def test_a_sibling_has_no_bubble_of_its_own():
+    text = page(replace(RECORD, siblings=3), NOTHING)
+    body = text.partition('<script type="application/json"')[0]
+    assert "bubble" not in body.replace("no bubble of its own", "").replace("has the bubble of all siblings", "")
+    assert "idle" not in body.partition("</style>")[2]
+    assert not any(panel["bubble"] for panel in data_of(text)["panels"])
+    assert replace(RECORD, siblings=3).bubble is None
 
 
 def test_steps_that_scatter():

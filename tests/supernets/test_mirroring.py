@@ -81,7 +81,7 @@ def test_validation_and_whole_module_have_the_newest_layers() -> None:
 
 def validated(rank: int) -> tuple[float, float, int, tuple[float, float]]:
     """The value logged last, that of the module after training, by how much a group of its optimizer has grown, and the
-    bubbles of the report, predicted and measured."""
+    bubbles of the report, replayed and measured."""
     quiet()
     torch.set_num_threads(1)
     module = new_module("sequential", kind=Cut)
@@ -96,7 +96,7 @@ def validated(rank: int) -> tuple[float, float, int, tuple[float, float]]:
     with torch.no_grad():
         mean = sum(float(module.validated(batch)) for batch in loader(3)) / 3
     more = len(trainer.optimizers[0].param_groups[0]["params"]) - len(list(module.parameters()))
-    return logged, mean, max(0, more), (strategy.report.bubble_predicted, strategy.report.bubble_measured)
+    return logged, mean, max(0, more), (strategy.report.bubble_replayed, strategy.report.bubble_measured)
 
 
 def test_a_killed_rank_ends_all_and_training_goes_on_on_more() -> None:

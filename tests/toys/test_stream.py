@@ -125,7 +125,7 @@ def fit(rank: int, ranks: int, folder: str, resume: str | None = None, dies_at: 
     )
     loader = DataLoader(Batches(seconds if rank == ranks - 1 else 0.0), batch_size=None)
     trainer.fit(module, loader, loader, ckpt_path=resume, weights_only=False)
-    bubbles = strategy.report.bubble_predicted, strategy.report.bubble_measured
+    bubbles = strategy.report.bubble_replayed, strategy.report.bubble_measured
     return {
         "weights": plain_values(dict(module.state_dict())),
         "losses": seen.losses,

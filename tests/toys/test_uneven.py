@@ -34,12 +34,12 @@ def uneven(rank: int, folder: str) -> tuple[Any, Any, Any]:
     plan, costs = report.record.plan, report.record.costs
     again = simulate(make_schedule("uneven").program(plan), plan, costs.with_recorded_times(report.measured))
     report.save(f"{folder}/report{rank}")  # advice and page know such a plan, too
-    return found, keep.plans, (plan, report.predicted.makespan, again.makespan)
+    return found, keep.plans, (plan, report.replayed.makespan, again.makespan)
 
 
-def test_gradients_are_those_of_one_process_and_the_prediction_that_of_this_plan() -> None:
+def test_gradients_are_those_of_one_process_and_the_replay_that_of_this_plan() -> None:
     alone = train(Case(LitOutside, trainer={"max_epochs": 2}, evaluate=True), 1, mkdtemp())
-    for found, plans, (plan, predicted, simulated) in run_ranks(uneven, 2, mkdtemp(), timeout=120):
+    for found, plans, (plan, replayed, simulated) in run_ranks(uneven, 2, mkdtemp(), timeout=120):
         for key in ("outputs", "metrics", "weights", "rates", "steps", "validated", "tested", "predicted"):
             assert differences(found[key], alone[key]) == []
         for ours, theirs in zip(found["gradients"], alone["gradients"], strict=True):
@@ -48,4 +48,4 @@ def test_gradients_are_those_of_one_process_and_the_prediction_that_of_this_plan
             assert (each.spans(Kind.F, 0), each.spans(Kind.B, 0)) == EIGHT or each.jobs[0].rows == 6
             assert each.spans(Kind.B, 1) != each.spans(Kind.B, 0)
         assert (plan.spans(Kind.F, 0), plan.spans(Kind.B, 0)) == EIGHT
-        assert predicted == simulated > 0
+        assert replayed == simulated > 0

@@ -131,16 +131,22 @@ def picture_json(record: RunRecord) -> str:
 
 
 def timelines(record: RunRecord) -> list[tuple[str, Timeline]]:
-    """Return the timelines that are shown, by name: measured first."""
+    """Return the timelines that are shown, by name: measured first, then predicted, and the replay last."""
     found = [] if record.measured is None else [(record.measured.name, record.measured)]
-    return [*found, ("predicted", record.predicted)]
+    if record.predicted is not None:
+        found.append(("predicted", record.predicted))
+    if record.replayed is not None:
+        found.append(("replayed", record.replayed))
+    return found
 
 
 def _picture(record: RunRecord) -> dict[str, Any]:
     shown = timelines(record)
     tables = _Tables()
     slowest = BottleneckRank.from_timeline(record.displayed_timeline)
-    panels = [_panel(name, timeline, tables) for name, timeline in shown]
+    notes = {} if record.measured is None else PANEL_NOTES
+    shares = record.siblings == 1
+    panels = [_panel(name, timeline, tables, notes.get(name, ""), shares) for name, timeline in shown]
     return {
         "ranks": record.plan.n_ranks,
         "span": max(1, *(timeline.makespan for _, timeline in shown)),
@@ -165,7 +171,11 @@ class _Tables:
 _COLUMNS = ("rank", "kind", "stage", "job", "batch", "chunk", "label", "span", "target", "start", "took")
 
 
-def _panel(name: str, timeline: Timeline, tables: _Tables) -> dict[str, Any]:
+PANEL_NOTES = {"predicted": "before it ran", "replayed": "from the measured time of each operation; no prediction"}
+"""What tells the simulated timelines of a measured step apart."""
+
+
+def _panel(name: str, timeline: Timeline, tables: _Tables, note: str, has_bubble: bool) -> dict[str, Any]:
     kinds = {kind: number for number, kind in enumerate(Kind)}
     labels = Labels(timeline.plan, timeline.events)
     rows: list[Sequence[int]] = []
@@ -189,9 +199,9 @@ def _panel(name: str, timeline: Timeline, tables: _Tables) -> dict[str, Any]:
     columns = zip(*rows, strict=True) if rows else ([] for _ in _COLUMNS)
     return {
         "name": name,
-        "heading": ", ".join(filter(None, [seconds_text(timeline.makespan), timeline.regime])),
+        "heading": ", ".join(filter(None, [seconds_text(timeline.makespan), note, timeline.regime])),
         "makespan": timeline.makespan,
-        "bubble": [round(share, 4) for share in timeline.bubble],
+        "bubble": [round(share, 4) for share in timeline.bubble] if has_bubble else [],
         "events": {column: list(values) for column, values in zip(_COLUMNS, columns, strict=True)},
     }
 
@@ -206,7 +216,7 @@ def _memory(record: RunRecord, name: str, timeline: Timeline) -> dict[str, Any] 
     counted = [limit for limit, peak in zip(limits, peaks, strict=True) if limit and limit < 2 * peak]
     dashed = "; dashed: what its device has" if counted else ""
     return {
-        "title": f"memory of each rank by the cost model, along the {name} timeline, and its peak{dashed}",
+        "title": f"tensors of each rank, estimated along the {name} timeline, and their peak{dashed}",
         "curves": [[list(column) for column in zip(*curve, strict=True)] for curve in curves],
         "peaks": peaks,
         "limits": limits,

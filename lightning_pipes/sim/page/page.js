@@ -76,7 +76,7 @@
       for (let r = 0; r < ranks; r++) {
         const middle = panel.top + r * row + row / 2;
         make("text", { x: 0, y: middle + 4, class: r === data.slow ? "name" : "soft" }, svg, `rank ${r}`);
-        make("text", { x: width - RIGHT + 8, y: middle + 4, class: "soft" }, svg, `${Math.round(100 * panel.bubble[r])}% idle`);
+        make("text", { x: width - RIGHT + 8, y: middle + 4, class: "soft" }, svg, panel.bubble.length ? `${Math.round(100 * panel.bubble[r])}% idle` : "");
       }
       const group = make("g", { "clip-path": "url(#plot)" }, svg);
       const idle = make("path", { class: "idle" }, group);
@@ -240,7 +240,7 @@
         if (e.start[n] - near > t) break;
         if (e.start[n] + e.took[n] + near >= t) return words(panel, n);
       }
-      return [`idle on rank ${r}, ${panel.name}`, `at ${seconds(Math.max(0, t))}`];
+      return [`${panel.bubble.length ? "idle" : "nothing of this sibling"} on rank ${r}, ${panel.name}`, `at ${seconds(Math.max(0, t))}`];
     }
     if (data.memory && py >= data.memory.top) {
       const r = Math.floor((py - data.memory.top) / memoryRow);

@@ -13,7 +13,7 @@ from lightning_pipes.cost.units import bytes_text, seconds_text
 from lightning_pipes.ir import Kind
 from lightning_pipes.sim.page.charts import SENT, charts, picture_json, timelines
 from lightning_pipes.sim.shown.compare import BottleneckRank
-from lightning_pipes.sim.shown.memory_use import MEASURED, estimate_alternatives
+from lightning_pipes.sim.shown.memory_use import estimate_alternatives
 from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.sim.simulator import SLOW, Spread, draw_spread
 from lightning_pipes.sim.timeline import WORDS, Timeline
@@ -71,9 +71,7 @@ def page(record: RunRecord, finding: SimulatedAdvice) -> str:
         legend="".join(f'<li><i style="background:var(--{kind}0)"></i>{escape(word)}</li>' for kind, word in legend),
         described=escape(_described(record), quote=True),
         sections="\n".join(_sections(record, finding)),
-        footer=escape(
-            f"Times are medians of the last steps; bubble is {_bubble(record)}, as a share of a step. {_world(record)}"
-        ),
+        footer=escape(" ".join(filter(None, [_definitions(record), _world(record)]))),
         data=picture_json(record),
         script=(here / "page.js").read_text(encoding="utf-8"),
     )
@@ -93,38 +91,53 @@ def _subtitle(record: RunRecord) -> str:
     return ", ".join([*facts, *record.facts.values()])
 
 
-def _bubble(record: RunRecord) -> str:
-    return "time that ranks idle" if record.siblings == 1 else "time that ranks did not compute for this sibling"
+def _definitions(record: RunRecord) -> str:
+    """Return what the words of the page mean."""
+    found = ["Times of operations are medians of the last steps."] if record.measured else []
+    if record.siblings == 1:
+        found.append("The bubble is the share of a step in which ranks do not compute, the mean of all ranks.")
+    if record.measured:
+        found.append(
+            "Measured is the most typical of the last steps. Replayed is that step, simulated with the measured time "
+            "of each operation. Predicted is what was simulated before it ran."
+        )
+    return " ".join(found)
 
 
 def _world(record: RunRecord) -> str:
-    """Return a sentence on the regimes of the prediction."""
-    regimes = record.predicted.regimes or ()
-    meaning = "; ".join(f"{each.label}: {each.description}" for each in regimes)
-    return f"Predicted with {meaning or record.predicted.regime}." if record.predicted.regime else ""
+    """Return a sentence on the regimes of the simulation."""
+    simulated = record.simulated_timeline
+    meaning = "; ".join(f"{each.label}: {each.description}" for each in simulated.regimes or ())
+    return f"Simulated with {meaning or simulated.regime}." if simulated.regime else ""
 
 
 def _scattered(record: RunRecord) -> Spread | None:
     """Return the steps to be expected where each operation takes now this and now that; None where they hardly differ,
     or where there are too many operations to be simulated again and again."""
-    if not record.costs.scatter or record.siblings > 1 or len(record.predicted.events) > MOST_DRAWN:
+    simulated = record.simulated_timeline
+    if not record.costs.scatter or record.siblings > 1 or len(simulated.events) > MOST_DRAWN:
         return None
-    found = draw_spread(record.predicted.program(), record.predicted.plan, record.costs)
+    found = draw_spread(simulated.program(), simulated.plan, record.costs)
     return found if found.mean > SCATTERED * found.steady else None
 
 
 def _tiles(record: RunRecord) -> list[tuple[str, str]]:
     shown, slowest = record.displayed_timeline, BottleneckRank.from_timeline(record.displayed_timeline)
-    bubble = sum(shown.bubble) / len(shown.bubble)
     of = "" if shown.batches == 1 else f", of {shown.batches} batches that overlap in {seconds_text(shown.makespan)}"
     found = [
         (
             seconds_text(shown.step),
-            f"a step of the pipeline{of}" + (_predicted(record) if record.measured else ", predicted"),
+            f"a step of the pipeline{of}, {'measured' if record.measured else 'predicted'}",
         ),
-        (f"{bubble:.0%}", f"bubble: {_bubble(record)}"),
-        (f"{shown.efficiency:.0%}", "efficiency: the busiest rank's share"),
     ]
+    if record.measured is not None and record.predicted is not None and record.siblings == 1:
+        off = record.predicted.makespan / max(shown.makespan, 1) - 1
+        found.append((seconds_text(record.predicted.step), f"a step as predicted before it ran ({off:+.0%})"))
+    elif record.prediction_text:
+        found.append(("No prediction", record.unpredicted or "the times of layers were not known before training"))
+    if record.bubble is not None:
+        found.append((f"{record.bubble:.1%}", "bubble: the mean share of the step in which ranks idle"))
+        found.append((f"{shown.efficiency:.1%}", "efficiency: the busiest rank's share of the step"))
     if slowest.others and slowest.is_uneven:
         name = slowest.name[0].upper() + slowest.name[1:]
         found.append((name, f"the slowest: {slowest.ratio:.2g}x {slowest.others}"))
@@ -142,18 +155,9 @@ def _tiles(record: RunRecord) -> list[tuple[str, str]]:
     if record.between is not None:
         steps = "steps" if shown.batches == 1 else "windows"
         found.append((seconds_text(1e9 * record.between), f"between two {steps}: data, optimizer, logs"))
-    if any(shown.peak_bytes or record.predicted.peak_bytes):
-        peak = max(record.predicted.peak_bytes)
-        if peak:
-            found.append((bytes_text(peak), "peak memory of a rank, by the cost model"))
+    if record.peak_bytes:
+        found.append((bytes_text(max(record.peak_bytes)), "peak of a rank's tensors, estimated"))
     return found
-
-
-def _predicted(record: RunRecord) -> str:
-    if record.siblings > 1:
-        return f"; alone it would take {seconds_text(record.predicted.step)}, as simulated"
-    off = record.predicted.makespan / max(record.displayed_timeline.makespan, 1) - 1
-    return f"; predicted {seconds_text(record.predicted.step)} ({off:+.0%})"
 
 
 def _described(record: RunRecord) -> str:
@@ -171,7 +175,7 @@ def _sections(record: RunRecord, finding: SimulatedAdvice) -> Iterable[str]:
     if record.queues_text:
         yield _section("Inputs that waited", _queues(record))
     if finding.changes and finding.now:
-        yield _section("What was simulated", _changes(finding))
+        yield _section("What was simulated", _changes(record, finding))
     if finding.notes:
         yield _section(
             "Notes", '<ul class="notes">' + "".join(f"<li>{escape(n)}</li>" for n in finding.notes) + "</ul>"
@@ -208,12 +212,14 @@ def _table(heads: Mapping[str, bool], rows: Iterable[tuple[str, Sequence[str]]])
 
 def _ranks(record: RunRecord) -> str:
     shown, slowest = record.displayed_timeline, BottleneckRank.from_timeline(record.displayed_timeline)
-    peaks = record.predicted.peak_bytes if any(record.predicted.peak_bytes) else ()
-    heads = {"rank": False, "stages": False, "busy": True, "bubble": True}
-    heads |= {"predicted": True} if record.measured else {}
-    measured = record.peaks if any(record.peaks) and record.siblings == 1 else ()
-    heads |= {"peak memory, predicted" if measured else "peak memory": True} if peaks else {}
-    heads |= {"peak memory, measured": True} if measured else {}
+    peaks, alone = record.peak_bytes, record.siblings == 1
+    predicted = record.predicted if record.measured and alone else None
+    heads = {"rank": False, "stages": False, "busy": True}
+    heads |= {"bubble": True} if alone else {}
+    heads |= {"bubble, predicted": True} if predicted else {}
+    measured = record.peaks if any(record.peaks) and alone else ()
+    heads |= {"tensors at most": True} if peaks else {}
+    heads |= {"process at most" if record.peaks_are_resident else "allocated at most": True} if measured else {}
     rows = []
     for rank, stages in enumerate(record.plan.stages):
         busy = 1 - shown.bubble[rank]
@@ -221,13 +227,13 @@ def _ranks(record: RunRecord) -> str:
             str(rank),
             ", ".join(map(str, stages)),
             f'{busy:.0%}<span class="meter"><i style="width:{busy:.1%}"></i></span>',
-            f"{shown.bubble[rank]:.1%}",
-            *([f"{record.predicted.bubble[rank]:.1%}"] if record.measured else []),
+            *([f"{shown.bubble[rank]:.1%}"] if alone else []),
+            *([f"{predicted.bubble[rank]:.1%}"] if predicted else []),
             *([bytes_text(peaks[rank])] if peaks else []),
             *([bytes_text(measured[rank] or 0)] if measured else []),
         ]
         rows.append(("slow" if rank == slowest.rank and slowest.is_uneven else "", cells))
-    return _section("Ranks", _table(heads, rows) + _alternatives(record, bool(measured)))
+    return _section("Ranks", _table(heads, rows) + _memory_hint(record, bool(measured)))
 
 
 def _queues(record: RunRecord) -> str:
@@ -250,16 +256,22 @@ def _queues(record: RunRecord) -> str:
     return _table(heads, rows) + f"<p>{note}</p>"
 
 
-def _alternatives(record: RunRecord, measured: bool) -> str:
+def _memory_hint(record: RunRecord, measured: bool) -> str:
     """Return a hint on the columns of memory, and what other ways of training would need."""
-    found = estimate_alternatives(record.plan, record.costs)
-    if found is None or not any(record.predicted.peak_bytes):
-        return ""
-    text = (
-        f"Predicted are tensors{f'; measured is memory {MEASURED}' if measured else ''}. Estimated for the same batch: "
-        f"{bytes_text(found.one_process)} in one process, {bytes_text(found.ddp)} in each process of DDP."
-    )
-    return f'<p class="hint">{escape(text)}</p>'
+    texts = []
+    others = estimate_alternatives(record.plan, record.costs)
+    if record.peak_bytes:
+        texts.append("Tensors are estimated: weights, gradients, optimizer states and saved activations.")
+        if others is not None:
+            texts.append(
+                f"By the same estimate this batch needs {bytes_text(others.one_process)} in one process, and "
+                f"{bytes_text(others.ddp)} in each process of DDP."
+            )
+    if measured and record.peaks_are_resident:
+        texts.append("The process is measured: its resident memory beyond its imports, which is more than tensors.")
+    elif measured:
+        texts.append("Allocated is measured: the most that torch's allocator had in use on the GPU.")
+    return f'<p class="hint">{escape(" ".join(texts))}</p>' if texts else ""
 
 
 def _stages(record: RunRecord) -> str:
@@ -294,22 +306,26 @@ def _medians(timeline: Timeline) -> dict[tuple[Kind, int], float]:
     return {key: median(times) for key, times in found.items()}
 
 
-def _changes(finding: SimulatedAdvice) -> str:
+def _changes(record: RunRecord, finding: SimulatedAdvice) -> str:
     now = finding.now
     assert now is not None
     memory = now.peak_bytes is not None
     heads = {"change": False, "step": True, "": True, "bubble": True}
-    heads |= {"peak memory": True} if memory else {}
+    heads |= {"tensors at most": True} if memory else {}
     heads |= {"to paste": False}
     rows = []
+    if record.measured is not None and record.measured.batches == 1:
+        cells = ["as measured", seconds_text(record.measured.makespan), "", f"{record.measured.mean_bubble:.1%}"]
+        rows.append(("", [*cells, *([""] if memory else []), ""]))
     for row in (now, *finding.changes[:12]):
         faster = row.seconds / now.seconds - 1
         cells = [
-            escape(row.what),
+            escape(f"{row.what}, simulated" if row is now and record.measured is not None else row.what),
             seconds_text(1e9 * row.seconds),
             "" if row is now else f"{faster:+.0%}",
-            f"{row.bubble:.0%}",
+            f"{row.bubble:.1%}",
         ]
         cells += [bytes_text(row.peak_bytes or 0)] if memory else []
         rows.append(("slow" if row is now else "", [*cells, f"<code>{escape(row.call)}</code>"]))
-    return _table(heads, rows)
+    note = "All rows but the measured one are simulated with the median time of each operation."
+    return _table(heads, rows) + (f'<p class="hint">{note}</p>' if record.measured is not None else "")

@@ -1,4 +1,4 @@
-"""Compare predicted with measured timelines."""
+"""Compare simulated with measured timelines."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ class TimelineComparison:
     """Two timelines of the same work.
 
     Attributes:
-        makespan: nanoseconds, predicted and measured.
-        bubble: of each rank, predicted and measured, 0 to 1.
-        medians: nanoseconds by (kind, stage), predicted and measured, of the kinds that both have.
-        regime: the world of the prediction, in words; empty where it is unknown.
+        makespan: nanoseconds, simulated and measured.
+        bubble: of each rank, simulated and measured, 0 to 1.
+        medians: nanoseconds by (kind, stage), simulated and measured, of the kinds that both have.
+        moved: computations that a rank ran at another place of its order than simulated, as a share of all, 0 to 1.
+        regime: the link regime of the simulation, in words; empty where it is unknown.
         batches: of the measured one, which overlap.
-        moved: computations that a rank ran at another place of its order than predicted, as a share of all, 0 to 1.
+        name: what the simulated one is: "predicted" before the step ran, or "replayed" from what was recorded.
     """
 
     makespan: tuple[int, int]
@@ -30,31 +31,37 @@ class TimelineComparison:
     moved: float
     regime: str = ""
     batches: int = 1
+    name: str = "predicted"
 
     @property
     def error(self) -> float:
-        """Predicted makespan over the measured one, less 1: 0.03 predicts 3 % too long."""
+        """Simulated makespan over the measured one, less 1: 0.03 is 3 % too long."""
         return self.makespan[0] / self.makespan[1] - 1 if self.makespan[1] else 0.0
 
     def __str__(self) -> str:
-        predicted, measured = map(seconds_text, self.makespan)
-        lines = [f"makespan {predicted} predicted, {measured} measured ({self.error:+.1%})"]
+        name = self.name
+        simulated, measured = map(seconds_text, self.makespan)
+        lines = [f"makespan {simulated} {name}, {measured} measured ({self.error:+.1%})"]
         if self.batches > 1:
-            predicted, measured = (seconds_text(makespan / self.batches) for makespan in self.makespan)
-            lines.append(f"{self.batches} batches that overlap: {predicted} predicted, {measured} measured for each")
+            simulated, measured = (seconds_text(makespan / self.batches) for makespan in self.makespan)
+            lines.append(f"{self.batches} batches that overlap: {simulated} {name}, {measured} measured for each")
         if self.regime:
-            lines.append(f"predicted with {self.regime}")
+            lines.append(f"{name} with {self.regime}")
         if self.moved:
-            lines.append(f"{self.moved:.0%} of the computations ran in another order than predicted")
-        lines += [f"rank {r}: bubble {p:.1%} predicted, {m:.1%} measured" for r, (p, m) in enumerate(self.bubble)]
+            lines.append(f"{self.moved:.0%} of the computations ran in another order than {name}")
+        lines += [f"rank {r}: bubble {p:.1%} {name}, {m:.1%} measured" for r, (p, m) in enumerate(self.bubble)]
         for (kind, stage), (p, m) in sorted(self.medians.items()):
             ratio = f" ({p / m - 1:+.1%})" if m else ""
-            lines.append(f"{kind}{stage}: {seconds_text(p)} predicted, {seconds_text(m)} measured{ratio}")
+            lines.append(f"{kind}{stage}: {seconds_text(p)} {name}, {seconds_text(m)} measured{ratio}")
         return "\n".join(lines)
 
 
 def compare_timelines(predicted: Timeline, measured: Timeline) -> TimelineComparison:
-    """Compare makespan, bubbles, medians of every kind and order of two timelines."""
+    """Compare makespan, bubbles, medians of every kind and order of two timelines.
+
+    Args:
+        predicted: simulated; texts call it by its name, if it has one.
+    """
     medians = [_medians(t) for t in (predicted, measured)]
     moved = total = 0
     for row, other in zip(predicted.program().head, measured.program().head, strict=False):
@@ -67,6 +74,7 @@ def compare_timelines(predicted: Timeline, measured: Timeline) -> TimelineCompar
         moved / total if total else 0.0,
         predicted.regime,
         measured.batches,
+        predicted.name or "predicted",
     )
 
 

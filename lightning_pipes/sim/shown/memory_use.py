@@ -10,9 +10,6 @@ from lightning_pipes.cost.units import bytes_text
 from lightning_pipes.ir import Kind, Plan
 from lightning_pipes.sim.timeline import Timeline
 
-MEASURED = "above what a process has after its imports, or allocated on its GPU"
-"""The memory that counts as measured."""
-
 
 class Alternatives(NamedTuple):
     """Estimated bytes of a process that trains the same batch in another way: tensors alone.
@@ -36,29 +33,36 @@ def estimate_alternatives(plan: Plan, costs: CostModel) -> Alternatives | None:
     return Alternatives(held + of_sample * rows, held + weights + of_sample * -(-rows // plan.n_ranks))
 
 
-def describe_peaks(predicted: Sequence[int], measured: Sequence[int | None], others: Alternatives | None) -> str:
-    """Return a sentence on the peak of each rank, and one on the alternatives; empty where nothing is known.
+def describe_peaks(
+    estimated: Sequence[int], measured: Sequence[int | None], others: Alternatives | None, resident: bool
+) -> str:
+    """Return sentences on the peak of each rank, without the last full stop; empty where nothing is known.
+
+    Estimates count tensors, and are compared with estimates. The resident memory of a process also holds what
+    libraries and the allocator keep, so it has a sentence of its own.
 
     Args:
-        predicted: bytes of each rank, or empty.
+        estimated: bytes of the tensors of each rank, or empty.
         measured: bytes of each rank, or empty.
         others: what the same training would need in other ways.
+        resident: whether `measured` is the resident memory of processes, and not what a GPU's allocator counts.
     """
-    ranks = []
-    for rank in range(max(len(predicted), len(measured))):
-        known = [f"{bytes_text(predicted[rank])} predicted"] if predicted else []
-        seen = measured[rank] if measured else None
-        known += [f"{bytes_text(seen)} measured"] if seen is not None else []
-        ranks += [f"rank {rank} {', '.join(known)}"] if known else []
-    if not ranks:
-        return ""
-    text = f"Peak memory: {'; '.join(ranks)}"
-    if others is None or len(ranks) < 2:
-        return text
-    return (
-        f"{text}. Estimated for the same batch: {bytes_text(others.one_process)} in one process, "
-        f"{bytes_text(others.ddp)} in each process of DDP"
-    )
+    sentences = []
+    if any(estimated):
+        sentences.append(f"Peak memory of tensors, estimated: {_by_rank(estimated)}")
+        if others is not None and len(estimated) > 1:
+            sentences.append(
+                f"By the same estimate this batch needs {bytes_text(others.one_process)} in one process, and "
+                f"{bytes_text(others.ddp)} in each process of DDP"
+            )
+    if any(size is not None for size in measured):
+        what = "Resident memory of the processes, beyond their imports" if resident else "Allocated on GPUs at most"
+        sentences.append(f"{what}: {_by_rank(measured)}")
+    return ". ".join(sentences)
+
+
+def _by_rank(sizes: Sequence[int | None]) -> str:
+    return ", ".join(f"{bytes_text(size)} on rank {rank}" for rank, size in enumerate(sizes) if size is not None)
 
 
 Curve = tuple[tuple[int, int], ...]

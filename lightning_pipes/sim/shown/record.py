@@ -31,7 +31,7 @@ from lightning_pipes.sim.shown.memory_use import describe_peaks, estimate_altern
 from lightning_pipes.sim.shown.training_record import Curves, curves_of
 from lightning_pipes.sim.timeline import Event, Timeline
 
-FORMAT = 1
+FORMAT = 2
 """Of files with timelines in them; raised when a reader of an older one would misread it."""
 
 
@@ -241,20 +241,24 @@ def _link(where: str, values: Sequence[Any]) -> Link:
 
 FILE = "run.json"
 """Its name in the directory of a run."""
-_WRITTEN = ("predicted", "measured", "costs", "profile")
+_TIMELINES = ("predicted", "measured", "replayed")
+_WRITTEN = (*_TIMELINES, "costs", "profile")
 """Entries that every file has, in a form of their own."""
-_PLAIN = ("schedule", "memory", "between", "facts", "choice", "siblings", "peaks")
+_PLAIN = ("schedule", "memory", "between", "facts", "choice", "siblings", "peaks", "unpredicted")
 """Entries that are written as they are."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One step of a run, as it was and as it was predicted.
+    """One step of a run, or of a plan that has not run.
 
     Attributes:
-        predicted: the same order simulated with `costs`.
-        costs: the medians of what was measured, and bytes where they are known.
-        measured: None where nothing ran.
+        predicted: the step as simulated before it ran, with times that were known then; None if there were none.
+        costs: the medians of the measured times, and bytes where they are known; of a plan, the times that it is
+            simulated with.
+        measured: the step as it ran; None for a plan.
+        replayed: the measured step simulated with the recorded time of each of its operations. It predicts nothing. It
+            differs from `measured` by the time that belongs to no operation. None for a plan.
         schedule: its name.
         settings: of the schedule.
         profile: of the layers, where it is known.
@@ -264,13 +268,16 @@ class RunRecord:
         choice: why this schedule was chosen, or this cut; lines of a table among them.
         siblings: how many trainings at a time shared the ranks, as in a job array. With more than one, what is idle in
             `measured` is idle for this one only.
-        peaks: bytes that every rank needed at most while it trained; None where nothing counts them; empty for all.
+        peaks: the most bytes of every rank while it trained: allocated on its GPU, or on a CPU the resident memory of
+            the process beyond that of its imports; None where nothing counts them; empty for all.
         monitored: what a monitor saw on every rank while it trained; empty without one.
+        unpredicted: why a measured step was not predicted, as a sentence without its full stop.
     """
 
-    predicted: Timeline
+    predicted: Timeline | None
     costs: CostModel = field(hash=False)
     measured: Timeline | None = None
+    replayed: Timeline | None = None
     schedule: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     profile: ModelProfile | None = None
@@ -281,13 +288,17 @@ class RunRecord:
     siblings: int = 1
     monitored: tuple[Curves, ...] = field(default=(), hash=False)
     peaks: tuple[int | None, ...] = ()
+    unpredicted: str = ""
 
     def __post_init__(self) -> None:
         check_fields(self, entries=False)
+        if (self.measured is None) != (self.replayed is None) or (self.measured or self.predicted) is None:
+            raise InputError("a record needs a step that was measured and replayed, or one that was predicted")
         check_count("siblings", self.siblings)
         stages, ranks = self.plan.n_stages, self.plan.n_ranks
-        if self.measured is not None and self.measured.plan.ranks != self.plan.ranks:
-            raise InputError(f"measured has stages on ranks {self.measured.plan.ranks}, predicted on {self.plan.ranks}")
+        for name, other in (("predicted", self.predicted), ("replayed", self.replayed)):
+            if other is not None and other.plan.ranks != self.plan.ranks:
+                raise InputError(f"measured has stages on ranks {self.plan.ranks}, {name} on {other.plan.ranks}")
         if self.costs.n_stages != stages:
             raise InputError(f"costs are of {self.costs.n_stages} stages, the plan has {stages}")
         if len(self.memory) not in (0, ranks) or min((size for size in self.memory if size is not None), default=0) < 0:
@@ -311,16 +322,42 @@ class RunRecord:
             return ""
         return (
             f"This was one of up to {self.siblings} siblings at a time of a job array. Ranks computed for the others "
-            "while it waited, so what is measured does not say how much they idled; the array's timeline does"
+            "while it waited, so this run has no bubble of its own. JobArray.timeline has the bubble of all siblings"
         )
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The estimated peak of the tensors on every rank, from `costs`; empty where bytes are not known."""
+        peaks = self.simulated_timeline.peak_bytes
+        return peaks if any(peaks) else ()
+
+    @property
+    def peaks_are_resident(self) -> bool:
+        """Whether `peaks` counts whole processes, as on CPUs. They are not comparable with tensors alone."""
+        return all(limit is None for limit in self.memory)
+
+    @property
+    def bubble(self) -> float | None:
+        """The mean share of the displayed step in which ranks do not compute, 0 to 1; None for a sibling of others."""
+        return None if self.siblings > 1 else self.displayed_timeline.mean_bubble
+
+    @property
+    def prediction_text(self) -> str:
+        """The predicted step compared with the measured one, or why nothing was predicted, without a full stop."""
+        if self.measured is None or self.siblings > 1:
+            return ""
+        if self.predicted is None:
+            return f"Nothing was predicted: {self.unpredicted or 'the times of layers were not known before training'}"
+        off = self.predicted.makespan / max(self.measured.makespan, 1) - 1
+        return f"Predicted before it ran: {seconds_text(self.predicted.step)} ({off:+.0%})"
 
     @property
     def memory_text(self) -> str:
         """Sentences on the peak of each rank; empty where nothing is known, or where siblings shared the ranks."""
         if self.siblings > 1:
             return ""
-        predicted = self.predicted.peak_bytes if any(self.predicted.peak_bytes) else ()
-        return describe_peaks(predicted, self.peaks, estimate_alternatives(self.plan, self.costs))
+        others = estimate_alternatives(self.plan, self.costs)
+        return describe_peaks(self.peak_bytes, self.peaks, others, self.peaks_are_resident)
 
     @property
     def queues_text(self) -> str:
@@ -337,12 +374,21 @@ class RunRecord:
     @property
     def plan(self) -> Plan:
         """The plan that was ordered."""
-        return self.predicted.plan
+        return self.displayed_timeline.plan
 
     @property
     def displayed_timeline(self) -> Timeline:
-        """The measured timeline, else the predicted one."""
-        return self.measured or self.predicted
+        """The measured timeline; of a plan the predicted one."""
+        found = self.measured or self.predicted
+        assert found is not None
+        return found
+
+    @property
+    def simulated_timeline(self) -> Timeline:
+        """The step simulated with what `costs` are made of: the replay; of a plan the predicted one."""
+        found = self.replayed or self.predicted
+        assert found is not None
+        return found
 
     @property
     def label(self) -> str:
@@ -352,8 +398,7 @@ class RunRecord:
     def save(self, path: str | Path) -> None:
         """Write JSON."""
         data: dict[str, Any] = {
-            "predicted": timeline_data(self.predicted),
-            "measured": None if self.measured is None else timeline_data(self.measured),
+            **{name: None if each is None else timeline_data(each) for name, each in self._timelines.items()},
             "costs": costs_data(self.costs),
             "profile": None if self.profile is None else self.profile.to_dict(),
         }
@@ -362,6 +407,10 @@ class RunRecord:
             data["monitored"] = [curves.to_dict() for curves in self.monitored]
         settings = {name: value if _is_plain(value) else repr(value) for name, value in self.settings.items()}
         write_json({**data, "settings": settings}, path)
+
+    @property
+    def _timelines(self) -> dict[str, Timeline | None]:
+        return {name: getattr(self, name) for name in _TIMELINES}
 
     @classmethod
     def load(cls, path: str | Path) -> RunRecord:
@@ -389,9 +438,9 @@ class RunRecord:
     def _of_data(cls, data: Mapping[str, Any]) -> RunRecord:
         kinds = {**field_types(cls), **dict.fromkeys(_WRITTEN, Any), "monitored": list[Any]}
         found = check_json_fields("run", data, kinds, optional=field_types(cls).keys() - set(_WRITTEN))
-        found["predicted"] = timeline_of(found["predicted"], "predicted")
-        if found["measured"] is not None:
-            found["measured"] = timeline_of(found["measured"], "measured")
+        for name in _TIMELINES:
+            if found[name] is not None:
+                found[name] = timeline_of(found[name], name)
         found["costs"] = costs_of(found["costs"])
         if found["profile"] is not None:
             found["profile"] = ModelProfile.from_dict(found["profile"])

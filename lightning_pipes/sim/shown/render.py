@@ -31,9 +31,10 @@ _MOST_BARS = 160
 _LEFT, _RIGHT = 0.78, 0.9  # inches beside the bars
 
 
-def save_png(timeline: Timeline, path: str | Path, other: Timeline | None = None) -> None:
+def save_png(timeline: Timeline, path: str | Path, other: Timeline | None = None, idle: bool = True) -> None:
     """Draw `timeline`, one row a rank: computations as bars with their micro-batch, transfers as thin bars, below the
-    sender's row on the way forward and above it on the way back, and the share of time that each rank idles.
+    sender's row on the way forward and above it on the way back, and with `idle` the share of time that
+    each rank idles.
 
     With `other` a second panel on the same scale: the first is called predicted, the second measured, unless they have
     names. Of what is too long to be seen, as an epoch without a flush may be, the end is drawn.
@@ -55,7 +56,8 @@ def save_png(timeline: Timeline, path: str | Path, other: Timeline | None = None
         points = 72 * (width - _LEFT - _RIGHT) / span
         last = panel.makespan > most
         part = _between(panel, panel.makespan - most, panel.makespan) if last else panel
-        _panel(axis, part, span, points, partial(_shade, labels=Labels(panel.plan, panel.events)), panel.bubble)
+        bubbles = panel.bubble if idle else ()
+        _panel(axis, part, span, points, partial(_shade, labels=Labels(panel.plan, panel.events)), bubbles)
         regime = panel.regime if panel.regimes else ""
         parts = (title, seconds_text(panel.makespan), f"the last {seconds_text(most)} of it" if last else "", regime)
         heading = ", ".join(filter(None, parts))

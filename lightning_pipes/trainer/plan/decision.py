@@ -12,7 +12,9 @@ from lightning_pipes.ir import Kind, Policy, Schedule, Span
 from lightning_pipes.planning.balance import BalancedPlanner
 from lightning_pipes.planning.fit import evaluate_plan
 from lightning_pipes.planning.planner import BLOCKING, Planner, Problem, Solution, planner_of
+from lightning_pipes.sim import simulate
 from lightning_pipes.trainer.plan.plans import Plans
+from lightning_pipes.trainer.reports.report import PredictedStep
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,15 @@ class Decision:
         )
         cut = planner_of(self.schedule).explain_plan(made.problem(self.rows), plan)
         return replace(made, seconds=whole, computing=computing, cut_reason=cut)
+
+    def predict_step(self) -> PredictedStep | None:
+        """Return the step that `computing` is the length of; None if it was not predicted."""
+        if self.profile is None or self.deployment is None or self.computing is None:
+            return None
+        plan, order = self.plans().for_rows(self.rows)
+        fit = evaluate_plan(self.profile.without_steps(), order, plan, self.deployment)
+        timeline = simulate(fit.order, replace(plan, layers=()), fit.costs)
+        return PredictedStep(replace(timeline, plan=plan, name="predicted"), order)
 
     def cut_anew(self, profile: ModelProfile) -> Decision:
         """Return the same decision with the layers that stages should have by another profile, if that saves enough of

@@ -21,23 +21,27 @@ class Share(NamedTuple):
         took: nanoseconds from its first instruction to the end of its last.
         stages: nanoseconds of each stage.
         batches: their number.
+        steps: nanoseconds of optimizer steps, where the schedule orders them.
     """
 
     took: int
     stages: dict[int, int]
     batches: int
+    steps: int = 0
 
     @classmethod
     def from_events(cls, events: Iterable[Event]) -> Share:
         """Return the share of one rank by its events."""
-        first, last, stages, batches = None, 0, dict[int, int](), 1
+        first, last, stages, batches, steps = None, 0, dict[int, int](), 1, 0
         for _, i, start, end in events:
             if i.kind in COMPUTE:
                 first = start if first is None or start < first else first
                 last, batches = max(last, end), max(batches, i.batch + 1)
-                if i.kind is not Kind.STEP:
+                if i.kind is Kind.STEP:
+                    steps += end - start
+                else:
                     stages[i.stage] = stages.get(i.stage, 0) + end - start
-        return cls(last - first if first is not None else 0, stages, batches)
+        return cls(last - first if first is not None else 0, stages, batches, steps)
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,9 @@ class Timing:
     Attributes:
         seconds: of a batch, on the rank that took longest from its first instruction to its last. Clocks are not
             compared; the rank of the first stage begins first and ends last.
-        bubble: the share of the time in which ranks idle, 0 to 1.
-        efficiency: the busiest rank's share, 0 to 1.
+        bubble: the mean share of the time in which ranks idle, 0 to 1; optimizer steps that the schedule orders are
+            work, as in `Timeline.bubble`.
+        efficiency: the busiest rank's share, 0 to 1, as `Timeline.efficiency`.
         slowest: the first stage of the busiest rank.
         ratio: the busiest rank's time over the median of the others'; 1 where there are none.
         alone: whether what is idle in it was idle, and not busy for siblings of a job array.
@@ -66,13 +71,14 @@ class Timing:
         """Return the timing from the shares of all ranks, in their order."""
         busy = [sum(share.stages.values()) for share in shares]
         took = max(1, *(share.took for share in shares))
+        worked = [stages + share.steps for stages, share in zip(busy, shares, strict=True)]
         most = max(range(len(busy)), key=lambda rank: busy[rank])
         others = [b for rank, b in enumerate(busy) if rank != most]
         usual = median(others) if others else 0
         return cls(
             took / 1e9 / max(share.batches for share in shares),
-            1 - sum(busy) / (len(busy) * took),
-            busy[most] / took,
+            1 - sum(worked) / (len(worked) * took),
+            max(worked) / took,
             min(shares[most].stages, default=0),
             busy[most] / usual if usual else 1.0,
             alone,

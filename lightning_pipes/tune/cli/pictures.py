@@ -24,7 +24,7 @@ def write_pictures(
     """
     lines = []
     if options.png:
-        save_png(record.predicted, check_writable(options.png))
+        save_png(record.displayed_timeline, check_writable(options.png))
         lines.append(f"picture: {options.png}")
     if options.html:
         text = page(record, advice or advise_run(record, progress))

@@ -41,10 +41,11 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
                 "advice": advice.sentence,
                 "batches": shown.batches,
                 "step_seconds": shown.step / 1e9,
-                "predicted_seconds": record.predicted.step / 1e9,
-                "regime": record.predicted.regime,
-                "bubble": sum(shown.bubble) / len(shown.bubble),
-                "efficiency": shown.efficiency,
+                "predicted_seconds": None if record.predicted is None else record.predicted.step / 1e9,
+                "replayed_seconds": None if record.replayed is None else record.replayed.step / 1e9,
+                "regime": record.simulated_timeline.regime,
+                "bubble": record.bubble,
+                "efficiency": shown.efficiency if record.siblings == 1 else None,
                 "slowest_stage": slowest.stages[0],
                 "slowest_ratio": slowest.ratio,
                 "siblings": record.siblings,
@@ -57,7 +58,8 @@ def run(cfg: DictConfig, words: Sequence[str], options: argparse.Namespace) -> N
     if advice.proposed:
         print(f"\n    {advice.proposed.call}\n")
     if record.measured is not None and record.siblings == 1:
-        print(compare_timelines(record.predicted, record.measured))
+        print(f"{record.prediction_text}.")
+        print(compare_timelines(record.predicted or record.simulated_timeline, record.measured))
     for note in advice.notes:
         print(f"note: {note}")
     print(f"page: {out}")

@@ -39,10 +39,19 @@ def test_records_come_back(known, tmp_path):
 
 
 def test_a_plan_alone_comes_back(tmp_path):
-    record = replace(record_of([1, 2], 2, 2), measured=None)
+    record = replace(record_of([1, 2], 2, 2), measured=None, replayed=None)
     record.save(tmp_path / FILE)
     assert RunRecord.load(tmp_path) == record
     assert record.displayed_timeline is record.predicted
+
+
+def test_a_run_without_a_prediction_comes_back_with_the_reason(tmp_path):
+    record = replace(record_of([1, 2], 2, 2), predicted=None, unpredicted="the layers were not measured")
+    record.save(tmp_path / FILE)
+    assert RunRecord.load(tmp_path) == record
+    assert record.prediction_text == "Nothing was predicted: the layers were not measured"
+    with pytest.raises(PlanError, match="a step that was measured and replayed, or one that was predicted"):
+        replace(record, replayed=None)
 
 
 def test_where_no_run_is(tmp_path):
@@ -58,7 +67,7 @@ def test_a_loaded_record_runs_on(tmp_path):
     record.save(tmp_path / FILE)
     again = RunRecord.load(tmp_path)
     program = Interleaved().program(again.plan)
-    assert simulate(program, again.plan, again.costs).events == record.predicted.events
+    assert simulate(program, again.plan, again.costs).events == record.replayed.events
 
 
 def test_settings_that_are_no_plain_values_are_named(tmp_path):
@@ -127,8 +136,8 @@ def test_costs_come_back():
     [
         ("{", "can't be read"),
         ("[1]", r"holds \[1\], and should hold an object"),
-        ('{"format": 1}', "it has no 'timeline'"),
-        ('{"format": 99, "timeline": {}}', "has format 99, this version reads 1; run again"),
+        ('{"format": 2}', "it has no 'timeline'"),
+        ('{"format": 1, "timeline": {}}', "has format 1, this version reads 2; run again"),
     ],
 )
 def test_other_files_are_refused(text, said, tmp_path):

@@ -194,5 +194,5 @@ def fit(
         "steps": trainer.global_step,
         "validated": seen.validated,
         "scores": [plain_values(c.best_k_models) for c in trainer.checkpoint_callbacks],
-        "bubbles": (report.bubble_predicted, report.bubble_measured),
+        "bubbles": (report.bubble_replayed, report.bubble_measured),
     }

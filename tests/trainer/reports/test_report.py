@@ -6,7 +6,7 @@ import csv
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,14 +21,21 @@ from torch import nn
 
 from lightning_pipes import JobArray, PipelineStrategy, TimelineLogger
 from lightning_pipes.cost import CostModel, Link
-from lightning_pipes.cost.units import bytes_text
-from lightning_pipes.ir import B, F, Kind, Plan, Span
+from lightning_pipes.cost.units import bytes_text, seconds_text
+from lightning_pipes.ir import B, F, Kind, Plan, Program, Span
 from lightning_pipes.sim import draw_spread, simulate
 from lightning_pipes.sim.shown.record import RunRecord
 from lightning_pipes.sim.timeline import Event
 from lightning_pipes.strategies.gpipe import GPipe
 from lightning_pipes.testing.ranks import run_ranks
-from lightning_pipes.trainer.reports.report import AMONG_SIBLINGS, PipelineReport, RunInfo, Window
+from lightning_pipes.trainer.reports.report import (
+    AMONG_SIBLINGS,
+    PipelineReport,
+    PredictedStep,
+    RunInfo,
+    Window,
+    find_typical_step,
+)
 from tests.trainer.lit import Lit
 from tests.trainer.reports.runs import fit
 
@@ -68,10 +75,17 @@ def measured(rank: int, folder: str) -> dict[str, Any]:
     return {
         "numbers": [
             report.bubble_measured,
-            report.bubble_predicted,
+            report.bubble_replayed,
             report.measured.makespan,
-            report.predicted.makespan,
+            report.replayed.makespan,
         ],
+        "predicted": (report.predicted, report.bubble_predicted, strategy.decision.computing, report.prediction_text),
+        "unpredicted": (
+            uneven.report.predicted,
+            uneven.report.bubble_predicted,
+            uneven.report.prediction_text,
+            uneven.report.prediction_text in str(uneven.report),
+        ),
         "loaded": loaded == report.record and loaded.measured.events == report.measured.events,
         "label": report.record.label,
         "facts": report.record.facts,
@@ -114,9 +128,9 @@ def ranks(folder) -> list[dict[str, Any]]:
 def test_report(ranks, folder):
     first, second = (rank["numbers"] for rank in ranks)
     assert first == second
-    bubble, predicted, makespan, expected = first
+    bubble, replayed, makespan, expected = first
     assert 0 < bubble < 1  # one of the ranks waits for the other's first forward
-    assert 0 < predicted < 1
+    assert 0 < replayed < 1
     assert min(expected, makespan) > 5 * 10_000_000  # four micro-batches of 10 ms pass both layers
     assert (folder / "0" / "timeline.png").stat().st_size > 1000
     assert json.loads((folder / "0" / "timeline.json").read_text())
@@ -126,6 +140,17 @@ def test_report(ranks, folder):
     assert ranks[0]["between"] > 0
     page = (folder / "0" / "report.html").read_text()
     assert escape(ranks[0]["advice"]) in page
+
+
+def test_what_was_predicted_is_what_the_cut_was_chosen_by(ranks):
+    timeline, bubble, computing, text = ranks[0]["predicted"]
+    assert timeline.makespan / 1e9 == pytest.approx(computing, rel=1e-6)
+    assert bubble == timeline.mean_bubble
+    assert text.startswith("Predicted before it ran: ")
+    nothing, none, reason, is_told = ranks[0]["unpredicted"]  # partition=[1]: no layer was measured
+    assert nothing is none is None
+    assert reason == "Nothing was predicted: the layers were not measured before training"
+    assert is_told
 
 
 def test_bytes_of_stages(ranks):
@@ -151,12 +176,12 @@ def test_the_peak_of_each_rank_is_told(ranks):
     ddp = sum(held) + sum(costs.weight_bytes) + 4 * sum(costs.activation_bytes)
     first, second = held[0] + 8 * costs.activation_bytes[0], held[1] + 4 * costs.activation_bytes[1]
     assert record == text
-    assert f"{bytes_text(alone)} in one process, {bytes_text(ddp)} in each process of DDP" in text
+    assert f"{bytes_text(alone)} in one process, and {bytes_text(ddp)} in each process of DDP" in text
     assert all(size is None or 0 < size < 2**33 for size in ranks[0]["peaks"])
-    assert ("measured" in text) == any(size is not None for size in ranks[0]["peaks"])
+    assert ("Resident memory" in text) == any(size is not None for size in ranks[0]["peaks"])
     assert len(ranks[0]["told"]) == 1
-    assert f"rank 0 {bytes_text(first)} predicted" in ranks[0]["told"][0]
-    assert f"rank 1 {bytes_text(second)} predicted" in ranks[0]["told"][0]
+    estimated = f"Peak memory of tensors, estimated: {bytes_text(first)} on rank 0, {bytes_text(second)} on rank 1."
+    assert ranks[0]["told"][0].startswith(estimated)
     assert ranks[0]["told"][0] == text
     assert not ranks[1]["told"]
 
@@ -175,7 +200,8 @@ def among_siblings(rank: int, folder: str) -> dict[str, Any]:
     report, alone = strategies[0].report, strategies[-1].report
     saved = report.save(Path(folder) / str(rank))
     return {
-        "bubbles": [sum(array.timeline.bubble) / 2, report.bubble_measured],
+        "bubbles": [array.timeline.mean_bubble, report.measured.mean_bubble],
+        "told": [report.bubble_measured, report.bubble_replayed, report.bubble_predicted, report.prediction_text],
         "advice": report.advice,
         "alone": (alone.advice.now is not None, alone.record.siblings, alone.record.sibling_note, alone.record.between),
         "text": str(report),
@@ -188,10 +214,11 @@ def test_a_sibling_does_not_take_time_for_others_for_idle_time(tmp_path):
     for rank in run_ranks(among_siblings, 2, str(tmp_path), timeout=90):
         busy, sibling = rank["bubbles"]
         assert sibling > busy  # by how much depends on what else runs on the machine
+        assert rank["told"] == [None, None, None, ""]
         advice = rank["advice"]
         assert (advice.now, advice.proposed, advice.changes, advice.notes) == (None, None, (), ())
         assert "idle " not in advice.sentence.replace("how much they idled", "")
-        assert advice.sentence.endswith("the array's timeline does.")
+        assert advice.sentence.endswith("JobArray.timeline has the bubble of all siblings.")
         assert "up to 4 siblings at a time" in rank["text"]
         assert "makespan" not in rank["text"]
         assert rank["loaded"]
@@ -199,8 +226,7 @@ def test_a_sibling_does_not_take_time_for_others_for_idle_time(tmp_path):
         assert (is_advised, siblings, shared) == (True, 1, "")
         assert between is not None
     page = (tmp_path / "0" / "report.html").read_text()
-    assert "time that ranks did not compute for this sibling" in page
-    assert "time that ranks idle" not in page
+    assert "in which ranks idle" not in page
     assert AMONG_SIBLINGS in page
     assert "4 siblings at a time" in page
     with open(tmp_path / "csv" / "metrics.csv") as file:
@@ -226,11 +252,84 @@ def test_whether_a_choice_came_true(measured, said):
     plan = Plan.even(1, 1)
     events = [Event(0, F(0, Span(0, 1)), 0, 10**9), Event(0, B(0, Span(0, 1)), 10**9, 4 * 10**9)]
     window = Window(plan, GPipe().program(plan), events)
-    about = RunInfo(choice="cut at [3]", predicted=1.0, measured=measured)
+    told = simulate(GPipe().program(plan), plan, CostModel.uniform(1, 0.25, 0.75))
+    about = RunInfo(choice="cut at [3]", predicted=PredictedStep(told, window.order), measured=measured)
     assert str(PipelineReport.from_windows([[window]], about).record.choice).endswith(said)
 
 
-def test_predicted_and_measured_are_of_one_batch_operation_by_operation():
+def windows_of(program: Program, plan: Plan, each: Sequence[CostModel]) -> list[list[Window]]:
+    """The windows of all ranks of steps with these costs."""
+    ran = [simulate(program, plan, costs) for costs in each]
+    return [
+        [Window(plan, program, [e for e in step.events if e.rank == rank]) for step in ran]
+        for rank in range(plan.n_ranks)
+    ]
+
+
+def test_a_wrong_profile_predicts_wrongly_and_a_replay_does_not():
+    """The profile has half of the times that layers take, and another bubble."""
+    plan = Plan.even(2, 4)
+    program = GPipe().program(plan)
+    told = simulate(program, plan, CostModel.uniform(2, 1e-3, 1e-3))
+    windows = windows_of(program, plan, [CostModel.uniform(2, 2e-3, 4e-3, message_bytes=10, link=Link(2e3))] * 3)
+    report = PipelineReport.from_windows(windows, RunInfo(predicted=PredictedStep(told, program)))
+    assert report.predicted.makespan == told.makespan == 10_000_000
+    assert report.measured.makespan == report.replayed.makespan > 35_000_000
+    assert report.bubble_predicted == pytest.approx(0.2)  # 8 of 10 ms are a rank's own
+    assert report.bubble_replayed == report.bubble_measured > 0.3
+    assert report.prediction_text.startswith("Predicted before it ran: 10 ms (-81%)")
+    text = str(report)
+    assert "makespan 10 ms predicted, " in text
+    assert f"makespan {seconds_text(report.measured.makespan)} replayed, " in text
+
+
+@pytest.mark.parametrize(
+    ("about", "reason"),
+    [
+        ({}, "the times of layers were not known before training"),
+        ({"unpredicted": "the cut was given"}, "the cut was given"),
+        ({"predicted": 4}, "the schedule, the cut or the batch size changed after the prediction"),
+        ({"predicted": 2, "steps": 0}, "the prediction was corrected after the last step that is shown"),
+    ],
+)
+def test_without_a_prediction_there_is_a_reason_and_no_number(about, reason):
+    plan = Plan.even(2, 2)
+    program = GPipe().program(plan)
+    costs = CostModel.uniform(2, 1e-3, 2e-3)
+    if "predicted" in about:
+        other = Plan.even(2, about["predicted"])
+        order = GPipe().program(other)
+        about = {**about, "predicted": PredictedStep(simulate(order, other, costs), order)}
+    report = PipelineReport.from_windows(windows_of(program, plan, [costs] * 2), RunInfo(**about))
+    assert (report.predicted, report.bubble_predicted) == (None, None)
+    assert report.prediction_text == f"Nothing was predicted: {reason}"
+
+
+def test_only_steps_after_the_prediction_are_compared_with_it():
+    """The first three are slower; first steps corrected the prediction after them."""
+    plan = Plan.even(2, 2)
+    program = GPipe().program(plan)
+    slow, fast = CostModel.uniform(2, 5e-3, 5e-3), CostModel.uniform(2, 1e-3, 2e-3)
+    told = PredictedStep(simulate(program, plan, fast), program)
+    windows = windows_of(program, plan, [slow] * 3 + [fast] * 2)
+    report = PipelineReport.from_windows(windows, RunInfo(predicted=told, steps=2))
+    assert report.measured.makespan == report.predicted.makespan
+
+
+def test_the_shown_step_has_no_hiccup():
+    """Of ten steps one in the middle by length has two operations that hang and others that are faster."""
+    plan = Plan.even(2, 4)
+    program = GPipe().program(plan)
+    usual = [CostModel.uniform(2, t * 1e-3, 2 * t * 1e-3) for t in (0.98, 0.99, 1.0, 1.01, 1.02)]
+    hangs = {F(0, plan.spans(Kind.F, 0)[1]): 4e-3}
+    shortened = replace(CostModel.uniform(2, 0.8e-3, 1.6e-3), each=hangs)
+    steps = [simulate(program, plan, costs) for costs in usual]
+    odd = simulate(program, plan, shortened)
+    assert steps[0].makespan < odd.makespan < steps[-1].makespan
+    assert find_typical_step([steps[0], steps[4], odd, steps[2], steps[1], steps[3]]) == 3
+
+
+def test_a_replay_has_the_times_of_each_operation():
     """One forward in eight is slow, another one each batch: medians know nothing of it, and the pipeline waits."""
     plan = Plan.even(2, 8)
     program, windows = GPipe().program(plan), [[], []]
@@ -240,14 +339,14 @@ def test_predicted_and_measured_are_of_one_batch_operation_by_operation():
         for rank in range(2):
             windows[rank].append(Window(plan, program, [e for e in ran.events if e.rank == rank]))
     report = PipelineReport.from_windows(windows)
-    assert report.predicted.makespan == report.measured.makespan > 100_000_000
-    assert report.bubble_predicted == report.bubble_measured
+    assert report.replayed.makespan == report.measured.makespan > 100_000_000
+    assert report.bubble_replayed == report.bubble_measured
     assert simulate(program, plan, report.record.costs).makespan < 40_000_000
     scattered = draw_spread(program, plan, report.record.costs)
     assert scattered.steady < 40_000_000 < 60_000_000 < scattered.mean
 
 
-def test_what_ranks_do_between_two_tasks_is_predicted_where_it_is_rare_too():
+def test_what_ranks_do_between_two_tasks_is_replayed_where_it_is_rare_too():
     """A rank does something else before one forward; the median of what passes before a task is nothing."""
     plan = Plan.even(2, 8)
     program = GPipe().program(plan)
@@ -259,7 +358,7 @@ def test_what_ranks_do_between_two_tasks_is_predicted_where_it_is_rare_too():
     )
     assert report.record.costs.overhead == 0
     without = 1 - 24 / 27  # of nine forwards and nine backwards in a row, eight each are a rank's own
-    assert without + 0.2 < report.bubble_predicted <= report.bubble_measured
+    assert without + 0.2 < report.bubble_replayed <= report.bubble_measured
 
 
 def test_it_says_in_which_world_it_predicts():
@@ -269,4 +368,4 @@ def test_it_says_in_which_world_it_predicts():
     report = PipelineReport.from_windows(
         [[Window(plan, program, [e for e in ran.events if e.rank == r])] for r in range(2)]
     )
-    assert "predicted with asynchronous links" in str(report)
+    assert "replayed with asynchronous links" in str(report)
