@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -23,7 +24,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """Four ranks, of which the third is slow."""
-    record = record_of([2] * 6 + [4] * 3 + [2] * 3, 4, 8)
+    record = replace(record_of([2] * 6 + [4] * 3 + [2] * 3, 4, 8), peaks=(30_000_000,) * 4)
     path = tmp_path_factory.mktemp("page") / "report.html"
     path.write_text(page(record, advise_run(record)))
     return path, record
@@ -66,6 +67,16 @@ def test_it_does_not_scroll_sideways(browser, small, large, width):
     for path, _ in (small, large):
         browser.open(path, width=width)
         assert browser.run("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("width", [1024, 1300, 1500, 1920])
+def test_no_column_of_a_table_is_cut_off(browser, small, large, width):
+    """On the screens that people have, tables need no scrolling: the measured memory is in the last column."""
+    for path, _ in (small, large):
+        browser.open(path, width=width)
+        sizes = browser.run("[...document.querySelectorAll('.wide')].map(t => [t.clientWidth, t.scrollWidth])")
+        assert sizes
+        assert all(shown == whole for shown, whole in sizes), sizes
 
 
 def test_the_first_screen_says_what_is_slow_and_what_to_change(browser, small):
