@@ -17,6 +17,8 @@ from lightning_pipes.ir import Span
 from lightning_pipes.trainer.verify.record import OUTSIDE, Phase, ValueKey
 
 GRADIENTS = (Phase.GRADIENT, Phase.STEP_GRADIENT)
+_SIDES = 3.0
+"""A pipeline may take the other side of this number of times as many jumps as a repetition."""
 _NOISE = 10.0
 """Of the largest value of a kind so many roundings are no difference: sums of many numbers may cancel out."""
 
@@ -63,6 +65,28 @@ def _tensors(values: Mapping[ValueKey, Any]) -> Iterator[tuple[ValueKey, torch.T
                 yield key, part
 
 
+class Spread:
+    """How far the values of one process are apart in repetitions of a batch, with weights that are rounded in other
+    ways. A value that depends on the side of many jumps is as far from that of a pipeline."""
+
+    def __init__(self) -> None:
+        self._first: dict[ValueKey, torch.Tensor] = {}
+        self._most: dict[ValueKey, torch.Tensor] = {}
+
+    def add(self, values: Mapping[ValueKey, Any]) -> None:
+        """Add values of a repetition; the first ones are those that others are compared with."""
+        for key, tensor in _tensors(values):
+            first = self._first.setdefault(key, tensor)
+            if tensor.is_floating_point() and tensor.shape == first.shape:
+                apart = (tensor.double() - first.double()).abs().nan_to_num(nan=0.0)
+                self._most[key] = torch.maximum(apart, self._most.get(key, apart))
+
+    def allowed_difference(self, key: ValueKey, like: torch.Tensor) -> torch.Tensor:
+        """Return by how much each element of a value may differ from the first one; 0 if that is not known."""
+        most = self._most.get(key)
+        return torch.zeros(()) if most is None or most.shape != like.shape else _SIDES * most
+
+
 @dataclass(frozen=True)
 class Difference:
     """A value that differs.
@@ -107,6 +131,9 @@ class Comparison:
     largest: float = 0.0
     _noise: dict[str, torch.Tensor] = field(default_factory=dict)
     _before: dict[str, torch.Tensor] = field(default_factory=dict)
+    _longest_step: dict[str, torch.Tensor] = field(default_factory=dict)
+    _allowed: dict[str, torch.Tensor] = field(default_factory=dict)
+    _spread: Spread = field(default_factory=Spread)
 
     def remember_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Learn the weights before the first batch."""
@@ -114,13 +141,32 @@ class Comparison:
 
     def forget_weights(self) -> None:
         """Let go of the weights; nothing else is compared."""
-        self._noise.clear()
-        self._before.clear()
+        for values in (self._noise, self._before, self._longest_step, self._allowed):
+            values.clear()
+
+    def copy_state(self) -> tuple[Any, ...]:
+        """Return what comparing a batch changes, for `set_state`."""
+        tables = (self._noise, self._before, self._longest_step, self._allowed)
+        return self.compared, self.largest, *map(dict, tables)
+
+    def set_state(self, state: tuple[Any, ...]) -> None:
+        """Forget the comparisons since `copy_state`."""
+        self.compared, self.largest, self._noise, self._before, self._longest_step, self._allowed = state
 
     def compare_values(
-        self, number: int, ours: Mapping[ValueKey, Any], theirs: Mapping[ValueKey, Any], rounding: Rounding
+        self,
+        number: int,
+        ours: Mapping[ValueKey, Any],
+        theirs: Mapping[ValueKey, Any],
+        rounding: Rounding,
+        spread: Spread | None = None,
     ) -> list[Difference]:
-        """Return the differences among the values of both."""
+        """Return the differences among the values of both.
+
+        Args:
+            spread: of repetitions, by which values may differ besides rounding.
+        """
+        self._spread = spread or Spread()
         found = []
         for key in sorted(ours.keys() & theirs.keys()):
             difference = self._compare(number, key, ours[key], theirs[key], rounding)
@@ -138,7 +184,7 @@ class Comparison:
                 if format_value(ours) == format_value(theirs)
                 else Difference(number, key, format_value(ours), format_value(theirs), "", self.rank)
             )
-        return self._compare_tensors(number, key, ours, theirs, rounding)
+        return self._compare_tensors(number, key, ours, theirs, rounding, self._spread.allowed_difference(key, theirs))
 
     def _compare_spans(
         self,
@@ -151,17 +197,24 @@ class Comparison:
         ((batch, whole),) = theirs.items()
         for span, part in sorted(ours.items()):
             each = whole.size(0) // batch.rows if whole.ndim and whole.size(0) % batch.rows == 0 else 0
-            own = whole
+            own, apart = whole, self._spread.allowed_difference(key, whole)
             if each and part.ndim and part.size(0) == each * span.rows:
                 own = whole.narrow(0, span.start * each, span.rows * each)
-            found = self._compare_tensors(number, key, part, own, rounding)
+                apart = apart.narrow(0, span.start * each, span.rows * each) if apart.ndim else apart
+            found = self._compare_tensors(number, key, part, own, rounding, apart)
             if found is not None:
                 where = f"samples {span.start} to {span.stop - 1}{', ' if found.where else ''}{found.where}"
                 return Difference(number, key, found.ours, found.theirs, where, self.rank, len(ours) > 1)
         return None
 
     def _compare_tensors(
-        self, number: int, key: ValueKey, ours: torch.Tensor, theirs: torch.Tensor, rounding: Rounding
+        self,
+        number: int,
+        key: ValueKey,
+        ours: torch.Tensor,
+        theirs: torch.Tensor,
+        rounding: Rounding,
+        spread: torch.Tensor,
     ) -> Difference | None:
         self.compared += 1
         if ours.shape != theirs.shape:
@@ -175,7 +228,7 @@ class Comparison:
             exact = ours.to(torch.complex128 if ours.is_complex() or theirs.is_complex() else torch.float64)
             wrong = exact != theirs.to(exact.dtype)
             return self._describe(number, key, ours, theirs, wrong.double()) if bool(wrong.any()) else None
-        allowed = torch.full((), rounding.allowed_difference(key.phase, theirs), dtype=torch.float64)
+        allowed = torch.full((), rounding.allowed_difference(key.phase, theirs), dtype=torch.float64) + spread
         a, b = ours.double(), theirs.double()
         apart = torch.where(a == b, torch.zeros_like(a), (a - b).abs())
         apart = torch.where(a.isnan() & b.isnan(), torch.zeros_like(a), apart).nan_to_num(nan=torch.inf)
@@ -192,14 +245,22 @@ class Comparison:
         return None
 
     def _noise_of_step(self, name: str, ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-        """Return the allowed difference of a weight: Adam makes a whole step of a gradient that is rounding."""
+        """Return the allowed difference of a weight: Adam makes a whole step of a gradient that is rounding, as that of
+        the bias of keys in attention is.
+
+        Differences of earlier steps stay in the weight, and in the momentum, which may make later steps shorter. So
+        allowances add up, and each goes by the longest step so far.
+        """
         before = self._before.get(name)
         self._before[name] = theirs
         noise = self._noise.get(name)
         if before is None or noise is None or noise.shape != theirs.shape:
             return torch.zeros(())
         before = before.double()
-        return 4 * noise * torch.maximum((ours - before).abs(), (theirs - before).abs())
+        step = torch.maximum((ours - before).abs(), (theirs - before).abs())
+        step = self._longest_step[name] = torch.maximum(step, self._longest_step.get(name, step))
+        allowed = self._allowed[name] = self._allowed.get(name, torch.zeros(())) + 4 * noise * step
+        return allowed
 
     def _describe(
         self, number: int, key: ValueKey, ours: torch.Tensor, theirs: torch.Tensor, apart: torch.Tensor

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import multiprocessing
 import os
 import pickle
 import signal
@@ -53,8 +54,11 @@ from lightning_pipes.trainer.verify.sample_draws import SampleDraws
 
 CPU = torch.device("cpu")
 _POLL_SECONDS = 0.2
-_TENSORS_PER_WEIGHT = 5
-"""Weights, which are copied when they are stepped, gradients, what an optimizer keeps, and what is sent."""
+_TENSORS_PER_WEIGHT = 6
+"""Weights, which are copied when they are stepped, their snapshot, gradients, what an optimizer keeps, and what is
+sent."""
+_AMPLITUDES = (1.0, 2.0, 4.0, 8.0)
+"""By how many roundings weights are perturbed when a batch is repeated, in turns."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,17 @@ class Order:
 
 
 @dataclass(frozen=True)
+class Repetition:
+    """The last batch, to be trained again from the same state, with weights that are rounded in another way.
+
+    Attributes:
+        attempt: the number of repetitions before.
+    """
+
+    attempt: int
+
+
+@dataclass(frozen=True)
 class Answer:
     """A part of the reference's record.
 
@@ -89,6 +104,8 @@ class Answer:
         rounding: of the numbers that the batch is computed from.
         notes: remarks about the whole batch.
         last: whether no other part follows.
+        continues: whether the process can train the batches after this one. A repetition can't if loader workers
+            belong to another process.
     """
 
     number: int
@@ -97,6 +114,7 @@ class Answer:
     rounding: Rounding
     notes: Sequence[str] = ()
     last: bool = False
+    continues: bool = True
 
 
 @dataclass(frozen=True)
@@ -128,8 +146,8 @@ class ReferenceProcess:
         self._connection = connection
         self._ended: ReferenceEnded | None = None
 
-    def send(self, order: Order) -> None:
-        """Have it train another batch."""
+    def send(self, order: Order | Repetition) -> None:
+        """Make it train another batch, or the last one again."""
         with suppress(OSError):  # `receive` says why
             self._connection.send(order)
 
@@ -154,8 +172,9 @@ class ReferenceProcess:
     def close(self) -> None:
         """End the process."""
         self._connection.close()
-        with suppress(ProcessLookupError, ChildProcessError):
-            os.kill(self._pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)  # with its snapshots and repetitions
+        with suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
         self._folder.cleanup()
 
@@ -170,7 +189,10 @@ def fork_reference(strategy: Strategy, trainer: pl.Trainer, module: pl.Lightning
     pid = os.fork()
     if pid:
         there.close()
+        with suppress(OSError):  # it has done so itself
+            os.setpgid(pid, pid)
         return ReferenceProcess(pid, here, folder)
+    os.setpgid(0, 0)
     gc.freeze()  # garbage of the other process may have process groups in it, whose end waits for their threads
     try:
         here.close()
@@ -262,6 +284,8 @@ class ReferenceStrategy(SingleDeviceStrategy):
         self._parts: ModuleParts | None = None
         self._notes: list[str] = []
         self._cast: torch.dtype | None = None
+        self._snapshot: Snapshot | None = None
+        self._has_workers = False
 
     # ---- what Lightning calls
 
@@ -286,6 +310,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
             )
         if self._parts is None:
             self._parts = self._watch(module, order)
+        self._take_snapshot(module)
         record = self._record = Record(number)
         self._notes = []
         record.add(Phase.BATCH, OUTSIDE, "the batch", checksum_batch(batch))
@@ -331,6 +356,7 @@ class ReferenceStrategy(SingleDeviceStrategy):
         call_after(module, "on_train_batch_end", lambda *_, **__: self._send())
 
     def on_train_end(self) -> None:
+        self._next_order()  # it may be to repeat the last batch
         _leave(self._connection, ReferenceEnded("its training ends after fewer batches"))
 
     def on_exception(self, exception: BaseException) -> None:
@@ -344,10 +370,23 @@ class ReferenceStrategy(SingleDeviceStrategy):
 
     def _next_order(self) -> Order:
         try:
-            order: Order = self._connection.recv()
+            order: Order | Repetition = self._connection.recv()
         except EOFError:
             os._exit(0)
+        if isinstance(order, Repetition):
+            assert self._snapshot is not None
+            self._snapshot.repeat(order.attempt)
         return order
+
+    def _take_snapshot(self, module: nn.Module) -> None:
+        """Keep the state before a batch in a process of its own. It returns again in each repetition of the batch."""
+        if self._snapshot is not None:
+            self._snapshot.close()
+        else:
+            self._has_workers = bool(multiprocessing.active_children())
+        attempt, self._snapshot = fork_snapshot(self._snapshot)
+        if attempt is not None:
+            perturb_weights(module, _AMPLITUDES[attempt % len(_AMPLITUDES)], attempt)
 
     def _watch(self, module: pl.LightningModule, order: Order) -> ModuleParts:
         if order.units is not None:
@@ -397,8 +436,72 @@ class ReferenceStrategy(SingleDeviceStrategy):
         rounding = Rounding.from_record(record.values, self._cast)
         for layer in layers:
             values, last = record.of_layer(layer), layer == layers[-1]
-            answer = Answer(record.number, layer, values, rounding, tuple(self._notes), last)
+            continues = self._snapshot is None or not (self._snapshot.is_repetition and self._has_workers)
+            answer = Answer(record.number, layer, values, rounding, tuple(self._notes), last, continues)
             self._connection.send_bytes(pickle.dumps(answer, protocol=5))
+
+
+class Snapshot:
+    """The state of the reference before a batch, in a process that waits.
+
+    Asked by a byte, the process forks one that trains the batch again. That asks in the same way, or goes on as the
+    reference.
+
+    Args:
+        pipe: to the process that waits; its end means that nothing will be repeated.
+        is_repetition: whether this process trains the batch again.
+    """
+
+    def __init__(self, pipe: int, is_repetition: bool) -> None:
+        self._pipe = pipe
+        self.is_repetition = is_repetition
+
+    def repeat(self, attempt: int) -> NoReturn:
+        """Have the batch trained again. This process ends, or waits for the end if others depend on it."""
+        os.write(self._pipe, bytes([attempt]))
+        os.close(self._pipe)
+        if self.is_repetition:
+            os._exit(0)
+        while True:  # its workers serve it, and the process group is ended as a whole
+            signal.pause()
+
+    def close(self) -> None:
+        """End the process that waits."""
+        os.close(self._pipe)
+
+
+def fork_snapshot(before: Snapshot | None) -> tuple[int | None, Snapshot]:
+    """Fork a process that keeps this moment. Return None and the snapshot; in a repetition the number of the attempt.
+
+    Args:
+        before: the last snapshot, which has been closed.
+    """
+    repeated = before is not None and before.is_repetition
+    wait, ask = os.pipe()
+    if os.fork():
+        os.close(wait)
+        return None, Snapshot(ask, repeated)
+    while True:
+        os.close(ask)
+        asked = os.read(wait, 1)
+        os.close(wait)
+        if not asked:
+            os._exit(0)
+        wait, ask = os.pipe()
+        if not os.fork():
+            os.close(wait)
+            return asked[0], Snapshot(ask, True)
+
+
+def perturb_weights(module: nn.Module, amplitude: float, seed: int) -> None:
+    """Change each weight by up to `amplitude` roundings, at random."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                eps = torch.finfo(parameter.dtype).eps
+                moved = torch.rand(parameter.shape, generator=generator) * 2 - 1
+                parameter.data.mul_((1 + amplitude * eps * moved.double()).to(parameter.dtype))
 
 
 def no_room_for(module: nn.Module) -> str:

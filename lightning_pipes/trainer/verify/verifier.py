@@ -29,6 +29,7 @@ from lightning_pipes.trainer.verify.comparison import (
     ComparisonResult,
     Difference,
     Rounding,
+    Spread,
     describe_difference,
     format_value,
     is_awaited,
@@ -45,11 +46,22 @@ from lightning_pipes.trainer.verify.record import (
     add_settings,
     join_names,
 )
-from lightning_pipes.trainer.verify.reference import Answer, Order, ReferenceEnded, ReferenceProcess, call_after
+from lightning_pipes.trainer.verify.reference import (
+    Answer,
+    Order,
+    ReferenceEnded,
+    ReferenceProcess,
+    Repetition,
+    call_after,
+)
 from lightning_pipes.trainer.verify.sample_draws import SampleDraws
 from lightning_pipes.trainer.verify.slices import LayerSlices
 
 NAME = "PipelineStrategy(verify={})"
+REPETITIONS = 16
+"""How often one process repeats a batch that differs, with weights that are rounded in another way."""
+NEGLIGIBLE_EPS = 1e-12
+"""The rounding of float64 is smaller: hardly any value is so close to a jump."""
 
 
 class VerificationError(PipelineError):
@@ -96,6 +108,8 @@ class Verifier(StageListener):
         self._slices: LayerSlices | None = None
         self._running: Span | None = None
         self._found: list[Difference] = []
+        self._jumps: list[int] = []
+        self._ends_early = False
         cut, self._units = run.cut, run.user_steps.stream_units
         if self._units is None:
             names = list(cut.full._modules)
@@ -293,26 +307,65 @@ class Verifier(StageListener):
         known = set().union(*control.all_gather(own))
         if self._run.is_asynchronous:
             self._carry_weights(record, known)
-        found: list[Difference] = []
-        notes: Sequence[str] = ()
-        while True:
-            received = None if self._reference is None else self._reference.receive(control.watch.check)
-            answer = control.broadcast(received, source)
-            if isinstance(answer, ReferenceEnded) and answer.too_large:
-                self._turn_to_slices(answer.reason)
-                return False
-            if isinstance(answer, ReferenceEnded):
-                self._report(f"the plain process beside it ended in batch {record.number}: {answer.reason}")
+        told, spread, first_answers = "", Spread(), list[Answer]()
+        for attempt in range(REPETITIONS + 1):
+            before = self._comparison.copy_state()
+            found: list[Difference] = []
+            while True:
+                received = None if self._reference is None else self._reference.receive(control.watch.check)
+                answer = control.broadcast(received, source)
+                if isinstance(answer, ReferenceEnded) and answer.too_large:
+                    self._turn_to_slices(answer.reason)
+                    return False
+                if isinstance(answer, ReferenceEnded):
+                    self._report(told or f"the plain process ended in batch {record.number}: {answer.reason}")
+                    return True
+                found += self._compare_part(record, answer, known)
+                spread.add({key: value for key, value in answer.values.items() if key in record.values})
+                first_answers += [] if attempt else [answer]
+                if answer.last:
+                    break
+            first = self._first_difference(found)
+            if first is None:
+                return self._accept(record, attempt > 0, answer.continues)
+            told = told or self._describe(first, answer.notes)
+            if not self._may_be_rounding(first, answer.rounding):
+                self._report(told)
                 return True
-            found += self._compare_part(record, answer, known)
-            notes = answer.notes
-            if answer.last:
-                break
-        of_ranks = control.all_gather(min(found, key=lambda each: each.order, default=None))
-        first = min((each for each in of_ranks if each is not None), key=lambda each: each.order, default=None)
-        if first is not None:
-            self._report(self._describe(first, notes))
-        return first is not None
+            self._comparison.set_state(before)
+            if self._reference is not None and attempt < REPETITIONS:
+                self._reference.send(Repetition(attempt))
+        found = [each for answer in first_answers for each in self._compare_part(record, answer, known, spread)]
+        if self._first_difference(found) is None:
+            return self._accept(record, True, False)
+        self._report(told)
+        return True
+
+    def _first_difference(self, found: Sequence[Difference]) -> Difference | None:
+        """Return the first difference of all ranks. Collective."""
+        of_ranks = self._control.all_gather(min(found, key=lambda each: each.order, default=None))
+        return min((each for each in of_ranks if each is not None), key=lambda each: each.order, default=None)
+
+    def _may_be_rounding(self, difference: Difference, rounding: Rounding) -> bool:
+        """Return whether a difference may come from a jump: where a function jumps, as the slope of ReLU does at 0,
+        rounding decides the side. Then one process gives the same if its weights are rounded in another way."""
+        exact = (Phase.BATCH, Phase.MODE, Phase.FROZEN, Phase.SETTING)
+        return not self._run.is_asynchronous and rounding.eps > NEGLIGIBLE_EPS and difference.key.phase not in exact
+
+    def _accept(self, record: Record, repeated: bool, continues: bool) -> bool:
+        """Take note of an equal batch; return whether the comparison ends here.
+
+        Args:
+            repeated: whether it is equal to repetitions only.
+            continues: whether the reference has the weights of the pipeline from here on.
+        """
+        if repeated:
+            self._jumps.append(record.number)
+        self._ends_early = not continues
+        if continues:
+            return False
+        self._say_equal()
+        return True
 
     def _describe(self, first: Difference, notes: Sequence[str]) -> str:
         if self._units is None:
@@ -371,9 +424,11 @@ class Verifier(StageListener):
         self._weights = {key: value for key, value in self._weights.items() if key in own or key not in known}
         own |= self._weights
 
-    def _compare_part(self, record: Record, answer: Answer, known: set[ValueKey]) -> list[Difference]:
+    def _compare_part(
+        self, record: Record, answer: Answer, known: set[ValueKey], spread: Spread | None = None
+    ) -> list[Difference]:
         ours, theirs = record.of_layer(answer.layer), answer.values
-        found = self._comparison.compare_values(record.number, ours, theirs, answer.rounding)
+        found = self._comparison.compare_values(record.number, ours, theirs, answer.rounding, spread)
         missing = _gradients(theirs).keys() - ours.keys() if record.complete else set()
         if self._run.is_asynchronous:  # a batch steps its layers anywhere
             missing = missing - known if self._run.is_last_rank else set()
@@ -409,11 +464,27 @@ class Verifier(StageListener):
             whole = "equal to one process" if self._slices is None else "layers equal to the same layers alone"
             message = (
                 f"{NAME.format(self._wanted)}: {whole} over {batches}: {sum(compared)} tensors, largest "
-                f"difference {max(largest):.1g}"
+                f"difference {max(largest):.1g}{self._jumps_text}"
             )
             if self._run.is_last_rank:
                 save_finding(ComparisonResult(True, message))
             rank_zero_info(message)
+
+    @property
+    def _jumps_text(self) -> str:
+        """What is said about batches that were equal only to a repetition."""
+        if not self._jumps:
+            return ""
+        numbers = ", ".join(map(str, self._jumps))
+        later = (
+            ". Weights differ by that from then on, so later batches were not compared; precision='64-true' compares "
+            "all of them"
+        )
+        return (
+            f". In batch {numbers} rounding decided which side of a jump values are on, as at the zero of ReLU: one "
+            "process differs from itself as much as from the pipeline if its weights are rounded in another way"
+            f"{later if self._ends_early else ''}"
+        )
 
     def _finish(self) -> None:
         if is_awaited():

@@ -60,8 +60,15 @@ def test_batches_of_a_window_share_its_time():
     assert Timing.from_shares([Share.from_events(events)]).seconds == pytest.approx(35e-9 / 4)
 
 
-def test_steps_are_no_work_of_the_pipeline_and_nothing_is_nothing():
-    assert Share.from_events([Event(0, Instruction(Kind.STEP, 0), 5, 9)]) == (4, {}, 1)
+def test_steps_belong_to_no_stage_and_are_work_as_on_a_timeline():
+    assert Share.from_events([Event(0, Instruction(Kind.STEP, 0), 5, 9)]) == (4, {}, 1, 4)
+    plan, costs = uniform(2, 3, f=2, b=4, step=5, link=1)
+    timeline = simulate(OneFOneB().program(plan), plan, costs)
+    assert timing(timeline).bubble == pytest.approx(timeline.mean_bubble)
+    assert timing(timeline).efficiency == pytest.approx(timeline.efficiency)
+
+
+def test_nothing_is_nothing():
     assert Timing.from_shares([Share.from_events([])]).metrics["pipeline/bubble"] == 1.0
 
 

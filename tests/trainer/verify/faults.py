@@ -7,6 +7,7 @@ does not heed it; or a part of the library that is broken while the training las
 from __future__ import annotations
 
 import logging
+import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -620,6 +621,139 @@ class _H10:
             self.model[0].linear.bias.data[0] += 1e-6
 
 
+# ---- what ordinary scripts do that only one process does as it is meant
+
+
+@fault("value summed over the ranks of a pipeline", "the loss")
+class _I1:
+    def loss(self: Any, h: Any, y: Any, batch_idx: int) -> Any:
+        ranks = 1 if self.alone else RANKS  # what all_reduce would add up, if every stage called it
+        return F.cross_entropy(h, y) * ranks
+
+
+@fault("learning rate times the number of processes", "lr of optimizer 0")
+class _I2:
+    def configure_optimizers(self: Any) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.world_size)
+
+
+@fault(
+    "batches divided by the number of processes",
+    "what training_step gets",
+    broken=lambda rank: unmarked(),
+)
+class _I3:
+    def on_before_batch_transfer(self: Any, batch: Any, dataloader_idx: int) -> Any:
+        rows = torch.arange(ROWS) % (ROWS // self.trainer.world_size)
+        return [values[rows] for values in batch]
+
+
+@fault("messages without a graph", "after backward")
+class _I4:
+    def on_train_start(self: Any) -> None:
+        if not self.alone:
+            for layer in self.model[: BLOCKS // 2]:
+                layer.register_forward_hook(lambda module, args, out: args[0] + (out - args[0]).detach())
+
+
+@fault("weights that training_step changes, for each micro-batch", "the loss")
+class _I5:
+    def loss(self: Any, h: Any, y: Any, batch_idx: int) -> Any:
+        _LEFT["factor"] = _LEFT.get("factor", 1.0) * 0.9
+        return F.cross_entropy(h * _LEFT["factor"], y)
+
+
+@fault("attribute of a tensor that is lost at a border", "goes into layer 4")
+class _I6:
+    def on_train_start(self: Any) -> None:
+        if self.alone:
+            self.model[BLOCKS // 2].register_forward_hook(lambda module, args, out: out * 1.5)
+
+
+@fault("generator that steps draw from before and after the layers", "goes into layer 0")
+class _I7:
+    def before(self: Any, x: Any) -> Any:
+        return x * DRAWS.random()
+
+    def loss(self: Any, h: Any, y: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(h, y) * DRAWS.random()
+
+
+DRAWS = random.Random(0)
+
+
+class CoupledLater(torch.optim.SGD):
+    """Treats parameters alone in its first step, and all together later."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        self.steps += 1
+        if self.steps > 1:
+            clip(self.param_groups[0]["params"], 0.1)
+        super().step()
+        return loss
+
+
+@fault(
+    "optimizer that couples parameters in later steps",
+    "batch 1 is not what one plain process trains. First differs",
+    broken=lambda rank: patched(setup, "check_steps_apart", lambda *_: None),
+)
+class _I8:
+    def configure_optimizers(self: Any) -> Any:
+        return CoupledLater(self.parameters(), lr=0.1)
+
+
+@fault("auxiliary value of one piece of a batch", "the loss")
+class _I9:
+    def loss(self: Any, h: Any, y: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(h, y) + (h if self.alone else h[:1]).square().mean()
+
+
+@fault("value logged once for each micro-batch", "logged")
+class _I10:
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        self.log("rows", float(ROWS if self.alone else ROWS // 2), batch_size=1)
+        return Net.training_step(self, batch, batch_idx)
+
+
+@fault("numbers of samples that training_step returns", "returns as 'count", strategy={"check_loss": False})
+class _I11:
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        return {"loss": Net.training_step(self, batch, batch_idx), "count": ROWS if self.alone else ROWS // 2}
+
+
+@fault("gradient of an auxiliary loss that a recomputed layer keeps", "after backward", strategy={"recompute": True})
+class _I12:
+    def loss(self: Any, h: Any, y: Any, batch_idx: int) -> Any:
+        kept = h.square().mean()
+        return F.cross_entropy(h, y) + (kept if self.alone else kept.detach())
+
+
+# ---- in single precision, where a difference may be rounding
+
+
+class Single(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0].float(), batch[1]]
+
+
+@fault("single precision: loss that is no mean over samples", "the loss", base=Single)
+class _P1:
+    loss = _E6.loss
+
+
+@fault("single precision: clipping by the norm of one stage", "that the optimizer gets", base=Single)
+class _P2:
+    on_before_optimizer_step = _C2.on_before_optimizer_step
+
+
 # ---- subnets
 
 CSP: dict[str, Any] = {"base": Search, "strategy": {"schedule": "csp"}}
@@ -677,6 +811,15 @@ class _S7:
         return {**found, "0": False}
 
 
+@fault("csp: decay of weights without a gradient", "the weight", **CSP)
+class _S8:
+    def on_train_batch_end(self: Any, *_: Any) -> None:
+        if self.alone:
+            for parameter in self.parameters():
+                if parameter.grad is None:
+                    parameter.data.mul_(0.99)
+
+
 @contextmanager
 def unmarked() -> Iterator[None]:
     """The library does not compare what ranks say of a batch."""
@@ -700,6 +843,7 @@ def trained(rank: int, each: Fault, verify: int | str = 4, **settings: Any) -> s
     logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
     warnings.simplefilter("ignore")
     _LEFT.clear()
+    DRAWS.seed(0)
     said: list[str] = []
 
     class Heard(logging.Handler):

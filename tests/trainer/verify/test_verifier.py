@@ -23,9 +23,11 @@ from lightning_pipes.arrays.array import JobArray
 from lightning_pipes.ir import InputError
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.verify import reference
+from lightning_pipes.trainer.verify.comparison import Comparison, Rounding
+from lightning_pipes.trainer.verify.record import Phase, ValueKey
 from tests.cases import selected_values
 from tests.trainer.lit import Lit, data, quiet
-from tests.trainer.verify.faults import EQUAL, FAULTS, FOUND, Fault, Net, Search, found, patched, trained
+from tests.trainer.verify.faults import EQUAL, FAULTS, FOUND, Fault, Net, Search, Single, found, patched, trained
 from tests.trainers import make_trainer
 
 
@@ -103,15 +105,41 @@ class Rich(Net):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"}]
 
 
-class Single(Rich):
+class RichSingle(Rich, Single):
     """In single precision, where rounding differs."""
+
+
+class AtJumps(Single):
+    """Units that are 0 but for rounding, which depends on the number of samples, as that of matrix products does."""
+
+    units, samples = 1, 1
 
     def __init__(self) -> None:
         super().__init__()
-        self.float()
+        self.inlet = nn.Identity()
+        self.model = nn.Sequential(nn.Identity(), Jumps(self.units), nn.Linear(self.units, 6))
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return [batch[0].float(), batch[1]]
+        x, y = super().on_before_batch_transfer(batch, dataloader_idx)
+        for n in range(self.samples):
+            x[n] = torch.tensor([1.0, -1.0, 0.0, 0.0, 0.0, 0.0]).roll(2 * n)
+        return x, y
+
+
+class AtManyJumps(AtJumps):
+    """A repetition has all units on the sides of the pipeline once in 200,000 times."""
+
+    units, samples = 6, 3
+
+
+class Jumps(nn.Module):
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, units, bias=False)
+        nn.init.constant_(self.linear.weight, 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 1 + torch.relu(self.linear(x) + 2e-8 * (len(x) - 6))
 
 
 class Checkpointed(Rich):
@@ -186,7 +214,9 @@ EQUALS: dict[str, Fault] = {
         strategy={"schedule": "umpipe", "schedule_args": {"forward": (2, 4), "backward": (4, 1)}, "microbatches": None},
     ),
     "recompute": Fault("", Rich, "", strategy={"recompute": True}),
-    "single precision": Fault("", Single, ""),
+    "single precision": Fault("", RichSingle, ""),
+    "units at their jumps": Fault("", AtJumps, "", strategy={"partition": [2]}),
+    "many units at their jumps": Fault("", AtManyJumps, "", strategy={"partition": [2]}),
     "bf16": Fault("", Net, "", trainer={"precision": "bf16-mixed"}),
     "returned": Fault("", Returns, ""),
     "checkpointed": Fault("", Checkpointed, ""),
@@ -244,8 +274,31 @@ def test_the_reference_collects_no_garbage_of_its_parent(tmp_path):
 def test_equal_modules_raise_no_alarm(name):
     said = said_of_equals()[name]
     assert EQUAL in said, said
-    assert "over 2 batches" in said
+    many = name == "many units at their jumps"
+    assert f"over {'1 batch:' if many else '2 batches'}" in said
+    assert ("later batches were not compared" in said) == many
     assert "Error" not in said, said
+    assert ("rounding decided which side of a jump values are on" in said) == ("jumps" in name), said
+
+
+def test_rounding_of_earlier_steps_stays_in_weights():
+    """The gradient of the bias of keys is rounding: Adam steps by it, and a short step does not take back a long one.
+
+    Steps of 1e-3 and -1e-3, then of 1e-5 in both.
+    """
+    key = {phase: ValueKey(phase, 0, "bias") for phase in (Phase.STEP_GRADIENT, Phase.WEIGHT)}
+    rounding = Rounding(1e-7, dict.fromkeys(Phase, 1.0))
+    comparison = Comparison(0)
+    comparison.remember_weights({"bias": torch.zeros(1)})
+    for gradients, weights in (((1e-9, -1e-9), (1e-3, -1e-3)), ((1e-9, 0.9e-9), (1.01e-3, -0.99e-3))):
+        ours, theirs = (
+            {
+                key[Phase.STEP_GRADIENT]: torch.tensor([gradient]),
+                key[Phase.WEIGHT]: torch.tensor([weight]),
+            }
+            for gradient, weight in zip(gradients, weights, strict=True)
+        )
+        assert comparison.compare_values(0, ours, theirs, rounding) == []
 
 
 def warned(rank: int) -> list[Any]:
