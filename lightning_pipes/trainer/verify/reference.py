@@ -57,7 +57,7 @@ _POLL_SECONDS = 0.2
 _TENSORS_PER_WEIGHT = 6
 """Weights, which are copied when they are stepped, their snapshot, gradients, what an optimizer keeps, and what is
 sent."""
-_AMPLITUDES = (1.0, 2.0, 4.0, 8.0)
+_AMPLITUDES = (2.0, 4.0, 8.0, 16.0)
 """By how many roundings weights are perturbed when a batch is repeated, in turns."""
 
 
