@@ -103,6 +103,11 @@ class Cut:
         _check_size(stages, min(rows, microbatches))
         return cls(rows, (even_spans(rows, min(rows, microbatches)),) * stages)
 
+    @property
+    def distinct_spans(self) -> frozenset[Spans]:
+        """The spans of all stages and links in both directions; one tuple if all of them cut a batch alike."""
+        return frozenset((*self.forward, *self.backward, *self.forward_links, *self.backward_links))
+
     def spans(self, kind: Kind, stage: int) -> Spans:
         """Return the spans of all instructions of one kind on one stage, in order of samples; none for STEP."""
         match kind:

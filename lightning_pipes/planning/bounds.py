@@ -66,7 +66,7 @@ def step_bound(profile: ModelProfile, plan: Plan, deployment: Deployment) -> flo
     if len(profile.layers) < plan.n_stages:
         return float("inf")
     cut = plan.jobs[0]
-    if {*cut.forward, *cut.backward, *cut.forward_links, *cut.backward_links} != {cut.forward[0]}:
+    if len(cut.distinct_spans) > 1:
         return 0.0
     return _Bound(profile, plan, deployment).step_seconds()
 

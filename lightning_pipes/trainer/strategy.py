@@ -54,8 +54,8 @@ from lightning_pipes.trainer.module.shared_data import Data, share_loader
 from lightning_pipes.trainer.module.weight_callbacks import restore_averages
 from lightning_pipes.trainer.module_setup import SetupContext
 from lightning_pipes.trainer.patches import Patches
-from lightning_pipes.trainer.plan.decider import device_memory
 from lightning_pipes.trainer.plan.decision import Decision
+from lightning_pipes.trainer.plan.profile_planner import device_memory
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.settings import AUTO, PLAN_VARIABLE, Gather, Settings, check_parts, parse_verify
 from lightning_pipes.trainer.plan.stages import check_stages, choose_stages

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 
 from lightning_pipes.cost import ModelProfile
-from lightning_pipes.cost.layer import LayerProfile
+from lightning_pipes.cost.layer import LayerProfile, Table
 from lightning_pipes.engine.compute.profiler import optimizer_state
 from lightning_pipes.engine.compute.rng import RngUse, forked_rng, seed_all
 from lightning_pipes.engine.private_torch import backward_hooks, has_composable_checkpoint, unsaved_buffers
@@ -40,11 +40,13 @@ from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.module_setup import ModuleSetup, SetupContext
 from lightning_pipes.trainer.plan.decision import Decision, Piece
 from lightning_pipes.trainer.plan.layer_profiler import (
+    OVERHEAD,
     CollectiveCall,
     NotMeasuredError,
     UnsuitableContainerError,
     without_loggers,
 )
+from lightning_pipes.trainer.plan.profile_planner import ProfilePlanner
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.sample import (
     NoSampleError,
@@ -78,7 +80,7 @@ from lightning_pipes.trainer.units.joint_step import JointStep
 from lightning_pipes.trainer.units.lazy_step import Crossing, LazyStep
 from lightning_pipes.trainer.units.recording import StepRecord, UnitLayout, find_atomic, record_step
 from lightning_pipes.trainer.units.steps import UnitSteps, stage_modules
-from lightning_pipes.trainer.units.timing import measure_units, shortest
+from lightning_pipes.trainer.units.timing import SavedByUnits, UnitCosts, measure_units, shortest
 from lightning_pipes.trainer.units.weight_groups import WeightGroups
 
 T = TypeVar("T")
@@ -137,6 +139,8 @@ class UnitSetup(ModuleSetup):
             self._request.may_replan and not self._request.schedule.flushes
         )
         """Whether units may move from rank to rank while training goes on."""
+        self._batch_rows = 0
+        """The samples of a batch of the run, where the schedule is chosen."""
         self.end: BatchEnd | None = None
         self._starts: tuple[int, ...] = tuple(range(self._n_stages))
         """The part of the layout with which each stage begins."""
@@ -191,8 +195,11 @@ class UnitSetup(ModuleSetup):
         partition = PARAMETERS if len(self._starts) == 1 else list(self._starts[1:])
         decision = replace(request, partition=partition).unmeasured([1] * parts, ranks, least)
         decision = replace(decision, profile=self._profile)
+        if request.chooses and self.end is None and self._profile is not None:
+            decision = self._choose_schedule(request, decision, self._profile)
+            request = replace(request, schedule=decision.schedule)
         (cut,) = decision.plans().for_rows(MANY_ROWS)[0].jobs
-        spans = {*cut.forward, *cut.backward, *cut.forward_links, *cut.backward_links}
+        spans = cut.distinct_spans
         if len(spans) > 1:
             raise PlanError(
                 f"schedule {request.schedule.name!r} is to cut a batch into {', '.join(str(len(n)) for n in spans)} "
@@ -206,6 +213,22 @@ class UnitSetup(ModuleSetup):
             )
         decision = replace(decision, pieces=self._pieces)
         return self._context.connections.agree_on_decision(self._module, decision, lambda: decision)
+
+    def _choose_schedule(self, request: RunRequest, plain: Decision, profile: ModelProfile) -> Decision:
+        """Choose schedule, micro-batches, recomputation and cut by the profile of the parts. Collective.
+
+        Raises:
+            PlanError: no schedule fits.
+        """
+        planner = ProfilePlanner(self._ranks, self._settings.transport)
+        deployment = planner.make_deployment(plain, [1.0] * self._ranks.control.size)
+        request = replace(request, partition=AUTO, equal_cuts=True)
+        try:
+            made = planner.plan(request, plain, profile, self._batch_rows, deployment)
+        except PlanError as error:
+            raise PlanError(f"schedule='auto': {error}") from None
+        rank_zero_info("\n".join(filter(None, [made.table, made.why, made.cut_reason])))
+        return made
 
     def index_parameters(self, holdings: Holdings) -> None:
         """Tell `holdings` the stages that use each parameter."""
@@ -261,14 +284,15 @@ class UnitSetup(ModuleSetup):
         self._check_same(record)
         if self._context.is_manual:
             return self._group_weights(record, request, stages)
-        times = self._measure(record) if request.partition == AUTO or self._moves_parts else None
-        seconds = None if times is None else [forward + backward for forward, backward in times]
+        measures = request.partition == AUTO or self._moves_parts or request.chooses
+        costs = self._measure(record, request) if measures else {}
+        seconds = [forward + backward for forward, backward in costs[max(costs)].seconds] if costs else None
         borders = Borders(record, seconds)
         starts, end = self._choose_starts(record, borders, request, stages)
         self._pieces = borders.list_pieces(starts)
         self._log_cut(record, borders, starts, "time" if seconds else "operations")
-        if self._moves_parts:
-            return self._lay_parts(record, borders, starts, times)
+        if self._moves_parts or (request.chooses and end is None):
+            return self._lay_parts(record, borders, starts, costs)
         if end is None:
             return UnitLayout.from_record(*self._merge(record, starts))
         merged, (*found, border) = self._merge(record, (*starts, end))
@@ -322,20 +346,29 @@ class UnitSetup(ModuleSetup):
         record: StepRecord,
         borders: Borders,
         starts: tuple[int, ...],
-        times: Sequence[tuple[float, float]] | None,
+        costs: Mapping[int, UnitCosts],
     ) -> UnitLayout:
-        """Return a layout with several parts a stage, so that they may move; stages begin at the units `starts`.
-        Collective."""
+        """Return a layout with several parts a stage, so that planners may choose among them. Collective.
+
+        Args:
+            starts: the units with which stages begin until a planner has chosen.
+            costs: of all units, by the number of samples; empty if they could not be measured.
+        """
         finer = borders.choose(min(PARTS * len(starts), borders.count_possible() + 1))
         parts = tuple(sorted({*starts, *finer}))
         self._starts = tuple(parts.index(start) for start in starts)
         layout = UnitLayout.from_record(*self._merge(record, parts))
-        if times is None:
+        if costs:
+            self._profile = self._make_profile(borders, parts, costs, layout)
+        elif self._request.chooses:
+            rank_zero_info(
+                f"schedule='auto' takes {self._request.schedule.name!r}, because the times of units of "
+                f"{type(self._module).__name__} are unknown"
+            )
+        else:
             rank_zero_info(
                 f"Units of {type(self._module).__name__} stay where they are, because their times are unknown"
             )
-        else:
-            self._profile = self._make_profile(borders, parts, times, layout)
         return layout
 
     def _check_same(self, record: StepRecord) -> None:
@@ -492,48 +525,67 @@ class UnitSetup(ModuleSetup):
             )
 
     def _make_profile(
-        self, borders: Borders, parts: Sequence[int], times: Sequence[tuple[float, float]], layout: UnitLayout
+        self, borders: Borders, parts: Sequence[int], costs: Mapping[int, UnitCosts], layout: UnitLayout
     ) -> ModelProfile:
-        """Return the times and bytes of each part, which begin at the units `parts`: times grow with the samples."""
+        """Return the times and bytes of each part, which begin at the units `parts`."""
         optimizers, rows = self._context.host.optimizers, self._recorded_rows
         weights, layers = weights_of_stages(self._module, layout), []
-        for number, (start, stop) in enumerate(zip(parts, (*parts[1:], len(times)), strict=True)):
-            forward, backward = (sum(each) for each in zip(*times[start:stop], strict=True))
+        n_units = len(costs[max(costs)].seconds)
+        for number, (start, stop) in enumerate(zip(parts, (*parts[1:], n_units), strict=True)):
             part = weights[number]
             trained = [p for p in part.parameters() if p.requires_grad]
-            crossing = borders.bytes(stop) if stop < len(times) else 0
+            crossing = borders.bytes(stop) if stop < n_units else 0
             layers.append(
                 LayerProfile(
                     layout.names[layout.starts[number]],
-                    ((0, 0.0), (rows, forward)),
-                    ((0, 0.0), (rows, backward)),
+                    _table({n: sum(forward for forward, _ in each.seconds[start:stop]) for n, each in costs.items()}),
+                    _table({n: sum(backward for _, backward in each.seconds[start:stop]) for n, each in costs.items()}),
                     weight_bytes=sum(t.nbytes for t in (*part.parameters(), *part.buffers())),
                     gradient_bytes=sum(p.nbytes for p in trained),
                     optimizer_bytes=sum(t.nbytes for t in optimizer_state(part, optimizers[0] if optimizers else None)),
+                    saved=_table({n: float(sum(each.saved[start:stop])) for n, each in costs.items()}),
                     output=((0, 0.0), (rows, float(crossing))),
                 )
             )
-        return ModelProfile(tuple(layers))
+        return ModelProfile(tuple(layers), overhead=OVERHEAD)
 
-    def _measure(self, record: StepRecord) -> list[tuple[float, float]] | None:
-        """Return the seconds of each unit, forward and backward; None where a step can't be measured. Collective."""
-        module, device = self._module, self._ranks.device
-        if self._fake is not None:  # operations say how much a unit costs
+    def _measure(self, record: StepRecord, request: RunRequest) -> dict[int, UnitCosts]:
+        """Return the costs of each unit by the number of samples; none where the step can't be measured. Collective.
+
+        A schedule is chosen by several numbers of samples, because times are not proportional to them.
+        """
+        rows, sizes = self._recorded_rows, {self._recorded_rows}
+        if self._fake is not None:  # operations show how much a unit costs
+            return {}
+        if request.chooses:
+            wanted = request.microbatch_rows(self._batch_rows, self._ranks.grid.length)
+            sizes |= {size for size in wanted if size < rows}
+        found: dict[int, UnitCosts] = {}
+        for size in sorted(sizes, reverse=True):
+            try:
+                of_ranks = CollectiveCall(self._ranks.control)(partial(self._measure_size, record, size))
+            except NotMeasuredError as why:
+                rank_zero_info(f"Units of {type(self._module).__name__} were not measured with {size} samples: {why}")
+                continue
+            known = [each for each in of_ranks if each is not None]
+            if len(known) == len(of_ranks):
+                found[size] = UnitCosts(shortest(*(each.seconds for each in known)), known[0].saved)
+            elif size == rows:
+                return {}
+        return found if rows in found else {}
+
+    def _measure_size(self, record: StepRecord, size: int) -> UnitCosts | None:
+        """Return the costs of the units for this number of samples; None where the step has other units with it."""
+        module, device, rows = self._module, self._ranks.device, self._recorded_rows
+        step, make_batch, arguments = self._recorded_step
+        if size < rows:
+            make_batch = partial(copy_batch, make_cutter(make_batch(), rows)(Span(0, size)))
+        run = partial(self._run_without_trace, True)
+        seconds = measure_units(module, record, run, step, make_batch, arguments, device, _measured_loss)
+        if seconds is None:
             return None
-
-        def run(work: Callable[[], list[tuple[float, float]]]) -> list[tuple[float, float]]:
-            return self._run_without_trace(True, work)
-
-        def measure() -> list[tuple[float, float]] | None:
-            return measure_units(module, record, run, *self._recorded_step, device, _measured_loss)
-
-        try:
-            of_ranks = CollectiveCall(self._ranks.control)(measure)
-        except NotMeasuredError as why:
-            rank_zero_info(f"Units of {type(module).__name__} were not measured: {why}")
-            return None
-        known = [seconds for seconds in of_ranks if seconds is not None]
-        return shortest(*known) if len(known) == len(of_ranks) else None
+        counter = SavedByUnits(_named(module, record.atomic))
+        return UnitCosts(seconds, run(partial(counter.measure, module, step, make_batch, arguments)))
 
     def _merge(self, record: StepRecord, starts: tuple[int, ...]) -> tuple[StepRecord, tuple[int, ...]]:
         """Return a record in which modules that no border divides are one unit each, and its borders. Collective."""
@@ -608,16 +660,19 @@ class UnitSetup(ModuleSetup):
                 f"{'' if isinstance(why, UnsuitableContainerError) else way_out}"  # which says a way out itself
             ) from why
 
-    @staticmethod
-    def _example(data: Any, request: RunRequest, stages: int) -> Any:
-        """Return a batch that is as large as a micro-batch.
+    def _example(self, data: Any, request: RunRequest, stages: int) -> Any:
+        """Return a batch that is as large as a micro-batch; as the largest that may be chosen, if it is chosen.
 
         Raises:
             NoSampleError: the data don't say what a batch is.
         """
         if is_of_batches(data):
-            return first_item(data, streams=True)
-        rows = batch_rows(data, streams=True)
+            batch = first_item(data, streams=True)
+            self._batch_rows = rows_of(batch)
+            return batch
+        rows = self._batch_rows = batch_rows(data, streams=True)
+        if request.chooses:
+            return example_batch(data, request.sample_rows(rows, self._ranks.grid.length))
         return example_batch(data, max(-(-rows // min(rows, request.microbatches or 2 * stages)), 1))
 
     def _record_with(self, batch: Any) -> StepRecord:
@@ -712,6 +767,12 @@ class UnitSetup(ModuleSetup):
         return frozenset(wrong)
 
 
+def _table(values: Mapping[int, float]) -> Table:
+    """Return a table by numbers of samples; a single value is proportional to them."""
+    points = sorted(values.items())
+    return ((0, 0.0), *points) if len(points) == 1 else tuple(points)
+
+
 def _named(module: nn.Module, paths: Collection[str]) -> dict[str, nn.Module]:
     return {path: module.get_submodule(path) for path in paths}
 
@@ -769,6 +830,7 @@ def check_manual(context: SetupContext, refused: Sequence[str]) -> None:
         f"data_parallel={settings.data_parallel}": settings.replicas > 1,
         f"verify={settings.verify}": settings.verify.batches > 0,
         "recompute=True": context.request.recompute,
+        f"schedule {AUTO!r}": context.request.chooses,
         f"module={settings.module!r}": bool(settings.module),
     }
     found = [*refused, *(each for each, is_asked in asked.items() if is_asked)]
@@ -784,9 +846,7 @@ def find_refused(context: SetupContext) -> list[str]:
     """Return the settings of a run that need one container of layers. All ranks get the same."""
     request = context.request
     schedule, refused = request.schedule, []
-    if request.chooses:
-        refused.append(f"schedule {AUTO!r} (a named one does)")
-    elif isinstance(schedule, Policy) and not schedule.flushes and isinstance(context.module, ChoosesLayers):
+    if isinstance(schedule, Policy) and not schedule.flushes and isinstance(context.module, ChoosesLayers):
         refused.append(f"layers_of_batch with schedule {schedule.name!r}, for units are not the layers that it names")
     if context.settings.verify.batches and isinstance(schedule, Policy) and not schedule.flushes:
         refused.append(

@@ -20,6 +20,7 @@ POLICY_SIZE = 30_000
 """Computations of the largest step that is simulated with a policy that the user has not named."""
 
 
+UNEQUAL_CUTS = "stages or links cut a batch into different micro-batches, which this module does not allow"
 NEVER = "gradients so stale never reach the target"
 
 
@@ -59,11 +60,13 @@ def list_options(
     numbers: Iterable[int],
     recompute: Sequence[bool],
     iterations: Iterations | None = None,
+    equal_cuts: bool = False,
 ) -> Iterator[Option]:
     """Yield every combination, each with a step time that it can't beat.
 
     Args:
         iterations: as in `choose_option`.
+        equal_cuts: as in `choose_option`.
     """
     bounds: dict[tuple[object, ...], float] = {}
     for m in numbers:
@@ -77,7 +80,9 @@ def list_options(
                     yield Option(schedule, m, again, None, math.inf, why_not=str(error), too_large=too_large)
                     continue
                 more = 1.0 if iterations is None else iterations(max(plan.versions)) / iterations(1)
-                why_not = _impossible(profile, plan) or ("" if math.isfinite(more) else NEVER)
+                is_unequal = any(len(cut.distinct_spans) > 1 for cut in plan.jobs)
+                unequal = UNEQUAL_CUTS if equal_cuts and is_unequal else ""
+                why_not = unequal or _impossible(profile, plan) or ("" if math.isfinite(more) else NEVER)
                 too_large = not why_not and schedules is None and _is_slow(schedule, plan)
                 if too_large:
                     why_not = (

@@ -53,6 +53,7 @@ def choose_option(
     progress: Progress = lambda what, done: None,
     least: int = 1,
     iterations: Iterations | None = None,
+    equal_cuts: bool = False,
 ) -> Choice:
     """Return the fastest way to train batches of `rows` samples on `ranks` ranks, within the devices' memory.
 
@@ -69,6 +70,7 @@ def choose_option(
         microbatches: numbers to try; by default from the number of ranks up, doubling.
         least: the fewest samples of a micro-batch where the numbers are not given.
         iterations: T(S), the batches until the target; None refuses stale gradients.
+        equal_cuts: whether all stages and links must cut a batch into the same micro-batches.
 
     Raises:
         PlanError: nothing fits; says what the closest one lacks.
@@ -81,7 +83,8 @@ def choose_option(
     given = list(schedules) if schedules is not None else None
     with _without_garbage_collection():
         every = []
-        for option in list_options(profile, ranks, rows, deployment, given, numbers, recompute, iterations):
+        options = list_options(profile, ranks, rows, deployment, given, numbers, recompute, iterations, equal_cuts)
+        for option in options:
             progress(f"bound of {option.label}, {option.microbatches} micro-batches", 0.0)
             every.append(option)
         search = _Search(profile, deployment)
@@ -273,9 +276,11 @@ class AutoPlanner(Planner):
 
     Attributes:
         iterations: as in `choose_option`.
+        equal_cuts: as in `choose_option`.
     """
 
     iterations: Iterations | None = None
+    equal_cuts: bool = False
     wants_profile: ClassVar[bool] = True
 
     def plan(self, problem: Problem) -> Plan:
@@ -309,6 +314,7 @@ class AutoPlanner(Planner):
             recompute=(True,) if problem.recompute else (False, True),
             least=problem.least,
             iterations=self.iterations,
+            equal_cuts=self.equal_cuts,
         )
         best, plan = choice.best, choice.fit.plan
         solved = replace(

@@ -33,7 +33,7 @@ from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.loop.adopting import adopt_candidate
 from lightning_pipes.trainer.loop.host import PipelineCallback, PipelineHost
 from lightning_pipes.trainer.loop.step_statistics import sample_of
-from lightning_pipes.trainer.plan.decider import device_memory
+from lightning_pipes.trainer.plan.profile_planner import device_memory
 from lightning_pipes.trainer.reports.report import Window
 from lightning_pipes.trainer.reports.stage_bytes import StageBytes, with_bytes
 

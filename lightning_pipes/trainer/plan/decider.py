@@ -12,17 +12,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from lightning_pipes.cost import Cluster, Deployment, Device, Link, ModelProfile
+from lightning_pipes.cost import Deployment, ModelProfile
 from lightning_pipes.cost.units import seconds_text
 from lightning_pipes.engine.compute.footprint import tensors_in
 from lightning_pipes.engine.compute.rng import forked_rng
-from lightning_pipes.engine.messages.links import measure_links
-from lightning_pipes.engine.messages.transport import make_transport
-from lightning_pipes.ir import Kind, Plan, PlanError
+from lightning_pipes.ir import Kind, PlanError
 from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.module.deferred import has_meta
@@ -31,11 +28,11 @@ from lightning_pipes.trainer.module.tape import describe_layer
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.layer_profiler import CollectiveCall, LayerProfiler, NotMeasuredError
 from lightning_pipes.trainer.plan.profile_cache import MeasuredRun, ProfileCache, describe_module
+from lightning_pipes.trainer.plan.profile_planner import ProfilePlanner
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch, expected_batches
 from lightning_pipes.trainer.plan.trial import Trial, Trials
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.holdings import positions_of_ranks
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.ranks.replicas import has_shards
 
@@ -43,23 +40,20 @@ SECONDS_UNTIL_LOG = 2.0
 """Seconds after which a message explains what takes so long."""
 SPEED_TOLERANCE = 0.2
 """By what share times of devices may differ that are measured once and still count as equally fast."""
-USABLE_MEMORY = 0.9
-"""The share of a GPU's memory that stages may take; the rest goes to its context, to libraries and to fragments."""
 MAX_TRIALS = 3
 """Cuts that are tried at most."""
 MEASURING_SECONDS = 3.0
 """Seconds for measuring and trials together, but for the fewest runs and steps that tell anything."""
 MEASURING_SHARE = 0.02
 """The share of the expected run that these may take before another cut is tried."""
-_LINK_SIZES = (2**14, 2**18, 2**21)
 _profiles: dict[tuple[Any, ...], tuple[ModelProfile, list[float]] | str] = {}
 """The profile that was measured, and how fast every process is, or why there was nothing to measure, by all that it
 depends on; the same in all processes. A reason is kept as text: an error would keep what was there when it was
 raised."""
 
 
-class PlanDecider:
-    """Decides how a module is cut by what its layers take. Collective: all ranks make one, and the same calls of it.
+class PlanDecider(ProfilePlanner):
+    """Decides how a module is cut by the times of its layers. Collective: all ranks make one, and the same calls of it.
 
     Args:
         path: the pipelined container in the Trainer's module.
@@ -77,20 +71,15 @@ class PlanDecider:
         cache: ProfileCache,
         shards: int = 1,
     ) -> None:
+        super().__init__(ranks, transport)
         self._trainer = trainer
         self._path = path
-        self._ranks = ranks
-        self._grid = ranks.grid
-        self._control = ranks.control
-        self._device = ranks.device
-        self._transport = transport
         self._cache = cache
         self._shards = shards
         layers = trainer.lightning_module.get_submodule(path)
         assert isinstance(layers, Layers)
         self._layers = layers
         self._collective = CollectiveCall(ranks.control)
-        self._deciding_rank = ranks.grid.pipelines[0][-1]
 
     def decide(self, request: RunRequest, plain: Decision) -> Decision:
         """Return the decision: `plain` where nothing is to be chosen; with a reason in `why` where it is not measured.
@@ -165,8 +154,8 @@ class PlanDecider:
             made, speeds, deployment = self._measure(request, plain, data, batch, rows, key)
         else:
             profile, speeds = known
-            deployment = self._make_deployment(plain, speeds)
-            made = self._plan(request, plain, profile, rows, deployment)
+            deployment = self.make_deployment(plain, speeds)
+            made = self.plan(request, plain, profile, rows, deployment)
         assert made.profile is not None
         self._keep_run(made.profile, speeds, rows, deployment)
         return made
@@ -198,9 +187,9 @@ class PlanDecider:
                 profile, speeds = self._merge_profiles(
                     own, undisturbed_profile if request.may_replan else ModelProfile.mean_of
                 )
-                deployment = self._make_deployment(plain, speeds)
+                deployment = self.make_deployment(plain, speeds)
                 if not plain.schedule.flushes:  # which is tried batch by batch only
-                    made = self._plan(request, plain, profile, rows, deployment)
+                    made = self.plan(request, plain, profile, rows, deployment)
                 else:
                     trials = partial(self._count_seconds_left, begun, expected_batches(self._trainer, data))
                     made = self._try_cuts(request, plain, profile, rows, deployment, profiler, trials)
@@ -263,25 +252,6 @@ class PlanDecider:
         alike = [p.scaled([speed] * len(p.layers), speed, speed) for p, speed in zip(profiles, speeds, strict=True)]
         return merge(alike), speeds
 
-    def _plan(
-        self, request: RunRequest, plain: Decision, profile: ModelProfile, rows: int, deployment: Deployment
-    ) -> Decision:
-        """Return the decision by a profile, made by one rank.
-
-        Raises:
-            PlanError: nothing can.
-        """
-        made: Decision | str = ""
-        if dist.get_rank() == self._deciding_rank:
-            try:
-                made = request.measured(plain, profile, rows, deployment)
-            except PlanError as error:
-                made = str(error)
-        made = self._control.broadcast(made, self._deciding_rank)
-        if isinstance(made, str):
-            raise PlanError(made)
-        return made
-
     def _try_cuts(
         self,
         request: RunRequest,
@@ -301,7 +271,7 @@ class PlanDecider:
         tried: list[tuple[float, Decision]] = []
         reasons: list[str] = []
         while True:
-            made = self._plan(request, plain, profile, rows, deployment)
+            made = self.plan(request, plain, profile, rows, deployment)
             if not made.schedule.flushes:  # which is tried batch by batch only
                 return replace(made, why="\n".join([*reasons, made.why]))
             m = min(made.plans().microbatches, rows)
@@ -333,42 +303,6 @@ class PlanDecider:
         """
         allowed = MEASURING_SECONDS if step is None else min(MEASURING_SECONDS, MEASURING_SHARE * batches * step)
         return float(min(self._control.all_gather(begun + allowed - read_seconds())))
-
-    def _make_deployment(self, plain: Decision, speeds: list[float]) -> Deployment:
-        """Return the devices and links of a pipeline, in the order of its ranks; of replicas the worst.
-
-        Args:
-            speeds: of all processes.
-        """
-        length, grid = self._grid.length, self._grid
-        order = positions_of_ranks(plain.ranks, length)
-        memory = self._control.all_gather(device_memory(self._device))
-        devices = []
-        for at in order:
-            same = [pipeline[at] for pipeline in grid.pipelines]
-            limits = [memory[rank] for rank in same if memory[rank] is not None]
-            devices.append(Device(min(limits, default=None), min(speeds[rank] for rank in same)))
-        links = self._measure_links(order)
-        slowest = min(links.values(), key=lambda link: link.bandwidth)
-        cluster = Cluster(tuple(devices), inside=slowest, links=links)
-        return Deployment(cluster, grid.replicas, (slowest,) * length if grid.replicas > 1 else ())
-
-    def _measure_links(self, order: list[int]) -> dict[tuple[int, int], Link]:
-        """Measure the links between neighbours, as messages will travel; where replicas differ, the slowest counts."""
-        plan = Plan.even(len(order), 1)
-        rank = order.index(self._grid.position)
-        to = [self._grid.pipeline[at] for at in order]
-        transport = make_transport(plan, rank, to, self._device, self._control.watch, self._transport)
-        try:
-            mine = measure_links(plan, rank, transport, _LINK_SIZES, device=self._device)
-        finally:
-            transport.close()
-        found: dict[tuple[int, int], Link] = {}
-        for links in self._control.all_gather(mine):
-            for pair, link in links.items():
-                if pair not in found or link.bandwidth < found[pair].bandwidth:
-                    found[pair] = link
-        return found
 
 
 def _list_choices(made: Decision) -> tuple[Any, ...]:
@@ -404,11 +338,6 @@ def _sum_seconds(profile: ModelProfile) -> float:
     rows = profile.layers[0].forward[-1][0]
     kinds = (Kind.F, Kind.B)
     return sum(profile.seconds(kind, n, rows) for n in range(len(profile.layers)) for kind in kinds)
-
-
-def device_memory(device: torch.device) -> int | None:
-    """Return the bytes that stages may take of a GPU; None on CPU, where they are not counted."""
-    return int(USABLE_MEMORY * torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 
 def _name_device(device: torch.device) -> str:

@@ -71,6 +71,7 @@ class RunRequest:
         chooses: whether schedule, micro-batches and recomputation are to be chosen.
         replanner: moves layers while training goes on; None leaves that to the schedule.
         iterations: batches until the target with stale gradients, where the choice may fall on them; else None.
+        equal_cuts: whether what is chosen must cut a batch into the same micro-batches on all stages and links.
     """
 
     schedule: Schedule | Policy
@@ -80,6 +81,7 @@ class RunRequest:
     chooses: bool = False
     replanner: Planner | None = None
     iterations: Iterations | None = None
+    equal_cuts: bool = False
 
     @classmethod
     def from_arguments(
@@ -171,7 +173,7 @@ class RunRequest:
     def planner(self) -> Planner:
         """The planner of the settings that the user leaves open."""
         if self.chooses:
-            return AutoPlanner(self.iterations)
+            return AutoPlanner(self.iterations, self.equal_cuts)
         own = planner_of(self.schedule)
         return BalancedPlanner(own) if self.partition == AUTO else own
 

@@ -1,14 +1,17 @@
-"""The seconds that the units of a step take, forward and backward."""
+"""The seconds that the units of a step take, forward and backward, and the bytes that they save between."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_pipes.engine.compute.footprint import saved_for_backward, storage_of
 from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.trainer.units.mode import Function, UnitMode
 from lightning_pipes.trainer.units.recording import StepRecord
@@ -18,6 +21,48 @@ _RUNS = 8
 """Steps that are measured; of each unit the shortest time counts."""
 _ENOUGH = 1.0
 """Seconds of steps after which no other one is measured."""
+
+
+@dataclass(frozen=True)
+class UnitCosts:
+    """The costs of each unit for one number of samples.
+
+    Attributes:
+        seconds: of its forward and of its backward.
+        saved: bytes that it saves for its backward, without weights and without what units before it have saved.
+    """
+
+    seconds: Sequence[tuple[float, float]]
+    saved: Sequence[int]
+
+
+class SavedByUnits(UnitMode):
+    """Counts the bytes that the units of one step save for backward."""
+
+    def __init__(self, atomic: Mapping[str, nn.Module]) -> None:
+        super().__init__(atomic)
+        self._found: Mapping[tuple[int, int], torch.Tensor] = {}
+        self._weights: frozenset[tuple[int, int]] = frozenset()
+        self._counted = 0
+        self._bytes: list[int] = []
+
+    def measure(
+        self, module: nn.Module, step: Callable[..., Any], batch: Callable[[], Any], arguments: Sequence[Any]
+    ) -> list[int]:
+        """Return the bytes of each unit."""
+        self._weights = frozenset(map(storage_of, module.parameters()))
+        given = batch()
+        with saved_for_backward() as self._found, self:
+            step(given, *arguments)
+        self._found = {}
+        return self._bytes
+
+    def run_unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
+        out = function(*args, **kwargs)
+        new = [*islice(self._found, self._counted, None)]
+        self._counted += len(new)
+        self._bytes.append(sum(storage[1] for storage in new if storage not in self._weights))
+        return out
 
 
 class UnitTimer(UnitMode):

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_pipes.cost import Deployment
+from lightning_pipes.cost import Cluster, Deployment, Device
 from lightning_pipes.ir.registry import make_schedule
-from lightning_pipes.planning.auto import AutoPlanner, choose_option
+from lightning_pipes.planning.auto import AutoPlanner, choice, choose_option
 from lightning_pipes.planning.planner import Problem, solve_plan
 from lightning_pipes.testing.generators import random_problem
 
@@ -23,16 +23,16 @@ def problem(seed: int, **known: object) -> Problem:
 def test_a_solution_is_the_best_choice(seed: int) -> None:
     asked = problem(seed)
     assert asked.profile is not None
-    choice = choose_option(asked.profile, asked.ranks, asked.rows, asked.deployment)
+    chosen = choose_option(asked.profile, asked.ranks, asked.rows, asked.deployment)
     found = AutoPlanner().solve(asked)
     solved = found.problem
-    assert (solved.schedule, found.plan) == (choice.best.schedule, choice.fit.plan)
+    assert (solved.schedule, found.plan) == (chosen.best.schedule, chosen.fit.plan)
     assert (solved.microbatches, solved.recompute, solved.layers) == (
-        choice.best.microbatches,
-        choice.best.recompute,
-        choice.fit.plan.layers,
+        chosen.best.microbatches,
+        chosen.best.recompute,
+        chosen.fit.plan.layers,
     )
-    assert found.table == str(choice)
+    assert found.table == str(chosen)
     assert "schedule='auto' takes" in found.why
 
 
@@ -45,8 +45,33 @@ def test_the_problem_of_a_solution_has_its_plan() -> None:
 def test_a_plan_alone_is_for_the_schedule_of_the_problem() -> None:
     asked = problem(1, schedule=make_schedule("gpipe"))
     assert asked.profile is not None
-    choice = choose_option(asked.profile, asked.ranks, asked.rows, asked.deployment, [asked.schedule])
-    assert AutoPlanner().plan(asked) == choice.fit.plan
+    chosen = choose_option(asked.profile, asked.ranks, asked.rows, asked.deployment, [asked.schedule])
+    assert AutoPlanner().plan(asked) == chosen.fit.plan
+
+
+def test_unequal_cuts_are_left_out_if_they_are_not_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = problem(1, deployment=None)
+    assert asked.profile is not None
+    unequal = solve_plan(
+        replace(asked, schedule=make_schedule("umpipe", forward=(2,) * asked.ranks, backward=(1,) * asked.ranks))
+    )
+    assert len(unequal.jobs[0].distinct_spans) == 2
+    monkeypatch.setattr(
+        choice, "solve_plan", lambda each: unequal if each.schedule.name == "umpipe" else solve_plan(each)
+    )
+    schedules = [asked.schedule, make_schedule("umpipe")]
+
+    deployment = Deployment(Cluster((Device(),) * asked.ranks))
+
+    def list_reasons(equal_cuts: bool) -> dict[str, str]:
+        options = choice.list_options(
+            asked.profile, asked.ranks, asked.rows, deployment, schedules, [4], (False,), None, equal_cuts
+        )
+        return {option.schedule.name: option.why_not for option in options}
+
+    refused = "stages or links cut a batch into different micro-batches, which this module does not allow"
+    assert list_reasons(True) == {asked.schedule.name: "", "umpipe": refused}
+    assert list_reasons(False) == {asked.schedule.name: "", "umpipe": ""}
 
 
 def test_what_is_asked_for_is_kept() -> None:
@@ -59,7 +84,7 @@ def test_what_is_asked_for_is_kept() -> None:
 
 
 def test_micro_batches_on_which_the_model_does_not_run_are_left_out() -> None:
-    asked = problem(0, deployment=None)
+    asked = problem(3, deployment=None)
     assert AutoPlanner().solve(replace(asked, least=asked.rows)).problem.microbatches == 1
 
 

@@ -240,6 +240,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "recomputes": {"trainer": {"accumulate_grad_batches": 2}, "strategy": {"recompute": True, "microbatches": 4}},
     "recomputes statistics": {"type": Normed, "strategy": {"recompute": True, "microbatches": 1}},
+    "chooses its schedule": {"module": {"scheduler": "step"}, "strategy": {"schedule": "auto", "microbatches": None}},
+    "chooses by memory": {"strategy": {"schedule": "auto", "microbatches": 4}},
     "skips batches": {"type": Skips, "trainer": {"accumulate_grad_batches": 2, "max_epochs": 3}},
     "mean over some samples": {"type": Masks, "strategy": {"schedule": "kfkb"}},
     "bf16-mixed": {"trainer": {"precision": "bf16-mixed"}, "strategy": {"microbatches": 1}},

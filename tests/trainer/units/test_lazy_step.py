@@ -21,7 +21,7 @@ from lightning_pipes.trainer.units.borders import Borders, match_starts, merge_u
 from lightning_pipes.trainer.units.fake_run import FakeRun
 from lightning_pipes.trainer.units.lazy_step import LazyStep
 from lightning_pipes.trainer.units.recording import StepRecord, UnitLayout, record_step
-from lightning_pipes.trainer.units.timing import measure_units
+from lightning_pipes.trainer.units.timing import SavedByUnits, measure_units
 from lightning_pipes.trainer.units.trace import map_leaves, tensors_of
 from tests.trainer.units.library_zoo import HUGGING_FACE, VISION
 from tests.trainer.units.zoo import CASES, Case, Checkpoints, classify
@@ -321,6 +321,18 @@ def test_borders_balance_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(seconds) == pytest.approx(0.12), "the others have none of it"
     border = Borders(found, seconds).choose(2)[1]
     assert sleeps[0] < border <= sleeps[1]
+
+
+def test_units_count_the_bytes_that_they_save() -> None:
+    """Inputs of a multiplication by a weight and results of tanh; what is saved twice counts once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)).double()
+    case = Case(model, (torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 4), classify)
+    found = record(case)
+    saved = SavedByUnits({path: model.get_submodule(path) for path in found.atomic})
+    counted = saved.measure(model, partial(case.step, model), partial(cloned, case.batch), ())
+    of_units = dict(zip([unit.name for unit in found.units], counted, strict=True))
+    assert (of_units["0"], of_units["1"], of_units["2"]) == (8 * 4 * 8, 8 * 5 * 8, 0)
 
 
 class Catching(nn.Module):
