@@ -34,6 +34,7 @@ from lightning_pipes.trainer.checkpoint.files import (
 )
 from lightning_pipes.trainer.checkpoint.resumable import LoaderPass, ResumableLoader, State, make_resumable
 from lightning_pipes.trainer.checkpoint.saving import Saver
+from lightning_pipes.trainer.checkpoint.stored_modules import complete_modules
 from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.module.optimizer_shards import OptimizerShards
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout
@@ -278,9 +279,13 @@ class Checkpointing:
 
                 order = list(checkpoint["state_dict"]) if cut is None else cut.keys
                 part = checkpoint if is_first else keep_shards(checkpoint)
+                if cut is not None:
+                    part = complete_modules(part, cut, share=False)
                 self._saver.save_parts(part, order, path, background)
             else:
                 write = partial(self._writing.io.save_checkpoint, storage_options=storage_options)
+                if cut is not None and self._writers.position == 0:
+                    checkpoint = complete_modules(checkpoint, cut)
                 self._saver.save(checkpoint, path, write, background)
 
     def save_after_failure(
@@ -305,7 +310,7 @@ class Checkpointing:
         self._add_place(checkpoint, trainer)
         grid, watch = self._ranks.grid, self._ranks.control.watch
         paths = [f"{path}.rank{rank}of{grid.size}" for rank in range(grid.size)]
-        part = {**checkpoint, _NAMES: [layout.names for layout in layouts]}
+        part = complete_modules({**checkpoint, _NAMES: [layout.names for layout in layouts]}, cut)
         self._after_failure += 1
         topic, place = f"checkpoint {self._after_failure}", f"{step} {path}"
         written = f"{topic} written"
@@ -380,7 +385,7 @@ class Checkpointing:
                 for part in reversed(parts)
             ]
             checkpoint["optimizer_states"][number] = layout.whole_state(local, states)
-        self._writing.io.save_checkpoint(checkpoint, path)
+        self._writing.io.save_checkpoint(complete_modules(checkpoint, cut), path)
 
     def _add_place(self, checkpoint: dict[str, Any], trainer: pl.Trainer) -> None:
         fault_point("checkpoint")

@@ -382,6 +382,25 @@ class LitConfigured(Lit):
             self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)), nn.Linear(WIDTH, 3))
 
 
+class LitOfNet(Lit):
+    """Gets its network as an argument, as the common templates do."""
+
+    def __init__(self, net: nn.Module, criterion: nn.Module, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.save_hyperparameters()
+        self.model, self.criterion = net, criterion
+
+    @classmethod
+    def of_layers(cls) -> LitOfNet:
+        return cls(Lit().model, nn.CrossEntropyLoss())
+
+    @staticmethod
+    def load_last(trainer: pl.Trainer, module: Any, folder: Path) -> Any:
+        """The weights of a module that is loaded again, and of the network among its arguments."""
+        loaded = LitOfNet.load_from_checkpoint(trainer.checkpoint_callback.best_model_path, weights_only=False)
+        return dict(loaded.state_dict()), dict(loaded.hparams["net"].state_dict())
+
+
 class LitSynced(Lit):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch

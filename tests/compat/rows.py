@@ -832,7 +832,13 @@ model(
     reason="every stage waits for the gradient of every batch; return zero times the loss",
 )
 model("recompute=True", strategy={"recompute": True})
-model("save_hyperparameters", partial(checkpointing, save_last=True), watch=saved)
+model(
+    "save_hyperparameters, with a module among the arguments",
+    partial(checkpointing, save_last=True),
+    module=m.LitOfNet.of_layers,
+    watch=saved,
+    then=m.LitOfNet.load_last,
+)
 model(
     "torch.compile of the LightningModule",
     module=lambda: m.compiled(Lit()),

@@ -401,6 +401,26 @@ class CutModule:
         absent = {id(slot.table[slot.name]): slot.tensor for slot in self._absent.slots}
         return {id(p): (name, absent.get(id(p), p)) for name, p in self.module.named_parameters()}
 
+    def name_tensors(self) -> dict[int, tuple[str, torch.Tensor]]:
+        """Return the name and the tensor of each parameter and saved buffer by the ids of tensors.
+
+        Those of other ranks are found by their stand-ins, and by the objects that user code may have kept.
+        """
+        roots = [("", self.module), *((self.path, full) for _, full in self.replaced_modules())]
+        named = {
+            id(tensor): (f"{path}.{name}".lstrip("."), tensor)
+            for prefix, root in roots
+            for path, part in root.named_modules(prefix=prefix)
+            for table, skipped in ((part._parameters, ()), (part._buffers, unsaved_buffers(part)))
+            for name, tensor in table.items()
+            if tensor is not None and name not in skipped
+        }
+        return {**named, **{id(s.tensor): (s.key, s.table.get(s.name, s.tensor)) for s in self._absent.slots}}
+
+    def replaced_modules(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Return the modules that stand in the place of others while the module is cut, each with that other one."""
+        return [(self.proxy, self.full)]
+
     def take_unsaved(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Give layers of other ranks the buffers that `unsaved` gave there."""
         for name, buffer in buffers.items():

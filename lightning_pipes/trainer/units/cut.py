@@ -230,6 +230,10 @@ class UnitCut(CutModule):
             gaps[slot.key].append(slot._replace(table=whole[id(slot.table)]))
         return gaps
 
+    def replaced_modules(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Return nothing: all modules stay in their places."""
+        return []
+
     def take_unsaved(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Give modules of other stages the buffers that `unsaved` gave there."""
         for name, buffer in buffers.items():
