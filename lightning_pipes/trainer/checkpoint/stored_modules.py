@@ -1,4 +1,4 @@
-"""Modules that a checkpoint stores besides its state dict, as `save_hyperparameters` does with arguments that are modules.
+"""Modules that a checkpoint stores besides its state dict, as `save_hyperparameters` does with arguments.
 
 They share weights with the user's module, whose layers are spread over the ranks. The file gets a copy of them with the
 values of the state dict.
@@ -73,9 +73,7 @@ def complete_modules(checkpoint: dict[str, Any], cut: CutModule, share: bool = T
         proxies = cut.replaced_modules()
         wanted = {**named, **{id(proxy): proxy for proxy, _ in proxies}}
         entries = {
-            key: value
-            for key, value in checkpoint.items()
-            if key not in _WITHOUT_MODULES and _holds_any(value, wanted)
+            key: value for key, value in checkpoint.items() if key not in _WITHOUT_MODULES and _holds_any(value, wanted)
         }
         if not entries:
             return checkpoint

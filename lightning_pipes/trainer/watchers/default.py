@@ -184,10 +184,11 @@ def default_watchers(
     if check_loss and run.is_fitting:
         if uncompared and not run.user_steps.ends_whole:
             watchers.append(UncomparedLoss(run, uncompared))
-        if not by_units:
-            watchers.append(SampleCheck(run))
+        samples = None if by_units else SampleCheck(run)
+        if samples is not None:
+            watchers.append(samples)
         if run.loss_weights is not None and not uncompared:
-            watchers.append(LossCheck(run, run.loss_weights))
+            watchers.append(LossCheck(run, run.loss_weights, samples))  # it reads the layouts that `samples` has found
     watchers.append(RunStatistics(run))
     if prediction is not None:
         watchers.append(PredictionCheck(run, prediction))  # it reads the windows of RunStatistics

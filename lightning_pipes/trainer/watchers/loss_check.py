@@ -43,6 +43,8 @@ from lightning_pipes.trainer.step.loss_weights import (
     usual_weights,
 )
 from lightning_pipes.trainer.step.steps import BatchCopy, loss_of, why_no_room
+from lightning_pipes.trainer.watchers.layouts import Layout, guess_layouts, join_tensors
+from lightning_pipes.trainer.watchers.sample_check import SampleCheck
 
 LABELLED_BATCHES = 20
 """Batches whose labels are looked at where no loss is compared."""
@@ -113,10 +115,12 @@ class LossCheck(Watcher):
 
     Args:
         weights: gets the candidates for the weights of micro-batches that make the loss.
+        samples: finds where tensors of the last stage have their samples; None if nothing does.
     """
 
-    def __init__(self, run: PipelineRun, weights: LossWeights) -> None:
+    def __init__(self, run: PipelineRun, weights: LossWeights, samples: SampleCheck | None = None) -> None:
         self._run = run
+        self._samples = samples
         self._weights = weights
         self._cut = run.cut
         self._module = run.cut.module
@@ -235,9 +239,8 @@ class LossCheck(Watcher):
                 raise _NotComparableError(kept.left_out)
             if kept.parts.keys() != parts.keys():
                 raise _NotComparableError("not all micro-batches have run")
-            order = sorted(kept.parts)
-            x = join([kept.parts[span] for span in order], order, "what the last stage has", average=True)
-            losses = self._losses(stage, item, kept, x, kept.parts, parts)
+            share = partial(_by_rows, kept.rows) if data.weights is None else data.weights.loss_share
+            kept, x, losses = self._compare_forms(stage, item, kept, parts, share)
         except Exception as error:  # a step that can't run on a whole batch, or not without gradients
             self._log_failure(error, "was not compared with those of")
             return
@@ -245,7 +248,6 @@ class LossCheck(Watcher):
         self._again.discard(item.number)
         if data.weights is not None and not again:
             self._weigh_logs(data.weights, losses, lambda: self._losses(stage, item, kept, x, kept.parts, parts))
-        share = partial(_by_rows, kept.rows) if data.weights is None else data.weights.loss_share
         self._size = max(self._size, abs(losses.whole))  # a loss that has become small has the rounding of a large one
         if losses.are_different(share, self._size):
             self._is_other = True
@@ -261,6 +263,53 @@ class LossCheck(Watcher):
                 "weight of a micro-batch. Losses that compare samples with each other need loss='batch' or "
                 "microbatches=1. check_loss=False turns this comparison off"
             )
+
+    def _compare_forms(
+        self,
+        stage: Stage,
+        item: Item,
+        kept: BatchCopy,
+        parts: Mapping[Span, tuple[float, list[LogCall]]],
+        share: Callable[[Span], float],
+    ) -> tuple[BatchCopy, Any, _Losses]:
+        """Return the losses of a batch whose micro-batches are joined in the form that makes the loss of the whole.
+
+        If no form does, the first one counts with which the step can run. The values of the micro-batches are returned
+        in that form, and joined.
+        """
+        order, first, failure = sorted(kept.parts), None, None
+        for form, layouts in self._list_forms(kept, order, stage.number, item.number):
+            values = [form.parts[span] for span in order]
+            try:
+                if layouts is None:
+                    x = join(values, order, "what the last stage has", average=True)
+                else:
+                    x = join_tensors(values, order, layouts)
+                losses = self._losses(stage, item, form, x, form.parts, parts)
+            except Exception as error:  # tensors of other forms do not fit into the step
+                failure = failure or error
+                continue
+            if not losses.are_different(share, max(self._size, abs(losses.whole))):
+                return form, x, losses
+            first = first or (form, x, losses)
+        if first is None:
+            assert failure is not None, "there is a form"
+            raise failure
+        return first
+
+    def _list_forms(
+        self, kept: BatchCopy, order: list[Span], stage: int, number: int
+    ) -> list[tuple[BatchCopy, list[Layout] | None]]:
+        """Return the forms in which the values of a batch's micro-batches may be joined: the known one, or all that
+        their sizes allow."""
+        plain = replace(kept, parts={span: kept.layer_outputs(kept.parts[span]) for span in order}, axis=0)
+        values = [plain.parts[span] for span in order]
+        if self._samples is not None and self._samples.compared == number:
+            entering, leaving = self._samples.layouts.get(stage, (None, None))
+            known = entering if kept.inside else leaving
+            if known is not None and len(known) == len(tensors_in(values[0])):
+                return [(plain, known)]
+        return [(kept, None), *((plain, layouts) for layouts in guess_layouts(values, order))]
 
     def _weigh_logs(self, weights: BatchWeights, losses: _Losses, again: Callable[[], _Losses]) -> None:
         """Weigh logged and returned values by the weights that reproduce them; warn where none does."""

@@ -6,6 +6,7 @@ the first batch, and for a few later ones, each rank runs both once more with th
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -25,15 +26,24 @@ from lightning_pipes.engine.compute.rng import RngUse, forked_rng, seed_all
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.private_torch import BatchNorm
-from lightning_pipes.ir import Kind, PipelineError, Span
+from lightning_pipes.ir import Kind, Span
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_due
-from lightning_pipes.trainer.module.batches import copy_batch, join, take_samples, weighted_sum
+from lightning_pipes.trainer.module.batches import copy_batch, join, per_sample, take_samples, weighted_sum
 from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.tape import TapedLayer
 from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.private_lightning import is_compiled, spectral_norms
 from lightning_pipes.trainer.step.steps import HOST, why_no_room
+from lightning_pipes.trainer.watchers.layouts import (
+    Layout,
+    TensorComparison,
+    compare_tensors,
+    guess_layouts,
+    join_tensors,
+)
+
+_log = logging.getLogger(__name__)
 
 _COARSE = 1e-2
 """By how much values may differ, relative to the largest, where they were computed from numbers with half the bits."""
@@ -53,18 +63,55 @@ class _LayerOutputs(NamedTuple):
     compared: bool
 
 
+class _Mixing(NamedTuple):
+    """A place where something is computed from several samples.
+
+    Attributes:
+        place: identifies it; a place is warned of once.
+        what: the subject and verb of the warning.
+        way_out: what to do, before the advice of all warnings.
+    """
+
+    place: str
+    what: str
+    way_out: str = ""
+
+    def describe(self) -> str:
+        """Return the warning."""
+        return (
+            f"{self.what} from several samples together, and gets one micro-batch at a time, so training differs from "
+            f"one process. {self.way_out or 'S'}et PipelineStrategy(microbatches=1). "
+            "PipelineStrategy(check_loss=False) leaves this comparison out"
+        )
+
+
 class SampleCheck(Watcher):
-    """Compares a whole batch with its micro-batches, on this rank's stages, and warns once of each place."""
+    """Compares a whole batch with its micro-batches, on this rank's stages, and warns once of each place.
+
+    Where schedules flush, stages compare in turn. Each tells the next one where its outputs have their samples, and all
+    warnings appear on global rank 0. Where batches overlap, a stage compares alone, and tries what sizes allow.
+
+    Attributes:
+        layouts: the layouts of what enters the layers of each stage, and of what leaves them, where they are known.
+        compared: the number of the batch whose layouts these are; -1 before any.
+    """
 
     def __init__(self, run: PipelineRun) -> None:
         self._pipeline, self._cut, self._steps, self._device = run, run.cut, run.user_steps, run.device
         self._rank = run.global_ranks[run.local_layers.holdings.rank]
         self._batches = 0
         self._looks = False
+        self._noted: set[str] = set()
+        """Places that this rank has found."""
         self._warned: set[str] = set()
+        """Places of which this rank has warned."""
+        self._unsent: list[_Mixing] = []
+        """Places of this rank that global rank 0 has not warned of yet."""
+        self.layouts: dict[int, tuple[list[Layout] | None, list[Layout] | None]] = {}
+        self.compared = -1
 
     def around_batch(self, step: TrainingStep) -> None:
-        """Have the batch kept if it is one that is looked at and is cut."""
+        """Have the batch kept if it is one that is looked at and is cut. Collective for batches that are looked at."""
         spans = self._pipeline.engine.plan.spans(Kind.F, 0)
         self._looks = False
         if len(spans) < 2 or spans[1].start >= step.rows:
@@ -73,62 +120,139 @@ class SampleCheck(Watcher):
         if self._looks:
             step.stage_inputs = {}
             step.loaded_copy = move_data_to_device(copy_batch(step.batch), HOST)
+            if self._batches and self._pipeline.is_asynchronous:
+                self._send_warnings()
         self._batches += 1
 
     def before_optimizer_step(self, step: TrainingStep) -> None:
         """Compare the batch on the stages that have run it. Collective where stages do not step apart."""
-        if step.stage_inputs and step.item is not None:
-            with trimmed_heap():  # a whole batch fits into no hole that micro-batches have left
-                for number, stage in self._pipeline.stages.items():
-                    if number in step.stage_inputs:
-                        self.compare_samples(stage, step.item)
-            if not step.stage_inputs:
-                step.loaded_copy = None
-        if self._looks and not self._pipeline.is_asynchronous:
+        if self._pipeline.is_asynchronous:
+            if step.stage_inputs and step.item is not None:
+                with trimmed_heap():  # a whole batch fits into no hole that micro-batches have left
+                    for number, stage in self._pipeline.stages.items():
+                        if number in step.stage_inputs:
+                            self.compare_samples(stage, step.item)
+                if not step.stage_inputs:
+                    step.loaded_copy = None
+            return
+        if self._looks:
+            self._compare_in_turn(step)
+            step.loaded_copy = None
+            self._send_warnings()
             left = self._steps.left  # the last stage merges what layers of other ranks leave, too
             for values in self._pipeline.control.all_gather(left.collect_whole_values()):
                 left.add_whole_values(values)
 
-    def compare_samples(self, stage: Stage, item: Item) -> None:
-        """Warn if something on this stage depends on several samples; with the weights that the batch has had."""
+    def _compare_in_turn(self, step: TrainingStep) -> None:
+        """Compare the batch on all stages, one after the other. Collective."""
+        layouts: list[Layout] | None = None
+        self.compared = -1 if step.item is None else step.item.number
+        for number in range(self._pipeline.engine.plan.n_stages):
+            stage, entering, leaving = self._pipeline.stages.get(number), layouts, None
+            if stage is not None and step.item is not None and step.stage_inputs and number in step.stage_inputs:
+                with trimmed_heap():
+                    entering, leaving = self.compare_samples(stage, step.item, layouts)
+            found = self._pipeline.control.all_gather((entering, leaving))
+            layouts = next((each for _, each in found if each is not None), None)
+            self.layouts[number] = next((each for each, _ in found if each is not None), None), layouts
+
+    def _send_warnings(self) -> None:
+        """Warn on global rank 0 of the places that all ranks have found. Collective."""
+        for places in self._pipeline.control.all_gather(self._unsent):
+            for mixing in places:
+                if mixing.place not in self._warned:
+                    self._warned.add(mixing.place)
+                    rank_zero_warn(mixing.describe())
+        self._unsent.clear()
+
+    def compare_samples(
+        self, stage: Stage, item: Item, layouts: list[Layout] | None = None
+    ) -> tuple[list[Layout] | None, list[Layout] | None]:
+        """Note what depends on several samples on this stage, with the weights that the batch has had.
+
+        Args:
+            layouts: of what enters the stage; None if they are unknown.
+
+        Returns:
+            the layouts of what enters the stage and of what leaves it; None where they are unknown.
+        """
         data = item.data
         entered = {} if data.stage_inputs is None else data.stage_inputs.get(stage.number, {})
         run = self._pipeline
         own = run.engine.plan.local_spans(Kind.F, stage.number, run.engine.rank)
         rows = sum(span.clip_to(data.rows).rows for span in own)
         if sum(span.rows for span in entered) != rows or stage.offload is not None or item.use is not None:
-            return
+            return None, None
         del data.stage_inputs[stage.number]
         try:
-            self._compare(stage, item, entered)
+            return self._compare(stage, item, entered, layouts)
         except Exception as error:  # code that can't run with a whole batch, or not without gradients
             rank_zero_info(
                 f"Stage {stage.number} was not compared for a whole batch and its micro-batches: "
                 f"{type(error).__name__}: {error}"
             )
+            return None, None
 
-    def _compare(self, stage: Stage, item: Item, entered: dict[Span, Any]) -> None:
+    def _compare(
+        self, stage: Stage, item: Item, entered: dict[Span, Any], layouts: list[Layout] | None
+    ) -> tuple[list[Layout] | None, list[Layout] | None]:
         spans = sorted(entered)
         bytes_of_all = sum(t.nbytes for part in entered.values() for t in tensors_in(part))
         if self._device.type == "cpu" and why_no_room(8 * bytes_of_all):
-            return
+            return None, None
         with torch.no_grad(), forked_rng(self._device), self._steps.step_context():
             if stage.number == 0 and sum(span.rows for span in spans) == item.rows:  # else others have the rest
-                self._compare_entering(item, entered)
+                layouts = self._compare_entering(item, entered)
             parts = {span: move_data_to_device(entered[span], self._device) for span in spans}
-            for number, layer in stage.layers.items():
-                found = self._outputs(number, layer, parts)
-                if found is None:
-                    return
-                whole, parts, left, compared = found
-                name = f"layer {list(self._cut.full._modules)[number]} of self.{self._cut.path} (rank {self._rank})"
-                if compared and _differ(whole, parts, totals=True):
-                    self._warn(name, f"{name} computes something", "")
-                for place, (value, of_parts) in (left if compared else {}).items():
-                    if _differ(value, of_parts, totals=True):
-                        self._warn(name + place, f"{name} computes .{place}, which it leaves there,", "")
+            if layouts is not None and len(layouts) == len(tensors_in(parts[spans[0]])):
+                tries: list[list[Layout] | None] = [layouts]
+            else:
+                tries = [*guess_layouts([parts[span] for span in spans], spans)] or [None]
+            first: list[_Mixing] | None = None
+            failure: Exception | None = None
+            for tried in tries:
+                try:
+                    mixing, leaving = self._compare_layers(stage, parts, tried)
+                except Exception as error:
+                    failure = failure or error
+                    continue
+                if not mixing:
+                    return tried, leaving
+                first = mixing if first is None else first
+            if first is None and failure is not None:
+                raise failure
+            for each in first or ():
+                self._note(each)
+        return layouts, None
 
-    def _compare_entering(self, item: Item, entered: dict[Span, Any]) -> None:
+    def _compare_layers(
+        self, stage: Stage, parts: dict[Span, Any], layouts: list[Layout] | None
+    ) -> tuple[list[_Mixing], list[Layout] | None]:
+        """Return the places where layers mix samples, and the layouts of what leaves the last layer.
+
+        Args:
+            layouts: of what enters the first layer; None if it has lists with an entry for each sample.
+        """
+        found: list[_Mixing] = []
+        for number, layer in stage.layers.items():
+            outputs = self._outputs(number, layer, parts, layouts)
+            if outputs is None:
+                return found, None
+            whole, parts, left, compared = outputs
+            name = f"layer {list(self._cut.full._modules)[number]} of self.{self._cut.path} (rank {self._rank})"
+            differs, layouts = _differ(whole, parts, totals=True), _leaving_layouts(whole, parts)
+            if compared and differs:
+                found.append(_Mixing(name, f"{name} computes something"))
+            for place, (value, of_parts) in (left if compared else {}).items():
+                if _differ(value, of_parts, totals=True):
+                    found.append(_Mixing(name + place, f"{name} computes .{place}, which it leaves there,"))
+            if layouts is None and not _has_lists(parts):
+                _log.debug("%s: its output has no clear axis of samples, and later layers are not compared", name)
+                return found, None
+        return found, layouts
+
+    def _compare_entering(self, item: Item, entered: dict[Span, Any]) -> list[Layout] | None:
+        """Return the layouts of what enters the layers; note if it is computed from several samples."""
         step, data = named_step(self._cut.module, "training_step"), item.data
         loaded = move_data_to_device(data.loaded_copy, self._device)
 
@@ -139,7 +263,7 @@ class SampleCheck(Watcher):
         with keep_unchanged(self._cut.module, skip=self._cut.proxy):
             draws = RngUse(self._device)
             whole, parts = capture(loaded, data.rows, draws), entered
-            mixes = False
+            others: Any = None
             if (
                 draws.was_used
             ):  # a whole batch gets other random numbers than its parts; without dropout there may be none
@@ -151,22 +275,41 @@ class SampleCheck(Watcher):
                     if draws.was_used:  # with the same numbers, samples are what they are whatever the others are
                         again = capture(loaded, data.rows, draws)
                         first = min(min(entered).rows, data.rows // 2)
-                        others = capture(_with_other_samples(loaded, data.rows, first), data.rows, draws)
-                        mixes = not _rows_differ(whole, again, 0) and _rows_differ(whole, others, first)
+                        if not _rows_differ(whole, again, 0):
+                            others = capture(_with_other_samples(loaded, data.rows, first), data.rows, draws)
         on_device = {span: move_data_to_device(part, self._device) for span, part in parts.items()}
-        if mixes or (not draws.was_used and _differ(whole, on_device)):
-            self._warn(
-                "before",
-                f"{type(self._cut.module).__name__}.training_step computes what enters self.{self._cut.path}",
-                "Compute it in on_after_batch_transfer, or where batches are put together, which get all samples, or s",
+        layouts = _leaving_layouts(whole, on_device)
+        if draws.was_used:
+            mixes = others is not None and _samples_differ(whole, others, on_device, first, data.rows)
+        else:
+            mixes = _differ(whole, on_device)
+        if mixes:
+            self._note(
+                _Mixing(
+                    "before",
+                    f"{type(self._cut.module).__name__}.training_step computes what enters self.{self._cut.path}",
+                    "Compute it in on_after_batch_transfer, or where batches are put together, which get all samples, "
+                    "or s",
+                )
             )
+        return layouts
 
-    def _outputs(self, number: int, layer: nn.Module, parts: dict[Span, Any]) -> _LayerOutputs | None:
-        """Return the outputs of a layer; None if the layer, or its successor, gets no samples."""
+    def _outputs(
+        self, number: int, layer: nn.Module, parts: dict[Span, Any], layouts: Sequence[Layout] | None = None
+    ) -> _LayerOutputs | None:
+        """Return the outputs of a layer; None if the layer, or its successor, gets no samples.
+
+        Args:
+            layouts: of the tensors in each part; None if they have their samples on axis 0, or are in lists.
+        """
         spans = sorted(parts)
         if any(map(is_compiled, layer.modules())):
             return None  # it would be compiled anew, for other sizes
-        x = join([parts[span] for span in spans], spans, "what enters a layer", average=True)
+        entering = [parts[span] for span in spans]
+        if layouts is None:
+            x = join(entering, spans, "what enters a layer", average=True)
+        else:
+            x = join_tensors(entering, spans, layouts)
         left_trained: set[str] = set()
 
         def run(samples: Any) -> tuple[Any, dict[str, Any]]:
@@ -212,16 +355,15 @@ class SampleCheck(Watcher):
             left[place] = value if old is not value else value[length:] if _is_list(value) else None
         return out, {place: value for place, value in left.items() if tensors_in(value)}
 
-    def _warn(self, place: str, what: str, way_out: str) -> None:
-        if place in self._warned:
+    def _note(self, mixing: _Mixing) -> None:
+        """Warn of a place, or leave that to global rank 0 where it will hear of it in this batch."""
+        if mixing.place in self._noted:
             return
-        self._warned.add(place)
-        warnings.warn(
-            f"{what} from several samples together, and gets one micro-batch at a time, so training differs from one "
-            f"process. {way_out or 'S'}et PipelineStrategy(microbatches=1). PipelineStrategy(check_loss=False) leaves "
-            "this comparison out",
-            stacklevel=2,
-        )
+        self._noted.add(mixing.place)
+        self._unsent.append(mixing)
+        if self._pipeline.is_asynchronous:
+            self._warned.add(mixing.place)
+            warnings.warn(mixing.describe(), stacklevel=2)
 
 
 @contextmanager
@@ -265,44 +407,71 @@ def _with_other_samples(batch: Any, rows: int, first: int) -> Any:
 
 
 def _rows_differ(whole: Any, other: Any, start: int) -> bool:
-    """Return whether tensors differ in samples from `start` on."""
+    """Return whether tensors differ in entries of axis 0 from `start` on."""
     pairs = zip(tensors_in(whole), tensors_in(other), strict=False)
     return any(a.shape != b.shape or _values_differ(a[start:], b[start:]) for a, b in pairs if a.ndim)
 
 
+def _samples_differ(whole: Any, other: Any, parts: Mapping[Span, Any], first: int, rows: int) -> bool:
+    """Return whether samples from `first` on differ where a whole batch has had other samples before them."""
+    spans = sorted(parts)
+    found = compare_tensors(whole, [parts[span] for span in spans], spans, _values_differ)
+    changed = tensors_in(other)
+    if found is None or len(found) != len(changed):
+        return False
+
+    def differ(a: torch.Tensor, b: torch.Tensor, layout: Layout) -> bool:
+        kept, new = layout.select_from(a, first, rows), layout.select_from(b, first, rows)
+        return kept is not None and new is not None and _values_differ(kept, new)
+
+    return any(
+        each.layouts != [] and each.whole.shape == b.shape and all(differ(each.whole, b, way) for way in each.layouts)
+        for each, b in zip(found, changed, strict=True)
+    )
+
+
 def _differ(whole: Any, parts: Mapping[Span, Any], totals: bool = False) -> bool:
-    """Return whether tensors of a whole batch and of its parts differ by more than rounding.
+    """Return whether tensors of a whole batch and of its parts differ by more than rounding, wherever their samples
+    are.
 
     Args:
         totals: whether tensors without samples may be means or sums over samples.
     """
     spans = sorted(parts)
-    leaves, spec = pytree.tree_flatten(whole)
-    of_parts = [pytree.tree_flatten(parts[span]) for span in spans]
-    if any(other != spec for _, other in of_parts):
+    found = compare_tensors(whole, [parts[span] for span in spans], spans, _values_differ)
+    if found is None:
         return False  # what is not a tensor differs, such as a string of each sample
-    return any(
-        isinstance(leaf, torch.Tensor) and _leaf_differs(leaf, others, spans, totals)
-        for leaf, *others in zip(leaves, *(found for found, _ in of_parts), strict=True)
+    wrong = (each for each in found if each.is_different and each.is_decidable)
+    return any(not (totals and _is_total(each, spans)) for each in wrong)
+
+
+def _is_total(compared: TensorComparison, spans: Sequence[Span]) -> bool:
+    """Return whether a tensor is the mean or the sum of those of the micro-batches."""
+    whole, parts = compared.whole, compared.parts
+    if any(part.shape != whole.shape for part in parts):
+        return False
+    rows = sum(span.rows for span in spans)
+    means = weighted_sum(parts, [span.rows / rows for span in spans])
+    total = weighted_sum(parts, [1] * len(parts))
+    return not _values_differ(whole, means.to(whole.dtype)) or not _values_differ(whole, total)
+
+
+def _leaving_layouts(whole: Any, parts: Mapping[Span, Any]) -> list[Layout] | None:
+    """Return the layouts of the tensors that leave a layer; None if one of them can't be told."""
+    spans = sorted(parts)
+    found = compare_tensors(whole, [parts[span] for span in spans], spans, _values_differ)
+    if found is None or any(not each.layouts for each in found):
+        return None
+    return [each.layouts[0] for each in found]
+
+
+def _has_lists(parts: Mapping[Span, Any]) -> bool:
+    """Return whether micro-batches have lists with an entry for each sample."""
+    return len({pytree.tree_structure(part) for part in parts.values()}) > 1 or any(
+        per_sample(leaf, span.rows)
+        for span, part in parts.items()
+        for leaf in pytree.tree_leaves(part, is_leaf=lambda each: isinstance(each, list))
     )
-
-
-def _leaf_differs(whole: torch.Tensor, parts: Sequence[torch.Tensor], spans: Sequence[Span], totals: bool) -> bool:
-    if totals and not all(t.ndim and t.size(0) == span.rows for t, span in zip(parts, spans, strict=True)):
-        if any(t.shape != whole.shape for t in parts):
-            return True
-        rows = sum(span.rows for span in spans)
-        means = weighted_sum(parts, [span.rows / rows for span in spans])
-        return _values_differ(whole, means.to(whole.dtype)) and _values_differ(
-            whole, weighted_sum(parts, [1] * len(parts))
-        )
-    try:
-        joined = join(list(parts), spans, "it")
-    except PipelineError:
-        return True  # it has no samples, and is another one for each micro-batch
-    if joined.shape != whole.shape or joined.dtype != whole.dtype or whole.is_sparse:
-        return bool(joined.shape != whole.shape)
-    return _values_differ(whole, joined)
 
 
 def _values_differ(whole: torch.Tensor, joined: torch.Tensor) -> bool:

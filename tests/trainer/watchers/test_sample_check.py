@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,18 +42,21 @@ class InPlace(nn.Module):
         return x
 
 
-def sample_check(spans: list[Span] | None = None) -> SampleCheck:
-    holdings, plan = SimpleNamespace(rank=0), SimpleNamespace(spans=lambda kind, stage: spans)
-    part, engine = SimpleNamespace(holdings=holdings), SimpleNamespace(plan=plan)
-    left = SimpleNamespace(reset_layer=lambda number: None, note_whole_batch=lambda number: None)
+def sample_check(spans: Any = None, **settings: Any) -> SampleCheck:
+    plan = SimpleNamespace(spans=lambda kind, stage: spans, local_spans=lambda kind, stage, rank: spans)
+    left = SimpleNamespace(
+        reset_layer=lambda number: None, note_whole_batch=lambda number: None, collect_whole_values=dict
+    )
     run: Any = SimpleNamespace(
         cut=None,
-        user_steps=SimpleNamespace(left=left),
+        user_steps=SimpleNamespace(left=left, step_context=nullcontext),
         device=torch.device("cpu"),
         global_ranks=(0,),
-        local_layers=part,
-        engine=engine,
+        local_layers=SimpleNamespace(holdings=SimpleNamespace(rank=0)),
+        engine=SimpleNamespace(plan=plan, rank=0),
+        is_asynchronous=False,
     )
+    vars(run).update(settings)
     return SampleCheck(run)
 
 

@@ -1,0 +1,215 @@
+"""Where tensors hold the samples of a batch, found by comparing a whole batch with its micro-batches.
+
+Most tensors count samples on axis 0. Transformers that put the sequence first count them on axis 1, two augmented
+views of a batch lie one after the other on axis 0, and a mask or a rotary table has no samples, even if it has as many
+rows as a micro-batch. Two sizes decide: the axis of samples is the one whose length changes with their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lightning_pipes.ir import Span
+from lightning_pipes.trainer.module.batches import weighted_sum
+
+_MAX_GUESSES = 6
+"""Layouts of all tensors that are tried if only the sizes of micro-batches are known."""
+
+
+class Layout(NamedTuple):
+    """The place of samples in a tensor.
+
+    Attributes:
+        axis: the axis that counts samples, or several entries for each; None for a tensor that all micro-batches share.
+        groups: how many groups, each with entries of all samples, lie one after the other, such as views of a batch.
+        before: the first entries of the axis that all micro-batches share.
+        after: the same of the last ones.
+    """
+
+    axis: int | None = 0
+    groups: int = 1
+    before: int = 0
+    after: int = 0
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the tensor of a whole batch from those of its micro-batches, in their order."""
+        if self.axis is None:
+            return parts[0]
+        cut = [self._of_samples(part) for part in parts]
+        joined = torch.cat(cut, self.axis + 1).flatten(self.axis, self.axis + 1)
+        ends = [parts[0].narrow(self.axis, 0, self.before), joined]
+        ends += [parts[0].narrow(self.axis, parts[0].size(self.axis) - self.after, self.after)]
+        return torch.cat(ends, self.axis) if self.before or self.after else joined
+
+    def select_from(self, whole: torch.Tensor, first: int, rows: int) -> torch.Tensor | None:
+        """Return the entries of all samples from `first` on, of `rows`; None if entries are not equally many."""
+        if self.axis is None:
+            return whole
+        found = self._of_samples(whole)
+        length = found.size(self.axis + 1)
+        if length % rows:
+            return None
+        return found.narrow(self.axis + 1, length // rows * first, length // rows * (rows - first))
+
+    def _of_samples(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the entries of samples, with an axis for groups in front of that for samples."""
+        assert self.axis is not None
+        length = tensor.size(self.axis) - self.before - self.after
+        inner = tensor.narrow(self.axis, self.before, length)
+        return inner.unflatten(self.axis, (self.groups, length // self.groups))
+
+
+def list_layouts(whole: Sequence[int], parts: Sequence[Sequence[int]], spans: Sequence[Span]) -> list[Layout]:
+    """Return the possible layouts of a tensor by its shapes for a whole batch and for micro-batches.
+
+    No layout is returned if the shapes differ on several axes, as those of a matrix of all pairs of samples do, or if
+    the length does not grow with the number of samples.
+    """
+    if any(len(part) != len(whole) for part in parts):
+        return []
+    axes = [axis for axis, length in enumerate(whole) if any(part[axis] != length for part in parts)]
+    if len(axes) != 1:
+        return [] if axes else [Layout(None)]
+    axis, rows = axes[0], sum(span.rows for span in spans)
+    lengths = [part[axis] for part in parts]
+    found = [Layout(axis)] if sum(lengths) == whole[axis] else []
+    entries, rest = divmod(whole[axis] - lengths[0], rows - spans[0].rows)
+    shared = whole[axis] - entries * rows
+    is_regular = all(length == entries * s.rows + shared for length, s in zip(lengths, spans, strict=True))
+    if rest or entries < 1 or shared < 0 or not is_regular:
+        return found
+    for groups in (n for n in range(1, entries + 1) if entries % n == 0):
+        found += [Layout(axis, groups, 0, shared)] + ([Layout(axis, groups, shared, 0)] if shared else [])
+    return list(dict.fromkeys(found))
+
+
+def is_padded(whole: Sequence[int], parts: Sequence[Sequence[int]]) -> bool:
+    """Return whether an axis of the whole batch is as long as the longest one of its micro-batches, which differ.
+
+    So are sequences that a step pads to the longest one. Their tensors can't be compared.
+    """
+    return any(
+        length == max(part[axis] for part in parts) and any(part[axis] != length for part in parts)
+        for axis, length in enumerate(whole)
+        if all(len(part) == len(whole) for part in parts)
+    )
+
+
+class TensorComparison(NamedTuple):
+    """What micro-batches show of one tensor.
+
+    Attributes:
+        whole: the tensor of the whole batch.
+        parts: the tensors of its micro-batches.
+        layouts: the possible layouts; one that reproduces the whole tensor is the first.
+        is_different: whether no layout reproduces it.
+    """
+
+    whole: torch.Tensor
+    parts: Sequence[torch.Tensor]
+    layouts: list[Layout]
+    is_different: bool
+
+    @property
+    def is_decidable(self) -> bool:
+        """Whether the tensors can be compared."""
+        return bool(self.layouts) or not is_padded(self.whole.shape, [part.shape for part in self.parts])
+
+
+def compare_tensors(
+    whole: Any, parts: Sequence[Any], spans: Sequence[Span], differ: Callable[[torch.Tensor, torch.Tensor], bool]
+) -> list[TensorComparison] | None:
+    """Compare each tensor of a whole batch with those of its micro-batches.
+
+    Args:
+        differ: compares the values of two tensors of one shape.
+
+    Returns:
+        one comparison for each tensor of the flattened `whole`; None if the structures differ, as of lists with an
+        entry for each sample.
+    """
+    leaves, spec = pytree.tree_flatten(whole)
+    flat = [pytree.tree_flatten(part) for part in parts]
+    if any(other != spec for _, other in flat):
+        return None
+    found = []
+    for leaf, *others in zip(leaves, *(entries for entries, _ in flat), strict=True):
+        if not isinstance(leaf, torch.Tensor) or not all(isinstance(other, torch.Tensor) for other in others):
+            continue
+        if leaf.is_sparse:
+            found.append(TensorComparison(leaf, others, [Layout()], False))
+            continue
+        possible = list_layouts(leaf.shape, [other.shape for other in others], spans)
+        right = next((each for each in possible if not _differs(leaf, others, each, differ)), None)
+        layouts = possible if right is None else [right, *(each for each in possible if each != right)]
+        found.append(TensorComparison(leaf, others, layouts, right is None))
+    return found
+
+
+def _differs(
+    whole: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    layout: Layout,
+    differ: Callable[[torch.Tensor, torch.Tensor], bool],
+) -> bool:
+    if whole.dtype != parts[0].dtype:
+        return False
+    if layout.axis is None:
+        return any(differ(whole, part) for part in parts)
+    return differ(whole, layout.join(parts))
+
+
+def join_tensors(parts: Sequence[Any], spans: Sequence[Span], layouts: Sequence[Layout]) -> Any:
+    """Return the values of a whole batch from those of its micro-batches.
+
+    Numbers without samples, such as auxiliary losses, are averaged; what is not a tensor is that of the first one.
+    """
+    given, rows = iter(layouts), sum(span.rows for span in spans)
+
+    def joined(*leaves: Any) -> Any:
+        first = leaves[0]
+        if not isinstance(first, torch.Tensor):
+            return first
+        layout = next(given)
+        if layout.axis is None and first.is_floating_point() and not all(torch.equal(t, first) for t in leaves[1:]):
+            return weighted_sum(leaves, [span.rows / rows for span in spans])
+        return layout.join(leaves)
+
+    return pytree.tree_map(joined, *parts)
+
+
+def guess_layouts(parts: Sequence[Any], spans: Sequence[Span]) -> Iterator[list[Layout]]:
+    """Yield layouts of all tensors that the sizes of micro-batches allow, the most usual ones first.
+
+    Nothing is yielded if the micro-batches have different structures.
+    """
+    flat = [pytree.tree_flatten(part) for part in parts]
+    if any(spec != flat[0][1] for _, spec in flat):
+        return
+    every = [
+        _guess(leaves, spans) or [Layout(None)]
+        for leaves in zip(*(entries for entries, _ in flat), strict=True)
+        if isinstance(leaves[0], torch.Tensor)
+    ]
+    for number in range(min(_MAX_GUESSES, max(map(len, every), default=1))):
+        yield [possible[min(number, len(possible) - 1)] for possible in every]
+
+
+def _guess(parts: Sequence[torch.Tensor], spans: Sequence[Span]) -> list[Layout]:
+    first = parts[0]
+    if any(part.ndim != first.ndim for part in parts):
+        return []
+    found = []
+    for axis in range(first.ndim):
+        others = {(*part.shape[:axis], *part.shape[axis + 1 :]) for part in parts}
+        entries, rest = divmod(first.size(axis), spans[0].rows)
+        is_regular = all(part.size(axis) == entries * s.rows for part, s in zip(parts, spans, strict=True))
+        if len(others) == 1 and not rest and entries and is_regular:
+            found += [Layout(axis, groups) for groups in range(1, entries + 1) if entries % groups == 0]
+    found.sort(key=lambda layout: (first.size(layout.axis or 0) != spans[0].rows, layout.axis, layout.groups))
+    is_shared = all(part.shape == first.shape and torch.equal(part, first) for part in parts[1:])
+    return [Layout(None), *found] if is_shared else found
