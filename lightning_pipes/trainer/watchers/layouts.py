@@ -60,7 +60,8 @@ class Layout(NamedTuple):
         assert self.axis is not None
         length = tensor.size(self.axis) - self.before - self.after
         inner = tensor.narrow(self.axis, self.before, length)
-        return inner.unflatten(self.axis, (self.groups, length // self.groups))
+        shape = inner.shape
+        return inner.reshape(*shape[: self.axis], self.groups, length // self.groups, *shape[self.axis + 1 :])
 
 
 def list_layouts(whole: Sequence[int], parts: Sequence[Sequence[int]], spans: Sequence[Span]) -> list[Layout]:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.ir import Span
 from tests.cases import for_each
-from tests.trainer.watchers.test_sample_check import sample_check
+from tests.trainer.watchers.checks import sample_check
 
 WIDTH, HEADS = 4, 2
 SPANS = [Span(0, 2), Span(2, 4), Span(4, 6), Span(6, 8)]

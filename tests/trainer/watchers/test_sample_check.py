@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,8 @@ from torch import nn
 
 from lightning_pipes.ir import Span
 from lightning_pipes.trainer.loop.watcher import is_due
-from lightning_pipes.trainer.watchers.sample_check import SampleCheck, _differ
+from lightning_pipes.trainer.watchers.sample_check import _differ
+from tests.trainer.watchers.checks import sample_check
 
 SPANS = (Span(0, 3), Span(3, 6), Span(6, 8))
 
@@ -40,24 +40,6 @@ class InPlace(nn.Module):
     def forward(self, x: Any) -> Any:
         x["x"].add_(1)
         return x
-
-
-def sample_check(spans: Any = None, **settings: Any) -> SampleCheck:
-    plan = SimpleNamespace(spans=lambda kind, stage: spans, local_spans=lambda kind, stage, rank: spans)
-    left = SimpleNamespace(
-        reset_layer=lambda number: None, note_whole_batch=lambda number: None, collect_whole_values=dict
-    )
-    run: Any = SimpleNamespace(
-        cut=None,
-        user_steps=SimpleNamespace(left=left, step_context=nullcontext),
-        device=torch.device("cpu"),
-        global_ranks=(0,),
-        local_layers=SimpleNamespace(holdings=SimpleNamespace(rank=0)),
-        engine=SimpleNamespace(plan=plan, rank=0),
-        is_asynchronous=False,
-    )
-    vars(run).update(settings)
-    return SampleCheck(run)
 
 
 def outputs(layer: nn.Module) -> Any:
