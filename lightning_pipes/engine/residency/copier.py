@@ -90,13 +90,13 @@ class ThreadCopier:
         def run() -> None:
             for event in awaited:
                 event.wait()
-            started = time.monotonic()
+            started = read_seconds()
             target.copy_(source)
-            spent = time.monotonic() - started
+            spent = read_seconds() - started
             rate = self._rates[way]
             if rate is not None and (rest := source.numel() / rate - spent) > 0:
                 time.sleep(rest)
-            self._busy += time.monotonic() - started
+            self._busy += read_seconds() - started
             self._bytes += source.numel()
 
         ticket = next(self._tickets)
