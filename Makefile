@@ -74,7 +74,7 @@ $(PY):
 	echo "Name one: make PYTHON=/path/to/python3.12; on Debian and Ubuntu: apt install python3 python3-venv"; \
 	exit 1
 
-$(STAMP): pyproject.toml constraints.txt | $(PY)
+$(STAMP): pyproject.toml setup.py constraints.txt | $(PY)
 	@echo "Installing lightning_pipes and what it needs into $(VENV), a few minutes the first time"
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-compile $(PINS) -e '.[dev]'
 	@$(PY) -m compileall -q -j 0 -x '$(RARE)' $(VENV)/lib >/dev/null || true   # on all cores, where pip uses one; some files are templates
