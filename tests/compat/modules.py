@@ -819,6 +819,47 @@ def sparse_embedding() -> Any:
     return _tokens_with(nn.Embedding(11, WIDTH, sparse=True))
 
 
+class LitSparseMomentum(Lit):
+    """Momentum of sparse gradients, which is sparse too, and sparse matrices in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(
+            nn.Embedding(11, WIDTH, sparse=True),
+            nn.Flatten(),
+            nn.Linear(5 * WIDTH, WIDTH),
+            nn.Tanh(),
+            nn.Linear(WIDTH, 3),
+        )
+        self.mixing = torch.eye(3, dtype=torch.float64).roll(1, 0).to_sparse()
+        self.scaled: Any = None
+
+    def forward(self, x: Any) -> Any:
+        return torch.sparse.mm(self.mixing, self.model(x).t()).t()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.scaled = self.mixing * (batch_idx + 1)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class LitSparseOutside(Lit):
+    """A sparse embedding in front of the container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH, sparse=True)
+        self.model = nn.Sequential(nn.Flatten(), nn.Linear(5 * WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+
+    def forward(self, x: Any) -> Any:
+        return self.model(self.embedding(x))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def bounded_embedding() -> Any:
     return _tokens_with(nn.Embedding(11, WIDTH, max_norm=0.5))
 

@@ -608,7 +608,20 @@ optimizers(
     "learning rate scheduler, metric that is missing with strict=False",
     module=with_scheduler(ReduceLROnPlateau, monitor="nothing", strict=False),
 )
-optimizers("sparse gradients", module=m.sparse_embedding, loaders=token_loaders)
+optimizers("sparse gradients of a layer", module=m.sparse_embedding, loaders=token_loaders)
+optimizers(
+    "sparse gradients with momentum, sparse matrices in attributes",
+    module=m.LitSparseMomentum,
+    loaders=token_loaders,
+    resume=True,
+)
+optimizers(
+    "sparse gradients of an embedding outside of the container",
+    module=m.LitSparseOutside,
+    loaders=token_loaders,
+    refused="Gradients that are summed over ranks must be dense",
+    reason="several ranks hold it and sum its gradient, as with data_parallel; use sparse=False",
+)
 optimizers(
     "grad_norm logged in on_before_optimizer_step",
     module=m.LitNorms,

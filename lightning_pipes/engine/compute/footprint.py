@@ -97,6 +97,14 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def count_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's values, and of the indices if it is sparse; other layouts count as if dense."""
+    if tensor.layout is torch.sparse_coo:
+        coalesced = tensor.detach().coalesce()
+        return coalesced.indices().nbytes + coalesced.values().nbytes
+    return tensor.numel() * tensor.element_size()
+
+
 @contextmanager
 def saved_for_backward() -> Iterator[dict[tuple[int, int], torch.Tensor]]:
     """Yield a tensor of every storage that autograd saves in the block, by `storage_of`. The dict keeps them alive, so

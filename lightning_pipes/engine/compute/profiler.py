@@ -19,7 +19,13 @@ from torch.utils import _pytree as pytree
 from lightning_pipes.cost import LayerProfile, ModelProfile, Table
 from lightning_pipes.engine.compute import autograd
 from lightning_pipes.engine.compute.autograd import SavedForward
-from lightning_pipes.engine.compute.footprint import measure_footprint, saved_for_backward, storage_of, tensors_in
+from lightning_pipes.engine.compute.footprint import (
+    count_bytes,
+    measure_footprint,
+    saved_for_backward,
+    storage_of,
+    tensors_in,
+)
 from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.engine.compute.split import backward_inputs
 from lightning_pipes.engine.compute.stage import IN_PLACE, clone_leaf
@@ -267,7 +273,7 @@ def _step(layer: nn.Module, optimizer: Optimizer | None, device: torch.device) -
     begun = read_seconds()
     own.step()
     wait_for_device(device)
-    return read_seconds() - begun, sum(t.nbytes for t in _state_tensors(own))
+    return read_seconds() - begun, sum(map(count_bytes, _state_tensors(own)))
 
 
 def optimizer_state(layer: nn.Module, optimizer: Optimizer | None) -> list[torch.Tensor]:

@@ -349,6 +349,7 @@ def _check_dense(gradient: torch.Tensor | None) -> None:
     """
     if gradient is not None and gradient.layout is not torch.strided:
         raise PipelineError(
-            f"a parameter of shape {tuple(gradient.shape)} that several ranks hold has a {gradient.layout} gradient, "
-            "which can't be summed; use sparse=False"
+            f"A parameter of shape {tuple(gradient.shape)} is on several ranks, and its gradient is {gradient.layout}. "
+            "Gradients that are summed over ranks must be dense. Use sparse=False, or make the module one of the "
+            "layers that are cut, with data_parallel=1, so that one rank holds the parameter."
         )

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.engine.compute.footprint import saved_for_backward, storage_of, tensors_in
+from lightning_pipes.engine.compute.footprint import count_bytes, saved_for_backward, storage_of, tensors_in
 from lightning_pipes.engine.compute.reducer import local_part
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Body, Stage
@@ -82,7 +82,8 @@ class SavedBytes:
         states: dict[torch.Tensor, int] = {}
         for optimizer in optimizers:
             for parameter, values in optimizer.state.items():
-                states[parameter] = sum(local_part(t).nbytes for t in values.values() if isinstance(t, torch.Tensor))
+                tensors = [local_part(t) for t in values.values() if isinstance(t, torch.Tensor)]
+                states[parameter] = sum(map(count_bytes, tensors))
         found = {}
         for number, layers in stages.items():
             if number not in self.seen:

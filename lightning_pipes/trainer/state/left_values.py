@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
+from lightning_pipes.engine.compute.footprint import count_bytes
 from lightning_pipes.engine.compute.reducer import is_distributed
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import PipelineError, Span
@@ -463,7 +464,7 @@ class _Mark:
     def __init__(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
             self._version = tensor_version(value)
-            self._copy: Any = value.detach().clone() if value.nbytes <= _COPIED else value
+            self._copy: Any = value.detach().clone() if count_bytes(value) <= _COPIED else value
             return
         self._entries = read_entries(value)
         self._leaves, self._spec, self._versions = _flatten(self._entries)
@@ -542,7 +543,7 @@ def _copy_entries(entries: Any) -> Any:
 
 
 def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    kept = tensor.requires_grad or tensor.is_meta or tensor.nbytes > _COPIED
+    kept = tensor.requires_grad or tensor.is_meta or count_bytes(tensor) > _COPIED
     return tensor if kept else tensor.detach().clone()
 
 
@@ -572,7 +573,7 @@ def _tail(before: Any, content: Any) -> Any:
 
 
 def _sendable(tensor: torch.Tensor) -> torch.Tensor | UnsentTensor:
-    return tensor.detach() if tensor.nbytes <= _SMALL else UnsentTensor(tuple(tensor.shape), tensor.dtype)
+    return tensor.detach() if count_bytes(tensor) <= _SMALL else UnsentTensor(tuple(tensor.shape), tensor.dtype)
 
 
 def _may_count(value: Any) -> bool:

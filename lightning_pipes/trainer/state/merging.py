@@ -190,7 +190,7 @@ def _candidates(before: Any, values: Sequence[Any], rows: Sequence[int]) -> Iter
     first, total = values[0], sum(rows)
     if all(have_equal_values(value, first) for value in values[1:]):
         yield "same", first
-    tensors = all(isinstance(value, torch.Tensor) for value in values)
+    tensors = all(isinstance(value, torch.Tensor) and value.layout is torch.strided for value in values)
     values = [value.detach() for value in values] if tensors else values
     numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
     # A tensor that keeps its shape is likelier no list of samples.
@@ -225,7 +225,10 @@ def have_equal_values(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+        if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
+            return False
+        dense = a.layout is torch.strided  # torch.equal compares no others
+        return torch.equal(a, b) if dense else torch.equal(a.to_dense(), b.to_dense())
     try:
         return bool(a == b)
     except Exception:
@@ -236,7 +239,7 @@ def _close(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or a.shape != b.shape:
             return False
-        a, b = a.detach().double().cpu(), b.detach().double().cpu()
+        a, b = (t.detach().to_dense().double().cpu() for t in (a, b))
         return bool(torch.allclose(a, b, rtol=_RELATIVE, atol=_RELATIVE * float(b.abs().max()) if b.numel() else 0.0))
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
         return abs(a - b) <= _RELATIVE * max(abs(a), abs(b))

@@ -28,6 +28,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
+from lightning_pipes.engine.compute.footprint import count_bytes
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer.module.hidden_state import can_change
@@ -466,7 +467,7 @@ class ModuleState:
             id(t): t
             for _, content in self._captured.values()
             for t in entry_values(content)
-            if _is_tensor(t) and t.nbytes <= _SMALL
+            if _is_tensor(t) and count_bytes(t) <= _SMALL
         }
         self._copies = {
             key: self._copies[key] if self._is_copied(t) else (t, tensor_version(t), t.detach().clone())
@@ -524,7 +525,9 @@ class ModuleState:
             own = holder.merged and not holder.shared and isinstance(holder.kept, dict)
             for tensor in holder.tensors:
                 if id(tensor) not in self._known:
-                    copied = own and (self._begun < _FIRST or tensor.nbytes <= _SMALL or id(tensor) in self._unstable)
+                    copied = own and (
+                        self._begun < _FIRST or count_bytes(tensor) <= _SMALL or id(tensor) in self._unstable
+                    )
                     version = tensor_version(tensor)
                     known = before.get(id(tensor))  # keeps the tensor, so the id is still its own
                     if (
