@@ -31,16 +31,16 @@ def objective(trial: optuna.trial.BaseTrial) -> float:
     model: L.LightningModule
     data: L.LightningDataModule
     if arguments.model == "gpt":
-        model = GPT(context=32, width=32, blocks=2, lr=lr, weight_decay=weight_decay)
+        model = GPT(context=64, width=64, lr=lr, weight_decay=weight_decay)
         batch_size = trial.suggest_categorical("batch_size", [16, 32, 64])
-        data = StdlibText(context=32, windows=arguments.windows, batch_size=batch_size)
+        data = StdlibText(context=64, windows=arguments.windows, batch_size=batch_size)
     else:
-        model = ResNetDigits(channels=8, lr=lr, weight_decay=weight_decay)
-        data = Digits(batch_size=trial.suggest_categorical("batch_size", [32, 64, 128]))
+        model = ResNetDigits(channels=16, lr=lr, weight_decay=weight_decay)
+        data = Digits(batch_size=trial.suggest_categorical("batch_size", [64, 128, 256]))
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=PipelineStrategy("jap", partition=[2]),  # layers as small as these are cut by parameters, not by time
+        strategy=PipelineStrategy("jap", partition=[3]),  # two of the four blocks on each process
         max_epochs=arguments.epochs,
         callbacks=[OptunaPruning("val_loss")],
         logger=False,
