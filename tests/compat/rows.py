@@ -942,7 +942,7 @@ strategy(
 
 # ---- rows of other modules
 
-from tests.compat import found_rows, gradient_rows, state_rows, step_rows, stream_rows, supernet_rows  # noqa: E402
+from tests.compat import found_rows, gradient_rows, state_rows, step_rows, stream_rows, supernet_rows, type_rows  # noqa: E402
 
 __all__ = [
     "ROWS",
@@ -953,4 +953,5 @@ __all__ = [
     "step_rows",
     "stream_rows",
     "supernet_rows",
+    "type_rows",
 ]

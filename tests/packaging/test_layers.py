@@ -27,6 +27,7 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
         "private_torch",
         "private_numpy",
         "allocator",
+        "trees",
         "watch",
         "monitor",
         "messages",

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.reducer import local_part
 from lightning_pipes.engine.private_torch import TorchDispatchMode
+from lightning_pipes.engine.trees import tensors_in
 
 
 class MemoryFootprint:
@@ -90,11 +90,6 @@ class _StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         seen[key] = weakref.ref(tensor.untyped_storage(), on_freed)
         footprint.add(size)
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors of a pytree, in order."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def count_bytes(tensor: torch.Tensor) -> int:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from lightning_pipes.cost import LayerProfile, ModelProfile, Table
+from lightning_pipes.engine import trees
 from lightning_pipes.engine.compute import autograd
 from lightning_pipes.engine.compute.autograd import SavedForward
 from lightning_pipes.engine.compute.footprint import (
@@ -24,11 +24,11 @@ from lightning_pipes.engine.compute.footprint import (
     measure_footprint,
     saved_for_backward,
     storage_of,
-    tensors_in,
 )
 from lightning_pipes.engine.compute.rng import forked_rng
 from lightning_pipes.engine.compute.split import backward_inputs
 from lightning_pipes.engine.compute.stage import IN_PLACE, clone_leaf
+from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import InputError, Kind, Span
 from lightning_pipes.ir.clock import read_seconds
 
@@ -150,13 +150,13 @@ def _profile(name: str, seen: _LayerMeasurements, layer: nn.Module, step: float,
 
 def _copy_input(x: Any) -> Any:
     """Return a copy of an input, which a first layer may change."""
-    return pytree.tree_map_only(torch.Tensor, torch.clone, x)
+    return trees.map_tensors(torch.clone, x)
 
 
 def _enter_layer(seen: _LayerMeasurements, x: Any, flags: autograd.Flags, saved: SavedForward) -> Any:
     """Return the input of a layer, with tensors that want gradients as leaves."""
     x = autograd.enter_stage(x, flags, saved) if flags else x
-    return pytree.tree_map(clone_leaf, x) if seen.in_place else x
+    return trees.map_tensors(clone_leaf, x) if seen.in_place else x
 
 
 def _measure_times(

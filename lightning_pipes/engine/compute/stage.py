@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
+from lightning_pipes.engine import trees
 from lightning_pipes.engine.compute.layer_parameters import LayerOffload, LayerParameters
 from lightning_pipes.engine.compute.reducer import ReplicaAverages
 from lightning_pipes.engine.compute.rng import (
@@ -115,21 +115,9 @@ IN_PLACE = "a leaf Variable that requires grad"
 """Autograd's error for a layer that works in place on received tensors, which are leaves only in a stage."""
 
 
-def clone_leaf(leaf: Any) -> Any:
+def clone_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a received tensor, for a layer that works in place."""
-    return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf else leaf
-
-
-def _each_once(change: Callable[[Any], Any], tree: Any) -> Any:
-    """Return the tree with its leaves changed; one that is there twice is one object afterwards, too."""
-    made: dict[int, Any] = {}
-
-    def changed(leaf: Any) -> Any:
-        if id(leaf) not in made:
-            made[id(leaf)] = change(leaf)
-        return made[id(leaf)]
-
-    return pytree.tree_map(changed, tree)
+    return tensor.clone() if tensor.requires_grad and tensor.is_leaf else tensor
 
 
 class Stage:
@@ -326,10 +314,9 @@ class Stage:
         """Run `x` through the layers; each layer draws from its own random stream."""
         first_of_two = self.recompute and item.training and not self.recomputing
         if first_of_two and self._changes_input is not False:  # the second run needs `x` as it is
-            copy = _each_once(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, x)
+            copy = trees.map_tensors(torch.clone, x)
             out = self._run_all(item, span, copy)
-            tensors = [t for t in pytree.tree_leaves(copy) if isinstance(t, torch.Tensor)]
-            self._changes_input = self._changes_input or any(t._version for t in tensors)
+            self._changes_input = self._changes_input or any(t._version for t in trees.tensors_in(copy))
             return out
         return self._run_all(item, span, x)
 
@@ -351,7 +338,7 @@ class Stage:
                         raise
                 self._changes_input = True
                 seed_all(seed, self.device)
-            x = self._time_layer(seed, item, span, number, layer, _each_once(clone_leaf, x))
+            x = self._time_layer(seed, item, span, number, layer, trees.map_tensors(clone_leaf, x))
         return x
 
     def _time_layer(self, seed: int, item: Item, span: Span, number: int, layer: nn.Module, x: Any) -> Any:
@@ -366,7 +353,7 @@ class Stage:
         """Run a layer, again where other layers had to leave the device for it."""
         if self.offload is None:
             return self._run_layer(item, span, number, layer, x)
-        tensors = [t for t in pytree.tree_leaves(x) if isinstance(t, torch.Tensor)]
+        tensors = trees.tensors_in(x)
         before, restore = [t._version for t in tensors], self.offload.keep_buffers(item.use, number)
 
         def undo() -> bool:

@@ -18,6 +18,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from lightning_pipes.engine import trees
 from lightning_pipes.engine.messages.bulk_transfer import BulkTransfer, Key
 from lightning_pipes.engine.private_torch import has_accumulate_hooks, has_gradient_hooks, unsaved_buffers
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
@@ -360,7 +361,7 @@ class MirroredLayers:
         out = functional_call(layer, given, (x,)) if given else layer(x)
         if changes and buffers:
             self._mirrors.replace_buffers(number, names, {at: given[f"{prefix}{at}"] for at in buffers})
-        if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(out)):
+        if any(tensor.is_meta for tensor in trees.tensors_in(out)):
             raise PlanError(
                 f"layer {number} ran on stage {self._stage}, where it is for this batch only, and used weights that "
                 f"the batch does not name: it names {', '.join(names) or 'none'}. Let layers_of_batch name all that a "

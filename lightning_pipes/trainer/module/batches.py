@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import zlib
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
@@ -13,9 +15,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils import _pytree as pytree
 
+from lightning_pipes.engine.trees import close_objects, map_tensors, open_objects
 from lightning_pipes.ir import PipelineError, Span
 
 Path = tuple[int, ...]
@@ -193,7 +195,38 @@ def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
 def copy_batch(batch: Any) -> Any:
     """Return the batch with new containers and copies of its tensors, so that work in place does not reach the
     original."""
-    return apply_to_collection(batch, torch.Tensor, torch.clone)
+    return map_batch(torch.clone, batch)
+
+
+def move_batch(batch: Any, device: torch.device) -> Any:
+    """Return the batch with its tensors on `device`."""
+    return map_batch(lambda tensor: tensor.to(device), batch)
+
+
+def map_batch(change: Callable[[Any], Any], batch: Any, kinds: type[Any] | tuple[type[Any], ...] = torch.Tensor) -> Any:
+    """Return the batch with its parts of these kinds changed: in mappings, sequences, dataclasses, which may be frozen,
+    and in objects that hold tensors and pickle."""
+    if isinstance(batch, kinds):
+        return change(batch)
+    if isinstance(batch, _PLAIN):
+        return batch
+    if isinstance(batch, defaultdict):
+        return defaultdict(batch.default_factory, {key: map_batch(change, part, kinds) for key, part in batch.items()})
+    if isinstance(batch, Mapping):
+        made: Any = type(batch)
+        return made(OrderedDict((key, map_batch(change, part, kinds)) for key, part in batch.items()))
+    if is_dataclass(batch) and not isinstance(batch, type):
+        copied = copy.copy(batch)
+        for field in fields(batch):
+            if hasattr(batch, field.name):
+                part = map_batch(change, getattr(batch, field.name), kinds)
+                object.__setattr__(copied, field.name, part)
+        return copied
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_batch(change, part, kinds) for part in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)([map_batch(change, part, kinds) for part in batch])
+    return map_tensors(change, batch)
 
 
 def take_samples(batch: Any, span: Span, rows: int, whole: Collection[int] = (), samples: Collection[Path] = ()) -> Any:
@@ -218,6 +251,8 @@ def make_cutter(
         if isinstance(part, torch.Tensor):
             if not part.ndim or part.size(0) != rows or id(part) in whole:
                 return part
+            if part.is_nested:
+                return _take_nested(part, span, rows)
             # `data` counts versions by itself: autograd takes work in place on one view for work on all of them.
             return (part if part.requires_grad else part.data)[span.start : span.stop]
         if id(part) in lists:
@@ -230,9 +265,17 @@ def make_cutter(
     def within(part: Any, span: Span) -> Any:
         if isinstance(part, (torch.Tensor, list, tuple)):
             return cut(part, span)
-        return apply_to_collection(part, (torch.Tensor, list, tuple), cut, span)
+        return map_batch(partial(cut, span=span), part, (torch.Tensor, list, tuple))
 
     return partial(within, batch)
+
+
+def _take_nested(tensor: torch.Tensor, span: Span, rows: int) -> torch.Tensor:
+    """Return samples of a nested tensor, which has no slices of samples."""
+    if span == Span(0, rows):
+        return tensor
+    parts = list(tensor.unbind()[span.start : span.stop])
+    return torch.nested.as_nested_tensor(parts, layout=tensor.layout)
 
 
 def join(parts: Sequence[Any], spans: Sequence[Span], what: str, average: bool = False) -> Any:
@@ -274,7 +317,9 @@ def join(parts: Sequence[Any], spans: Sequence[Span], what: str, average: bool =
                 )
         return torch.cat(leaves) if len(leaves) > 1 else first
 
-    return pytree.tree_map(joined, *parts, is_leaf=is_whole) if len(parts) > 1 else parts[0]
+    if len(parts) == 1:
+        return parts[0]
+    return close_objects(pytree.tree_map(joined, *map(open_objects, parts), is_leaf=is_whole))
 
 
 def weighted_sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
@@ -287,13 +332,21 @@ def checksum_batch(batch: Any) -> str:
     digest = hashlib.blake2b(digest_size=8)
 
     def add(tensor: torch.Tensor) -> torch.Tensor:
-        digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
-        plain = tensor.detach().cpu().to_dense() if tensor.is_sparse else tensor.detach().cpu()
-        digest.update(plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        for dense in _dense_parts(tensor):
+            digest.update(f"{tuple(dense.shape)}{dense.dtype}".encode())
+            digest.update(dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return tensor
 
-    apply_to_collection(batch, torch.Tensor, add)
+    map_batch(add, batch)
     return digest.hexdigest()
+
+
+def _dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return a tensor in the ordinary layout; of a nested tensor each part."""
+    if tensor.is_nested:
+        return [dense for part in tensor.detach().unbind() for dense in _dense_parts(part)]
+    tensor = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    return [tensor.resolve_conj().resolve_neg()]
 
 
 SAMPLED_VALUES = 1024
@@ -306,10 +359,9 @@ def sample_fingerprint(batch: Any) -> int:
     Other samples give another checksum, unless they agree in about a thousand values spread over the tensor.
     """
     checksum = 0
-    for tensor in tensors_of(batch):
-        shape = tuple(tensor.shape)
+    for values in chain.from_iterable(map(_dense_parts, tensors_of(batch))):
+        shape = tuple(values.shape)
         step = _sampling_step(shape)
-        values = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
         taken = values.reshape(-1)[::step] if step > 1 else values
         data = taken.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         checksum = zlib.crc32(data, zlib.crc32(repr(shape).encode(), checksum))

@@ -10,8 +10,8 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from lightning_pipes.engine.compute.footprint import tensors_in
 from lightning_pipes.engine.private_torch import check_backward, graph_nodes, is_reached
+from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import PipelineError
 
 Step = Callable[..., Any]

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from lightning_pipes.engine import trees
 from lightning_pipes.ir import PipelineError
 
 Path = tuple[int | str, ...]
@@ -53,7 +53,7 @@ class LayerCall:
     kwargs: dict[str, Any]
 
 
-class Tape:
+class Tape(trees.SentWhole):
     """The calls of all layers of a loop, in order, and which values they still need. Not a tree: it travels whole.
 
     Args:
@@ -216,7 +216,7 @@ def identify_layer(layer: nn.Module, number: int, x: Any) -> tuple[Any, ...]:
     call = ""
     if isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], Tape):
         call, x = x[0].describe_call(number), x[1]
-    leaves, spec = pytree.tree_flatten(x)
+    leaves, spec = trees.flatten(x)
     values = tuple(_shape(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
     shape = str(spec) if not call else ""  # values of a tape are named by the layers that returned them
     return describe_layer(layer, number), objects, hooked, call, shape, values

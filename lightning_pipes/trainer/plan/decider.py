@@ -17,8 +17,8 @@ from torch import nn
 
 from lightning_pipes.cost import Deployment, ModelProfile
 from lightning_pipes.cost.units import seconds_text
-from lightning_pipes.engine.compute.footprint import tensors_in
 from lightning_pipes.engine.compute.rng import forked_rng
+from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import Kind, PlanError
 from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.trainer import private_lightning as private

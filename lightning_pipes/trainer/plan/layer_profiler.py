@@ -16,14 +16,14 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.cost.profile import LEAST_ROWS
-from lightning_pipes.engine.compute.footprint import tensors_in
+from lightning_pipes.engine import trees
 from lightning_pipes.engine.compute.profiler import profile_layers, wait_for_device
 from lightning_pipes.engine.compute.rng import forked_rng
+from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.trainer import private_lightning as private
@@ -325,7 +325,7 @@ class LayerProfiler:
 
     def _time_forward(self, x: Any, leaving: list[Any]) -> float:
         """Return the seconds of all layers; what comes out is all that `leaving` holds afterwards."""
-        x = pytree.tree_map_only(torch.Tensor, torch.clone, x)
+        x = trees.map_tensors(torch.clone, x)
         known: dict[Any, float] = {}
         seconds = 0.0
         with torch.no_grad():
@@ -378,7 +378,7 @@ class LayerProfiler:
 
         def answer(_: Any) -> Any:
             nonlocal begun
-            out = pytree.tree_map_only(torch.Tensor, torch.clone, y)  # it may be worked on in place
+            out = trees.map_tensors(torch.clone, y)  # it may be worked on in place
             wait_for_device(self._device)
             begun = read_seconds()
             return out
@@ -453,7 +453,7 @@ def _detach_tensors(tree: Any, trained: bool) -> Any:
     def leaf(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().requires_grad_(trained and tensor.is_floating_point())
 
-    return pytree.tree_map_only(torch.Tensor, leaf, tree)
+    return trees.map_tensors(leaf, tree)
 
 
 def _add_ends(profile: ModelProfile, around: Mapping[int, _Around], entering: Mapping[int, Any]) -> ModelProfile:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from lightning_pipes.cost import Deployment, LayerProfile, ModelProfile
+from lightning_pipes.engine import trees
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.engine.engine import Engine
@@ -177,7 +177,7 @@ def _body(number: int, plan: Plan, entering: Mapping[int, Any]) -> Body:
     def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
         x = received
         if number == 0:
-            x = pytree.tree_map_only(torch.Tensor, torch.clone, entering[span.rows])
+            x = trees.map_tensors(torch.clone, entering[span.rows])
         out = stage.run_layers(item, span, x)
         return _loss(out) if number == plan.n_stages - 1 else out
 
@@ -186,7 +186,7 @@ def _body(number: int, plan: Plan, entering: Mapping[int, Any]) -> Body:
 
 def _loss(out: Any) -> torch.Tensor:
     """Return a scalar with a gradient for each output of the last layer."""
-    parts = [t.float().sum() for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
+    parts = [t.float().sum() for t in trees.tensors_in(out) if t.requires_grad]
     return sum(parts[1:], start=parts[0]) if parts else nn.Parameter(torch.zeros(()))
 
 

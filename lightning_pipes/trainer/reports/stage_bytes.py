@@ -11,10 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipes.cost import CostModel
-from lightning_pipes.engine.compute.footprint import count_bytes, saved_for_backward, storage_of, tensors_in
+from lightning_pipes.engine.compute.footprint import count_bytes, saved_for_backward, storage_of
 from lightning_pipes.engine.compute.reducer import local_part
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Body, Stage
+from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import Span
 
 

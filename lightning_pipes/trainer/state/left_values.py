@@ -23,8 +23,9 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
 from lightning_pipes.engine.compute.footprint import count_bytes
-from lightning_pipes.engine.compute.reducer import is_distributed
+from lightning_pipes.engine.compute.sendable import check_sendable
 from lightning_pipes.engine.private_torch import BatchNorm
+from lightning_pipes.engine.trees import close_objects, open_objects
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer.module.hidden_state import OWN, can_change, is_packed
 from lightning_pipes.trainer.module.remote_tensors import HookScope, RemoteTensor
@@ -603,18 +604,21 @@ def join_values(left: Mapping[Place, Any], more: Mapping[Place, Any]) -> dict[Pl
 def pack_message(out: Any, left: dict[Place, Any]) -> Any:
     """Make the message: a tensor that is there twice is sent once, and the receiver has it twice as one object.
 
+    Objects other than containers of torch's pytrees are opened, so that their tensors have gradients on both sides.
+
     Raises:
-        PipelineError: a tensor is distributed.
+        PipelineError: a tensor is distributed, or has a type or attributes of its own; or an object can't be sent.
     """
     if isinstance(out, torch.Tensor) and not left:
-        _refuse_distributed(out)
+        check_sendable(out, "the last layer of a stage returns")
         return out
-    leaves, spec = pytree.tree_flatten(SentValues(out, left))
+    opened = open_objects(out)
+    leaves, spec = pytree.tree_flatten(SentValues(opened, left))
     seen: dict[Any, int] = {}
     stored: dict[int, list[torch.Tensor]] = {}
-    changed = bool(left)
+    changed = bool(left) or opened is not out
     for at, leaf in enumerate(leaves):
-        _refuse_distributed(leaf)
+        check_sendable(leaf, "the last layer of a stage returns")
         if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_meta:
             continue
         if id(leaf) in seen:
@@ -629,14 +633,6 @@ def pack_message(out: Any, left: dict[Place, Any]) -> Any:
     return pytree.tree_unflatten(leaves, spec) if changed else out
 
 
-def _refuse_distributed(leaf: object) -> None:
-    if is_distributed(leaf):
-        raise PipelineError(
-            "the last layer of a stage returns a DTensor, and between stages travel plain tensors, whole or of one "
-            "shard; set use_local_output=True in the plan of parallelize_module, or return x.to_local()"
-        )
-
-
 def unpack_message(received: Any) -> tuple[Any, dict[Place, Any], list[torch.Tensor]]:
     """Return the input of the layers, values left by earlier ones, and the tensors that shared memory with
     others on the rank that sent them."""
@@ -648,7 +644,7 @@ def unpack_message(received: Any) -> tuple[Any, dict[Place, Any], list[torch.Ten
     leaves = [leaves[leaf.leaf] if isinstance(leaf, RepeatedTensor) else leaf for leaf in leaves]
     whole = pytree.tree_unflatten(leaves, spec)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] if sharing else []
-    return whole.out, whole.left, tensors
+    return close_objects(whole.out), whole.left, tensors
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:

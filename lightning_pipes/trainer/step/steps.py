@@ -11,13 +11,11 @@ from typing import Any, ClassVar, NamedTuple
 import lightning.pytorch as pl
 import psutil
 import torch
-from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins import Precision
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch.utils import _pytree as pytree
 
-from lightning_pipes.engine.compute.footprint import tensors_in
+from lightning_pipes.engine import trees
 from lightning_pipes.engine.compute.rng import (
     AFTER_LAYERS,
     BEFORE_LAYERS,
@@ -29,8 +27,9 @@ from lightning_pipes.engine.compute.rng import (
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.engine.compute.weights import WeightVersion
+from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import PipelineError, Plan, Span
-from lightning_pipes.trainer.module.batches import Path, copy_batch, join, make_cutter, take_samples, tensors_of
+from lightning_pipes.trainer.module.batches import Path, copy_batch, join, make_cutter, move_batch, take_samples
 from lightning_pipes.trainer.module.capture import Interceptor, NoCallError, named_step
 from lightning_pipes.trainer.state.left_values import (
     LeftValues,
@@ -92,14 +91,14 @@ class BatchCopy:
         if self.left_out:
             self.parts.clear()
             return
-        self.parts[span] = pytree.tree_map_only(torch.Tensor, lambda t: self._with_samples_first(t.detach()), part)
+        self.parts[span] = trees.map_tensors(lambda t: self._with_samples_first(t.detach()), part)
 
     def layer_outputs(self, part: Any) -> Any:
         """Return an entry of `parts` in the form in which it left the layers."""
         if not self.axis:
             return part
-        return pytree.tree_map_only(
-            torch.Tensor, lambda t: t.movedim(0, self.axis) if t.is_floating_point() and t.ndim > self.axis else t, part
+        return trees.map_tensors(
+            lambda t: t.movedim(0, self.axis) if t.is_floating_point() and t.ndim > self.axis else t, part
         )
 
     def _with_samples_first(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -183,7 +182,7 @@ class TrainingBatch:
 
     def keep_copy(self) -> None:
         """Keep a copy of the batch for a check of the whole batch."""
-        self.kept = BatchCopy(move_data_to_device(copy_batch(self.batch), HOST), self.rows)
+        self.kept = BatchCopy(move_batch(copy_batch(self.batch), HOST), self.rows)
 
     def select_samples(self, span: Span) -> Any:
         """Return the samples `span` of the batch."""
@@ -192,7 +191,7 @@ class TrainingBatch:
     def keep_stage_input(self, stage: int, span: Span, x: Any) -> None:
         """Keep a copy of the input of a stage's layers, if a check wants it."""
         if self.stage_inputs is not None and span not in self.stage_inputs.setdefault(stage, {}):
-            copy = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), x)
+            copy = trees.map_tensors(lambda t: t.detach().to("cpu", copy=True), x)
             self.stage_inputs[stage][span] = copy
 
     @cached_property
@@ -467,7 +466,7 @@ class Steps:
         """
         data: EvaluationBatch = item.data
         data.x = self._capture_whole_input(step, item, copy_batch(batch) if self._both_ends else batch, arguments)
-        leaves, spec = pytree.tree_flatten(data.x)
+        leaves, spec = trees.flatten(data.x)
         lengths = [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor) and item.rows in leaf.shape]
         if item.rows == 1 or (len(lengths) < 2 and all(shape[0] == item.rows for shape in lengths)):
             return
@@ -475,7 +474,7 @@ class Steps:
         if key not in self._shapes:
             one = copy_batch(take_samples(batch, Span(0, 1), item.rows))
             try:
-                others, other_spec = pytree.tree_flatten(self._capture_whole_input(step, item, one, arguments))
+                others, other_spec = trees.flatten(self._capture_whole_input(step, item, one, arguments))
             except Exception:  # a step that needs more than one sample: the number of entries has to do
                 others, other_spec = [], None
             same = other_spec == spec
@@ -705,9 +704,9 @@ def _no_loss(leaving: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _samples(data: EvaluationBatch, span: Span, rows: int) -> Any:
-    part = take_samples(data.x, span, rows, data.shared_ids)
-    shapes = [tuple(t.shape) for t in tensors_of(data.x)]
-    if span.rows != rows and shapes and shapes == [tuple(t.shape) for t in tensors_of(part)]:
+    part = trees.close_objects(take_samples(trees.open_objects(data.x), span, rows, data.shared_ids))
+    shapes = [tuple(t.shape) for t in tensors_in(data.x)]
+    if span.rows != rows and shapes and shapes == [tuple(t.shape) for t in tensors_in(part)]:
         raise PipelineError(
             f"the pipelined module gets shapes {', '.join(map(str, shapes))} for {rows} samples; axis 0 of a tensor "
             "must count samples, or the batch can't be cut into micro-batches"

@@ -486,7 +486,7 @@ class JointStep(LazyStep):
         """Send values from stage to stage."""
         transfer, message = _Transfer(home, to), None
         if home == self._stage:
-            found = [self.values.value(key) for key in keys]
+            found = [self.values.value_to_send(key, self._stage) for key in keys]
             transfer.edges = [get_gradient_edge(t) if t.requires_grad else None for t in found]
             message = [self._pack_tensor(t, t.requires_grad) for t in found]
         message = self._share(message, home)
@@ -516,7 +516,7 @@ class JointStep(LazyStep):
         Return the mark of the last stage.
         """
         mine = [key for key in self.values.alive() if self._home.get(key) == self._stage]
-        values = {key: self._pack_tensor(self.values.value(key), False) for key in mine}
+        values = {key: self._pack_tensor(self.values.value_to_send(key, self._stage), False) for key in mine}
         found = self._control.all_gather((values, mark))
         for of_rank, _ in found:
             for key, packed in of_rank.items():

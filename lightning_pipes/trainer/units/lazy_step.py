@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipes.engine.compute.sendable import check_sendable
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.units.mode import Function
 from lightning_pipes.trainer.units.recording import UnitLayout
 from lightning_pipes.trainer.units.trace import Done, Trace, tensors_of
 from lightning_pipes.trainer.units.traced_step import TracedStep, refuse_unit
-from lightning_pipes.trainer.units.values import storage_of
+from lightning_pipes.trainer.units.values import STANDS_ON, storage_of
 
 Values = tuple[torch.Tensor, ...]
 Crossing = tuple[Values, Trace]
@@ -148,6 +149,11 @@ class LazyStep(TracedStep):
         self.values.prune()
         return ran.out
 
+    def _describe_leaf(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            check_sendable(leaf, f"a module of stage {self._stage} returns")
+        return super()._describe_leaf(leaf)
+
     def begin_checkpoint(self) -> bool:
         super().begin_checkpoint()
         return len(self.units) >= len(self._received[1].units)  # else it holds what stands for values
@@ -183,8 +189,10 @@ class LazyStep(TracedStep):
             value = value.clone()
         else:
             value = value.view_as(value) if value.requires_grad else value.detach()
+        attributes = {name: each for name, each in vars(stand).items() if name != STANDS_ON}
         try:
             torch.utils.swap_tensors(stand, value)  # type: ignore[no-untyped-call]
+            vars(stand).update(attributes)  # those that the user's code has set
         except RuntimeError as error:
             raise PipelineError(
                 f"a tensor of shape {tuple(value.shape)} goes to another stage in front of unit {len(self.units)}, and "
@@ -196,7 +204,7 @@ class LazyStep(TracedStep):
     def _pack(self) -> Crossing:
         """Return the message to the next stage: the values that the user's code holds, and the units so far."""
         keys = tuple(self.values.alive())
-        found = tuple(self.values.value(key) for key in keys)
+        found = tuple(self.values.value_to_send(key, self._stage) for key in keys)
         memory: dict[int, list[int]] = defaultdict(list)
         for key, value in zip(keys, found, strict=True):
             where = storage_of(value)

@@ -23,7 +23,7 @@ from lightning_pipes.trainer.units.fake_run import FakeRun, list_places
 from lightning_pipes.trainer.units.mode import Function
 from lightning_pipes.trainer.units.trace import TemplateLeaf, map_leaves, tensors_of
 from lightning_pipes.trainer.units.traced_step import TracedStep, version_of
-from lightning_pipes.trainer.units.values import storage_of
+from lightning_pipes.trainer.units.values import has_attributes, storage_of
 
 _PER_ENTRY = 4.0
 """Operations that an entry of a unit's output counts for, so that units without products have a cost."""
@@ -222,7 +222,7 @@ class Recorder(TracedStep):
         if function in DIFFERENTIATING:  # checkpoints run again in it
             weights, self._used = [], set()
         self.units.append(ran.done)
-        if path is not None and not ran.done.pure and _holds_tensors(ran.done.out):
+        if path is not None and not ran.done.pure and (_holds_tensors(ran.done.out) or any(map(has_attributes, made))):
             self.hidden.add(path)
         keys = [self._key(t) for t in made]
         self.seen.append(

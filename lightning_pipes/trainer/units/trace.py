@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_pipes.engine.trees import SentWhole
+
 
 class TemplateLeaf:
     """A leaf of a template: it stands for a tensor."""
@@ -129,7 +131,7 @@ class Done(NamedTuple):
 
 
 @dataclass
-class Trace:
+class Trace(SentWhole):
     """The units before a border, and the values that cross it.
 
     Attributes:

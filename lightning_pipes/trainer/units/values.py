@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipes.engine.compute.sendable import check_sendable
 from lightning_pipes.engine.private_torch import FakeTensor, count_python_references, storage_key
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.units.trace import KnownPure, KnownValue, KnownWeight, Made, map_leaves
 
+STANDS_ON = "stands_on"
+"""The attribute of a placeholder that names the device of its value."""
 _PRUNED = 64
 """Values after which those without a reference are looked for."""
 
@@ -33,6 +36,7 @@ class Values:
         self._pure: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}
         self._next = 0
+        self._with_attributes: set[int] = set()  # keys of values that units have returned with attributes
         self._limit = _PRUNED
 
     def is_placed(self, tensor: torch.Tensor) -> bool:
@@ -59,6 +63,17 @@ class Values:
     def holds(self, key: int) -> bool:
         """Return whether the value of that key may still be asked for."""
         return key in self._held
+
+    def value_to_send(self, key: int, stage: int) -> torch.Tensor:
+        """Return the value of that key, which another stage will get.
+
+        Raises:
+            PipelineError: its type is a subclass of torch's, or a unit has set attributes of it.
+        """
+        tensor = self._held[key]
+        if key in self._with_attributes or type(tensor) is not torch.Tensor:
+            check_sendable(tensor, f"a module of stage {stage} returns")
+        return tensor
 
     def lies_in(self, key: int, memory: Collection[int | None]) -> bool:
         """Return whether the value of that key lies in memory that begins at one of these places."""
@@ -106,9 +121,10 @@ class Values:
                 "Convert it by to_dense(), or make it in one module with what uses it"
             )
         on_host = tensor.device.type == "cpu" and host.type != "cpu"
-        return Made(
-            self.add_value(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, on_host, tensor.requires_grad
-        )
+        key = self.add_value(tensor)
+        if has_attributes(tensor):
+            self._with_attributes.add(key)
+        return Made(key, tuple(tensor.shape), tensor.stride(), tensor.dtype, on_host, tensor.requires_grad)
 
     def stand_for(self, out: Any, device: torch.device, weight: Callable[[str], torch.Tensor]) -> Any:
         """Return the result of a unit on another stage, with placeholders for its values.
@@ -163,13 +179,18 @@ def placeholder(made: Made, device: torch.device) -> torch.Tensor:
     """Return a tensor without values that looks like the one that another stage has made."""
     found = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
     found.requires_grad_(made.requires_grad)
-    found.__dict__["stands_on"] = torch.device("cpu") if made.on_host else device
+    found.__dict__[STANDS_ON] = torch.device("cpu") if made.on_host else device
     return found
+
+
+def has_attributes(tensor: torch.Tensor) -> bool:
+    """Return whether somebody has set attributes of a tensor."""
+    return not isinstance(tensor, (nn.Parameter, FakeTensor)) and bool(vars(tensor))
 
 
 def stands_on(tensor: torch.Tensor) -> torch.device | None:
     """Return the device of a placeholder's value; None for any other tensor."""
-    found: torch.device | None = tensor.__dict__.get("stands_on")
+    found: torch.device | None = tensor.__dict__.get(STANDS_ON)
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from lightning_pipes.engine import trees
 from lightning_pipes.ir import Span
 from lightning_pipes.trainer.module.batches import weighted_sum
 
@@ -133,8 +134,8 @@ def compare_tensors(
         one comparison for each tensor of the flattened `whole`; None if the structures differ, as of lists with an
         entry for each sample.
     """
-    leaves, spec = pytree.tree_flatten(whole)
-    flat = [pytree.tree_flatten(part) for part in parts]
+    leaves, spec = trees.flatten(whole)
+    flat = [trees.flatten(part) for part in parts]
     if any(other != spec for _, other in flat):
         return None
     found = []
@@ -180,7 +181,7 @@ def join_tensors(parts: Sequence[Any], spans: Sequence[Span], layouts: Sequence[
             return weighted_sum(leaves, [span.rows / rows for span in spans])
         return layout.join(leaves)
 
-    return pytree.tree_map(joined, *parts)
+    return trees.close_objects(pytree.tree_map(joined, *map(trees.open_objects, parts)))
 
 
 def guess_layouts(parts: Sequence[Any], spans: Sequence[Span]) -> Iterator[list[Layout]]:
@@ -188,7 +189,7 @@ def guess_layouts(parts: Sequence[Any], spans: Sequence[Span]) -> Iterator[list[
 
     Nothing is yielded if the micro-batches have different structures.
     """
-    flat = [pytree.tree_flatten(part) for part in parts]
+    flat = [trees.flatten(part) for part in parts]
     if any(spec != flat[0][1] for _, spec in flat):
         return
     every = [

@@ -19,12 +19,12 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from lightning_pipes.engine.compute.footprint import tensors_in
+from lightning_pipes.engine import trees
 from lightning_pipes.engine.compute.rng import RngUse, comparable_state
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
+from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import Kind, Span
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_due
@@ -219,7 +219,7 @@ class LossCheck(Watcher):
             factors = 0.5 + torch.rand(t.shape, generator=generator, dtype=torch.float32)
             return torch.where(t.abs() < _MOST, t * factors.to(t.dtype), t)
 
-        x = pytree.tree_map_only(torch.Tensor, distort, x)
+        x = trees.map_tensors(distort, x)
         assert item.data.weights is not None
         entering = {s: take_samples(x, s, kept.rows) for s in item.data.weights.spans}
         left = dict.fromkeys(entering, kept.left[span])

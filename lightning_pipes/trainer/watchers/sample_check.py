@@ -14,22 +14,22 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from lightning_pipes.engine import trees
 from lightning_pipes.engine.allocator import trimmed_heap
-from lightning_pipes.engine.compute.footprint import tensors_in
 from lightning_pipes.engine.compute.rng import RngUse, forked_rng, seed_all
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.private_torch import BatchNorm
+from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import Kind, Span
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_due
-from lightning_pipes.trainer.module.batches import copy_batch, join, per_sample, take_samples, weighted_sum
+from lightning_pipes.trainer.module.batches import copy_batch, join, move_batch, per_sample, take_samples, weighted_sum
 from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.tape import TapedLayer
 from lightning_pipes.trainer.module.unchanged import keep_unchanged
@@ -119,7 +119,7 @@ class SampleCheck(Watcher):
         self._looks = is_due(self._batches)
         if self._looks:
             step.stage_inputs = {}
-            step.loaded_copy = move_data_to_device(copy_batch(step.batch), HOST)
+            step.loaded_copy = move_batch(copy_batch(step.batch), HOST)
             if self._batches and self._pipeline.is_asynchronous:
                 self._send_warnings()
         self._batches += 1
@@ -203,7 +203,7 @@ class SampleCheck(Watcher):
         with torch.no_grad(), forked_rng(self._device), self._steps.step_context():
             if stage.number == 0 and sum(span.rows for span in spans) == item.rows:  # else others have the rest
                 layouts = self._compare_entering(item, entered)
-            parts = {span: move_data_to_device(entered[span], self._device) for span in spans}
+            parts = {span: move_batch(entered[span], self._device) for span in spans}
             if layouts is not None and len(layouts) == len(tensors_in(parts[spans[0]])):
                 tries: list[list[Layout] | None] = [layouts]
             else:
@@ -254,7 +254,7 @@ class SampleCheck(Watcher):
     def _compare_entering(self, item: Item, entered: dict[Span, Any]) -> list[Layout] | None:
         """Return the layouts of what enters the layers; note if it is computed from several samples."""
         step, data = named_step(self._cut.module, "training_step"), item.data
-        loaded = move_data_to_device(data.loaded_copy, self._device)
+        loaded = move_batch(data.loaded_copy, self._device)
 
         def capture(batch: Any, rows: int, draws: RngUse) -> Any:
             whole = replace(item, rows=rows)
@@ -277,7 +277,7 @@ class SampleCheck(Watcher):
                         first = min(min(entered).rows, data.rows // 2)
                         if not _rows_differ(whole, again, 0):
                             others = capture(_with_other_samples(loaded, data.rows, first), data.rows, draws)
-        on_device = {span: move_data_to_device(part, self._device) for span, part in parts.items()}
+        on_device = {span: move_batch(part, self._device) for span, part in parts.items()}
         layouts = _leaving_layouts(whole, on_device)
         if draws.was_used:
             mixes = others is not None and _samples_differ(whole, others, on_device, first, data.rows)
@@ -347,7 +347,7 @@ class SampleCheck(Watcher):
         seed_all(0, self._device)
         before = {place: (value, len(value) if _is_list(value) else 0) for place, value in _attributes(layer).items()}
         draws.start()
-        out = layer(pytree.tree_map_only(torch.Tensor, torch.clone, x))
+        out = layer(trees.map_tensors(torch.clone, x))
         draws.stop()
         left = {}
         for place, value in _attributes(layer).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from lightning_pipes.trainer.module.batches import (
     SampleLists,
     check_same,
     checksum_batch,
+    copy_batch,
     join,
     rows_of,
     sample_fingerprint,
@@ -312,3 +314,59 @@ def test_sampled_fingerprint_sees_other_samples_in_little_time():
     columns = torch.zeros(4096, 64)
     assert sample_fingerprint(columns) != sample_fingerprint(columns + (torch.arange(64) == 3))  # some of each column
     assert sample_fingerprint(x.transpose(0, 1)) == sample_fingerprint(x.transpose(0, 1).contiguous())
+
+
+@dataclass(frozen=True)
+class FrozenBatch:
+    x: Any
+    y: Any
+
+
+class ObjectBatch:
+    """A batch class of a library: it is no container of any kind that is known."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+def _nested(factor: float, layout: torch.layout) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2, 3), factor * torch.ones(4, 3), torch.zeros(1, 3)], layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
+def test_checksums_of_tensors_of_other_layouts():
+    z = torch.tensor([1 + 2j, 3 - 1j])
+    made = [
+        lambda n: _nested(n, torch.jagged),
+        lambda n: _nested(n, torch.strided),
+        lambda n: (n * torch.eye(3)).to_sparse_csr(),
+        lambda n: (n * z).conj(),
+        lambda n: (n * z).conj().imag,
+        lambda n: FrozenBatch(n * torch.ones(2), 3),
+        lambda n: ObjectBatch(n * torch.ones(2)),
+    ]
+    for make in made:
+        assert checksum_batch({"x": make(1)}) == checksum_batch({"x": make(1)})
+        assert checksum_batch({"x": make(1)}) != checksum_batch({"x": make(2)})
+    for make in made[:-1]:
+        assert sample_fingerprint({"x": make(1)}) != sample_fingerprint({"x": make(2)})
+
+
+def test_frozen_dataclasses_and_objects_are_cut_and_copied():
+    batch = FrozenBatch(torch.arange(6.0).reshape(3, 2), {"y": torch.arange(3)})
+    part = take_samples(batch, Span(1, 3), 3)
+    assert isinstance(part, FrozenBatch)
+    assert part.x.tolist() == [[2, 3], [4, 5]]
+    assert part.y["y"].tolist() == [1, 2]
+    copied = copy_batch((batch, ObjectBatch(batch.x)))
+    copied[0].x.zero_()
+    copied[1].x.zero_()
+    assert batch.x.any()
+
+
+def test_nested_tensors_are_cut_by_sample():
+    nested = _nested(5, torch.jagged)
+    assert rows_of({"x": nested}) == 3
+    part = take_samples({"x": nested}, Span(1, 3), 3)["x"]
+    assert [each.tolist() for each in part.unbind()] == [each.tolist() for each in nested.unbind()[1:]]
+    assert take_samples({"x": nested}, Span(0, 3), 3)["x"] is nested

@@ -1,0 +1,89 @@
+"""Which tensors and objects may cross the border between two stages."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipes.engine.compute.reducer import is_distributed
+from lightning_pipes.engine.trees import SentWhole
+from lightning_pipes.ir import PipelineError
+
+_PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.Size, SentWhole)
+_TENSORS = frozenset((torch.Tensor, nn.Parameter, nn.Buffer))
+_TRAVEL = "Between stages travel plain tensors, and objects that pickle."
+
+
+def check_sendable(leaf: Any, where: str) -> None:
+    """Refuse a leaf of a message that would arrive as something else.
+
+    Args:
+        where: what returns the leaf, as the beginning of a sentence.
+
+    Raises:
+        PipelineError: it is a tensor of a subclass or with attributes, or an object with tensors that can't be opened.
+    """
+    if isinstance(leaf, torch.Tensor):
+        if type(leaf) not in _TENSORS:
+            _refuse_subclass(leaf, where)
+        if vars(leaf) and not isinstance(leaf, nn.Parameter | nn.Buffer):
+            _refuse_attributes(leaf, where)
+    elif not isinstance(leaf, _PLAIN):
+        _check_object(leaf, where)
+
+
+def _refuse_subclass(tensor: torch.Tensor, where: str) -> None:
+    if is_distributed(tensor):
+        raise PipelineError(
+            f"{where} a DTensor, and between stages travel plain tensors, whole or of one "
+            "shard; set use_local_output=True in the plan of parallelize_module, or return x.to_local()"
+        )
+    kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+    raise PipelineError(
+        f"{where} a tensor of the subclass {kind}, which the next stage would get as a plain torch.Tensor. {_TRAVEL} "
+        "Return x.as_subclass(torch.Tensor), and convert it again in the layer that needs the subclass"
+    )
+
+
+def _refuse_attributes(tensor: torch.Tensor, where: str) -> None:
+    names = ", ".join(repr(name) for name in sorted(vars(tensor)))
+    raise PipelineError(
+        f"{where} a tensor of shape {tuple(tensor.shape)} with the attribute {names}, which the next stage would not "
+        f"get. {_TRAVEL} Return the attribute's value next to the tensor, as in `return y, scale`, or in a dataclass"
+    )
+
+
+class _TensorFinder(pickle.Pickler):
+    """Finds the tensors in an object that pickles itself."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), pickle.HIGHEST_PROTOCOL)
+        self.trained = False
+
+    def persistent_id(self, thing: Any) -> str | None:
+        if not isinstance(thing, torch.Tensor):
+            return None
+        self.trained = self.trained or thing.requires_grad
+        return "tensor"
+
+
+def _check_object(thing: Any, where: str) -> None:
+    finder = _TensorFinder()
+    kind = type(thing).__name__
+    try:
+        finder.dump(thing)
+    except Exception as error:
+        raise PipelineError(
+            f"{where} a {kind}, which can't be pickled ({type(error).__name__}: {error}). {_TRAVEL} Define its class "
+            "at the top of a module, or return the tensors in a tuple or dict"
+        ) from error
+    if finder.trained:
+        raise PipelineError(
+            f"{where} a {kind} that holds a tensor with a gradient, which can't be sent apart from it. The gradient "
+            f"would be lost, and the stages before would not be trained. {_TRAVEL} Return the tensors in a tuple, dict "
+            "or dataclass"
+        )

@@ -1,0 +1,60 @@
+"""What may cross the border between two stages, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipes.engine.compute.sendable import check_sendable
+from lightning_pipes.ir import PipelineError
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+class Opaque:
+    """Pickles by a function of its own, with a sixth entry, so that it can't be opened."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> Any:
+        return (Opaque, (self.tensor,), None, None, None, set_nothing)
+
+
+def set_nothing(thing: Any, state: Any) -> None:
+    pass
+
+
+def with_scale() -> torch.Tensor:
+    tensor: Any = torch.ones(2)
+    tensor.scale = 3
+    return tensor  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("leaf", "text"),
+    [
+        (with_scale(), r"of shape \(2,\) with the attribute 'scale', which the next stage would not get"),
+        (torch.ones(2).as_subclass(Marked), "of the subclass tests.engine.compute.test_sendable.Marked"),
+        (Opaque(torch.ones(2, requires_grad=True)), "an? Opaque that holds a tensor with a gradient"),
+        ((n for n in range(2)), "a generator, which can't be pickled"),
+    ],
+)
+def test_refused(leaf, text):
+    with pytest.raises(
+        PipelineError, match=f"the last layer returns an? .*{text.removeprefix('an? ').removeprefix('a ')}"
+    ):
+        check_sendable(leaf, "the last layer returns")
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [torch.ones(2), nn.Parameter(torch.ones(2)), nn.Buffer(torch.ones(2)), "text", 3, None, Opaque(torch.ones(2))],
+)
+def test_accepted(leaf):
+    check_sendable(leaf, "the last layer returns")
