@@ -35,7 +35,7 @@ def objective(trial: optuna.trial.BaseTrial) -> float:
         batch_size = trial.suggest_categorical("batch_size", [16, 32, 64])
         data = StdlibText(context=64, windows=arguments.windows, batch_size=batch_size)
     else:
-        model = ResNetDigits(channels=16, lr=lr, weight_decay=weight_decay)
+        model = ResNetDigits(channels=24, lr=lr, weight_decay=weight_decay)
         data = Digits(batch_size=trial.suggest_categorical("batch_size", [64, 128, 256]))
     trainer = L.Trainer(
         accelerator="cpu",

@@ -69,8 +69,9 @@ def check(cfg: DictConfig) -> None:
         and cfg.trainer.devices != 1
     ):
         raise SystemExit(
-            f"--multirun with trainer.devices={cfg.trainer.devices}: every process would start the whole sweep again; "
-            "choose hydra/launcher=job_array, where the runs share one pipeline, or set trainer.devices=1"
+            f"--multirun with trainer.devices={cfg.trainer.devices}: every process would name a sweep folder "
+            "by the time at which it starts; choose hydra/launcher=job_array, where the runs share one pipeline, or set "
+            "trainer.devices=1"
         )
 
 

@@ -110,7 +110,7 @@ def run(*command: str | Path, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module", params=["3.11", "3.13"])
+@pytest.fixture(scope="module", params=["3.11", "3.12", "3.13"])
 def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of a new virtual environment, which can build but has nothing that we need."""
     version = request.param
