@@ -70,8 +70,8 @@ def check(cfg: DictConfig) -> None:
     ):
         raise SystemExit(
             f"--multirun with trainer.devices={cfg.trainer.devices}: every process would name a sweep folder "
-            "by the time at which it starts; choose hydra/launcher=job_array, where the runs share one pipeline, or set "
-            "trainer.devices=1"
+            "by the time at which it starts; choose hydra/launcher=job_array, where the runs share one pipeline, or "
+            "set trainer.devices=1"
         )
 
 
