@@ -1,7 +1,9 @@
 """Batches of the engine and rows of their pytrees: cut, joined, and buffered until they are used.
 
 Tensors with axis 0 as long as the span hold rows. Every other leaf on an edge, such as masks, flags and None, belongs
-to the whole micro-batch. Where sender and receiver cut a batch equally, nothing here copies.
+to the whole micro-batch. If the joined micro-batches have different numbers there, such as an auxiliary loss, the
+average over rows is taken, and each of them gets its share of the gradient. Where sender and receiver cut a batch
+equally, nothing here copies.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ def take_rows(tree: Any, span: Span, part: Span) -> Any:
 
 
 def join_rows(pieces: Sequence[tuple[Span, Any]]) -> Any:
-    """Join trees of neighbouring spans into one; the first tree gives the leaves without rows.
+    """Join trees of neighbouring spans into one.
+
+    Floating-point tensors without rows are averaged over rows; the first tree gives the other leaves without rows.
 
     Raises:
         PlanError: the trees differ in structure, or have lists with a tensor for each sample, so their rows can't be
@@ -65,17 +69,41 @@ def join_rows(pieces: Sequence[tuple[Span, Any]]) -> Any:
     joined = []
     for column in leaves:
         rows = all(_holds_rows(leaf, span) for leaf, (span, _) in zip(column, pieces, strict=True))
-        joined.append(torch.cat(list(column)) if rows else column[0])
+        joined.append(torch.cat(list(column)) if rows else _average(column, [span for span, _ in pieces]))
     return pytree.tree_unflatten(joined, spec)
 
 
+def _average(column: Sequence[Any], spans: Sequence[Span]) -> Any:
+    """Return the average over rows of values without rows that differ; the first of all others."""
+    first, tensors = column[0], [leaf for leaf in column if isinstance(leaf, torch.Tensor)]
+    if len(tensors) < len(column) or all(t is first or torch.equal(t, first) for t in tensors):
+        return first
+    if any(t.shape != first.shape for t in tensors):
+        shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
+        raise PlanError(
+            f"an edge carries tensors of the shapes {shapes} for {', '.join(map(str, spans))}, which do not have one "
+            "row for each sample on axis 0. To be cut differently on the two ends of the edge, tensors need their "
+            "samples on axis 0, or the same shape for every micro-batch. Move the samples there, or use a schedule "
+            "that cuts a batch equally everywhere, such as '1f1b'"
+        )
+    if not (first.is_floating_point() or first.is_complex()):
+        raise PlanError(
+            f"an edge carries a {first.dtype} tensor of shape {tuple(first.shape)} without samples, whose values for "
+            f"{', '.join(map(str, spans))} differ, and the next stage needs one for all of these samples. Return it "
+            "with an entry for each sample, or use a schedule that cuts a batch equally everywhere, such as '1f1b'"
+        )
+    rows = sum(span.rows for span in spans)
+    shares = [t * (span.rows / rows) for t, span in zip(tensors, spans, strict=True)]
+    return torch.stack(shares).sum(0)
+
+
 def take_gradient_rows(tree: Any, span: Span, part: Span) -> Any:
-    """Take rows like `take_rows`, but give a gradient without rows to the first part only: it must count once."""
+    """Take rows like `take_rows`, but give each part its share of a gradient without rows: it must count once."""
     if part == span:
         return tree
-    first = part.start == span.start
     rows = slice(part.start - span.start, part.stop - span.start)
-    return [g[rows] if _holds_rows(g, span) else (g if first else None) for g in tree]
+    share = part.rows / span.rows
+    return [None if g is None else g[rows] if _holds_rows(g, span) else g * share for g in tree]
 
 
 def join_gradient_rows(pieces: Sequence[tuple[Span, Any]]) -> Any:

@@ -40,7 +40,7 @@ def with_scale() -> torch.Tensor:
     ("leaf", "text"),
     [
         (with_scale(), r"of shape \(2,\) with the attribute 'scale', which the next stage would not get"),
-        (torch.ones(2).as_subclass(Marked), "of the subclass tests.engine.compute.test_sendable.Marked"),
+        (torch.ones(2).as_subclass(Marked), r"of the subclass \S+\.Marked"),
         (Opaque(torch.ones(2, requires_grad=True)), "an? Opaque that holds a tensor with a gradient"),
         ((n for n in range(2)), "a generator, which can't be pickled"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_pipes.engine.compute.spans import join_rows, take_rows
+from lightning_pipes.engine.compute.spans import SpanBuffer, join_rows, take_rows
 from lightning_pipes.ir import PlanError, Span
 
 
@@ -20,3 +20,36 @@ def test_a_list_with_a_tensor_for_each_sample_is_refused():
     with pytest.raises(PlanError, match="a list with a tensor for each of 2 samples"):
         join_rows([(whole, (x, boxes)), (Span(2, 4), (x, boxes))])
     assert join_rows([(first, x[:1]), (second, x[1:])]).shape == (2, 3)
+
+
+SENT = [Span(0, 3), Span(3, 4), Span(4, 6)]
+NEEDED = [Span(0, 2), Span(2, 6)]
+
+
+def test_auxiliary_losses_of_stages_that_cut_differently():
+    """Each part of the gradient arrives once, and the values are those of an average over samples."""
+    values = torch.tensor([2.0, 5.0, 7.0], dtype=torch.float64, requires_grad=True)
+    forward, backward = SpanBuffer(gradients=False), SpanBuffer(gradients=True)
+    for span, value in zip(SENT, values, strict=True):
+        forward.put(span, (torch.ones(span.rows, 2, dtype=torch.float64), value, None, "text"))
+    found = []
+    for span in NEEDED:
+        x, value, nothing, text = forward.take_span(span)
+        assert (len(x), nothing, text) == (span.rows, None, "text")
+        found.append(value)
+        backward.put(span, [torch.zeros_like(x), torch.tensor(span.rows / 6, dtype=torch.float64)])  # of a mean
+    assert [float(value) for value in found] == pytest.approx([2.0, (2.0 + 5.0 + 2 * 7.0) / 4])
+    gradients = [float(backward.take_span(span)[1]) for span in SENT]
+    assert gradients == pytest.approx([3 / 6, 1 / 6, 2 / 6])
+    loss = sum(value * (span.rows / 6) for value, span in zip(found, NEEDED, strict=True))
+    (of_graph,) = torch.autograd.grad(loss, values)
+    assert gradients == pytest.approx(of_graph.tolist())
+
+
+def test_what_can_not_be_averaged_is_refused():
+    with pytest.raises(PlanError, match=r"shapes \(5, 3\), \(5, 1\).*need their samples on axis 0"):
+        join_rows([(SENT[0], torch.zeros(5, 3)), (SENT[1], torch.zeros(5, 1))])
+    with pytest.raises(PlanError, match=r"torch\.int64 tensor of shape .* differ"):
+        join_rows([(SENT[0], torch.tensor(3)), (SENT[1], torch.tensor(1))])
+    mask = torch.ones(5, 5, dtype=torch.bool)
+    assert join_rows([(SENT[0], mask), (SENT[1], mask.clone())]) is mask
