@@ -16,6 +16,7 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from lightning_pipes.arrays.array import JobArray
+from lightning_pipes.arrays.siblings.connections import CompatibilityError
 from lightning_pipes.arrays.siblings.sibling import Outcome, current_sibling
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.engine.watch.fault_points import fault_point
@@ -77,7 +78,8 @@ def optimize_array(
             swap memory.
         timeout: seconds after which no trial starts; running trials continue.
         catch: errors of an objective after which the study continues. After another error no trial starts, and the
-            error is raised when running trials have ended. An error on another rank counts as one on rank 0; it becomes
+            error is raised when running trials have ended. A trial whose layers differ from those of the others, which
+            share one pipeline, fails alone. An error on another rank counts as one on rank 0; it becomes
             a SiblingFailure where it can't be pickled.
         callbacks: called on rank 0 after each trial, in its order.
 
@@ -240,7 +242,9 @@ class _Leader:
             if isinstance(error, (PeerFailure, SIGTERMException)):
                 enqueue_again(self._study, trial.number, trial.params)
             frozen = report_result(self._study, trial, outcome.value, error, self._tracebacks)
-        if frozen.state == TrialState.FAIL and error is not None and not isinstance(error, self._catch):
+        kinds = self._catch if isinstance(self._catch, tuple) else (self._catch,)
+        caught = (*kinds, CompatibilityError)  # another trial may fit into the pipeline
+        if frozen.state == TrialState.FAIL and error is not None and not isinstance(error, caught):
             self._error = self._error or error
         for callback in self._callbacks:
             callback(self._study, frozen)

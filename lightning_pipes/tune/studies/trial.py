@@ -53,16 +53,19 @@ class ArrayTrial(BaseTrial):
     def number(self) -> int:
         return self._number
 
-    @property
-    def study(self) -> Never:
-        """The study, which ranks can't share.
+    def __getattr__(self, name: str) -> Never:
+        """Refuse what only a trial of one process has; `study` above all, which ranks can't share.
 
         Raises:
             AttributeError: always, with what to do instead.
         """
+        if name.startswith("__"):  # as for copies and pickles
+            raise AttributeError(name)
         raise AttributeError(
-            "a trial of an array has no study, because only rank 0 has one. Use the study in "
-            "optimize_array(callbacks=[lambda study, trial: ...]); trial.find_duplicate() finds equal parameters"
+            f"a trial of an array has no {name}, because only rank 0 has the study. Use the study in "
+            "optimize_array(callbacks=[lambda study, trial: ...]); trial.find_duplicate() finds equal parameters. To "
+            "prune trials, give the Trainer OptunaPruning(monitor) of lightning_pipes in place of the "
+            "PyTorchLightningPruningCallback of optuna-integration"
         )
 
     def suggest_float(

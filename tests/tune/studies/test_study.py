@@ -139,6 +139,21 @@ def test_no_trials_and_bad_counts() -> None:
             optimize_array(new_study(), toy, n_trials, array_size)
 
 
+def prune_as_optuna_integration(trial: Any) -> float:
+    """Touch a trial as PyTorchLightningPruningCallback does on several ranks."""
+    trial.report(1.0, step=0)
+    if trial.should_prune():
+        raise optuna.TrialPruned
+    return len(trial.study._storage.get_trial_system_attrs(trial._trial_id)) if trial._trial_id else 0.0
+
+
+def test_a_trial_with_other_layers_fails_alone() -> None:
+    def one(trial: BaseTrial) -> float:
+        return fit(lr=0.1, width=8 if trial.number == 1 else 6)
+
+    assert states(optimize_array(new_study(), one, 4, 2)) == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+
+
 def test_stop_and_maximal_trials() -> None:
     def stop(study: optuna.Study, trial: FrozenTrial) -> None:
         if trial.number == 3:
@@ -156,6 +171,8 @@ def test_stop_and_maximal_trials() -> None:
     assert len(optimize_array(study, stops_itself, 9, 1).trials) == 3
     with pytest.raises(AttributeError, match="Use the study in optimize_array"):
         optimize_array(new_study(), lambda trial: trial.study.best_value, 1, 1)
+    with pytest.raises(AttributeError, match=r"has no _trial_id, .*give the Trainer OptunaPruning\(monitor\)"):
+        optimize_array(new_study(), prune_as_optuna_integration, 1, 1)
     grid = optuna.create_study(sampler=optuna.samplers.GridSampler({"x": [-1.0, 0.0, 1.0]}, seed=0))
     assert sorted(t.params["x"] for t in optimize_array(grid, toy, None, 1).trials) == [-1.0, 0.0, 1.0]
 
