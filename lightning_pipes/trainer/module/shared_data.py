@@ -123,15 +123,26 @@ def share_loader(loader: object, data: Data, control: Control, source: int, repl
 
     Args:
         data: "one", or "auto", with which the first batch decides. It leaves loaders alone that are of different
-            lengths, or whose sampler is distributed: their ranks were to load parts of the data.
+            lengths: their ranks were to load parts of the data.
         source: the global rank that loads.
         replicas: pipelines with data of their own.
+
+    Raises:
+        PipelineError: a sampler gives each rank of the pipeline another part of the data.
     """
-    if data == "each" or control.size == 1 or not isinstance(loader, DataLoader):
+    if control.size == 1 or not isinstance(loader, DataLoader):
         return loader
-    sizes = control.all_gather(_length(loader))
-    is_split = len(set(sizes)) > 1 or getattr(loader.sampler, "num_replicas", 1) > replicas
-    if data == "auto" and is_split:
+    sampler = _distributed_sampler(loader, replicas)
+    found = control.all_gather((_length(loader), None if sampler is None else getattr(sampler, "rank", None)))
+    if sampler is not None and len({rank for _, rank in found}) > 1:
+        raise PipelineError(
+            f"the {type(sampler).__name__} of a DataLoader gives each of {sampler.num_replicas} processes another part "
+            f"of the data, but the stages of a pipeline train on the same batches, and the run has {replicas} "
+            f"pipeline{'s' * (replicas > 1)}. Leave the sampler out, and give the DataLoader shuffle=True: the Trainer "
+            "shares out the data among pipelines"
+        )
+    is_split = len({length for length, _ in found}) > 1 or sampler is not None
+    if data == "each" or (data == "auto" and is_split):
         return loader
     sharing = BatchSharing(control, source, data == "one")
     kind: type[Any] = type(loader)
@@ -142,6 +153,13 @@ def share_loader(loader: object, data: Data, control: Control, source: int, repl
     if data == "one" and not sharing.loads:  # its passes are begun, for their random numbers, and give nothing
         made.__dict__.update(num_workers=0, prefetch_factor=None, persistent_workers=False, _iterator=None)
     return made
+
+
+def _distributed_sampler(loader: DataLoader[Any], replicas: int) -> Any:
+    """Return the sampler that splits the data into more parts than there are replicas; None if there is none."""
+    batches = loader.batch_sampler
+    samplers = (loader.sampler, batches, getattr(batches, "sampler", None))
+    return next((each for each in samplers if getattr(each, "num_replicas", 1) > replicas), None)
 
 
 def _length(loader: DataLoader[Any]) -> int | None:

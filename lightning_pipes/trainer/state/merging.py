@@ -174,8 +174,8 @@ class ValueMerger:
                 path,
                 f"{self._owner}.training_step sets {format_path(path)}, to another value by each micro-batch. No whole "
                 f"batch was compared with its micro-batches, so {format_path(path)} is taken for a "
-                f"{self._how.get(path, SUM)} over samples. If it is none, it differs from one process. Set "
-                "PipelineStrategy(check_loss=True), which compares them, or microbatches=1",
+                f"{self._how.get(path, SUM)} over samples. If it is not, it differs from one process. Set "
+                "PipelineStrategy(microbatches=1), or remove check_loss=False if it is set",
             )
         self._guessed.clear()
 
