@@ -3,6 +3,9 @@ regained and how soon, against a restart with another partition, and what all of
 
     python benchmarks/dynpipe.py [--quick] [--json] [--only NAME]
 
+Two headline numbers take longer than `--quick` has: `vs_restart` is printed by the whole run, or by `--only restarts`,
+and `migration_slowdown` by `python benchmarks/papers/dynpipe/migration.py --json`, which needs root.
+
 Real: two stages of transformer blocks compute, each pinned to a core, and processes compete for one of these.
 Emulated, labelled so: layers sleep for their time, so that few cores stand for 4 or 8 devices, and those of one rank
 take a multiple of it while a trace says so. In the synchronous case (`1f1b`, `replan=True`) weights must be those of a
@@ -339,6 +342,8 @@ def main() -> None:
         flush=True,
     )
     against = {} if options.quick else against_restart(options.quick)
+    if options.quick:
+        print("left out: vs_restart (--only restarts), migration_slowdown (papers/dynpipe/migration.py)")
     if options.json:
         first, real = rows[0], next(row for row in rows if row.name.startswith("real"))
         equal = {row.equal for row in rows} - {None} == {True}

@@ -6,6 +6,14 @@ layers compute all that they do, and go on computing until as much time has pass
 first steps: what they take swings by more than what is looked for. `ours_ms` is what the pipeline's step takes more
 than the bare engine's, less what Lightning takes more than a plain loop in one process, `lightning_ms`.
 
+A pair counts if no layer took longer than its pace, and no rank waited for a core, for more than `DISTURBED` of a step.
+If fewer than half of the pairs count, or if these are too far apart, the measurement is not valid, and no number is
+printed. `user_between_ms` is what a user pays without any pace: the time from the last backward of a step to the first
+forward of the next one in an ordinary training, which has the optimizer, the data, Lightning's loop and ours in it.
+
+Ranks run with the priority that everybody has. At real-time priority two ranks that keep two cores busy make every
+helper thread of a rank wait for its turn, which is a tenth of a second.
+
     python benchmarks/lightning_layer.py [--quick] [--json] [--pairs N]
 """
 
@@ -17,31 +25,40 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from benchmarks.engine import gpt_parts
-from benchmarks.harness.emulated import request_realtime_priority
 from benchmarks.harness.report import describe_machine, make_parser
 from benchmarks.harness.silence import QUIET, hush
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.plan.trial import waited_so_far
 
 RANKS, MICROBATCHES, ROWS, TOKENS = 2, 8, 16, 96
 WARM_UP = 5
 """Pairs of steps that show how long layers take."""
+DISTURBED = 0.02
+"""The share of a step that layers may exceed their pace by, and ranks may wait for a core."""
+SPREAD = 0.02
+"""The share of a step that the middle half of all differences may differ by, or by their median."""
 
 
 class Pace:
-    """How long a layer takes, forward and backward: as it does at first, then always as long as it mostly did."""
+    """How long a layer takes, forward and backward: as it does at first, then always as long as it mostly did.
+
+    Attributes:
+        late: seconds by which the layer's own work exceeded that.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[str, list[float]] = {"forward": [], "backward": []}
         self._seconds: dict[str, float] = {}
         self._started = {"forward": 0.0, "backward": 0.0}
         self._matrix = torch.eye(64)
+        self.late = 0.0
 
     def start(self, what: str) -> None:
         """The layer begins."""
@@ -51,6 +68,7 @@ class Pace:
         """Returns when the layer may end."""
         if self._seconds:
             end = self._started[what] + self._seconds[what]
+            self.late += max(0.0, time.perf_counter() - end)
             while time.perf_counter() < end:  # a sleep would let caches and clocks go cold
                 torch.mm(self._matrix, self._matrix)
         else:
@@ -105,6 +123,11 @@ class Paces:
         """The model, stage by stage."""
         pairs = zip(gpt_parts(RANKS), self._paces, strict=True)
         return [nn.Sequential(*map(Paced, part, paces)) for part, paces in pairs]
+
+    @property
+    def late(self) -> float:
+        """Seconds by which layers took longer than their pace so far."""
+        return sum(pace.late for part in self._paces for pace in part)
 
     def settle(self) -> None:
         """From now on every layer always takes the same time."""
@@ -182,8 +205,35 @@ def layers_of(parts: Sequence[nn.Sequential]) -> nn.Sequential:
     return nn.Sequential(*(layer for part in parts for layer in part))
 
 
-Took = tuple[int, int]
-"""Start and end, in nanoseconds of the monotonic clock."""
+class Took(NamedTuple):
+    """A step of one rank.
+
+    Attributes:
+        start, end: nanoseconds of the monotonic clock.
+        disturbed: seconds by which layers exceeded their pace, and for which the rank waited for a core.
+    """
+
+    start: int
+    end: int
+    disturbed: float
+
+
+class Watch:
+    """Times steps, and what disturbs them."""
+
+    def __init__(self, paces: Paces) -> None:
+        self._paces = paces
+        self._start, self._before = 0, 0.0
+
+    def start(self) -> None:
+        """A step begins."""
+        self._before = self._paces.late + waited_so_far() / 1e9
+        self._start = time.monotonic_ns()
+
+    def end(self) -> Took:
+        """Return the step that ends."""
+        end = time.monotonic_ns()
+        return Took(self._start, end, self._paces.late + waited_so_far() / 1e9 - self._before)
 
 
 def in_turns(plain: Plain, paces: Paces, pairs: int, rows: int, **options: Any) -> list[tuple[Took, Took]]:
@@ -212,20 +262,19 @@ def in_turns(plain: Plain, paces: Paces, pairs: int, rows: int, **options: Any) 
 
         def __init__(self) -> None:
             self.before: Took | None = None  # the plain step
-            self.started = 0
+            self.watch = Watch(paces)
 
         def on_train_batch_end(self, *args: Any) -> None:
-            ended = time.monotonic_ns()
             if self.before is not None:
-                spans.append((self.before, (self.started, ended)))
+                spans.append((self.before, self.watch.end()))
             if len(spans) == WARM_UP:
                 paces.settle()
             together()
-            started = time.monotonic_ns()
+            self.watch.start()
             plain.step()
-            self.before = (started, time.monotonic_ns())
+            self.before = self.watch.end()
             together()
-            self.started = time.monotonic_ns()
+            self.watch.start()
 
     trainer = L.Trainer(
         accelerator="cpu",
@@ -246,8 +295,7 @@ def together() -> None:
 
 
 def quiet() -> None:
-    """One thread, real-time priority, no advice."""
-    request_realtime_priority()
+    """One thread, no advice."""
     torch.set_num_threads(1)
     hush()
 
@@ -277,9 +325,62 @@ def single_rank(rank: int, pairs: int) -> list[tuple[Took, Took]]:
     return in_turns(Plain(pairs, few, paces), paces, pairs, few, devices=1, strategy="single_device")
 
 
+def user_rank(rank: int, steps: int) -> tuple[float, float]:
+    """An ordinary training: the median seconds from one step to the next one, and of a step."""
+    import lightning as L
+
+    from lightning_pipes import PipelineStrategy
+
+    class GPT(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers_of(gpt_parts(RANKS))
+
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            (rows,) = batch
+            loss = nn.functional.cross_entropy(self.layers(rows[:, :-1]), rows[:, 1:])
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    quiet()
+    strategy = PipelineStrategy("1f1b", microbatches=MICROBATCHES, partition=[len(gpt_parts(RANKS)[0])])
+    trainer = L.Trainer(accelerator="cpu", devices=RANKS, strategy=strategy, max_epochs=1, **QUIET)
+    trainer.fit(GPT(), batches(steps, ROWS))
+    record = strategy.report.record
+    assert record.between is not None
+    return record.between, record.displayed_timeline.makespan / 1e9
+
+
 def seconds(spans: Sequence[Took]) -> float:
     """Of a step, from the first rank's start to the last one's end."""
-    return (max(end for _, end in spans) - min(start for start, _ in spans)) / 1e9
+    return (max(took.end for took in spans) - min(took.start for took in spans)) / 1e9
+
+
+def is_disturbed(pair: Sequence[tuple[Took, Took]]) -> bool:
+    """Return whether either step of a pair was disturbed on any rank."""
+    return any(1e9 * took.disturbed > DISTURBED * (took.end - took.start) for of_rank in pair for took in of_rank)
+
+
+def explain_invalid(overheads: Sequence[float], pairs: int, step: float) -> str:
+    """Return why differences in milliseconds are not a measurement; empty if they are.
+
+    Args:
+        overheads: of the pairs that count.
+        pairs: the number of all.
+        step: milliseconds of a step.
+    """
+    if len(overheads) < pairs / 2:
+        return (
+            f"not valid: in {pairs - len(overheads)} of {pairs} pairs layers took longer than their pace, or ranks "
+            "waited for a core, because of other programs or of too few cores"
+        )
+    low, middle, high = statistics.quantiles(overheads)
+    if high - low > max(abs(middle), SPREAD * step):
+        return f"not valid: the middle half of {len(overheads)} pairs is from {low:.2f} to {high:.2f} ms"
+    return ""
 
 
 def main() -> None:
@@ -291,15 +392,28 @@ def main() -> None:
     keys: dict[str, float] = {}
     for name, rank_main, ranks in (("pipeline", piped_rank, RANKS), ("one_process", single_rank, 1)):
         by_rank = run_ranks(rank_main, ranks, pairs, timeout=600)
-        steps = [tuple(seconds(spans) for spans in zip(*pair, strict=True)) for pair in zip(*by_rank, strict=True)]
-        low, overhead, high = statistics.quantiles(1e3 * (through - plain) for plain, through in steps)
+        counted = [pair for pair in zip(*by_rank, strict=True) if not is_disturbed(pair)]
+        steps = [tuple(seconds(spans) for spans in zip(*pair, strict=True)) for pair in counted]
+        overheads = [1e3 * (through - plain) for plain, through in steps]
+        why = explain_invalid(overheads, pairs, 1e3 * statistics.median(plain for plain, _ in steps) if steps else 0.0)
+        if why:
+            print(f"{name:12} {why}", flush=True)
+            continue
+        low, overhead, high = statistics.quantiles(overheads)
         plain, through = (1e3 * statistics.median(side) for side in zip(*steps, strict=True))
         print(f"{name:12} plain loop {plain:.1f} ms a step, through Lightning {through:.1f} ms: ", end="")
         print(f"{overhead:.2f} ms more (quartiles {low:.2f} and {high:.2f})", flush=True)
         keys |= {f"{name}_overhead_ms": overhead, f"{name}_step_ms": plain}
-    keys["lightning_ms"] = keys["one_process_overhead_ms"]
-    keys["ours_ms"] = keys["pipeline_overhead_ms"] - keys["lightning_ms"]
-    print(f"of a step in the pipeline {keys['lightning_ms']:.2f} ms are Lightning's, {keys['ours_ms']:.2f} ms are ours")
+    if len(keys) == 4:
+        keys["lightning_ms"] = keys["one_process_overhead_ms"]
+        keys["ours_ms"] = keys["pipeline_overhead_ms"] - keys["lightning_ms"]
+        found = f"{keys['lightning_ms']:.2f} ms are Lightning's, {keys['ours_ms']:.2f} ms are ours"
+        print(f"of a step in the pipeline {found}")
+    else:
+        print("so there is no ours_ms; repeat it on a quiet machine with more cores than ranks")
+    between, step = run_ranks(user_rank, RANKS, max(20, pairs // 2), timeout=600)[0]
+    keys["user_between_ms"] = 1e3 * between
+    print(f"a user pays {1e3 * between:.2f} ms between two steps of {1e3 * step:.1f} ms, with the optimizer and data")
     if options.json:
         print(json.dumps(keys))
 

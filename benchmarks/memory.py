@@ -11,7 +11,8 @@ of the model to the end of training. The table shows the larger peak of the two 
   what the larger stage holds while it trains: weights, gradients and optimizer, 16 bytes a parameter, and activations.
 
 Start-up is the time from the start of `python script.py` to the end of the first step. Its parts are those of rank 0:
-imports, until all ranks are connected, until training begins (layers measured, tried and cut), and the first step. Our
+imports, until all ranks are connected, until training begins (layers measured, tried and cut), and the first step.
+Processor seconds are those of rank 0, which other programs on the machine hardly change; all threads count. Our
 modules are compiled to bytecode first, as pip compiles the peers'. Left out: GPUs, where the allocator of CUDA has its
 own peaks, and models that do not fit into one process.
 
@@ -57,16 +58,18 @@ class Peak:
         self._before = read_status("VmRSS")
         self.seconds_to_first_step = 0.0
         self.phases: dict[str, float] = {}
-        """Seconds since `python script.py` at which parts of the start ended."""
+        """Seconds since `python script.py` at which parts of the start ended, and processor seconds until then."""
         self.end_phase("imports")
 
     def end_phase(self, phase: str) -> None:
         """Note the time at which a part of the start has ended first."""
         self.phases.setdefault(phase, time.time() - float(os.environ[BEGUN]))
+        self.phases.setdefault(f"processor {phase}", time.process_time())
 
     def end_step(self) -> None:
         """Note the time of the first call."""
         self.seconds_to_first_step = self.seconds_to_first_step or time.time() - float(os.environ[BEGUN])
+        self.phases.setdefault("processor startup", time.process_time())
 
     def save(self, rank: int) -> None:
         """Write what was measured for the process that started this one."""
@@ -285,6 +288,13 @@ def count_own_bytes() -> float:
     return float(max(held))
 
 
+def list_phases(runs: list[dict[str, float]], prefix: str) -> list[float]:
+    """Return the median seconds of imports, connecting, setup and the first step."""
+    keys = (f"{prefix}{phase}" for phase in ("imports", "connecting", "setup", "startup"))
+    ends = [statistics.median(each[key] for each in runs) for key in keys]
+    return [end - begin for begin, end in zip([0.0, *ends[:-1]], ends, strict=True)]
+
+
 def main() -> None:
     """Run the peers in turns and print the table."""
     parser = make_parser(__doc__, f"one round, without {set(PEERS) - set(QUICK)}")
@@ -316,14 +326,11 @@ def main() -> None:
             f" {statistics.median(startups):12.2f} ({min(startups):.2f} to {max(startups):.2f})"
         )
 
-    print(f"\n{'seconds for':22} {'imports':>12} {'connecting':>12} {'setup':>12} {'first step':>12}")
-    for name, runs in found.items():
-        if "setup" in runs[0]:
-            ends = [
-                statistics.median(each[key] for each in runs) for key in ("imports", "connecting", "setup", "startup")
-            ]
-            took = [end - begin for begin, end in zip([0.0, *ends[:-1]], ends, strict=True)]
-            print(f"{name:22}" + "".join(f" {seconds:12.2f}" for seconds in took))
+    for title, prefix in (("seconds for", ""), ("processor seconds for", "processor ")):
+        print(f"\n{title:22} {'imports':>12} {'connecting':>12} {'setup':>12} {'first step':>12}")
+        for name, runs in found.items():
+            if "setup" in runs[0]:
+                print(f"{name:22}" + "".join(f" {seconds:12.2f}" for seconds in list_phases(runs, prefix)))
 
     def middle(name: str, key: str) -> float:
         return statistics.median(each[key] for each in found[name])
@@ -334,6 +341,7 @@ def main() -> None:
         "meta_over_own": middle("ours, meta", "peak") / count_own_bytes(),
         "torch_over_own": middle("torch pipelining", "peak") / count_own_bytes(),
         "startup_over_ddp_s": middle(CACHED, "startup") - middle("DDP", "startup"),
+        "startup_over_ddp_processor_s": middle(CACHED, "processor startup") - middle("DDP", "processor startup"),
     }
     print(", ".join(f"{key} {value:.2f}" for key, value in keys.items()))
     if options.json:

@@ -244,7 +244,8 @@ class PipelineReport:
         folder.mkdir(parents=True, exist_ok=True)
         saved = ReportFiles(folder / "timeline.png", folder / "timeline.json", folder / "report.html", folder / FILE)
         alone = self.record.siblings == 1
-        save_png(self.measured, saved.picture, self.predicted if alone else None, idle=alone)
+        predicted = replace(self.predicted, name="predicted before it ran") if self.predicted and alone else None
+        save_png(self.measured, saved.picture, predicted, idle=alone)
         save_chrome_trace(self.measured, saved.trace)
         self.record.save(saved.record)
         saved.page.write_text(page(self.record, self.advice), encoding="utf-8")
