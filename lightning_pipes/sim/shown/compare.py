@@ -51,6 +51,8 @@ class TimelineComparison:
             lines.append(f"{self.moved:.0%} of the computations ran in another order than {name}")
         lines += [f"rank {r}: bubble {p:.1%} {name}, {m:.1%} measured" for r, (p, m) in enumerate(self.bubble)]
         for (kind, stage), (p, m) in sorted(self.medians.items()):
+            if not p:  # optimizers' part, which predictions leave out
+                continue
             ratio = f" ({p / m - 1:+.1%})" if m else ""
             lines.append(f"{kind}{stage}: {seconds_text(p)} {name}, {seconds_text(m)} measured{ratio}")
         return "\n".join(lines)
