@@ -83,8 +83,8 @@ class SavedBytes:
         states: dict[torch.Tensor, int] = {}
         for optimizer in optimizers:
             for parameter, values in optimizer.state.items():
-                tensors = [local_part(t) for t in values.values() if isinstance(t, torch.Tensor)]
-                states[parameter] = sum(map(count_bytes, tensors))
+                kept = [local_part(t) for t in values.values() if isinstance(t, torch.Tensor)]
+                states[parameter] = sum(map(count_bytes, kept))
         found = {}
         for number, layers in stages.items():
             if number not in self.seen:
