@@ -52,6 +52,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch._dynamo import OptimizedModule
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.optim import Optimizer
@@ -95,6 +96,52 @@ def storage_info(file: str, offset: int, length: int) -> Any:
 def process_groups() -> list[object]:
     """Return all process groups of this process."""
     return list(dist.distributed_c10d._world.pg_map)
+
+
+def caller_of_property(frame: FrameType, *names: str) -> FrameType | None:
+    """Return the caller of a property of the Trainer if `frame` runs that; None if it does not.
+
+    Args:
+        names: of the property, and of those by which it is computed, the innermost last.
+    """
+    found: FrameType | None = frame
+    for name in reversed(names):
+        if found is None or found.f_code is not vars(pl.Trainer)[name].fget.__code__:
+            return None
+        found = found.f_back
+    return found
+
+
+def default_group() -> Any:
+    """Return torch's default process group; None before there is one."""
+    return dist.distributed_c10d._world.default_pg
+
+
+def set_default_group(group: Any) -> None:
+    """Set torch's default process group."""
+    dist.distributed_c10d._world.default_pg = group
+
+
+def show_default_group(group: Any, size: int) -> None:
+    """Make a group that stands for `size` processes the default one; `group.whole` is the one before."""
+    world: Any = dist.distributed_c10d._world
+    whole = group.whole
+    backend, store = world.pg_map[whole]
+    world.pg_map[group] = backend, PrefixStore(f"replicas/{group.purpose}", store)
+    world.pg_names[group] = f"replicas {group.purpose}"
+    world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+    world.pg_backend_config[group] = world.pg_backend_config[whole]
+    world.default_pg = group
+
+
+def hide_default_group(whole: Any) -> None:
+    """Undo `show_default_group`: the default group is `whole` again."""
+    world: Any = dist.distributed_c10d._world
+    group = default_group()
+    world.default_pg = whole
+    if group is not whole:
+        for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+            table.pop(group, None)
 
 
 def plain_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:

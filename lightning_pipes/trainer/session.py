@@ -51,6 +51,7 @@ from lightning_pipes.trainer.module.optimizers import OptimizerLayout
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.plan.settings import Settings
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.ranks.processes import process_rank, whole_group
 from lightning_pipes.trainer.ranks.ranks import Grid, Ranks, RankStatus
 from lightning_pipes.trainer.ranks.replicas import Replicas
 from lightning_pipes.trainer.ranks.threads import Threads
@@ -93,7 +94,7 @@ class StepCount:
         """Return a text that is the same on ranks that have taken the same steps, and no other's within one."""
         if self._versions == [p._version for p in self._parameters]:
             return f"after {self._steps} steps"
-        return f"in step {self._steps + 1} of rank {dist.get_rank()}"
+        return f"in step {self._steps + 1} of rank {process_rank()}"
 
 
 class Session:
@@ -220,6 +221,7 @@ def _destroy_process_groups() -> None:
     They stay where one of them may sit on a collective that was given up: destroying its group would wait for it.
     """
     fault_point("exit")
+    private.hide_default_group(whole_group())  # a run may have ended without a teardown
     if has_given_up():
         leak_until_exit(private.process_groups())
         skip_final_gc()

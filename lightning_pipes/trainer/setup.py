@@ -40,7 +40,7 @@ from lightning_pipes.trainer.module.pipelined import (
 )
 from lightning_pipes.trainer.module.sharding import check_shards, unshard_outside
 from lightning_pipes.trainer.module.step_probe import check_steps_apart
-from lightning_pipes.trainer.module.weight_callbacks import check_callbacks, localize_callbacks
+from lightning_pipes.trainer.module.weight_callbacks import check_callbacks, limit_writers, localize_callbacks
 from lightning_pipes.trainer.module_setup import ContainerSetup, ModuleSetup, SetupContext, WholeWeights
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.plan.container import find_container, find_reason_for_units
@@ -51,6 +51,7 @@ from lightning_pipes.trainer.plan.request import Placement, RunRequest, check_sa
 from lightning_pipes.trainer.plan.settings import BATCH, PARAMETERS, names_modules
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.holdings import Holdings
+from lightning_pipes.trainer.ranks.replica_world import alone
 from lightning_pipes.trainer.ranks.replicas import has_shards
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 from lightning_pipes.trainer.step.between_steps import check_clearing
@@ -77,9 +78,10 @@ def prepare(context: SetupContext) -> None:
     check_arguments(context)
     weights = share_weights(context)
     names_by_optimizer = make_optimizers(context)
-    setup = choose_setup(context, weights)
-    deferred = DeferredWeights(context.module, setup.group_parts())
-    decision = decide(context, setup)
+    with alone():  # steps that are recorded and measured
+        setup = choose_setup(context, weights)
+        deferred = DeferredWeights(context.module, setup.group_parts())
+        decision = decide(context, setup)
     holdings = place_layers(context, setup, decision)
     plans = make_plans(context, setup, decision, holdings)
     make_training_loop = choose_training_loop(context, plans, holdings)
@@ -464,6 +466,7 @@ def wrap_steps(context: SetupContext, active: ActiveRun, weights: WholeWeights) 
     if run.user_steps.may_skip_batches and context.is_fitting:
         patches.callback(private.allow_skipped_batches(context.trainer))
     patches.callback(private.share_validation_time(context.trainer, lambda due: ranks.control.any(due)[0]))
+    limit_writers(private.callbacks(context.trainer), ranks.grid, patches)
     limit_metric_sync(context.module, session.replicas.group, patches)
     patches.callback(private.forget_run_data, context.trainer)
     patches.callback(session.checkpointing.data.forget_loaded)

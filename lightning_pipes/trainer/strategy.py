@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
@@ -60,9 +61,12 @@ from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.settings import AUTO, PLAN_VARIABLE, Gather, Settings, check_parts, parse_verify
 from lightning_pipes.trainer.plan.stages import check_stages, choose_stages
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.ranks.processes import all_processes
 from lightning_pipes.trainer.ranks.ranks import Grid
+from lightning_pipes.trainer.ranks.replica_world import ReplicaWorld, in_step, is_in_step
 from lightning_pipes.trainer.ranks.replicas import has_shards
 from lightning_pipes.trainer.ranks.threads import Threads
+from lightning_pipes.trainer.ranks.user_lines import find_user_frame, only_looks, user_line, warn_once_per_line
 from lightning_pipes.trainer.reports.report import PipelineReport, RunInfo, Window
 from lightning_pipes.trainer.reports.timing import Share, Timing
 from lightning_pipes.trainer.session import Launcher, Session, warn_if_untested
@@ -227,6 +231,9 @@ class PipelineStrategy(PipelineHost):
         self._reference: ReferenceProcess | None = None
         self._accumulating = False
         self._patches = Patches()
+        self._replica_world = ReplicaWorld()
+        self._log_dirs: list[str | None] = []
+        """`trainer.log_dir` of rank 0 when the run began, so that one rank alone may read it; empty before."""
         self._decision: Decision | None = None
         self._reported: tuple[Sequence[Sequence[Window]], RunInfo] = ((), RunInfo())
 
@@ -242,7 +249,7 @@ class PipelineStrategy(PipelineHost):
         Connections and the run under way are not copied.
         """
         state = {**self.__dict__, **dict.fromkeys(("_session", "_spread"))}
-        return {**state, "_patches": Patches(), "_by_units": WeakSet()}
+        return {**state, "_patches": Patches(), "_by_units": WeakSet(), "_replica_world": ReplicaWorld()}
 
     # ---- processes and devices
 
@@ -255,6 +262,55 @@ class PipelineStrategy(PipelineHost):
     def num_processes(self) -> int:
         """Processes on this node."""
         return len(self.parallel_devices or ())
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of this node."""
+        caller = private.caller_of_property(sys._getframe(1), "num_devices", "device_ids")
+        if caller is not None:
+            self._warn_of_count(f"trainer.num_devices, which is {len(self._parallel_devices or ())}", caller)
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._parallel_devices = devices
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes: stages times replicas, and shards of tensor parallelism."""
+        size: int = super().world_size
+        frame = sys._getframe(1)
+        self._warn_of_count(
+            f"trainer.world_size, which is {size}", private.caller_of_property(frame, "world_size") or frame
+        )
+        return size
+
+    def _warn_of_count(self, what: str, caller: FrameType) -> None:
+        """Warn of a user's line that reads a number of processes, unless it only compares or prints it.
+
+        Samplers and learning rates that go by it would take stages for replicas. The properties count processes all
+        the same, because `global_rank`, with which they are used, numbers processes, also in names of files.
+        """
+        replicas = self._settings.replicas
+        if super().world_size != replicas and not only_looks(caller):
+            warn_once_per_line(
+                f"{{}} reads {what}, the number of processes. The stages of a pipeline train on the same batches, so "
+                "that a batch size or learning rate that is divided or multiplied by it is not that of one process. "
+                f"Use trainer.strategy.data_parallel_size, the number of replicas, which is {replicas} here. In hooks "
+                "torch.distributed.get_world_size() is that number, too, under DDP as well",
+                caller,
+            )
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of replicas of the pipeline, which share out the data: what `world_size` is under DDP."""
+        return self._settings.replicas
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The number of this process's replica, the same on all its stages: what `global_rank` is for data under
+        DDP."""
+        return self.grid.replica
 
     @property
     def is_distributed(self) -> bool:
@@ -341,6 +397,8 @@ class PipelineStrategy(PipelineHost):
             (self._request, self._settings), self._stages = chosen, None
         self._session = Session(self._trainer, self.grid, device, self._environment, local_size, self._settings)
         self._session.connect(self._threads, self._writing)
+        if self.world_size > 1:
+            self._replica_world.install(self.grid, self.control)
 
     def _fork_reference(self) -> bool:
         """Fork the plain process that verifies this run, if one is wanted.
@@ -374,6 +432,8 @@ class PipelineStrategy(PipelineHost):
             self._by_units,
         )
         prepare(context)
+        self._log_dirs = []
+        self._log_dirs = [trainer.log_dir]
 
     def adopt_decision(self, decision: Decision) -> None:
         """Run by a decision from now on; under `lightning-pipes plan`, write it and end all processes instead."""
@@ -395,6 +455,7 @@ class PipelineStrategy(PipelineHost):
         module, cut, current, session = self.lightning_module, self._cut, self._active_run, self._session
         _log.debug("teardown: restores the module, and what the run has patched")
         self._patches.close()
+        self._replica_world.remove()
         if self._reference is not None:
             self._reference.close()
             self._reference = None
@@ -465,7 +526,8 @@ class PipelineStrategy(PipelineHost):
             self.session.checkpointing.check()
             batch, arguments = _batch_and_arguments(args, kwargs)
             active = self._required_run
-            with self._scope.suspend_hooks():  # it may be called by code of the user's
+            is_cut = active.run.plans.microbatches > 1 and not active.run.user_steps.ends_whole
+            with self._scope.suspend_hooks(), in_step(is_cut):  # it may be called by code of the user's
                 out = active.run.training_loop.train(batch, arguments, self.optimizers, not self._accumulating)
             if self.session.verifier is not None:
                 self.session.verifier.training_step_ended(out)
@@ -486,7 +548,8 @@ class PipelineStrategy(PipelineHost):
         with self.session.status.report_errors():
             step = named_step(self.lightning_module, name)
             active = self._required_run
-            output = active.evaluation.evaluate(step, context, *_batch_and_arguments(args, kwargs))
+            with in_step():
+                output = active.evaluation.evaluate(step, context, *_batch_and_arguments(args, kwargs))
             if not active.run.is_fitting:
                 active.stops.agree_to_leave(self.session.ranks.pipeline)
             return output
@@ -527,7 +590,7 @@ class PipelineStrategy(PipelineHost):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Around `configure_model`: `load_pretrained` leaves the reading to each rank, which knows its layers later."""
-        with super().tensor_init_context(empty_init), reads_later():
+        with super().tensor_init_context(empty_init), reads_later(), all_processes():
             yield
 
     @contextmanager
@@ -737,17 +800,40 @@ class PipelineStrategy(PipelineHost):
     # ---- what ranks decide together; every stage holds the same values, so averages are over replicas
 
     def barrier(self, name: str | None = None) -> None:
-        if not self._is_isolated:
+        if self._is_isolated:
+            return
+        if is_in_step():
+            self._replica_world.barrier()
+        else:
+            self._meet("trainer.strategy.barrier")
             self.session.barrier(name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._is_isolated else self.control.broadcast(obj, src)
+        if self._is_isolated:
+            return obj
+        if private.caller_of_property(sys._getframe(1), "log_dir") is not None and self._log_dirs:
+            return obj if self.is_global_zero else self._log_dirs[0]
+        if is_in_step():
+            return self._replica_world.broadcast(obj, self.grid.replica_of(src))
+        self._meet("trainer.strategy.broadcast")
+        return self.control.broadcast(obj, src)
+
+    def _meet(self, call: str) -> None:
+        """Wait for the other ranks at a call that the user's code makes; what Lightning calls, all ranks call."""
+        caller = sys._getframe(2)
+        if find_user_frame(caller) is caller and self.session.connections.n_siblings == 1:
+            self.control.watch.meet(call, user_line(caller))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         return tensor if self._is_isolated else self.session.replicas.reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision if self._is_isolated else self.session.reduce_decision(decision, all)
+        if self._is_isolated:
+            return decision
+        if is_in_step():
+            return self._replica_world.reduce_decision(decision, all, self.root_device)
+        self._meet("trainer.strategy.reduce_boolean_decision")
+        return self.session.reduce_decision(decision, all)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         return self.session.replicas.all_gather(tensor, group, sync_grads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+import sys
 import warnings
 from typing import Any
 from unittest import mock
@@ -241,6 +242,48 @@ def test_process_groups():
     finally:
         if started:
             dist.destroy_process_group()
+
+
+def test_default_group():
+    """Functions of torch use what stands for the default group, until it is hidden."""
+    started = not dist.is_initialized()
+    if started:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    whole = private.default_group()
+    group = dist.ProcessGroup(0, 1)
+    shown = type("Shown", (dist.ProcessGroup,), {"whole": whole, "purpose": "0", "size": lambda self: 7})(0, 7)
+    before = len(private.process_groups())
+    try:
+        private.set_default_group(group)
+        assert dist.group.WORLD is group
+        private.set_default_group(whole)
+        private.show_default_group(shown, 7)
+        assert dist.get_world_size() == 7
+        assert dist.get_process_group_ranks(None) == [*range(7)]
+        assert dist.get_backend() == dist.get_backend(whole)
+        private.hide_default_group(whole)
+        assert dist.group.WORLD is whole
+        assert len(private.process_groups()) == before
+    finally:
+        private.hide_default_group(whole)
+        if started:
+            dist.destroy_process_group()
+
+
+def test_caller_of_property():
+    frames = []
+
+    class Strategy:
+        @property
+        def world_size(self):
+            frames.append(private.caller_of_property(sys._getframe(1), "world_size"))
+            frames.append(private.caller_of_property(sys._getframe(1), "num_devices", "device_ids"))
+            return 1
+
+    t = trainer()
+    t._accelerator_connector.strategy = Strategy()
+    assert t.world_size == 1
+    assert frames == [sys._getframe(), None]
 
 
 def test_original_signal_handlers():

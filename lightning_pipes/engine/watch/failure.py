@@ -39,6 +39,8 @@ LOG_SECONDS = 30.0
 """How often a rank logs the ranks that it waits for."""
 HEARTBEAT_TIMEOUT = 120.0
 """Long enough for any call that keeps Python's lock, such as loading a large pickle."""
+WAIT_SECONDS = 3.0
+"""How long a rank waits for one thing until it tells the others for what."""
 _REFUSED = "refused"
 """Among the texts of ranks on a topic: one of them has given it up."""
 T = TypeVar("T")
@@ -115,6 +117,9 @@ class FailureWatch:
         self._closed = threading.Event()
         self._failed_at: float | None = None
         self._polls = 0
+        self._n_meetings = 0
+        self._waits_for: tuple[object | None, int] = None, 0
+        """What this rank waited for in the last look, and in how many looks before."""
         self._reports: SimpleQueue[_FailureReport | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         if store is not None:
@@ -211,6 +216,65 @@ class FailureWatch:
         self.doing = before
         return result
 
+    def meet(self, call: str, line: str) -> None:
+        """Wait for all ranks to make a call that all of them must make, wherever each of them makes it.
+
+        Args:
+            call: the name of the function, which is the same on all ranks.
+            line: the caller's file and line.
+
+        Raises:
+            PeerFailure: a rank has failed.
+            PipelineError: a rank makes another call, or waits for something else, which will not happen as all wait.
+        """
+        if self._store is None:
+            return
+        self._n_meetings += 1
+        store = sub_store_of(self._store, f"{self._prefix}/meetings/{self._n_meetings}")
+        store.set(str(self._rank), f"{call}\n{line}")
+        before, self.doing = self.doing, f"all ranks to call {call}, as this one does at {line}"
+        waiting, looked = dict.fromkeys(self._others, ""), time.monotonic()
+        while missing := [other for other in self._others if not store.check([str(other)])]:
+            self.check()
+            time.sleep(POLL_SECONDS / 20)
+            if time.monotonic() > looked + 2 * WAIT_SECONDS:
+                looked = time.monotonic()
+                found = {other: self._find_wait(other) for other in missing}
+                if all(found.values()) and all(waiting.get(other) == text for other, text in found.items()):
+                    other, text = next(iter(found.items()))
+                    raise PipelineError(
+                        f"rank {self._rank} calls {call} at {line}, and waits for {_ranks(missing)}, which does not "
+                        f"call it: rank {other} waits for {text.partition(' ')[2]}. All ranks must make this call, so "
+                        "take it out of code that runs on one rank only, such as a branch for trainer.is_global_zero"
+                    )
+                waiting = found
+        self.doing = before
+        for other in self._others:
+            theirs, _, place = store.get(str(other)).decode().partition("\n")
+            if theirs != call:
+                raise PipelineError(
+                    f"rank {self._rank} calls {call} at {line}, while rank {other} calls {theirs} at {place}. All "
+                    "ranks must make the same calls in the same order"
+                )
+
+    def _find_wait(self, other: int) -> str:
+        """Return what another rank has been waiting for, after a number of the wait; empty if it does not wait."""
+        key = f"{self._prefix}/wait/{other}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _publish_wait(self) -> None:
+        """Tell other ranks for what this one waits, and when it waits no longer."""
+        doing, looks = self.doing, self._waits_for[1] + 1
+        published = looks * POLL_SECONDS > WAIT_SECONDS
+        if doing is None or doing is not self._waits_for[0]:
+            if published:
+                self._heartbeat.connection.set(f"{self._prefix}/wait/{self._rank}", "")
+            self._waits_for = doing, 0
+            return
+        self._waits_for = doing, looks
+        if not published and (looks + 1) * POLL_SECONDS > WAIT_SECONDS:
+            self._heartbeat.connection.set(f"{self._prefix}/wait/{self._rank}", f"{self._polls} {doing}")
+
     def missing_ranks(self) -> list[int]:
         """Return the ranks that have not reached the store yet."""
         return (
@@ -305,6 +369,7 @@ class FailureWatch:
         try:
             while self.error is None and not self._closed.wait(POLL_SECONDS):
                 self._polls += 1
+                self._publish_wait()
                 if self._heartbeat.connection.check([self._key]):
                     self._accept_failure(self._heartbeat.connection.get(self._key).decode())
                 elif self._others:

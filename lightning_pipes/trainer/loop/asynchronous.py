@@ -17,7 +17,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
@@ -41,6 +40,7 @@ from lightning_pipes.trainer.module.optimizers import check_momentum, predict_ch
 from lightning_pipes.trainer.module.remote_tensors import RemoteTensor
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.notices import Notices
+from lightning_pipes.trainer.ranks.processes import process_rank
 from lightning_pipes.trainer.ranks.ranks import Grid
 from lightning_pipes.trainer.relocation.transfer import settings_of, with_settings
 from lightning_pipes.trainer.step.between_steps import BATCH_HOOKS, BetweenSteps
@@ -507,7 +507,7 @@ class Results:
 
     def send_part(self, results: Any) -> None:
         """Send this rank's part of the result of the next batch to the first rank of the last stage."""
-        self._notices.put(f"{dist.get_rank()}/{self._name(self._n_parts)}", results)
+        self._notices.put(f"{process_rank()}/{self._name(self._n_parts)}", results)
         self._n_parts += 1
 
     def receive_parts(self) -> list[Any]:

@@ -21,6 +21,7 @@ from lightning_pipes.engine.private_torch import NoSubclassFunctions
 from lightning_pipes.engine.residency.layer_state import with_layout_of
 from lightning_pipes.ir import PipelineError, PlanError
 from lightning_pipes.trainer.private_lightning import in_grad_norm
+from lightning_pipes.trainer.ranks.replica_world import in_hook
 
 _READING = {
     *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "data_ptr", "untyped_storage", "storage"),
@@ -111,7 +112,8 @@ class HookScope:
         before = self.hook, self.on_all_ranks, self._thread
         self.hook, self.on_all_ranks, self._thread = hook, on_all_ranks, get_ident()
         try:
-            yield
+            with in_hook(on_all_ranks) if hook else nullcontext():
+                yield
         finally:
             self.hook, self.on_all_ranks, self._thread = before
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_pipes.engine.compute.reducer import is_distributed
 from lightning_pipes.trainer.module.hidden_state import CONTAINERS, list_entries, list_reachable
+from lightning_pipes.trainer.ranks.replica_world import alone
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
@@ -71,7 +72,8 @@ def keep_unchanged(
         parameter.grad = None
     changed: list[nn.Parameter] = []
     try:
-        yield changed
+        with alone():  # other replicas may not run it
+            yield changed
     finally:
         for thing, content in kept:
             _put_back(thing, content)

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import callbacks as cb
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -23,7 +25,8 @@ from lightning_pipes.trainer.module.remote_tensors import HookScope, RemoteTenso
 from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.private_lightning import Averaging
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.ranks import Ranks
+from lightning_pipes.trainer.ranks.ranks import Grid, Ranks
+from lightning_pipes.trainer.ranks.replica_world import in_hook
 
 GatherState: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
 """Return the state dict of the whole module where a checkpoint is written, from that of this rank. Collective."""
@@ -78,6 +81,30 @@ def check_callbacks(
                 f"{name} measures batch normalisation anew in an epoch without backwards, which a pipeline does not "
                 "run; use WeightAveraging, which averages these buffers, too"
             )
+
+
+def limit_writers(callbacks: Iterable[pl.Callback], grid: Grid, patches: Patches) -> None:
+    """Let writers of predictions write on the first rank of each pipeline alone, until `patches` are closed.
+
+    All ranks of a pipeline have the same predictions, so that a file for each rank would have each sample several
+    times.
+    """
+    writes = grid.position == 0 and grid.shard == 0
+    for callback in callbacks:
+        if not isinstance(callback, BasePredictionWriter) or grid.length * grid.shards == 1:
+            continue
+        for name in ("write_on_batch_end", "write_on_epoch_end"):
+            method = getattr(callback, name)
+            patches.replace_method(callback, name, partial(_write, method) if writes else _write_nothing)
+
+
+def _write(method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    with in_hook(on_all_ranks=False):
+        method(*args, **kwargs)
+
+
+def _write_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand for a method that another rank calls."""
 
 
 def localize_callbacks(

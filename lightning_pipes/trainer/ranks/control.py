@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
+from types import FrameType
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
@@ -19,6 +21,7 @@ from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.trust import TRUSTED, Seal
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.ranks.mesh import MOST, Mesh, MessageId, PackedObject, unpack_object
+from lightning_pipes.trainer.ranks.processes import all_processes, process_rank
 
 _SLICE = timedelta(milliseconds=200)
 _PROMPT = timedelta(milliseconds=2)
@@ -112,7 +115,7 @@ class Control:
     @property
     def position(self) -> int:
         """This process's position among the ranks."""
-        return self.ranks.index(dist.get_rank())
+        return self.ranks.index(process_rank())
 
     def connect(self, purpose: str = "") -> Any:
         """Make the connections, if there are none, and return their group; all ranks of the job must call it."""
@@ -136,7 +139,8 @@ class Control:
         if key not in self._groups:
             fault_point("new_group")
             new_group = partial(dist.new_group, list(key[1]), timeout=self._timeout, backend="gloo")
-            self._groups[key] = self.watch.call(new_group)
+            with all_processes():
+                self._groups[key] = self.watch.call(new_group)
             fault_point("new_group.made")
         return self._groups[key]
 
@@ -147,7 +151,7 @@ class Control:
         """
         if len(parts) == 1:
             return self
-        mine = next(part for part in parts if dist.get_rank() in part)
+        mine = next(part for part in parts if process_rank() in part)
 
         def connect(purpose: str) -> Any:
             groups = [self.subgroup(part, purpose) for part in parts]
@@ -197,7 +201,7 @@ class Control:
             if listener is None or {there for there, _ in of_ranks} != {here}:
                 return None
             names = dict(zip(self.ranks, (name for _, name in of_ranks), strict=True))
-            return Mesh(dist.get_rank(), names, listener, self.watch)
+            return Mesh(process_rank(), names, listener, self.watch)
         finally:
             if listener is not None:
                 listener.close()
@@ -282,7 +286,7 @@ class Control:
     def _broadcast(self, source: int, group: Any, kind: int) -> Callable[[Any], Any]:
         """Return a function that sends the object of `source`, or receives it."""
         mesh, message_id = self._mesh, self._next_message_id(kind)
-        if source == (dist.get_rank() if mesh is None else mesh.rank):
+        if source == (process_rank() if mesh is None else mesh.rank):
             return partial(self._send, source, group, message_id)
         if mesh is None:
             first = torch.empty(_FIRST, dtype=torch.uint8)
@@ -331,7 +335,7 @@ class Control:
         if self.size == 1:
             return [obj]
         data, sizes = self._pad_to_longest(obj)
-        into = [torch.empty_like(data) for _ in self.ranks] if dist.get_rank() == to else None
+        into = [torch.empty_like(data) for _ in self.ranks] if process_rank() == to else None
         self._finish(dist.gather(data, into, to, group=self._group, async_op=True))
         return None if into is None else [_unpack(t[:n], self._seal) for t, n in zip(into, sizes, strict=True)]
 
@@ -454,7 +458,11 @@ class Control:
 
     @property
     def _call(self) -> str:
-        return f"a collective call of {self.size} ranks"
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals is globals():
+            frame = frame.f_back
+        caller = "" if frame is None else f" in {frame.f_code.co_qualname}"
+        return f"a collective call of {self.size} ranks{caller}"
 
 
 def close_all(controls: Iterable[Control]) -> None:

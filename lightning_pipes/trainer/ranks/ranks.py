@@ -65,7 +65,11 @@ class Grid:
     @property
     def replica(self) -> int:
         """The number of this rank's replica."""
-        return self.rank // (self.length * self.shards)
+        return self.replica_of(self.rank)
+
+    def replica_of(self, rank: int) -> int:
+        """Return the number of the replica that has a global rank."""
+        return rank // (self.length * self.shards)
 
     @property
     def position(self) -> int:

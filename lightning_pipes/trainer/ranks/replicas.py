@@ -20,6 +20,7 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.private_lightning import gather_over, reduce_over
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.holdings import Holdings
+from lightning_pipes.trainer.ranks.processes import all_processes
 from lightning_pipes.trainer.ranks.ranks import Grid
 
 if TYPE_CHECKING:  # it takes half a second, and most runs have no shards
@@ -225,7 +226,8 @@ class Replicas:
         self.has_own_order: Callable[[], bool] = lambda: False
         if has_mesh or grid.replicas * grid.shards > 1:
             names = (DATA_PARALLEL, PIPELINE, TENSOR_PARALLEL)
-            self.mesh = init_device_mesh(device.type, grid.shape, mesh_dim_names=names)
+            with all_processes():
+                self.mesh = init_device_mesh(device.type, grid.shape, mesh_dim_names=names)
 
     @property
     def group(self) -> Any:

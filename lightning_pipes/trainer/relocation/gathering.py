@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
@@ -19,6 +18,7 @@ from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.remote_tensors import give_values
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.ranks.processes import process_rank
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 from lightning_pipes.trainer.relocation.transfer import move_layers_back
 
@@ -73,7 +73,7 @@ def gather_layers(part: LocalLayers, pipeline: Control, gather: str) -> None:
         return
     own, gaps = dict(cut.tensors(cut.local)), cut.find_gaps()
     for source, inventory in zip(pipeline.ranks, inventories, strict=True):
-        here = source == dist.get_rank()
+        here = source == process_rank()
         for group in group_tensors(inventory.tensors):
             flat = pack_tensors([own[key] for key, *_ in group]) if here else _empty_bytes(group)
             pipeline.broadcast_tensor(flat, source)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -23,6 +22,7 @@ from lightning_pipes.trainer.module.hidden_state import HiddenState
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.ranks.holdings import Holdings
+from lightning_pipes.trainer.ranks.processes import process_rank
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.ranks.replicas import BufferSync, GatheredStages, Replicas
 from lightning_pipes.trainer.ranks.shared_parameters import SharedParameters
@@ -143,13 +143,13 @@ class LocalLayers:
         """Return the transfer of whole layers; all ranks make the first call at the same batch."""
         if self._bulk_transfer is None:
             grid, watch = self.holdings.grid, self._control.watch
-            self._bulk_transfer = BulkTransfer(dist.get_rank(), grid.pipeline, watch)
+            self._bulk_transfer = BulkTransfer(process_rank(), grid.pipeline, watch)
         return self._bulk_transfer
 
     def _make_replica_averages(self) -> ReplicaAverages:
         grid = self.holdings.grid
         ranks = grid.on_all_replicas((grid.position,))
-        self._replica_transfer = BulkTransfer(dist.get_rank(), ranks, self._control.watch, self.device)
+        self._replica_transfer = BulkTransfer(process_rank(), ranks, self._control.watch, self.device)
         return ReplicaAverages(BulkTreeTransport(self._replica_transfer, ranks), grid.replica, grid.replicas)
 
     @property

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -28,6 +27,7 @@ from lightning_pipes.engine.messages.bulk_transfer import TransferHandle
 from lightning_pipes.engine.residency.layer_state import LayerState
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.ir import Span
+from lightning_pipes.trainer.ranks.processes import process_rank
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 
 GroupSettings = list[dict[str, Any]]
@@ -125,7 +125,7 @@ class LayerTransfer:
         self.n_resent = 0
         self._part, self._layers, self._defers_steps, self._number = part, layers, defers_steps, number
         self.moves = part.holdings.list_moves(layers)
-        me = dist.get_rank()
+        me = process_rank()
         self._leaving = {m.layer: m.target for m in self.moves if m.source == me}
         self._arriving = {m.layer: m.source for m in self.moves if m.target == me}
         self._has_left = False

@@ -36,6 +36,7 @@ from lightning_pipes.engine.watch.trust import (
     sub_store_of,
 )
 from lightning_pipes.ir import InputError, PipelineError
+from lightning_pipes.trainer.ranks.processes import all_processes, process_rank, whole_group
 
 ADDRESS = "LIGHTNING_PIPES_BOARD"
 """The port at which rank 0 listens, for the processes that Lightning starts with a copy of its environment."""
@@ -114,7 +115,7 @@ class LeaderStore:
         if not self.is_leader:
             self._call_store(partial(self._store.set, f"left/{self.rank}", ""))
         elif self._connection.hosted:
-            others = range(1, dist.get_world_size() if dist.is_initialized() else 1)
+            others = range(1, whole_group().size() if dist.is_initialized() else 1)
             until = time.monotonic() + _CLOSE_SECONDS
             while not all(self.has_key(f"left/{rank}") for rank in others) and time.monotonic() < until:
                 time.sleep(_POLL_SECONDS)
@@ -138,9 +139,10 @@ class _StoreConnection:
         self._environment = ExitStack()
         self.caller = SerialCaller()
         self.startup_watch = watch = StartupWatch()
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            self.rank, size = dist.get_rank(), dist.get_world_size()
-            self.store = current_store() or adopt_store(default_store(), self.rank, size, 1)
+        if dist.is_initialized() and whole_group().size() > 1:
+            self.rank, size = process_rank(), whole_group().size()
+            with all_processes():
+                self.store = current_store() or adopt_store(default_store(), self.rank, size, 1)
         elif launcher_hosts_store():
             self.rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             self.store = run_store(self.rank, size, size, _TIMEOUT, watch.check)

@@ -1,0 +1,279 @@
+"""torch's default process group as code of the user's sees it: the replicas of this rank's stages.
+
+The stages of a pipeline run different parts of a step, and the layers of a stage run on its ranks alone. A collective
+call over all ranks would wait there for ranks that never make it. So the default group of `torch.distributed` is a
+`ReplicaGroup` while a run lasts: the ranks that run the same code on other parts of the data, as all ranks do under
+DDP. With one pipeline it has one member, and its collectives change nothing, as in one process.
+
+Hooks run on the ranks of all stages. There a barrier waits for all of them, and a broadcast reaches all of them.
+
+Code of ours that makes process groups or asks for the number of a process uses `all_processes` and `process_rank`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import get_worker_info
+
+from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer import private_lightning as private
+from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.ranks.processes import all_processes, whole_group
+from lightning_pipes.trainer.ranks.ranks import Grid
+from lightning_pipes.trainer.ranks.user_lines import user_line, warn_once_per_line
+
+_TO_ALL = ("barrier", "monitored_barrier", "broadcast")
+"""Collectives that reach the ranks of all stages where all of them run the same code."""
+_TO_ONE = ("send", "recv")
+
+
+class _Place(threading.local):
+    """What this thread runs: siblings of a job array have a thread each.
+
+    Attributes:
+        control: of all ranks, in a thread that runs a training; None in other threads.
+        is_in_step: whether the stages run different code, as in `training_step` and in layers.
+        is_cut: whether that code runs for each micro-batch of a training batch.
+        is_alone: whether one rank runs a step that other replicas may not run, as to measure it.
+    """
+
+    control: Control | None = None
+    is_in_step = False
+    is_cut = False
+    is_alone = False
+
+
+_place = _Place()
+
+
+@contextmanager
+def _set_place(**changes: Any) -> Iterator[None]:
+    before = {name: getattr(_place, name) for name in changes}
+    vars(_place).update(changes)
+    try:
+        yield
+    finally:
+        vars(_place).update(before)
+
+
+def in_step(is_cut: bool = False) -> Any:
+    """Return a context for code of the user's that each stage runs a part of.
+
+    Args:
+        is_cut: whether it runs for each micro-batch of a training batch.
+    """
+    return _set_place(is_in_step=True, is_cut=is_cut)
+
+
+def in_hook(on_all_ranks: bool) -> Any:
+    """Return a context for a hook; `on_all_ranks` if the ranks of all stages run it."""
+    return _set_place(is_in_step=not on_all_ranks, is_cut=False)
+
+
+def alone() -> Any:
+    """Return a context for steps of the user's that run on this rank, whatever other ranks do."""
+    return _set_place(is_in_step=True, is_cut=False, is_alone=True)
+
+
+def is_in_step() -> bool:
+    """Return whether this thread runs code of which each stage runs a part."""
+    return _place.is_in_step
+
+
+class ReplicaGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """The ranks that hold the same stages as this one, as torch's default process group.
+
+    Its ranks are the numbers of the replicas. A collective call of all processes, if there are several replicas.
+
+    Attributes:
+        whole: the default group of all processes.
+        purpose: tells groups of other stages apart.
+    """
+
+    def __init__(self, grid: Grid, whole: dist.ProcessGroup) -> None:
+        super().__init__(grid.replica, grid.replicas)
+        self.whole = whole
+        self._grid = grid
+        self._ranks = grid.on_all_replicas((grid.position,))
+        self.purpose = "-".join(map(str, self._ranks))
+        self._made: dict[tuple[int, ...], Any] = {}
+        if grid.replicas > 1:
+            for position in range(grid.length):
+                for shard in range(grid.shards):
+                    ranks = grid.on_all_replicas((position,), shard)
+                    self._made[ranks] = dist.new_group(list(ranks))
+
+    def rank(self) -> int:
+        """Return the number of this rank's replica."""
+        group = sys._getframe(1).f_locals.get("group") if sys._getframe(1).f_code is dist.get_rank.__code__ else None
+        if group is not None and group is not self:  # get_rank looks this rank up in it, as the group numbers ranks
+            return dist.get_global_rank(group, group.rank())
+        if self._grid.length > 1 and not _place.is_in_step and get_worker_info() is None:
+            caller = sys._getframe(1)
+            if caller.f_code.co_name == "broadcast_object_list" and self._grid.position:
+                return self._grid.replicas  # this rank receives the objects from the first rank of a pipeline
+            self._warn_of_rank(caller)
+        return 0 if _place.is_alone else self._grid.replica
+
+    def size(self) -> int:
+        """Return the number of replicas."""
+        return 1 if _place.is_alone else self._grid.replicas
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the group behind this one, or of all ranks."""
+        if name in _TO_ALL and not _place.is_in_step and _place.control is not None:
+            _place.control.watch.meet(f"torch.distributed.{name}", user_line())
+            return self._reach_all(name, _place.control, *args, **kwargs)
+        communicates = name not in ("shutdown", "abort") and not name.startswith(("_", "get", "set"))
+        if communicates and name not in _TO_ALL:
+            self._check(name)
+        if name in _TO_ONE and args[1] not in range(self.size()):
+            raise PipelineError(
+                f"torch.distributed.{name} at {user_line()} names rank {args[1]}, but the default process group has "
+                f"{self.size()} ranks while a pipeline runs: the replicas of this stage. Tensors travel between stages "
+                "only through what layers return"
+            )
+        return getattr(self.inner, name)(*args, **kwargs)
+
+    @property
+    def inner(self) -> Any:
+        """The process group of the replicas, or of this rank alone, which is made when it is needed first."""
+        ranks = (self.whole.rank(),) if _place.is_alone else self._ranks
+        if ranks not in self._made:
+            with all_processes():
+                self._made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        return self._made[ranks]
+
+    def _reach_all(self, name: str, control: Control, *args: Any, **kwargs: Any) -> Any:
+        """Call a barrier or a broadcast over the ranks of all stages."""
+        if name == "broadcast":
+            tensors, options = args[0], args[1]
+            first = self._grid.pipelines[options.rootRank * self._grid.shards]
+            for tensor in tensors:
+                on_host = tensor.detach().cpu().contiguous()
+                control.broadcast_tensor(on_host, first[0])
+                tensor.detach().copy_(on_host)
+        with alone():  # what it returns has ended
+            return None if name == "monitored_barrier" else self.inner.barrier()
+
+    def _check(self, name: str) -> None:
+        """Refuse or warn of a collective whose result differs from one process."""
+        if self._grid.degrees and _place.is_in_step:
+            raise PipelineError(
+                f"a collective call of the default process group ({name}) at {user_line()}: "
+                f"data_parallel={list(self._grid.degrees)} shares out the samples of a micro-batch among the ranks of "
+                "a stage, so that they can't be taken for replicas. Set data_parallel to a number"
+            )
+        if _place.is_cut and not _place.is_alone and self._grid.replicas > 1:
+            warn_once_per_line(
+                f"{{}} makes a collective call ({name}) in a step, which runs once for each micro-batch. Its result is "
+                f"that of one micro-batch of all {self._grid.replicas} replicas, and not that of the whole batch. "
+                "Training differs from one process if the result is no mean over samples, as the number of boxes of "
+                "a batch, or a running average. Then set PipelineStrategy(microbatches=1)"
+            )
+
+    def _warn_of_rank(self, caller: FrameType) -> None:
+        if caller.f_code is dist.get_rank.__code__:
+            warn_once_per_line(
+                "{} reads torch.distributed.get_rank(), which is the number of the replica while a pipeline runs, and "
+                f"the same on the {self._grid.length} ranks of all its stages, each of which runs this line. For what "
+                "one process should do, such as writing a file, use trainer.is_global_zero or rank_zero_only",
+                caller.f_back,
+            )
+
+
+def _delegate() -> None:
+    """Give `ReplicaGroup` the other methods and properties of a process group."""
+
+    def make_method(name: str) -> Callable[..., Any]:
+        return lambda self, *args, **kwargs: self.call(name, *args, **kwargs)
+
+    for name, member in vars(dist.ProcessGroup).items():
+        if name in vars(ReplicaGroup) or name.startswith("__"):
+            continue
+        if isinstance(member, property):
+            setattr(ReplicaGroup, name, property(partial(lambda name, self: getattr(self.inner, name), name)))
+        elif type(member).__name__ == "instancemethod":
+            setattr(ReplicaGroup, name, make_method(name))
+
+
+_delegate()
+
+
+class ReplicaWorld:
+    """Shows a training the replicas in the place of all processes, from `install` to `remove`.
+
+    Trainings that share the ranks of one process share the group, too: the last `remove` restores the default group.
+    """
+
+    _n_installed = 0
+    _lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self._is_installed = False
+
+    def install(self, grid: Grid, control: Control) -> None:
+        """Make the default process group that of the replicas, for a training in this thread."""
+        _place.control = control
+        with self._lock:
+            if self._is_installed:
+                return
+            self._is_installed = True
+            ReplicaWorld._n_installed += 1
+            if ReplicaWorld._n_installed == 1:
+                private.show_default_group(_find_group(grid, whole_group()), grid.replicas)
+
+    def remove(self) -> None:
+        """Make the default process group that of all processes again; does nothing a second time."""
+        _place.control = None
+        with self._lock:
+            if not self._is_installed:
+                return
+            self._is_installed = False
+            ReplicaWorld._n_installed -= 1
+            if not ReplicaWorld._n_installed:
+                private.hide_default_group(whole_group())
+
+    @staticmethod
+    def barrier() -> None:
+        """Wait for the replicas, in a step."""
+        if dist.is_initialized():
+            dist.barrier()
+
+    @staticmethod
+    def broadcast(obj: Any, replica: int) -> Any:
+        """Return the object of a replica, in a step."""
+        objects = [obj]
+        if dist.is_initialized():
+            dist.broadcast_object_list(objects, src=replica)
+        return objects[0]
+
+    @staticmethod
+    def reduce_decision(decision: bool, all: bool, device: torch.device) -> bool:
+        """Return whether all replicas, or any of them, decide so, in a step."""
+        number = torch.tensor(int(decision), device=device)
+        size = 1
+        if dist.is_initialized():
+            dist.all_reduce(number)
+            size = dist.get_world_size()
+        return int(number) >= (size if all else 1)
+
+
+_groups: dict[tuple[int, ...], ReplicaGroup] = {}
+"""The group of each division of the processes: what is made behind it lasts until the process ends."""
+
+
+def _find_group(grid: Grid, whole: Any) -> ReplicaGroup:
+    key = (id(whole), *grid.shape, *grid.degrees)
+    if key not in _groups or _groups[key].whole is not whole:
+        _groups[key] = ReplicaGroup(grid, whole)
+    return _groups[key]
