@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from lightning_pipes.cost import Cluster, Deployment, Device, Link, ModelProfile
 from lightning_pipes.engine.messages.links import measure_links
@@ -12,6 +11,7 @@ from lightning_pipes.ir import Plan, PlanError
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.ranks.holdings import positions_of_ranks
+from lightning_pipes.trainer.ranks.processes import process_rank
 from lightning_pipes.trainer.ranks.ranks import Ranks
 
 USABLE_MEMORY = 0.9
@@ -44,7 +44,7 @@ class ProfilePlanner:
             PlanError: nothing can.
         """
         made: Decision | str = ""
-        if dist.get_rank() == self._deciding_rank:
+        if process_rank() == self._deciding_rank:
             try:
                 made = request.measured(plain, profile, rows, deployment)
             except PlanError as error:

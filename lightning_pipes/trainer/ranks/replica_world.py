@@ -89,7 +89,7 @@ def is_in_step() -> bool:
     return _place.is_in_step
 
 
-class ReplicaGroup(dist.ProcessGroup):  # type: ignore[misc]
+class ReplicaGroup(dist.ProcessGroup):
     """The ranks that hold the same stages as this one, as torch's default process group.
 
     Its ranks are the numbers of the replicas. A collective call of all processes, if there are several replicas.
@@ -100,7 +100,7 @@ class ReplicaGroup(dist.ProcessGroup):  # type: ignore[misc]
     """
 
     def __init__(self, grid: Grid, whole: dist.ProcessGroup) -> None:
-        super().__init__(grid.replica, grid.replicas)
+        super().__init__(grid.replica, grid.replicas)  # type: ignore[call-arg]  # the stub lacks this form
         self.whole = whole
         self._grid = grid
         self._ranks = grid.on_all_replicas((grid.position,))
