@@ -5,11 +5,14 @@ Each is pinned by a test, so that a new version that renames or changes one is n
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -365,3 +368,20 @@ def averages_one_by_one() -> Iterator[None]:
         yield
     finally:
         swa_utils._group_tensors_by_device_and_dtype = before  # type: ignore[attr-defined]
+
+
+def silence_store_warnings() -> None:
+    """Keep torch's store from printing C++ calls when its host has ended, which is reported in one line.
+
+    Torch reads the level of this log from TORCH_CPP_LOG_LEVEL when it is imported. A level in the environment stays.
+    """
+    if "TORCH_CPP_LOG_LEVEL" in os.environ or not sys.platform.startswith("linux"):
+        return
+    with suppress(OSError, ValueError):  # another build of torch
+        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
+        level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+        level.value = max(level.value, _ERROR_LEVEL)
+
+
+_ERROR_LEVEL = 2
+"""The number of ERROR in torch's C++ log; WARNING is 1."""

@@ -40,6 +40,7 @@ from lightning_pipes.trainer.module.optimizer_shards import OptimizerShards
 from lightning_pipes.trainer.module.optimizers import OptimizerLayout
 from lightning_pipes.trainer.module.pipelined import CutModule
 from lightning_pipes.trainer.module.remote_tensors import RemoteTensor
+from lightning_pipes.trainer.patches import Patches
 from lightning_pipes.trainer.plan.request import Placement
 from lightning_pipes.trainer.private_lightning import optimizer_to_device
 from lightning_pipes.trainer.ranks.control import Control
@@ -95,7 +96,7 @@ class TrainingData:
             made.resume_from(state, self._compare)
         return made
 
-    def go_on(self, trainer: pl.Trainer) -> None:
+    def go_on(self, trainer: pl.Trainer, patches: Patches) -> None:
         """Has the random numbers of the checkpoint; called last before the first batch, after other hooks drew some."""
         state, self._loaded, self._waiting = self._loaded, None, []
         if state is None:
@@ -108,7 +109,7 @@ class TrainingData:
                 stacklevel=2,
             )
         elif all(isinstance(loader, ResumableLoader) or hasattr(loader, "state_dict") for loader in loaders):
-            private.ignore_warnings(".*your dataloader is not resumable.*")
+            patches.callback(private.ignore_warnings(".*your dataloader is not resumable.*"))
         set_random_state(state["random"], self._device)
         if not state["between_epochs"]:
             private.forget_unfinished_batch(trainer)

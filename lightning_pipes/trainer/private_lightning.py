@@ -591,15 +591,24 @@ def logged_values(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
     return found
 
 
-def ignore_warnings(message: str) -> None:
-    """Ignore warnings with this text, a regular expression.
+def ignore_warnings(message: str) -> Callable[[], None]:
+    """Ignore warnings with this text, a regular expression; return what undoes it.
 
-    Nothing is done where they are: after any change of the filters Python shows all warnings of a process again, and
-    every sibling of an array would repeat those that a script shows once.
+    The filters are read as they are later: other code may have changed them meanwhile. Python notes that they have
+    changed only if it is told so, and would show all warnings of a process again, which every sibling of an array would
+    then repeat.
     """
-    wanted = "ignore", re.compile(message, re.IGNORECASE), Warning, None, 0
-    if wanted not in warnings.filters:
-        warnings.filterwarnings("ignore", message=message)
+    ignored = "ignore", re.compile(message, re.IGNORECASE), Warning, None, 0
+    filters = cast(list[Any], warnings.filters)
+    filters.insert(0, ignored)
+
+    def undo() -> None:
+        for number, each in enumerate(filters := cast(list[Any], warnings.filters)):
+            if each is ignored:
+                del filters[number]
+                return
+
+    return undo
 
 
 def find_average(callback: Averaging) -> nn.Module | None:

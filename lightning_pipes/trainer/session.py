@@ -191,12 +191,13 @@ class Session:
         rank, size, store = self._grid.rank, self._grid.size, None
         if size > 1:
             store = current_store() or adopt_store(default_store(), rank, size, self._local_size)
-        return FailureWatch(store, rank, size, self._settings.heartbeat_timeout, store_host=store_host())
+        timeout = self._settings.heartbeat_timeout
+        return FailureWatch(store, rank, size, timeout, store_host=store_host(), ended=exited_ranks)
 
     def _make_process_group(self) -> None:
         """Create the default process group, once all ranks have joined."""
         watch, device, timeout = self.connections.watch, self._device, self._settings.timeout
-        watch.wait_for_ranks(timeout.total_seconds(), StartupWatch().check, exited_ranks)
+        watch.wait_for_ranks(timeout.total_seconds(), StartupWatch().check)
         fault_point("process_group")
         atexit.register(_destroy_process_groups)
         watch.call(

@@ -30,7 +30,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_pipes.engine.allocator import share_heap
-from lightning_pipes.engine.watch.failure import HEARTBEAT_TIMEOUT
+from lightning_pipes.engine.watch.error_output import shorten_traceback
+from lightning_pipes.engine.watch.failure import HEARTBEAT_TIMEOUT, PeerFailure
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.launcher import exit_with_launcher
 from lightning_pipes.engine.watch.process_exit import skip_final_gc
@@ -418,7 +419,7 @@ class PipelineStrategy(PipelineHost):
         assert self.model is not None
         self.accelerator.setup(trainer)
         if self.session.ranks.grid.replicas == 1:  # every rank logs the same values: there is nothing to synchronise
-            private.ignore_warnings(".*sync_dist=True.*")
+            self._patches.callback(private.ignore_warnings(".*sync_dist=True.*"))
         self.model = self.precision_plugin.convert_module(self.model)
         context = SetupContext(
             self,
@@ -509,7 +510,7 @@ class PipelineStrategy(PipelineHost):
         return self.session.checkpointing.data.prepare_loader(dataloader) if self._trainer.training else dataloader
 
     def on_train_start(self) -> None:
-        self.session.checkpointing.data.go_on(self._trainer)
+        self.session.checkpointing.data.go_on(self._trainer, self._patches)
 
     def on_train_end(self) -> None:
         with self.session.status.report_errors():
@@ -845,6 +846,8 @@ class PipelineStrategy(PipelineHost):
         if isinstance(exception, SIGTERMException):
             as_terminated(exception)
             atexit.register(skip_final_gc)
+        if isinstance(exception, PeerFailure):
+            shorten_traceback(exception)
         if self._leaving_together and isinstance(exception, SIGTERMException):
             self.control.barrier()  # a launcher may end all processes when the first one has ended
         elif self._session is not None:

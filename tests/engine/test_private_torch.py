@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -337,3 +339,20 @@ def test_fully_shard():
     expected = [[(True, "weight"), (True, "bias")], True, [True, True], [True, True], True, [0, 0]]
     for found in run_ranks(shard_and_undo, 2, timeout=60):
         assert found == expected
+
+
+def test_store_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The level of torch's C++ log is where it is looked for, and one in the environment stays."""
+    library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
+    level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    before = level.value
+    try:
+        level.value = 1
+        monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "WARNING")
+        private.silence_store_warnings()
+        assert level.value == 1
+        monkeypatch.delenv("TORCH_CPP_LOG_LEVEL")
+        private.silence_store_warnings()
+        assert level.value == 2
+    finally:
+        level.value = before

@@ -640,10 +640,14 @@ def test_what_is_shown_once_is_not_shown_again(monkeypatch: pytest.MonkeyPatch) 
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         monkeypatch.setattr(warnings, "showwarning", lambda message, *_: shown.append(str(message)))
+        before = list(warnings.filters)
         for _ in range(3):
-            private.ignore_warnings("not .* in a pipeline")
+            undo = [private.ignore_warnings("not .* in a pipeline") for _ in range(2)]
             for text in ("other", "not true in a pipeline"):
                 warnings.warn(text, stacklevel=1)
+            for each in undo:
+                each()
+        assert warnings.filters == before
     assert shown == ["other"]
 
 

@@ -20,7 +20,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from lightning_pipes.engine.private_torch import silence_store_warnings
 from lightning_pipes.engine.watch import process_exit
+from lightning_pipes.engine.watch.error_output import limit_tracebacks, to_one_line
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.heartbeat import BEAT_SECONDS, StallTimer, get_heartbeat
 from lightning_pipes.engine.watch.process_exit import SerialCaller
@@ -87,6 +89,7 @@ class FailureWatch:
         enforce: end the process when it has not closed the watch `GRACE_SECONDS` after a failure on another rank: a
         rank that is blocked in a collective neither sees exceptions nor runs signal handlers. After any failure, end it
             also when it has not ended `GRACE_SECONDS` after its main thread.
+        ended: returns the known ends of ranks, including ranks that have not reached the store.
 
     Attributes:
         stages: the stages of each global rank, for messages.
@@ -101,6 +104,7 @@ class FailureWatch:
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
         store_host: str = "the launcher",
         enforce: bool = True,
+        ended: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
         self.stages: Mapping[int, Sequence[int]] = {}
         self.doing: object | None = None
@@ -111,11 +115,14 @@ class FailureWatch:
         self._timeout = heartbeat_timeout
         self._store_host = store_host
         self._enforce = enforce
+        self._ended = ended
         self._stores = 0
         self._listeners: list[Callable[[BaseException], None]] = []
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._failed_at: float | None = None
+        self._failure, self._is_remote = "", False
+        self._announced, self._heard = threading.Event(), threading.Event()
         self._polls = 0
         self._n_meetings = 0
         self._waits_for: tuple[object | None, int] = None, 0
@@ -130,6 +137,9 @@ class FailureWatch:
                 thread = threading.Thread(target=target, name=f"lightning_pipes failure {name}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
+            if ranks > 1:
+                limit_tracebacks(self)
+                silence_store_warnings()
             fault_point("watch.made")
 
     def sub_store(self) -> Any:
@@ -183,6 +193,16 @@ class FailureWatch:
         """Return whether the process of `rank` is known to have ended; a process of another host never is."""
         process = None if self._store is None else self._heartbeat.known_process(rank)
         return process is not None and process.has_ended()
+
+    def remote_failure(self) -> str | None:
+        """Return the failure of another rank, which this one has logged; None if there is none."""
+        return self._failure if self._announced.is_set() and self._is_remote else None
+
+    def wait_until_heard(self) -> None:
+        """Wait until the other ranks have logged this rank's failure, have left the run, or have ended; no longer than
+        they may take to end."""
+        if self._announced.is_set() and self._store is not None:
+            self._heard.wait(GRACE_SECONDS)
 
     def check(self) -> None:
         """Raise PeerFailure if any rank has failed."""
@@ -283,13 +303,12 @@ class FailureWatch:
             else [rank for rank in sorted(self._others) if self._heartbeat.find_process(rank) is None]
         )
 
-    def wait_for_ranks(self, timeout: float, check: Callable[[], None], ended: Callable[[], Mapping[int, str]]) -> None:
+    def wait_for_ranks(self, timeout: float, check: Callable[[], None]) -> None:
         """Wait until all ranks have reached the store.
 
         Args:
             timeout: seconds to wait for the last one.
             check: called repeatedly meanwhile; may raise.
-            ended: returns the known ends of ranks, including ranks that have not reached the store.
 
         Raises:
             PeerFailure: a rank has ended, or does not reach the store in time.
@@ -298,7 +317,7 @@ class FailureWatch:
         while missing := self.missing_ranks():
             self.check()
             check()
-            for rank, how in ended().items():
+            for rank, how in self._ended().items():
                 if rank in missing:
                     self._publish_failure(f"{self.name(rank)} {how} before it connected to the other ranks")
             now = time.monotonic()
@@ -378,17 +397,37 @@ class FailureWatch:
                         self._check_heartbeat(silence)
             if self.error is None:
                 self._heartbeat.connection.set(self._left_key(self._rank), "")
+            else:
+                self._wait_for_others()
         except Exception as error:
             if not self._closed.is_set():
-                self._accept_failure(f"{self._store_host}, which hosts the store of this run, has ended ({error})")
+                what = to_one_line(str(error))  # torch adds the C++ calls below it
+                self._accept_failure(f"{self._store_host}, which hosts the store of this run, has ended ({what})")
+        finally:
+            self._heard.set()
+
+    def _wait_for_others(self) -> None:
+        """Mark that this rank has logged the failure of the run, and wait for the marks of ranks that still can."""
+        self._announced.wait()
+        connection = self._heartbeat.connection
+        connection.set(self._heard_key(self._rank), "")
+        missing, until = set(self._others), time.monotonic() + GRACE_SECONDS
+        while missing and not self._is_remote and time.monotonic() < until:
+            missing = {
+                rank
+                for rank in missing
+                if not (self.has_ended(rank) or self._has_left(rank) or connection.check([self._heard_key(rank)]))
+            }
+            time.sleep(POLL_SECONDS / 4)
 
     def _check_process(self, other: int) -> None:
         """Publish a failure if the process of another rank is known to have ended in the middle of this run."""
         process = self._heartbeat.find_process(other)
         if process is not None and process.has_ended() and not self._has_left(other):
+            how = self._ended().get(other)
+            note = self._exit_note(other) or (f" (it {how})" if how else "")
             self._publish_failure(
-                f"{self.name(other)} has ended{self._exit_note(other)}: rank {self._rank} found its process gone"
-                f"{self._while_doing()}"
+                f"{self.name(other)} has ended{note}: rank {self._rank} found its process gone{self._while_doing()}"
             )
 
     def _check_heartbeat(self, silence: StallTimer) -> None:
@@ -468,18 +507,20 @@ class FailureWatch:
 
     def _accept_failure(self, text: str) -> None:
         doing, text = self._while_doing(), to_printable(text)
-        self._set_failure(text + (f"\nrank {self._rank} stopped{doing}" if doing else ""))
+        self._set_failure(text, note=f"\nrank {self._rank} stopped{doing}" if doing else "")
 
-    def _set_failure(self, text: str, is_remote: bool = True) -> None:
+    def _set_failure(self, text: str, is_remote: bool = True, note: str = "") -> None:
         with self._lock:
             if self.error is not None:
                 return
-            self.error = PeerFailure(text)
+            self.error = PeerFailure(text + note)
             self._failed_at = time.monotonic()
+            self._failure, self._is_remote = text, is_remote and not text.startswith(f"rank {self._rank} ")
             listeners = list(self._listeners)
         process_exit.give_up()
         if is_remote:  # at once: the launcher may kill this process before its own error is printed
-            _log.error("[rank %d] %s", self._rank, text)
+            _log.error("[rank %d] %s", self._rank, to_one_line(text))
+        self._announced.set()
         for listener in listeners:
             listener(self.error)
 
@@ -488,6 +529,9 @@ class FailureWatch:
 
     def _has_left(self, rank: int) -> bool:
         return bool(self._heartbeat.connection.check([self._left_key(rank)]))
+
+    def _heard_key(self, rank: int) -> str:
+        return f"{self._prefix}/heard/{rank}"
 
     def _left_key(self, rank: int) -> str:
         return f"{self._prefix}/left/{rank}"

@@ -37,6 +37,8 @@ TERMINATED = 128 + 15
 GRACE_SECONDS = 6.0
 """How long a process continues after its launcher, or a rank that it has started, has died. It may already be about to
 end with a more specific error."""
+_REASON_SECONDS = 1.0
+"""How long the end of a started rank may be explained by a failure of the run before it is logged."""
 _WAIT_SECONDS = 4.0
 """How long a failed process waits at its end for the ranks that it has started."""
 _POLL_SECONDS = 0.3
@@ -117,8 +119,10 @@ class _Launched:
                 return
             for rank, code in codes.items():
                 if code not in (None, 0, TERMINATED):
-                    _log.error("rank %d, process %d, %s", rank, self.processes[rank].pid, how_it_ended(code))
-                    time.sleep(GRACE_SECONDS)
+                    time.sleep(_REASON_SECONDS)
+                    if not process_exit.has_given_up():  # otherwise, the cause is already known and logged
+                        _log.error("rank %d, process %d, %s", rank, self.processes[rank].pid, how_it_ended(code))
+                    time.sleep(GRACE_SECONDS - _REASON_SECONDS)
                     self._kill()
                     _end_process(f"rank {rank}, which this process has started, {how_it_ended(code)}; so does this one")
             if None not in codes.values():

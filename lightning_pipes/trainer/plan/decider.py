@@ -26,7 +26,12 @@ from lightning_pipes.trainer.module.deferred import has_meta
 from lightning_pipes.trainer.module.proxy import Layers
 from lightning_pipes.trainer.module.tape import describe_layer
 from lightning_pipes.trainer.plan.decision import Decision
-from lightning_pipes.trainer.plan.layer_profiler import CollectiveCall, LayerProfiler, NotMeasuredError
+from lightning_pipes.trainer.plan.layer_profiler import (
+    CollectiveCall,
+    LayerProfiler,
+    NotMeasuredError,
+    repeats_in_training,
+)
 from lightning_pipes.trainer.plan.profile_cache import MeasuredRun, ProfileCache, describe_module
 from lightning_pipes.trainer.plan.profile_planner import ProfilePlanner
 from lightning_pipes.trainer.plan.request import RunRequest
@@ -96,6 +101,8 @@ class PlanDecider(ProfilePlanner):
             try:
                 made = self._decide_by_times(request, plain)
             except NotMeasuredError as why:
+                if repeats_in_training(why.__cause__, self._trainer):
+                    raise why.__cause__ from None
                 return self._keep_even_cut(request, plain, str(why), why.quiet)
             except PlanError as error:
                 if request.chooses:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -9,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -33,6 +35,7 @@ from lightning_pipes.trainer.module.proxy import Layers, StageProxy
 from lightning_pipes.trainer.module.tape import TapedLayer, identify_layer
 from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.step.hooks import has_hooks
 from lightning_pipes.trainer.step.logs import recorded
 from lightning_pipes.trainer.step.steps import loss_of
 
@@ -63,6 +66,29 @@ class NotMeasuredError(Exception):
 
 class UnsuitableContainerError(NotMeasuredError):
     """Why the step can't have the layers of a container in a pipeline, the same on all ranks."""
+
+
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_HOOKS_BEFORE_STEP = (
+    *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start"),
+    *_TRANSFER_HOOKS,
+)
+
+
+def repeats_in_training(error: BaseException | None, trainer: pl.Trainer) -> TypeGuard[RuntimeError]:
+    """Return whether an error of measuring will end training as well: torch refused the input of a layer, such as one
+    of a wrong shape, and no hook of the user can change the layers or the input until the first step.
+
+    The layers run on all ranks, so that the answer is the same on all of them.
+    """
+    if type(error) is not RuntimeError or LayerProfiler._time_forward.__code__ not in (
+        frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)
+    ):
+        return False
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    return not has_hooks(trainer.lightning_module, private.callbacks(trainer), _HOOKS_BEFORE_STEP) and not any(
+        is_overridden(name, data, pl.LightningDataModule) for name in _TRANSFER_HOOKS if data is not None
+    )
 
 
 class CollectiveCall:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,8 @@ from datetime import timedelta
 
 import pytest
 
-from lightning_pipes.engine.watch.failure import FailureWatch
+from lightning_pipes.engine.watch import error_output
+from lightning_pipes.engine.watch.failure import FailureWatch, PeerFailure
 from lightning_pipes.engine.watch.shared_store import store_on_loopback
 from lightning_pipes.testing.ranks import scale_timeout
 
@@ -48,3 +50,54 @@ def test_who_comes_too_late_gets_none(watches: list[FailureWatch]) -> None:
 def test_failure_names_an_error_without_text(watches: list[FailureWatch]) -> None:
     watches[0].report_failure(KeyboardInterrupt())
     assert str(watches[0].error) == "rank 0 failed: KeyboardInterrupt"
+
+
+class RaisedError(Exception):
+    """What a rank of the user's raises."""
+
+
+def printed(error: BaseException, capsys: pytest.CaptureFixture[str]) -> str:
+    sys.excepthook(type(error), error, error.__traceback__)
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hook of an interpreter, without what other tests have made of it."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(error_output, "_failure", None)
+
+
+def test_the_failing_rank_alone_prints_a_traceback(
+    hook: None,
+    watches: list[FailureWatch],
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other ranks have logged one line by then, however many the error has."""
+    text = "Caught it in a worker.\nOriginal Traceback (most recent call last):\n  a line\nRaisedError: a bad sample"
+    watches[1].report_failure(RaisedError(text))
+    error_output.limit_tracebacks(watches[1])
+    assert printed(RaisedError(text), capsys).splitlines()[-1].endswith("RaisedError: a bad sample")
+    lines = [record.getMessage() for record in caplog.records]  # the last of them before that
+    line = "rank 1 failed: RaisedError: Caught it in a worker. RaisedError: a bad sample"
+    assert sorted(lines) == [f"[rank 0] {line}", f"[rank 2] {line}"]
+    error_output.limit_tracebacks(watches[0])
+    with pytest.raises(PeerFailure) as raised:
+        watches[0].check()
+    assert printed(raised.value, capsys) == ""
+    assert printed(RaisedError(text), capsys) == ""  # which all ranks raise, as those that load one sample
+    assert printed(KeyError("at teardown"), capsys) == "after that: KeyError: 'at teardown'\n"
+    monkeypatch.setenv(error_output.TRACEBACKS, "1")
+    assert "Traceback" in printed(raised.value, capsys)
+
+
+def test_what_others_call_a_dead_rank_prints_its_own_error(
+    hook: None, watches: list[FailureWatch], capsys: pytest.CaptureFixture[str]
+) -> None:
+    watches[0].report_lost_peer(1, ConnectionError("closed"))
+    watches[1].report_failure(RaisedError("a bad day"))
+    assert "rank 1 has ended" in str(watches[1].error)
+    error_output.limit_tracebacks(watches[1])
+    assert "RaisedError: a bad day" in printed(RaisedError("a bad day"), capsys)
