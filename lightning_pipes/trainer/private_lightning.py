@@ -10,13 +10,14 @@ import math
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 import lightning.pytorch as pl
@@ -30,6 +31,7 @@ from lightning.fabric.utilities.distributed import (
     _set_num_threads_if_needed,
     _sync_ddp,
 )
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.optimizer import _optimizer_to_device, _optimizers_to_device
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -40,13 +42,16 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.utilities import _is_max_limit_reached
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers import subprocess_script
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.call import _call_strategy_hook
+from lightning.pytorch.trainer.call import _call_and_handle_interrupt, _call_strategy_hook
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import grad_norm
@@ -71,9 +76,67 @@ init_optimizers = _init_optimizers_and_lr_schedulers
 SubprocessLauncher = _SubprocessScriptLauncher
 
 
-def call_children_scripts(launcher: _SubprocessScriptLauncher) -> None:
-    """Start the script for the other devices of this node; they are in `launcher.procs` then."""
-    launcher._call_children_scripts()
+BaseLauncher = _Launcher
+call_and_handle_interrupt = _call_and_handle_interrupt
+
+
+def call_children_scripts(launcher: _SubprocessScriptLauncher, command: Sequence[str], directory: str) -> None:
+    """Start the program for the other devices of this node; the processes are in `launcher.procs` then.
+
+    Args:
+        command: starts the program where Hydra does not run it; Hydra has a command of its own.
+        directory: where `command` is started.
+    """
+
+    def start(given: Sequence[str], env: Mapping[str, str], cwd: str | None) -> Any:
+        return subprocess.Popen(given, env=env, cwd=directory if cwd is None else cwd)
+
+    replaced = {"_basic_subprocess_cmd": lambda: command, "subprocess": SimpleNamespace(Popen=start)}
+    before = {name: getattr(subprocess_script, name) for name in replaced}
+    vars(subprocess_script).update(replaced)
+    try:
+        launcher._call_children_scripts()
+    finally:
+        vars(subprocess_script).update(before)
+
+
+def is_interactive() -> bool:
+    """Return whether Lightning takes this process for a notebook or a prompt."""
+    return bool(_IS_INTERACTIVE)
+
+
+def trainer_results(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the state of a Trainer after a run: metrics, progress of its loops, and what ended it."""
+    return {
+        "metrics": [dict(each) for each in _metrics(trainer)],
+        "loops": [loop.state_dict() for loop in _loops(trainer).values()],
+        "state": trainer.state,
+        "should_stop": trainer.should_stop,
+    }
+
+
+def restore_trainer_results(trainer: pl.Trainer, results: Mapping[str, Any]) -> None:
+    """Give a Trainer the state of one in another process."""
+    for mine, given in zip(_metrics(trainer), results["metrics"], strict=True):
+        mine.clear()
+        mine.update(given)
+    for loop, state in zip(_loops(trainer).values(), results["loops"], strict=True):
+        loop.load_state_dict(state)
+        _mark_as_run(loop)
+    trainer.state, trainer.should_stop = results["state"], results["should_stop"]
+
+
+def _mark_as_run(loop: Any) -> None:
+    """Take back that `load_state_dict` has a loop begin where a checkpoint was written."""
+    loop.restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+    for each in vars(loop).values():
+        if isinstance(each, _Loop):
+            _mark_as_run(each)
+
+
+def _metrics(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    connector = trainer._logger_connector
+    return [connector.callback_metrics, connector.logged_metrics, connector.progress_bar_metrics]
 
 
 reduce_over = _sync_ddp

@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -235,12 +235,31 @@ class Launcher(private.SubprocessLauncher):
 
     Lightning kills all processes at once when one of them dies, up to five seconds later. Here they have time to say
     which rank has died and to close what they have open, and those that are started end when this process does.
+
+    Args:
+        command: starts the script.
+        directory: where it is started.
     """
+
+    def __init__(
+        self,
+        environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        command: Sequence[str] = (),
+        directory: str = "",
+    ) -> None:
+        super().__init__(environment, num_processes, num_nodes)
+        self._command, self._directory = command, directory
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        return self.num_processes == 1  # then no process is started
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if not environment.creates_processes_externally:
+        if self.num_processes * self.num_nodes > 1 and not environment.creates_processes_externally:
             variables = {LAUNCHER: str(os.getpid())}
             if self.num_nodes == 1:
                 variables |= secret_for_children()
@@ -248,7 +267,7 @@ class Launcher(private.SubprocessLauncher):
                     environment.main_port
                 )  # of several nodes the store listens for others, and this is in its way
             with environment_for_children(variables):
-                private.call_children_scripts(self)
+                private.call_children_scripts(self, self._command, self._directory)
             watch_launched(environment.node_rank() * self.num_processes + 1, self.procs)
         private.set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,12 +36,14 @@ from lightning_pipes.engine.watch.failure import HEARTBEAT_TIMEOUT, PeerFailure
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.launcher import exit_with_launcher
 from lightning_pipes.engine.watch.process_exit import skip_final_gc
+from lightning_pipes.engine.watch.script import find_command, is_imported_by_worker
 from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, check_type
 from lightning_pipes.planning.planner import BLOCKING
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.active_run import ActiveRun
 from lightning_pipes.trainer.checkpoint.files import CheckpointWriter
 from lightning_pipes.trainer.checkpointing import load_model
+from lightning_pipes.trainer.fork_launcher import ForkLauncher
 from lightning_pipes.trainer.loop.adopting import adopt_plan
 from lightning_pipes.trainer.loop.host import PipelineHost
 from lightning_pipes.trainer.loop.manual import ManualLoop
@@ -76,6 +79,14 @@ from lightning_pipes.trainer.step.steps import Context
 from lightning_pipes.trainer.verify.reference import ReferenceProcess, fork_reference
 
 _log = logging.getLogger(__name__)
+_REFUSALS = {
+    "pytorch_lightning.trainer.connectors.accelerator_connector": (
+        "this Trainer is that of the package pytorch_lightning, which knows no strategies of the package lightning"
+    ),
+    "lightning.fabric.connector": "this is a Fabric, whose loops do not let a strategy run the training step",
+    "lightning_fabric.connector": "this is a Fabric, whose loops do not let a strategy run the training step",
+}
+"""Modules that show a strategy only to refuse it, and what they belong to."""
 
 
 class PipelineStrategy(PipelineHost):
@@ -189,6 +200,7 @@ class PipelineStrategy(PipelineHost):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         check_parts(
             accelerator=(accelerator, Accelerator),
             parallel_devices=(parallel_devices, list[torch.device]),
@@ -197,6 +209,7 @@ class PipelineStrategy(PipelineHost):
             precision_plugin=(precision_plugin, Precision),
         )
         super().__init__(accelerator, parallel_devices, cluster_environment, None, precision_plugin)
+        self._arguments = _describe_arguments(given)
         self.num_nodes = 1
         self._request = RunRequest.from_arguments(
             schedule, schedule_args, microbatches, recompute, partition, replan, stale_gradients
@@ -239,10 +252,13 @@ class PipelineStrategy(PipelineHost):
         self._reported: tuple[Sequence[Sequence[Window]], RunInfo] = ((), RunInfo())
 
     def __repr__(self) -> str:
-        # Fabric shows this in its refusal, the only word of ours that is seen there.
-        return (
-            f"PipelineStrategy({self.schedule.name!r}), for lightning.pytorch.Trainer(strategy=...) and not for Fabric"
-        )
+        name = sys._getframe(1).f_globals.get("__name__", "")
+        if name in _REFUSALS:  # of another kind of Trainer, which shows the strategy in a text that does not help
+            raise PlanError(
+                f"PipelineStrategy is a strategy of lightning.pytorch.Trainer, and {_REFUSALS[name]}. Use "
+                "`import lightning.pytorch as pl` for the Trainer, the LightningModule and all callbacks"
+            )
+        return f"PipelineStrategy({self._arguments})"
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy: the settings.
@@ -371,7 +387,29 @@ class PipelineStrategy(PipelineHost):
     def _configure_launcher(self) -> None:
         self._threads = Threads()
         if not self._environment.creates_processes_externally:
-            self._launcher = Launcher(self._environment, self.num_processes, self.num_nodes)
+            self._launcher = self._make_launcher()
+
+    def _make_launcher(self) -> Launcher | ForkLauncher:
+        size, nodes = self.num_processes, self.num_nodes
+        if size * nodes == 1:
+            return Launcher(self._environment, size, nodes)
+        command = find_command()
+        if command is not None and not private.is_interactive():
+            return Launcher(self._environment, size, nodes, *command)
+        why = "it runs in a notebook or at a prompt" if private.is_interactive() else "it has no script file"
+        if nodes > 1:
+            raise PlanError(
+                f"this program can't be started again as another rank, because {why}, and ranks of {nodes} nodes "
+                "can't be forked from it. Write it to a file, and start that on every node, such as by torchrun"
+            )
+        return ForkLauncher(self, self._environment, size, why)
+
+    def begin_forked_rank(self) -> None:
+        """Take the place of a rank in a process that was forked for it."""
+        self._launcher = None
+        private.forget_process_groups()  # of a training in the process itself
+        self._threads = Threads()
+        self.set_world_ranks()
 
     def set_world_ranks(self) -> None:
         """Set this rank in the environment, as Lightning's own strategies do."""
@@ -381,6 +419,12 @@ class PipelineStrategy(PipelineHost):
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
+        if is_imported_by_worker():
+            raise PlanError(
+                "this process is a worker, as of a DataLoader with multiprocessing_context='spawn', which imports the "
+                "script that has started it, and the script begins to train outside of a main guard. Put what it does "
+                'below `if __name__ == "__main__":`, so that importing the script starts nothing'
+            )
         self.set_world_ranks()
         if self._fork_reference():
             return
@@ -766,6 +810,8 @@ class PipelineStrategy(PipelineHost):
 
         Ranks that fail write their parts, which the first one joins where all are alive and have taken the same steps.
         """
+        if isinstance(self._launcher, ForkLauncher) and self._launcher.is_failing:
+            return  # the ranks have saved their weights, and this process has not got them
         if self._session is None or not self._session.is_connected:  # nothing has run yet, and the module is whole
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -868,6 +914,13 @@ class PipelineStrategy(PipelineHost):
     def _leaving_together(self) -> bool:
         """Whether all ranks end at the same batch because one got SIGTERM, so that they can save a whole checkpoint."""
         return self._active_run is not None and self._active_run.stops.terminated
+
+
+def _describe_arguments(given: Mapping[str, Any]) -> str:
+    """Return the arguments of a call that differ from their defaults, as they are written in it."""
+    defaults = signature(PipelineStrategy.__init__).parameters
+    changed = [f"{name}={given[name]!r}" for name in given if given[name] != defaults[name].default]
+    return ", ".join([repr(given["schedule"]), *(each for each in changed if not each.startswith("schedule="))])
 
 
 def _batch_and_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:

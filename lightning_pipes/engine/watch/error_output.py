@@ -38,6 +38,11 @@ def limit_tracebacks(failure: KnownFailure) -> None:
     _failure = failure
 
 
+def is_failure_remote() -> bool:
+    """Return whether the failure by which this process ends is the failure of another rank."""
+    return _failure is not None and _failure.remote_failure() is not None
+
+
 def shows_all_tracebacks() -> bool:
     """Return whether every rank prints its traceback."""
     return os.environ.get(TRACEBACKS, "0") not in ("", "0")

@@ -65,9 +65,11 @@ class _Launcher:
         self.stop_timeout = HEARTBEAT_TIMEOUT
 
     def start_watching(self) -> None:
-        if self.pid or not (pid := _launcher()):
-            return
-        self.pid = pid
+        if not self.pid and (pid := _launcher()):
+            self.watch_parent(pid)
+
+    def watch_parent(self, pid: int) -> None:
+        self.pid, self.gone = pid, False
         if not self._look():
             threading.Thread(target=self._watch, name="lightning_pipes launcher", daemon=True).start()
 
@@ -155,6 +157,11 @@ def exit_with_launcher(stop_timeout: float) -> None:
     """
     _launcher_watch.stop_timeout = stop_timeout
     _launcher_watch.start_watching()
+
+
+def exit_with_parent(pid: int) -> None:
+    """End this process when process `pid` ends, which has forked it."""
+    _launcher_watch.watch_parent(pid)
 
 
 @contextmanager

@@ -1,0 +1,85 @@
+"""Programs that no rank can start again: notebooks and prompts, standard input, the text behind `python -c`."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_pipes.testing.ranks import run_environment, scale_timeout
+from tests.launch.example import environment
+
+CELLS = """
+from tests.launch.notebook import *
+found = {}
+for devices in (1, 2):
+    trainer = make_trainer(devices, default_root_dir=str(devices), enable_checkpointing=True, callbacks=[Counts()])
+    net = Net()
+    trainer.fit(net, loader())
+    print(trainer.strategy.report is not None)
+    found[devices] = [describe(trainer, net), trainer.test(net, loader(), verbose=False)]
+    found[devices].append([y.tolist() for y in trainer.predict(net, loader())])
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(net, loader())
+    found[devices].append(describe(trainer, net))
+    trainer.save_checkpoint(f"{devices}.ckpt")
+
+print("FOUND", found)
+try:
+    make_trainer(2).fit(Net(raise_error), loader())
+except ZeroDivisionError as error:
+    print("RAISED", error, "raise_error(self" in str(error.__cause__) or "in raise_error" in str(error.__cause__))
+
+try:
+    make_trainer(2).fit(Net(interrupt), loader())
+except (SystemExit, KeyboardInterrupt) as error:
+    print("INTERRUPTED", type(error).__name__)
+
+import multiprocessing
+print("LEFT", multiprocessing.active_children())
+exit()
+"""
+
+
+def test_cells_of_a_notebook(tmp_path: Path) -> None:
+    """The process of the notebook has afterwards what it has after a training in itself."""
+    env = run_environment("notebook", tmp_path) | environment("notebook")
+    run = subprocess.run(
+        [sys.executable, "-i", "-q"],
+        input=CELLS.replace("\n    found", "\n    found"),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=env,
+        timeout=scale_timeout(120),
+    )
+    lines = {line.split(" ", 1)[0]: line for line in run.stdout.splitlines()}
+    assert "FOUND" in lines, run.stdout + run.stderr
+    found: dict[int, list[Any]] = ast.literal_eval(lines["FOUND"].removeprefix("FOUND "))
+    assert found[1][0]["counts"] == (2, 6, "finished")
+    for one, two in zip(found[1], found[2], strict=True):
+        compare(one, two)
+    assert found[1][0]["weights"] != found[1][3]["weights"]
+    assert torch.load(tmp_path / "2.ckpt", weights_only=False)["global_step"] == found[1][3]["counts"][1]
+    assert lines["RAISED"] == "RAISED of a hook True", run.stderr
+    assert lines["INTERRUPTED"].split()[1] in ("SystemExit", "KeyboardInterrupt")
+    assert lines["LEFT"] == "LEFT []"
+
+
+def compare(one: Any, two: Any) -> None:
+    if isinstance(one, dict):
+        assert one.keys() == two.keys()
+        one, two = [*one.values()], [*two.values()]
+    if isinstance(one, (list, tuple)):
+        assert len(one) == len(two), (one, two)
+        for pair in zip(one, two, strict=True):
+            compare(*pair)
+    elif isinstance(one, float):
+        assert one == pytest.approx(two, rel=1e-4, abs=1e-6)
+    else:
+        assert one == two
