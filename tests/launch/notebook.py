@@ -79,7 +79,7 @@ def interrupt(trainer):
 def describe(trainer, net):
     found = {
         "weights": [p.tolist() for p in net.parameters()],
-        "losses": net.losses,
+        "losses": [*net.losses],
         "metrics": [
             {k: float(v) for k, v in each.items()}
             for each in (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
@@ -88,7 +88,7 @@ def describe(trainer, net):
     }
     for callback in trainer.callbacks:
         if isinstance(callback, Counts):
-            found["epochs"] = callback.epochs
+            found["epochs"] = [*callback.epochs]
         if isinstance(callback, ModelCheckpoint):
             found["best"] = (os.path.basename(callback.best_model_path), os.path.exists(callback.best_model_path))
     return found

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.ir import PlanError
 from lightning_pipes.testing.ranks import run_environment, scale_timeout
+from lightning_pipes.trainer.fork_launcher import ForkLauncher
 from tests.launch.example import environment
 
 CELLS = """
@@ -51,7 +54,7 @@ def test_cells_of_a_notebook(tmp_path: Path) -> None:
     env = run_environment("notebook", tmp_path) | environment("notebook")
     run = subprocess.run(
         [sys.executable, "-i", "-q"],
-        input=CELLS.replace("\n    found", "\n    found"),
+        input=CELLS,
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -83,3 +86,22 @@ def compare(one: Any, two: Any) -> None:
         assert one == pytest.approx(two, rel=1e-4, abs=1e-6)
     else:
         assert one == two
+
+
+def test_forks_can_not_use_cuda_after_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = ForkLauncher(None, None, 2, "it runs in a notebook or at a prompt")  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(PlanError, match=r"has used CUDA already.* Restart the notebook"):
+        launcher.launch(print, trainer=object())  # type: ignore[arg-type]
+
+
+def test_strategy_is_shown_as_it_is_made() -> None:
+    made = PipelineStrategy("kfkb", microbatches=4, schedule_args={"k": 2})
+    assert repr(made) == "PipelineStrategy('kfkb', microbatches=4, schedule_args={'k': 2})"
+    assert repr(PipelineStrategy()) == "PipelineStrategy('1f1b')"
+    for module, named in {
+        "lightning.fabric.connector": "Fabric",
+        "pytorch_lightning.trainer.connectors.accelerator_connector": "pytorch_lightning",
+    }.items():
+        with pytest.raises(PlanError, match=f"{named}.*import lightning.pytorch as pl"):
+            exec("repr(made)", {"made": made, "__name__": module})

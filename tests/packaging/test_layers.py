@@ -55,6 +55,7 @@ ROOMS = {  # of a layer, from the bottom; a room is a folder or a file
         "checkpointing",
         "active_run",
         "session",
+        "fork_launcher",
         "module_setup",
         "unit_setup",
         "setup",
