@@ -119,7 +119,7 @@ class ForkLauncher(private.BaseLauncher):
         left, until = {process.sentinel: process for process in self._processes}, float("inf")
         while left and time.monotonic() < until:
             for sentinel in wait([*left], timeout=None if until == float("inf") else until - time.monotonic()):
-                process = left.pop(sentinel)  # type: ignore[call-overload]
+                process = left.pop(sentinel)
                 process.join()
                 if process.exitcode:
                     until = min(until, time.monotonic() + 2 * GRACE_SECONDS)

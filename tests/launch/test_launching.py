@@ -106,7 +106,7 @@ def test_who_raises_ends_though_a_stopped_rank_owes_it_an_answer(tmp_path):
         status, said = run.end(but=1)
     assert status == 1
     assert f"rank 1 (stage 0) was declared dead by rank 0: no heartbeat for {HEARTBEAT_TIMEOUT:.0f} s" in said
-    assert "Traceback" in said
+    assert "Traceback" not in said  # which the failing rank alone prints
 
 
 def test_who_is_stopped_before_ranks_have_met_is_not_waited_for(tmp_path):
