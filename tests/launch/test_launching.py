@@ -151,7 +151,7 @@ def test_a_death_under_lightnings_launcher(victim, when, tmp_path):
     assert status == (1 if victim else -signal.SIGKILL)
     named = {
         0: ("rank 0, which hosts the store of this run, has ended", "which has started this one, has ended"),
-        1: ("rank 1 was ended by signal 9 before it came", "rank 1 (stage 0) has ended", "rank 1 has ended"),
+        1: ("rank 1 was ended by signal 9 before it connected", "rank 1 (stage 0) has ended", "rank 1 has ended"),
     }
     assert any(name in said for name in named[victim])
 
