@@ -6,6 +6,7 @@ Each is pinned by a test, so that a new version that renames or changes one is n
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import sys
 import threading
@@ -385,3 +386,8 @@ def silence_store_warnings() -> None:
 
 _ERROR_LEVEL = 2
 """The number of ERROR in torch's C++ log; WARNING is 1."""
+
+
+def is_imported_by_worker() -> bool:
+    """Return whether this process was spawned by another one, as by a DataLoader, and imports its script now."""
+    return bool(getattr(multiprocessing.current_process(), "_inheriting", False))

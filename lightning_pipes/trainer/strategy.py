@@ -31,12 +31,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_pipes.engine.allocator import share_heap
+from lightning_pipes.engine.private_torch import is_imported_by_worker
 from lightning_pipes.engine.watch.error_output import shorten_traceback
 from lightning_pipes.engine.watch.failure import HEARTBEAT_TIMEOUT, PeerFailure
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.launcher import exit_with_launcher
 from lightning_pipes.engine.watch.process_exit import skip_final_gc
-from lightning_pipes.engine.watch.script import find_command, is_imported_by_worker
+from lightning_pipes.engine.watch.script import find_command
 from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, check_type
 from lightning_pipes.planning.planner import BLOCKING
 from lightning_pipes.trainer import private_lightning as private

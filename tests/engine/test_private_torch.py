@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
+import multiprocessing
+import multiprocessing.spawn
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -356,3 +359,10 @@ def test_store_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
         assert level.value == 2
     finally:
         level.value = before
+
+
+def test_inheriting(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not private.is_imported_by_worker()
+    assert "current_process()._inheriting = True" in inspect.getsource(multiprocessing.spawn)
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    assert private.is_imported_by_worker()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
@@ -35,8 +34,3 @@ def find_command() -> tuple[Sequence[str], str] | None:
         directory = file.removesuffix(given)  # Python has made the path of the script absolute at its start
     path = Path(directory, file)
     return ([sys.executable, str(path), *sys.argv[1:]], directory) if path.exists() else None
-
-
-def is_imported_by_worker() -> bool:
-    """Return whether this process was spawned by another one, and is about to import its script."""
-    return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
