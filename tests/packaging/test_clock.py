@@ -9,6 +9,7 @@ from tests.packaging.test_layers import LAYERS, ROOT, files
 
 READS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "time", "time_ns"}
 WAITS = {
+    "trainer/fork_launcher.py",
     "arrays/array.py",  # for news of other ranks
     "arrays/siblings/sibling.py",
     "engine/messages/bulk_transfer.py",  # for chunks, and for ends that close
