@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -134,6 +135,17 @@ def pinned_bytes(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
+class FrozenLeaf:
+    """A leaf of messages whose content never changes after it was sent.
+
+    Consecutive messages often carry the same object, which is then serialized, and loaded by the receiver, only once.
+    """
+
+
+def _are_frozen(leaves: Sequence[Any]) -> bool:
+    return all(isinstance(leaf, FrozenLeaf) for leaf in leaves)
+
+
 class Encoder:
     """The sending end of one channel. Released wires are reused for a steady stream.
 
@@ -153,6 +165,7 @@ class Encoder:
         self._allocate = allocate
         self._drop = drop
         self._known: dict[Any, tuple[int, Signature]] = {}
+        self._last_frozen: tuple[list[Any], bytes] = [], b""
         self._pools: OrderedDict[tuple[int, int], list[Wire]] = OrderedDict()
         self._lock = threading.Lock()  # wires may be given back by another thread
 
@@ -168,7 +181,7 @@ class Encoder:
             described = tuple((t.shape, t.dtype) if isinstance(t, torch.Tensor) else None for t in leaves)
             tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
             plain = [v for v in leaves if not isinstance(v, torch.Tensor)]
-            values = dumps(plain, self._seal) if plain else b""
+            values = self._serialize(plain) if plain else b""
         known = self._known.get((spec, described, flags))
         spec_bytes = b""
         if known is None:
@@ -185,6 +198,16 @@ class Encoder:
         if extra:
             wire.bytes[_EXTRA : _EXTRA + len(extra)] = extra
         return wire, tensors
+
+    def _serialize(self, leaves: list[Any]) -> bytes:
+        """Return the leaves as bytes; those of the last message, if it had the same objects and they are frozen."""
+        last, known = self._last_frozen
+        if len(leaves) == len(last) and all(map(is_, leaves, last)):
+            return known
+        values = dumps(leaves, self._seal)
+        if _are_frozen(leaves):
+            self._last_frozen = leaves, values
+        return values
 
     def release(self, wire: Wire) -> None:
         """Keep a delivered wire for another message, or drop it."""
@@ -233,6 +256,7 @@ class Decoder:
     def __init__(self, seal: Seal | None = TRUSTED) -> None:
         self._seal = seal
         self._signatures: dict[int, Signature] = {}
+        self._last_frozen: tuple[bytes, Sequence[Any]] = b"", ()
 
     def decode(self, buffer: torch.Tensor, posted: int, arrived: int) -> Message:
         """Return the message in a byte tensor; its tensors are views of it.
@@ -262,7 +286,7 @@ class Decoder:
             self._signatures[number] = Signature.from_bytes(view[at : at + n_spec], self._seal)
             at += n_spec
         signature = self._signatures[number]
-        values = loads(view[at : at + n_values], self._seal) if n_values else ()
+        values = self._load(bytes(view[at : at + n_values])) if n_values else ()
         key = (window, _instruction(kind, stage, job, batch, start, stop))
         tensors = None if n_spec or n_values else slot.views.get(number)
         if tensors is None:
@@ -276,6 +300,15 @@ class Decoder:
         if copy:
             tensors = [t.clone() for t in tensors]
         return Message(key, signature.build_tree(tensors, values), signature.flags, sent, posted, arrived)
+
+    def _load(self, data: bytes) -> Sequence[Any]:
+        """Return the leaves in `data`; those of the last message, if it had the same bytes and they are frozen."""
+        if data == self._last_frozen[0]:
+            return self._last_frozen[1]
+        leaves: Sequence[Any] = loads(data, self._seal)
+        if _are_frozen(leaves):
+            self._last_frozen = data, leaves
+        return leaves
 
 
 @lru_cache(maxsize=4096)  # every batch repeats them

@@ -151,7 +151,8 @@ class SynchronousLoop(TrainingLoop):
         """Run forward and backward of all micro-batches; the user's step runs on the last stage."""
         run = self._run
         run.inject(step)
-        run.engine.drain()
+        with run.user_steps.around_batch():
+            run.engine.drain()
         if step.order is not None:
             step.window = Window(run.engine.plan, step.order, run.engine.events)
 

@@ -312,6 +312,10 @@ class Steps:
         self._seed = seed
         self._device = device
 
+    def around_batch(self) -> AbstractContextManager[Any]:
+        """Return the context in which the stages of this rank run the micro-batches of a batch."""
+        return _NOTHING
+
     def step_context(self) -> AbstractContextManager[Any]:
         """Return the context of training steps."""
         return self._train or self._precision.train_step_context()

@@ -57,6 +57,8 @@ class LazyStep(TracedStep):
         self._as_recorded = True
         self._watched: list[tuple[torch.Tensor, int]] = []
         self._crossing: Crossing | None = None
+        self._sent: Trace | None = None
+        self._rows = 0
         self._held = 0
         """The checkpoint that the last unit with values of this stage is in."""
 
@@ -67,10 +69,12 @@ class LazyStep(TracedStep):
         arguments: Sequence[Any],
         received: Crossing | None,
         seed: Callable[[int], None] | None = None,
+        rows: int = 0,
     ) -> Crossing | Any:
         """Return the message to the next stage; on the last stage the result of the step.
 
         Args:
+            rows: samples of the micro-batch, for the trace.
             received: what the stage before has sent; None on the first stage.
             seed: called with the number of a draw of random numbers before it.
 
@@ -78,7 +82,7 @@ class LazyStep(TracedStep):
             PipelineError: the step runs otherwise than on the stage before, or needs weights of an earlier stage.
         """
         self.begin(batch, seed)
-        self._received = received or ((), Trace())
+        self._received, self._rows = received or ((), Trace()), rows
         self._as_recorded, self._watched, self._crossing, self._held = True, [], None, 0
         try:
             with self:
@@ -94,7 +98,8 @@ class LazyStep(TracedStep):
         finally:
             self._check_shared()
             self.begin(())
-        return out if self._ends else self._crossing
+        crossing, self._crossing, self._received = self._crossing, None, ((), Trace())  # they hold values and graphs
+        return out if self._ends else crossing
 
     def run_unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
         if self._crossing is not None:
@@ -122,8 +127,9 @@ class LazyStep(TracedStep):
     def _run_own(self, number: int, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
         given = tensors_of((args, kwargs))
         has_weights = self._as_recorded and number < self._border  # those of its module
-        foreign = [t for t in self.placed(None if has_weights else path, given) if t.is_meta]
-        if not self._ends and (foreign or (self._as_recorded and number >= self._border)):
+        is_border = self._as_recorded and number >= self._border and not self._ends
+        foreign = [] if is_border else [t for t in self.placed(None if has_weights else path, given) if t.is_meta]
+        if is_border or (foreign and not self._ends):
             if self.checkpoint and self.checkpoint == self._held:
                 raise refuse_unit(
                     number,
@@ -211,7 +217,14 @@ class LazyStep(TracedStep):
             if where is not None:
                 memory[where].append(key)
         shared = tuple(tuple(group) for group in memory.values() if len(group) > 1)
-        return found, Trace(list(self.units), keys, shared)
+        return found, self._make_trace(keys, shared)
+
+    def _make_trace(self, keys: tuple[int, ...], shared: tuple[tuple[int, ...], ...]) -> Trace:
+        """Return the trace up to here; that of the micro-batch before if it is equal, so that it is serialized once."""
+        last, ends = self._sent, (keys, shared, self._rows)
+        if last is None or (last.keys, last.shared, last.rows) != ends or not _equal(last.units, self.units):
+            self._sent = last = Trace(list(self.units), *ends)
+        return last
 
     def _check_shared(self) -> None:
         """Refuse a change of a value that shared memory with others on the stage before."""
@@ -227,3 +240,11 @@ class LazyStep(TracedStep):
             f"stage {self._stage} runs the step otherwise than the stage before it: the step {what}. What it does must "
             "depend on the batch, on weights, and on random numbers of torch alone, which are the same on all ranks"
         )
+
+
+def _equal(some: Sequence[Done], others: Sequence[Done]) -> bool:
+    """Return whether two stages have run the same units with the same results, as far as these can be compared."""
+    try:
+        return bool(some == others)
+    except (TypeError, ValueError, RuntimeError):  # results with objects that have no truth value, such as arrays
+        return False

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -72,6 +73,9 @@ class UnitSteps(Steps):
         self.joint = joint
         self._waiting: dict[Item, dict[Span, tuple[Crossing, list[torch.Tensor | None]]]] = {}
 
+    def around_batch(self) -> AbstractContextManager[Any]:
+        return self._cut.show_weights()
+
     def stage_body(self, number: int) -> Body:
         return self._run_stage
 
@@ -100,12 +104,11 @@ class UnitSteps(Steps):
             if last and self._end is not None:
                 return self._defer_loss(self._end, stage, item, span, out)
         if not last:
-            out[1].rows = span.rows
             return out
         self.state.note_microbatch(span)
         entered = () if received is None else received[0]
-        weights = [p for layer in stage.layers.values() for p in layer.parameters()]
-        return self.scale_loss(item, span, out, logged, [*entered, *weights])
+        weights = (p for layer in stage.layers.values() for p in layer.parameters())  # read only if no sample counts
+        return self.scale_loss(item, span, out, logged, chain(entered, weights))
 
     @contextmanager
     def _repeat_buffers(self, stage: Stage, item: Item, span: Span) -> Iterator[None]:
@@ -172,7 +175,7 @@ class UnitSteps(Steps):
             layout = self._end.layout(self._layout) if self._end is not None and ends else self._layout
             self._lazy[key] = LazyStep(self._module, layout, number, self._device, key[1])
         seed = partial(stage.seed_user_code, item, span)
-        return self._lazy[key].run(step, batch, item.data.arguments, received, seed)
+        return self._lazy[key].run(step, batch, item.data.arguments, received, seed, span.rows)
 
 
 def stage_modules(module: nn.Module, layout: UnitLayout) -> list[nn.Module]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_pipes.engine.messages.message import FrozenLeaf
 from lightning_pipes.engine.trees import SentWhole
 
 
@@ -131,7 +132,7 @@ class Done(NamedTuple):
 
 
 @dataclass
-class Trace(SentWhole):
+class Trace(SentWhole, FrozenLeaf):
     """The units before a border, and the values that cross it.
 
     Attributes:

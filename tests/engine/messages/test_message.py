@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
-from lightning_pipes.engine.messages.message import Decoder, Encoder, ReceiveBuffer, Wire
+from lightning_pipes.engine.messages import message
+from lightning_pipes.engine.messages.message import Decoder, Encoder, FrozenLeaf, ReceiveBuffer, Wire
 from tests.engine.pipes import RECEIVE
 
 
@@ -50,3 +54,34 @@ def test_what_was_copied_from_a_slot_stays_when_the_slot_is_filled_again() -> No
         came.append(decoder.decode_copy(slot, 7))
     assert [m.tree.tolist() for m in came] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
     assert [(m.key, m.flags, m.sent, m.arrived) for m in came] == [((t, RECEIVE), (True,), 5, 7) for t in (1, 2, 3)]
+
+
+class Frozen(FrozenLeaf):
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def test_a_frozen_leaf_is_serialized_once_and_any_other_leaf_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    serialized: list[Any] = []
+    dumps = message.dumps
+
+    def count_dumps(leaves: Any, seal: Any) -> bytes:
+        serialized.append(leaves)
+        return dumps(leaves, seal)
+
+    monkeypatch.setattr(message, "dumps", count_dumps)
+    encoder, decoder = Encoder(), Decoder()
+
+    def send(leaf: Any) -> Any:
+        wire, tensors = encoder.encode((0, RECEIVE), [torch.ones(2), leaf], (False,), 0)
+        wire.copy_tensors(tensors)
+        return decoder.decode(wire.buffer, 0, 0).tree[1]
+
+    frozen, changing = Frozen(1), {1, 2}
+    first, before = send(frozen), len(serialized)
+    assert send(frozen) is first
+    assert len(serialized) == before
+    assert send(Frozen(2)).value == 2
+    assert send(changing) == {1, 2}
+    changing.add(3)
+    assert send(changing) == {1, 2, 3}
