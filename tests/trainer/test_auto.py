@@ -28,7 +28,7 @@ from lightning_pipes.ir import Kind, Plan, PlanError
 from lightning_pipes.ir.registry import make_schedule
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.module.unchanged import keep_unchanged
-from lightning_pipes.trainer.plan import decider, layer_profiler
+from lightning_pipes.trainer.plan import decider, layer_profiler, profile_planner
 from lightning_pipes.trainer.plan.request import RunRequest
 from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch
 from lightning_pipes.trainer.plan.trial import Trial, Trials
@@ -139,7 +139,8 @@ def trained(rank: int, cases: dict[str, tuple[Case, dict[str, Any]]], folder: st
         with pytest.MonkeyPatch.context() as patch:
             decider._profiles.clear()
             for where, value in replaced.items():
-                patch.setattr(decider, where, partial(constant, value[rank] if isinstance(value, tuple) else value))
+                owner = decider if hasattr(decider, where) else profile_planner
+                patch.setattr(owner, where, partial(constant, value[rank] if isinstance(value, tuple) else value))
             if name == "tiny":
                 patch.setattr(layer_profiler, "WORTH_MEASURING", 600.0)  # on a slow machine they take long, too
             if case.trainer.get("seconds"):
