@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer import setup
 from lightning_pipes.trainer.module.pipelined import find_pipelined
 from lightning_pipes.trainer.plan.container import Clock, warn_about_outside
 from tests.trainer.lit import differences, quiet
@@ -89,13 +90,18 @@ def data() -> DataLoader[torch.Tensor]:
     return DataLoader(torch.arange(48.0).reshape(8, WIDTH) / 48, batch_size=4)
 
 
-CONTAINER: dict[str, Any] = {"partition": "parameters", "microbatches": 1, "recompute": True}
-"""Units have no recomputation, so a container is cut although most operations are in others."""
+CONTAINER: dict[str, Any] = {"partition": "parameters", "microbatches": 1}
+
+
+def keep_container() -> None:
+    """Cut a container although most operations are in others, as if a setting did not work with units."""
+    pytest.MonkeyPatch().setattr(setup, "find_refused", lambda context: ["a setting"])
 
 
 def chosen(rank: int, folder: str) -> dict[str, Any]:
     quiet()
     TIME.patch(pytest.MonkeyPatch())
+    keep_container()
     pl.seed_everything(3, verbose=False)
     module = LitHeads()
     fit = trainer(2, strategy=PipelineStrategy(**CONTAINER))
@@ -146,6 +152,7 @@ def resumed(rank: int, path: str) -> list[str]:
     """What is cut in a run that goes on, where train_dataloader has to wait and nothing can be measured."""
     quiet()
     TIME.patch(pytest.MonkeyPatch())
+    keep_container()
 
     class WithData(LitHeads):
         def train_dataloader(self) -> Any:

@@ -317,8 +317,8 @@ def test_borders_balance_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = measure(case, found)
     assert seconds is not None
     sleeps = [n for n, unit in enumerate(found.units) if unit.name == "Sleep.apply"]
-    assert [seconds[n] for n in sleeps] == pytest.approx([0.04, 0.08])
-    assert sum(seconds) == pytest.approx(0.12), "the others have none of it"
+    assert [seconds[n] for n in sleeps] == pytest.approx([0.04, 0.08], abs=1e-4)
+    assert sum(seconds) == pytest.approx(0.12, abs=1e-3), "the others have none of it"
     border = Borders(found, seconds).choose(2)[1]
     assert sleeps[0] < border <= sleeps[1]
 
