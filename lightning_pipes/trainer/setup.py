@@ -39,7 +39,7 @@ from lightning_pipes.trainer.module.pipelined import (
     log_choice,
 )
 from lightning_pipes.trainer.module.sharding import check_shards, unshard_outside
-from lightning_pipes.trainer.module.step_probe import check_steps_apart
+from lightning_pipes.trainer.module.step_probe import check_skips_unused, check_steps_apart
 from lightning_pipes.trainer.module.weight_callbacks import check_callbacks, limit_writers, localize_callbacks
 from lightning_pipes.trainer.module_setup import ContainerSetup, ModuleSetup, SetupContext, WholeWeights
 from lightning_pipes.trainer.patches import Patches
@@ -58,6 +58,7 @@ from lightning_pipes.trainer.step.between_steps import check_clearing
 from lightning_pipes.trainer.step.clipping import GradientAgreement, HookClipping
 from lightning_pipes.trainer.step.hooks import track_hooks, track_optimizer_steps, wrap_module_hooks
 from lightning_pipes.trainer.step.logs import GradientLogs, limit_metric_sync
+from lightning_pipes.trainer.step.uses import ChoosesLayers
 from lightning_pipes.trainer.unit_setup import UnitSetup, find_refused
 from lightning_pipes.trainer.units.cut import WHOLE
 from lightning_pipes.trainer.verify.verifier import Verifier, check_verifiable
@@ -451,6 +452,8 @@ def wrap_steps(context: SetupContext, active: ActiveRun, weights: WholeWeights) 
     run, local_layers = active.run, active.run.local_layers
     if ranks.grid.length > 1 and context.is_fitting:
         check_steps_apart(local_layers.optimizers, run.is_asynchronous)
+    if run.is_asynchronous and isinstance(context.module, ChoosesLayers) and context.is_fitting:
+        check_skips_unused(local_layers.optimizers)
     holders = ranks.control if weights.is_sharded else ranks.pipeline
     summed = None if run.is_asynchronous else holders
     precision = context.host.precision_plugin

@@ -150,6 +150,23 @@ def clamp(optimizer: Any, *_: Any) -> None:
                 p.clamp_(-0.125, 0.125)
 
 
+class DecaysAll(LitSupernet):
+    """Trained by an optimizer that decays all weights, whether or not a batch uses them."""
+
+    def configure_optimizers(self) -> Any:
+        return DecayingSGD(self.parameters(), lr=0.1)
+
+
+class DecayingSGD(SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.99)
+        return loss
+
+
 class FreezesLater(LitSupernet):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         for candidate in (self.net[0][0], self.net[3][1], self.net[5][0], self.net[5][1]):

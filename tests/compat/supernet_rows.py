@@ -60,6 +60,12 @@ for name, kind, refused, reason in (
         "leaves gradients, or zeros in their place",
         "layers that a batch does not use would be stepped",
     ),
+    (
+        "an optimizer that decays weights without gradients",
+        nets.DecaysAll,
+        "changes parameters that have no gradients",
+        "a batch steps the layers that it uses; skip parameters without gradients",
+    ),
     ("weights clamped in on_train_batch_end", nets.ClampsWeights, CHANGED, USE_STEP_HOOK),
     ("p.data clamped in on_train_batch_end", nets.ClampsData, CHANGED, USE_STEP_HOOK),
     ("weights clamped in on_before_optimizer_step", nets.ClampsBeforeSteps, CHANGED, USE_STEP_HOOK),

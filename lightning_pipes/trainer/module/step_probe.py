@@ -1,14 +1,15 @@
 """Checks that an optimizer steps each parameter by itself, as ranks step their own layers only.
 
 Optimizers of torch do. Of any other a copy steps a few small parameters, and another copy some of these alone: what
-comes of them must be the same.
+comes of them must be the same. An optimizer may couple parameters late, by a sum over all of them that it keeps. So
+values that such a sum has changed are distorted, and no later step may depend on that.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,8 +22,12 @@ from lightning_pipes.engine.compute.rng import forked_rng, seed_all
 from lightning_pipes.engine.private_torch import Clipping, step_hooks
 from lightning_pipes.ir import PipelineError
 
-_STEPS = 2
-"""Steps that are compared: the first makes the state."""
+_STEPS = 24
+"""Steps that are compared. An optimizer may couple parameters only after some."""
+_LATE_STEPS = 1000
+"""Steps that are compared of an optimizer that keeps a value of several parameters, which it may use later."""
+_DISTORTION = 1e3
+"""The factor by which a value that depends on several parameters is changed, to see whether steps depend on it."""
 _TENSORS = 4
 """Parameters of a group that are stepped."""
 _SIZE = 2
@@ -40,7 +45,7 @@ def check_steps_apart(optimizers: Sequence[Optimizer], is_asynchronous: bool) ->
     """
     for optimizer in optimizers:
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
-        if first is None or type(optimizer).__module__.partition(".")[0] == "torch":
+        if first is None or _is_of_torch(optimizer):
             continue
         name = type(optimizer).__name__
         try:
@@ -72,48 +77,152 @@ def check_steps_apart(optimizers: Sequence[Optimizer], is_asynchronous: bool) ->
             )
 
 
+def check_skips_unused(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that change parameters without gradients, for batches that step some layers only.
+
+    Raises:
+        PipelineError: an optimizer changes such a parameter.
+    """
+    for optimizer in optimizers:
+        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        if first is None or _is_of_torch(optimizer):
+            continue
+        name = type(optimizer).__name__
+        try:
+            with _equal_norms(True), forked_rng(first.device):
+                probe = _Probe(optimizer, range(_TENSORS))
+                probe.step(2)
+                probe.skipped = frozenset(range(1, _TENSORS))
+                before = probe.values()
+                probe.step(1)
+                changed = [key for key, value in probe.values().items() if key[1] and not _close(value, before[key])]
+        except Exception as error:
+            rank_zero_warn(
+                f"it is unknown whether {name} leaves parameters without gradients as they are: it does not step small "
+                f"ones ({type(error).__name__}: {error}). A batch steps the layers that it uses, and no others, so an "
+                "optimizer that decays all weights in each step would differ from one process"
+            )
+            continue
+        if changed:
+            raise PipelineError(
+                f"{name} changes parameters that have no gradients, as by a decay of all weights in each step. Batches "
+                "that overlap use different layers, and each steps only the layers that it uses, so all others would "
+                "not be changed. Skip parameters with p.grad is None, as optimizers of torch do, or train with a "
+                "schedule that flushes, such as '1f1b'"
+            )
+
+
+def _is_of_torch(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.partition(".")[0] == "torch"
+
+
 def _compare(optimizer: Optimizer) -> str:
     """Return the other inputs of a parameter's step: "random" numbers, "all" parameters, or ""."""
-    whole = _step_copies(optimizer, range(_TENSORS), seed=0)
-    if not _same(whole, _step_copies(optimizer, range(_TENSORS), seed=1)):
+    whole, again, distorted = (_Probe(optimizer, range(_TENSORS)) for _ in range(3))
+    halves = [_Probe(optimizer, range(start, _TENSORS, 2)) for start in (0, 1)]
+    whole.step(_STEPS)
+    again.step(_STEPS, seed=1)
+    if not _same(whole.values(), again.values()):
         return "random"
-    halves = [_step_copies(optimizer, range(start, _TENSORS, 2), seed=0) for start in (0, 1)]
-    return "" if all(_same(half, whole) for half in halves) else "all"
+    for half in halves:
+        half.step(_STEPS)
+    if not all(_same(half.values(), whole.values()) for half in halves):
+        return "all"
+    distorted.step(_STEPS)
+    if not any([distorted.distort(whole, half) for half in halves]):
+        return ""
+    whole.step(_LATE_STEPS)
+    distorted.step(_LATE_STEPS)
+    ends = whole.values()
+    equal = (torch.equal(value.nan_to_num(), ends[key].nan_to_num()) for key, value in distorted.values().items())
+    return "" if all(equal) else "all"  # the same computations give the same bits
 
 
-def _same(some: dict[tuple[int, int], torch.Tensor], whole: dict[tuple[int, int], torch.Tensor]) -> bool:
-    return all(torch.allclose(value, whole[key], rtol=1e-4, atol=1e-6, equal_nan=True) for key, value in some.items())
+def _same(some: Mapping[tuple[int, int], torch.Tensor], whole: Mapping[tuple[int, int], torch.Tensor]) -> bool:
+    return all(_close(value, whole[key]) for key, value in some.items())
 
 
-def _step_copies(optimizer: Optimizer, kept: Sequence[int], seed: int) -> dict[tuple[int, int], torch.Tensor]:
-    """Return small parameters after steps of a copy of `optimizer`, by group and number; it has those `kept`."""
-    small: dict[tuple[int, int], nn.Parameter] = {}
-    gradients: dict[tuple[int, int], torch.Tensor] = {}
-    memo: dict[int, Any] = {}
-    for g, group in enumerate(optimizer.param_groups):
-        known = group["params"] or [torch.zeros(_SIZE)]
-        for n in range(_TENSORS):
-            like = known[n * len(known) // _TENSORS]
-            generator = torch.Generator().manual_seed(100 * g + n)
-            shape, kind = (_SIZE,) * like.ndim, {"dtype": like.dtype, "device": like.device}
-            value, gradient = ((n + 1) * torch.randn(shape, generator=generator) for _ in range(2))
-            small[g, n] = nn.Parameter(value.to(**kind))
-            gradients[g, n] = gradient.to(**kind)
-        for n, p in enumerate(group["params"]):
-            memo[id(p)] = small[g, n % _TENSORS]
-    chosen = {g: [small[g, n] for n in kept] for g, _ in enumerate(optimizer.param_groups)}
-    made = _copy(optimizer, chosen, memo)
+def _close(value: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(value, other, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+class _Probe:
+    """A copy of an optimizer with small parameters in place of its own.
+
+    Args:
+        kept: numbers of the parameters that it has, of each group.
+
+    Attributes:
+        skipped: numbers of the parameters that get no gradients.
+    """
+
+    def __init__(self, optimizer: Optimizer, kept: Sequence[int]) -> None:
+        self.skipped: frozenset[int] = frozenset()
+        self._kept = kept
+        self._factor = 0.0
+        self._small: dict[tuple[int, int], nn.Parameter] = {}
+        self._gradients: dict[tuple[int, int], torch.Tensor] = {}
+        memo: dict[int, Any] = {}
+        for g, group in enumerate(optimizer.param_groups):
+            known = group["params"] or [torch.zeros(_SIZE)]
+            for n in range(_TENSORS):
+                like = known[n * len(known) // _TENSORS]
+                generator = torch.Generator().manual_seed(100 * g + n)
+                shape, kind = (_SIZE,) * like.ndim, {"dtype": like.dtype, "device": like.device}
+                value, gradient = ((n + 1) * torch.randn(shape, generator=generator) for _ in range(2))
+                self._small[g, n] = nn.Parameter(value.to(**kind))
+                self._gradients[g, n] = gradient.to(**kind)
+            for n, p in enumerate(group["params"]):
+                memo[id(p)] = self._small[g, n % _TENSORS]
+        chosen = {g: [self._small[g, n] for n in kept] for g, _ in enumerate(optimizer.param_groups)}
+        self._optimizer = _copy(optimizer, chosen, memo)
+
+    def step(self, steps: int, seed: int = 0) -> None:
+        """Step several times."""
+        seed_all(seed, next(iter(self._small.values())).device)
+        for _ in range(steps):
+            self._factor = 1.0 + (self._factor % 3)  # else gradients of late steps would be zero
+            self._optimizer.step(self._set_gradients)  # type: ignore[arg-type]
+
+    def values(self) -> dict[tuple[int, int], torch.Tensor]:
+        """Return the parameters as they are now, by group and number."""
+        return {(g, n): p.detach().clone() for (g, n), p in self._small.items() if n in self._kept}
+
+    def distort(self, whole: _Probe, half: _Probe) -> bool:
+        """Change the values by which `half`, with some of the parameters of `whole`, differs from it; return whether
+        there are any."""
+        found = False
+        for own, of_whole, of_half in zip(self._tables(), whole._tables(), half._tables(), strict=True):
+            for key in own.keys() & of_whole.keys() & of_half.keys():
+                if _is_number(own[key]) and not _are_equal(of_whole[key], of_half[key]):
+                    own[key] = _DISTORTION * own[key] + 1
+                    found = True
+        return found
+
+    def _tables(self) -> list[dict[Any, Any]]:
+        """Return the dicts in which the optimizer keeps values: of itself, of each group and of each parameter."""
+        made = self._optimizer
+        states = [made.state.get(p) for p in self._small.values()]
+        return [vars(made), *made.param_groups, *(state if isinstance(state, dict) else {} for state in states)]
 
     @torch.enable_grad()
-    def closure() -> torch.Tensor:
-        for (g, n), p in small.items():
-            p.grad = (gradients[g, n] + 0.5 * p.detach()) if n in kept else None
+    def _set_gradients(self) -> torch.Tensor:
+        for (g, n), p in self._small.items():
+            has_gradient = n in self._kept and n not in self.skipped
+            p.grad = (self._factor * self._gradients[g, n] + 0.5 * p.detach()) if has_gradient else None
         return torch.ones((), requires_grad=True)
 
-    seed_all(seed, next(iter(small.values())).device)
-    for _ in range(_STEPS):
-        made.step(closure)  # type: ignore[arg-type]
-    return {(g, n): p.detach() for (g, n), p in small.items() if n in kept}
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_floating_point() or value.is_complex()
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and _close(one, other)
+    return bool(one == other)
 
 
 def _copy(optimizer: Optimizer, chosen: dict[int, list[nn.Parameter]], memo: dict[int, Any]) -> Optimizer:

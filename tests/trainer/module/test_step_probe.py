@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.module.step_probe import check_steps_apart
+from lightning_pipes.trainer.module.step_probe import check_skips_unused, check_steps_apart
 from tests.compat.gradient_modules import SAM, ClippingSGD, Lamb, NoisySGD
 
 
@@ -39,6 +39,36 @@ class Lookahead(torch.optim.Optimizer):
         return loss
 
 
+class SumsGradients(SGD):
+    """Keeps a sum over all gradients, and divides its rate by that from step `at` on."""
+
+    def __init__(self, parameters: Any, at: int) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.total, self.count, self.at = 0.0, 0, at
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = torch.enable_grad()(closure)()
+        found = [(p, group["lr"]) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.total += sum(float(p.grad.square().sum()) for p, _ in found)
+        self.count += 1
+        for p, rate in found:
+            p.sub_(rate * p.grad if self.count < self.at else rate * p.grad / self.total)
+        return loss
+
+
+class DecaysAll(SGD):
+    """Decays all parameters, whether or not they have gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.99)
+        return loss
+
+
 class NeedsItsOwn(SGD):
     def step(self, closure: Any = None) -> Any:
         assert self.param_groups[0]["params"][0].shape == (3, 5), "made for others"
@@ -50,7 +80,15 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape)) for shape in ((3, 5), (3,), (2, 3, 4), ())]
 
 
-FINE = [partial(AdamW, lr=0.1), SubclassOfAdamW, Lamb, Lookahead, partial(SAM, lr=0.1, norm=False)]
+FINE = [
+    partial(SumsGradients, at=10**9),
+    partial(DecaysAll, lr=0.1),
+    partial(AdamW, lr=0.1),
+    SubclassOfAdamW,
+    Lamb,
+    Lookahead,
+    partial(SAM, lr=0.1, norm=False),
+]
 
 
 @pytest.mark.parametrize("make", [*FINE, partial(ClippingSGD, lr=0.1)])
@@ -70,6 +108,8 @@ def test_each_parameter_is_stepped_by_itself(make):
     ("make", "is_asynchronous", "message"),
     [
         (partial(Lamb, whole=True), False, "Lamb steps a parameter by what it finds in others.*clip_grad_norm_"),
+        (partial(SumsGradients, at=13), False, "SumsGradients steps a parameter by what it finds in others"),
+        (partial(SumsGradients, at=500), False, "SumsGradients steps a parameter by what it finds in others"),
         (partial(SAM, lr=0.1), False, "SAM steps a parameter by what it finds in others"),
         (partial(ClippingSGD, lr=0.1), True, "ClippingSGD steps a parameter by what it finds in others"),
         (partial(NoisySGD, lr=0.1), False, "NoisySGD draws random numbers for one parameter after another"),
@@ -83,3 +123,13 @@ def test_what_needs_all_parameters_is_refused(make, is_asynchronous, message):
 def test_what_cannot_be_told_is_said():
     with pytest.warns(UserWarning, match="unknown whether NeedsItsOwn steps each parameter by itself.*made for oth"):
         check_steps_apart([NeedsItsOwn(parameters(), lr=0.1)], is_asynchronous=False)
+
+
+@pytest.mark.parametrize("make", [SubclassOfAdamW, Lamb, Lookahead, partial(AdamW, lr=0.1)])
+def test_unused_parameters_stay(make):
+    check_skips_unused([make(parameters())])
+
+
+def test_a_decay_of_unused_parameters_is_refused():
+    with pytest.raises(PipelineError, match="DecaysAll changes parameters that have no gradients.*'1f1b'"):
+        check_skips_unused([DecaysAll(parameters(), lr=0.1)])
