@@ -191,8 +191,16 @@ class Session:
         rank, size, store = self._grid.rank, self._grid.size, None
         if size > 1:
             store = current_store() or adopt_store(default_store(), rank, size, self._local_size)
-        timeout = self._settings.heartbeat_timeout
-        return FailureWatch(store, rank, size, timeout, store_host=store_host(), ended=exited_ranks)
+        settings = self._settings
+        return FailureWatch(
+            store,
+            rank,
+            size,
+            settings.heartbeat_timeout,
+            store_host=store_host(),
+            ended=exited_ranks,
+            setup_seconds=settings.timeout.total_seconds(),
+        )
 
     def _make_process_group(self) -> None:
         """Create the default process group, once all ranks have joined."""

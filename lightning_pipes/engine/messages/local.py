@@ -35,7 +35,8 @@ _RING = struct.Struct("<i i q q")  # kind of notice, number of the slot, its byt
 _FRESH, _AGAIN, _DROP, _GOODBYE = range(4)
 HELLO = struct.Struct("<i")  # the sender's global rank
 _FREE, _TAKEN = 0, 1
-CONNECT_SECONDS = 60.0
+GREETING_SECONDS = 60.0
+"""How long a peer may take to answer that listens, or has connected."""
 
 
 class LocalMailbox(Mailbox):
@@ -118,7 +119,7 @@ def connect_to(name: str, rank: int) -> socket.socket:
     """
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        made.settimeout(CONNECT_SECONDS)
+        made.settimeout(GREETING_SECONDS)
         made.connect(name)
         if not same_user(made):
             raise ForgedError(f"{name!r} is no socket of this run's user")
@@ -289,27 +290,29 @@ class PeerListener:
         self._socket.bind(self.name)
         self._socket.listen(64)
 
-    def accept_peer(self, watch: FailureWatch) -> tuple[int, socket.socket]:
+    def accept_peer(self, watch: FailureWatch, awaited: Sequence[int]) -> tuple[int, socket.socket]:
         """Return the next peer's global rank and its connection.
 
+        Args:
+            awaited: the ranks that have not connected yet.
+
         Raises:
-            PeerFailure: another rank failed meanwhile.
-            TimeoutError: no peer connected in time.
+            PeerFailure: another rank failed meanwhile, or none of these connected within the run's timeout.
         """
         self._socket.settimeout(0.5)
-        deadline = time.monotonic() + CONNECT_SECONDS
+        deadline = time.monotonic() + watch.setup_seconds
         while True:
             try:
                 connection, _ = self._socket.accept()
             except TimeoutError:
                 watch.check()
                 if time.monotonic() > deadline:
-                    raise
+                    watch.report_late_ranks(awaited)
                 continue
             if not same_user(connection):  # messages are unpickled, so other users may not send any
                 connection.close()
                 continue
-            connection.settimeout(CONNECT_SECONDS)
+            connection.settimeout(GREETING_SECONDS)
             (rank,) = HELLO.unpack(connection.recv(HELLO.size, socket.MSG_WAITALL))
             return rank, connection
 
@@ -334,16 +337,17 @@ class LocalTransport:
         def make_lost_handler(peer: int) -> Callable[[BaseException], None]:
             return lambda error: watch.report_lost_peer(peer, error)
 
-        expected = 0
+        expected: list[int] = []
         for source, destination, kind in plan.directed_links:
             if rank == source:
                 peer = global_ranks[destination]
-                address = store.get(f"address/{peer}").decode()
+                address = watch.wait_for_values(store, {peer: f"address/{peer}"})[peer]
                 self._out[destination, _RECEIVED[kind]] = LocalOutbox(address, mine, mailbox, make_lost_handler(peer))
             elif rank == destination:
-                expected += 1
-        for _ in range(expected):
-            peer, connection = listener.accept_peer(watch)
+                expected.append(global_ranks[source])
+        while expected:
+            peer, connection = listener.accept_peer(watch, expected)
+            expected.remove(peer)
             self._in.append(LocalInbox(connection, mailbox, make_lost_handler(peer)))
         listener.close()
 

@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.messages.channel import RECEIVER, SENDER, Inbox, Outbox, Work, record_stream_use
-from lightning_pipes.engine.messages.local import CONNECT_SECONDS, LocalTransport, host_id
+from lightning_pipes.engine.messages.local import LocalTransport, host_id
 from lightning_pipes.engine.messages.mailbox import Key, Mailbox, Transport
 from lightning_pipes.engine.messages.message import Decoder, Encoder, Message
 from lightning_pipes.engine.private_torch import ProcessGroupGloo
@@ -296,7 +296,7 @@ def make_transport(
     fault_point("transport")
     store = watch.sub_store()
     if kind == "auto":
-        kind = _choose(store, global_ranks[rank], list(global_ranks), device)
+        kind = _choose(store, global_ranks[rank], list(global_ranks), device, watch)
     if kind == "local":
         if device.type != "cpu" or not host_id():
             raise InputError(f"transport 'local' needs Linux and tensors on the CPU, not on {device}; choose 'gloo'")
@@ -310,11 +310,10 @@ def make_transport(
     return GlooTransport(plan, rank, global_ranks, device, watch, store)
 
 
-def _choose(store: PrefixStore, rank: int, ranks: list[int], device: torch.device) -> str:
+def _choose(store: PrefixStore, rank: int, ranks: list[int], device: torch.device, watch: FailureWatch) -> str:
     mine = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else f"cpu of {host_id()}"
     store.set(f"place/{rank}", mine)
-    store.wait([f"place/{r}" for r in ranks], timedelta(seconds=CONNECT_SECONDS))
-    places = [store.get(f"place/{r}").decode() for r in ranks]
+    places = [*watch.wait_for_values(store, {r: f"place/{r}" for r in ranks}).values()]
     if device.type == "cpu":
         return "local" if host_id() and len(set(places)) == 1 else "gloo"
     if len(set(places)) == len(places):

@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 REASON_SECONDS = 5 * POLL_SECONDS
+SETUP_SECONDS = 1800.0
+"""How long ranks wait for each other while they connect, unless the run has another timeout."""
 GRACE_SECONDS = 7.0
 """How long a rank that knows of a failure may take to exit by itself before its watchdog ends it."""
 PUBLISH_SECONDS = 2.0
@@ -92,6 +94,7 @@ class FailureWatch:
         ended: returns the known ends of ranks, including ranks that have not reached the store.
 
     Attributes:
+        setup_seconds: how long ranks wait for each other while they connect; the setup of a rank may take that long.
         stages: the stages of each global rank, for messages.
         doing: the reason why this rank waits, for messages; None while it computes.
     """
@@ -105,7 +108,9 @@ class FailureWatch:
         store_host: str = "the launcher",
         enforce: bool = True,
         ended: Callable[[], Mapping[int, str]] = dict,
+        setup_seconds: float = SETUP_SECONDS,
     ) -> None:
+        self.setup_seconds = setup_seconds
         self.stages: Mapping[int, Sequence[int]] = {}
         self.doing: object | None = None
         self.error: PipelineError | None = None
@@ -327,6 +332,30 @@ class FailureWatch:
             if now > started + timeout:
                 self._publish_failure(f"{_ranks(missing)} did not connect to the other ranks within {timeout:.0f} s")
             time.sleep(POLL_SECONDS / 4)
+        self.check()
+
+    def wait_for_values(self, store: Any, keys: Mapping[int, str]) -> dict[int, str]:
+        """Return the values that ranks store while they connect.
+
+        Args:
+            store: a part of the run's store.
+            keys: of each rank, under which it stores its value.
+
+        Raises:
+            PeerFailure: a rank has failed, or does not store its value within `setup_seconds`.
+        """
+        deadline = time.monotonic() + self.setup_seconds
+        while missing := [rank for rank, key in keys.items() if not store.check([key])]:
+            self.check()
+            if time.monotonic() > deadline:
+                self.report_late_ranks(missing)
+            time.sleep(POLL_SECONDS / 40)
+        return {rank: store.get(key).decode() for rank, key in keys.items()}
+
+    def report_late_ranks(self, ranks: Sequence[int]) -> None:
+        """Report that ranks have not connected within `setup_seconds`, and raise PeerFailure."""
+        late = f"{_ranks(ranks)} did not connect to the other ranks within {self.setup_seconds:.0f} s"
+        self._publish_failure(f"{late}. If setup takes longer on a rank, set PipelineStrategy(timeout=...)")
         self.check()
 
     def exchange_texts(self, topic: str, text: str | None, timeout: float) -> list[str]:

@@ -129,7 +129,8 @@ def _compare(optimizer: Optimizer) -> str:
     if not all(_same(half.values(), whole.values()) for half in halves):
         return "all"
     distorted.step(_STEPS)
-    if not any([distorted.distort(whole, half) for half in halves]):
+    distorted_values = [distorted.distort(whole, half) for half in halves]
+    if not any(distorted_values):
         return ""
     whole.step(_LATE_STEPS)
     distorted.step(_LATE_STEPS)

@@ -62,8 +62,8 @@ class Mesh:
         for other, name in names.items():
             if other < rank:
                 self._add(other, connect_to(name, rank))
-        while len(self._peers) < len(names) - 1:
-            self._add(*listener.accept_peer(watch))
+        while awaited := [other for other in names if other != rank and other not in self._peers]:
+            self._add(*listener.accept_peer(watch, awaited))
         self.others = tuple(self._peers)
         self._by_descriptor = {peer.socket.fileno(): peer for peer in self._peers.values()}
 

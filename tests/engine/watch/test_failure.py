@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
-from lightning_pipes.engine.watch import error_output
+from lightning_pipes.engine.watch import error_output, failure
 from lightning_pipes.engine.watch.failure import FailureWatch, PeerFailure
 from lightning_pipes.engine.watch.shared_store import store_on_loopback
 from lightning_pipes.testing.ranks import scale_timeout
@@ -101,3 +102,35 @@ def test_what_others_call_a_dead_rank_prints_its_own_error(
     assert "rank 1 has ended" in str(watches[1].error)
     error_output.limit_tracebacks(watches[1])
     assert "RaisedError: a bad day" in printed(RaisedError("a bad day"), capsys)
+
+
+class SlowStore:
+    """A store in which a rank stores its value after some looks, each `seconds` after the one before."""
+
+    def __init__(self, seconds: float, looks: int) -> None:
+        self.now, self._seconds, self._looks = 0.0, seconds, looks
+
+    def check(self, keys: list[str]) -> bool:
+        self.now += self._seconds
+        self._looks -= 1
+        return self._looks <= 0
+
+    def get(self, key: str) -> bytes:
+        return b"there"
+
+
+def wait_for_slow_rank(patch: pytest.MonkeyPatch, seconds: float) -> dict[int, str]:
+    """Waits for a rank that needs 40 minutes, where `seconds` are allowed."""
+    store, watch = SlowStore(seconds=300.0, looks=8), FailureWatch(None, 0, 2, setup_seconds=seconds)
+    clock = SimpleNamespace(monotonic=lambda: store.now, sleep=lambda seconds: None)
+    patch.setattr(failure, "time", clock)
+    return watch.wait_for_values(store, {1: "place/1"})
+
+
+def test_setup_may_take_a_rank_as_long_as_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wait_for_slow_rank(monkeypatch, 3600.0) == {1: "there"}
+
+
+def test_a_rank_that_connects_too_late_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PeerFailure, match=r"rank 1 did not connect .* within 1800 s.*PipelineStrategy\(timeout="):
+        wait_for_slow_rank(monkeypatch, 1800.0)

@@ -131,5 +131,5 @@ def test_unused_parameters_stay(make):
 
 
 def test_a_decay_of_unused_parameters_is_refused():
-    with pytest.raises(PipelineError, match="DecaysAll changes parameters that have no gradients.*'1f1b'"):
+    with pytest.raises(PipelineError, match=r"DecaysAll changes parameters that have no gradients.*'1f1b'"):
         check_skips_unused([DecaysAll(parameters(), lr=0.1)])
