@@ -269,7 +269,9 @@ class UnitSetup(ModuleSetup):
         if self._context.is_manual:
             ranks = [part.holdings.global_ranks[each] for each in plan.ranks]
             joint = JointStep(module, layout, plan.ranks.index(rank), device, self._ranks.pipeline, ranks)
-        return UnitSteps(module, precision, plan, rank, seed, device, state, cut, layout, self.end, joint, holdings)
+        steps = UnitSteps(module, precision, plan, rank, seed, device, state, cut, layout, self.end, joint, holdings)
+        steps.overlaps = not self._request.schedule.flushes
+        return steps
 
     def _lay_units(self, request: RunRequest, stages: int) -> UnitLayout:
         """Return the cut of the recorded step; where nothing is trained the last stage has all weights.

@@ -370,3 +370,47 @@ class Contrasts(Annealed):
         x, _ = batch
         logits = self(x) @ self(-x).T
         return F.cross_entropy(logits, torch.arange(len(x)))
+
+
+class ChangesWeights(Lit):
+    """Its training_step changes weights by `change`, before or after the layers."""
+
+    def __init__(self, change: Any, after: bool = False) -> None:
+        super().__init__(optimizer="sgd")
+        self.scale = nn.Parameter(torch.tensor(0.02))
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+        self.change, self.after = change, after
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        if not self.after:
+            self.change(self)
+        loss = F.cross_entropy(self.model(x) / self.scale.exp(), y)
+        target = self.teacher(x).softmax(1)
+        if self.after:
+            self.change(self)
+        return loss + F.mse_loss(self.model(x).softmax(1), target)
+
+
+@torch.no_grad()
+def clamp_scale(module: Any) -> None:
+    module.scale.clamp_(0.01, 0.03)
+
+
+@torch.no_grad()
+def normalize_head(module: Any) -> None:
+    module.model[-1].weight.copy_(F.normalize(module.model[-1].weight, dim=1))
+
+
+@torch.no_grad()
+def average_weights(module: Any) -> None:
+    for p, q in zip(module.model.parameters(), module.teacher.parameters(), strict=True):
+        q.data.mul_(0.9).add_(p.data, alpha=0.1)
+
+
+def copy_weights(module: Any) -> None:
+    module.teacher.load_state_dict(module.model.state_dict())
+
+
+def assign_weights(module: Any) -> None:
+    module.model[-1].weight.data = module.model[-1].weight.data * 0.9

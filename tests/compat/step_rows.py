@@ -124,3 +124,19 @@ steps(
     strategy={"module": ""},
     reason="its loss is computed once for all samples, as with loss='batch'",
 )
+
+changes = partial(row, "Weights changed in training_step, by units")
+ONCE, WHOLE = {"module": "", "microbatches": 4}, {"module": "", "microbatches": 1}
+for what, change, line in (
+    ("clamped", s.clamp_scale, "the step changes self.scale at "),
+    ("normalized", s.normalize_head, "the step changes self.model.8.weight at "),
+    ("a running average", s.average_weights, "the step changes self.teacher.0.0.weight at "),
+    ("copied by load_state_dict", s.copy_weights, "the step changes self.teacher.0.0.weight at "),
+    ("assigned by data", s.assign_weights, "the step assigns data to self.model.8.weight at "),
+):
+    changed = partial(s.ChangesWeights, change)
+    changes(f"{what}, several micro-batches", module=changed, strategy=ONCE, refused=line)
+changes("a running average", module=partial(s.ChangesWeights, s.average_weights), strategy=WHOLE)
+for what, change in (("a running average", s.average_weights), ("normalized", s.normalize_head)):
+    changed = partial(s.ChangesWeights, change, after=True)
+    changes(f"{what}, after the layers", module=changed, strategy=WHOLE, refused="has a copy, and one of these would")

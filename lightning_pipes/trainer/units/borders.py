@@ -69,6 +69,7 @@ class Borders:
         live = self.live(border)
         memory = [m for key in live if (m := self._record.memory.get(key)) is not None]
         shared = {m for m in memory if memory.count(m) > 1}
+        shared |= self._record.weight_memory  # p.data, say, which the other stage would have a copy of
         changed = (k for k in live if self._record.memory.get(k) in shared)
         return not any(self._written.get(key, -1) >= border for key in changed)
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_pipes.engine.compute.sendable import check_sendable
 from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.step.user_code import find_user_line
 from lightning_pipes.trainer.units.mode import Function
 from lightning_pipes.trainer.units.recording import UnitLayout
 from lightning_pipes.trainer.units.trace import Done, Trace, tensors_of
@@ -59,6 +60,9 @@ class LazyStep(TracedStep):
         self._crossing: Crossing | None = None
         self._sent: Trace | None = None
         self._rows = 0
+        self._why_once = ""
+        """Why the step may change no weights; empty if it may."""
+        self._refusal: PipelineError | None = None
         self._held = 0
         """The checkpoint that the last unit with values of this stage is in."""
 
@@ -70,6 +74,7 @@ class LazyStep(TracedStep):
         received: Crossing | None,
         seed: Callable[[int], None] | None = None,
         rows: int = 0,
+        why_once: str = "",
     ) -> Crossing | Any:
         """Return the message to the next stage; on the last stage the result of the step.
 
@@ -77,10 +82,13 @@ class LazyStep(TracedStep):
             rows: samples of the micro-batch, for the trace.
             received: what the stage before has sent; None on the first stage.
             seed: called with the number of a draw of random numbers before it.
+            why_once: why a change of weights by the step would not be that of one process; empty if it would.
 
         Raises:
-            PipelineError: the step runs otherwise than on the stage before, or needs weights of an earlier stage.
+            PipelineError: the step runs otherwise than on the stage before, needs weights of an earlier stage, or
+                changes weights where it may not.
         """
+        self._why_once, self._refusal = why_once, None
         self.begin(batch, seed)
         self._received, self._rows = received or ((), Trace()), rows
         self._as_recorded, self._watched, self._crossing, self._held = True, [], None, 0
@@ -95,6 +103,10 @@ class LazyStep(TracedStep):
                 self._crossing = self._pack()  # it has none of its weights on later stages
         except _Border:
             out = None
+        except Exception:
+            if self._refusal is not None:  # load_state_dict has made another error of it
+                raise self._refusal from None
+            raise
         finally:
             self._check_shared()
             self.begin(())
@@ -150,6 +162,8 @@ class LazyStep(TracedStep):
                 "PipelineStrategy(partition=[...])",
             )
         ran = self.run_here(name, path, function, args, kwargs, given)
+        if path is None and ran.written:
+            self._check_weights(ran.written)
         self.units.append(ran.done)
         self._held = self._held if ran.done.pure else self.checkpoint
         self.values.prune()
@@ -159,6 +173,34 @@ class LazyStep(TracedStep):
         if not isinstance(leaf, torch.Tensor):
             check_sendable(leaf, f"a module of stage {self._stage} returns")
         return super()._describe_leaf(leaf)
+
+    def change(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
+        if name == "data" and args and self.values.is_placed(args[0]):
+            self._check_weights([args[0]], f"assigns {name} to")
+            if args[0].is_meta:  # the stage that has it assigns
+                return None
+        return super().change(name, function, args, kwargs)
+
+    def _check_weights(self, written: Sequence[torch.Tensor], how: str = "changes") -> None:
+        """Refuse a change of weights that would be another one than in one process.
+
+        Raises:
+            PipelineError: the step runs for each of several micro-batches, or other stages have these weights, too.
+        """
+        where = {storage_of(t) for t in written} - {None}
+        for name, p in self._module.named_parameters():
+            if not any(p is t for t in written) and storage_of(p) not in where:
+                continue
+            stages = self._layout.parts_of.get(name, ())
+            why = self._why_once
+            if not why and len(stages) > 1:
+                why = f"Stages {', '.join(map(str, stages))} use it, each has a copy, and one of these would be changed"
+            if why:
+                self._refusal = self._refusal or PipelineError(
+                    f"the step {how} self.{name} at {find_user_line()}. {why}. Make this change in "
+                    "on_train_batch_start or on_train_batch_end, where each rank changes its weights once for a batch"
+                )
+                raise self._refusal
 
     def begin_checkpoint(self) -> bool:
         super().begin_checkpoint()

@@ -69,6 +69,7 @@ class StepRecord:
         results: keys of the values that the step returned or logged.
         calls: of each module that is no unit, by path, the first unit of each call and the one behind it.
         stateful: paths of modules whose attributes the step has changed.
+        weight_memory: where the parameters lie.
     """
 
     units: tuple[RecordedUnit, ...]
@@ -79,6 +80,7 @@ class StepRecord:
     results: frozenset[int] = frozenset()
     calls: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     stateful: frozenset[str] = frozenset()
+    weight_memory: frozenset[int | None] = frozenset()
 
     @property
     def drawing(self) -> frozenset[str]:
@@ -181,6 +183,7 @@ class Recorder(TracedStep):
             frozenset(results),
             {path: tuple(calls) for path, calls in self.calls.items()},
             frozenset(path for path, part in parts.items() if not _are_same(before[path], _attributes(part))),
+            frozenset(storage_of(p) for p in self._module.parameters()) - {None},
         )
 
     def _call_whole(self, path: str, forward: Function, /, *args: Any, **kwargs: Any) -> Any:

@@ -44,6 +44,8 @@ class UnitSteps(Steps):
     """
 
     runs_whole_evaluation = True
+    overlaps = False
+    """Whether other batches are under way while a batch runs."""
 
     def __init__(
         self,
@@ -175,7 +177,23 @@ class UnitSteps(Steps):
             layout = self._end.layout(self._layout) if self._end is not None and ends else self._layout
             self._lazy[key] = LazyStep(self._module, layout, number, self._device, key[1])
         seed = partial(stage.seed_user_code, item, span)
-        return self._lazy[key].run(step, batch, item.data.arguments, received, seed, span.rows)
+        why_once = self._explain_once(stage, item, span)
+        return self._lazy[key].run(step, batch, item.data.arguments, received, seed, span.rows, why_once)
+
+    def _explain_once(self, stage: Stage, item: Item, span: Span) -> str:
+        """Return why a change of weights by the step would not be that of one process; empty if it would."""
+        if not item.training:
+            return ""
+        if self.overlaps:
+            return "Other batches are under way, which use the weights as they were"
+        if stage.recompute:
+            return "This stage runs the step a second time for its gradients. Leave recompute=True out"
+        if span.rows == item.rows and not self.ends_whole:
+            return ""
+        return (
+            "One process makes this change once for a batch, and here the step runs for each micro-batch. Set "
+            "PipelineStrategy(microbatches=1), by which it runs once"
+        )
 
 
 def stage_modules(module: nn.Module, layout: UnitLayout) -> list[nn.Module]:
