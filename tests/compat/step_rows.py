@@ -137,6 +137,6 @@ for what, change, line in (
     changed = partial(s.ChangesWeights, change)
     changes(f"{what}, several micro-batches", module=changed, strategy=ONCE, refused=line)
 changes("a running average", module=partial(s.ChangesWeights, s.average_weights), strategy=WHOLE)
-for what, change in (("a running average", s.average_weights), ("normalized", s.normalize_head)):
-    changed = partial(s.ChangesWeights, change, after=True)
-    changes(f"{what}, after the layers", module=changed, strategy=WHOLE, refused="has a copy, and one of these would")
+changed = partial(s.ChangesWeights, s.average_weights, after=True)
+changes("a running average, after the layers", module=changed, strategy=WHOLE)
+changes("clamped, one micro-batch", module=partial(s.ChangesWeights, s.clamp_scale), strategy=WHOLE)

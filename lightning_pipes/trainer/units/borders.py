@@ -42,6 +42,7 @@ class Borders:
             for name in unit.weights:
                 uses[name].append(number)
         self._uses = uses
+        self._changed = {name for unit in record.units for name in unit.changes}
         self._has_seconds = bool(seconds)
         costs = seconds or [unit.operations + 1 for unit in record.units]
         costs = [0.0 if unit.pure else cost for unit, cost in zip(record.units, costs, strict=True)]
@@ -58,6 +59,10 @@ class Borders:
     def divided(self, border: int) -> int:
         """Return how many weights are used on both sides of a border, so that two stages hold them."""
         return sum(used[0] < border <= used[-1] for used in self._uses.values())
+
+    def divides_changed(self, border: int) -> bool:
+        """Return whether a weight that the step changes is used on both sides of a border."""
+        return any(used[0] < border <= used[-1] for name in self._changed if (used := self._uses.get(name)))
 
     def is_possible(self, border: int) -> bool:
         """Return whether a step can be cut there: not within a checkpoint, and not between a value and a change of its
@@ -109,6 +114,8 @@ class Borders:
         """
         before, units = self._before, self._record.units
         possible = [border for border in range(1, end or len(units)) if self.is_possible(border)]
+        whole = [border for border in possible if not self.divides_changed(border)]
+        possible = whole if len(whole) >= stages - 1 else possible
         if len(possible) < stages - 1:
             raise PlanError(
                 f"training_step has {len(units)} units (calls of modules and functions) with {len(possible)} possible "

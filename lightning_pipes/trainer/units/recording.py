@@ -43,6 +43,7 @@ class RecordedUnit:
         operations: what it costs.
         held: number of the block of `torch.utils.checkpoint` that it is in, which runs again as a whole; 0 for none.
         drew: whether it drew random numbers.
+        changes: names of the parameters that it changes.
     """
 
     name: str
@@ -54,6 +55,7 @@ class RecordedUnit:
     operations: float
     held: int
     drew: bool
+    changes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class StepRecord:
     results: frozenset[int] = frozenset()
     calls: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     stateful: frozenset[str] = frozenset()
-    weight_memory: frozenset[int | None] = frozenset()
+    weight_memory: frozenset[int] = frozenset()
 
     @property
     def drawing(self) -> frozenset[str]:
@@ -130,6 +132,7 @@ class Recorder(TracedStep):
         self._differentiates = differentiates
         self._fake = fake
         self._names: dict[int, str] = {}
+        self._memory_names: dict[int | None, str] = {}
         self._flops = _Operations()  # type: ignore[no-untyped-call]
         self._running: str | None = None
         self._given: set[int] = set()
@@ -156,6 +159,8 @@ class Recorder(TracedStep):
             self._fake.replace_weights(self._module, lambda buffer: id(buffer) in owned)
         named = (*self._module.named_parameters(), *self._module.named_buffers())
         self._names = {id(t): name for name, t in named}
+        self._memory_names = {storage_of(p): name for name, p in self._module.named_parameters()}
+        self._memory_names.pop(None, None)
         self.begin(batch)
         parts = {path: part for path, part in self._module.named_modules() if path}
         before = {path: _attributes(part) for path, part in parts.items()}
@@ -183,7 +188,7 @@ class Recorder(TracedStep):
             frozenset(results),
             {path: tuple(calls) for path, calls in self.calls.items()},
             frozenset(path for path, part in parts.items() if not _are_same(before[path], _attributes(part))),
-            frozenset(storage_of(p) for p in self._module.parameters()) - {None},
+            frozenset(where for where in self._memory_names if where is not None),
         )
 
     def _call_whole(self, path: str, forward: Function, /, *args: Any, **kwargs: Any) -> Any:
@@ -239,6 +244,7 @@ class Recorder(TracedStep):
                 self._flops.total - before + _PER_ENTRY * sum(t.numel() for t in made),
                 self.checkpoint,
                 ran.drew,
+                self._names_of_memory(ran.written),
             )
         )
         return ran.out
@@ -286,6 +292,11 @@ class Recorder(TracedStep):
         """Note the module that has stored a tensor besides returning it."""
         if id(tensor) in self._left and not self.values.is_value(tensor):
             self.hidden.add(self._left[id(tensor)][0])
+
+    def _names_of_memory(self, tensors: Sequence[torch.Tensor]) -> frozenset[str]:
+        """Return the names of the parameters in whose memory tensors lie."""
+        found = (self._memory_names.get(storage_of(t)) for t in tensors)
+        return frozenset(each for each in found if each is not None)
 
     def _key(self, tensor: torch.Tensor) -> int | None:
         key = self.values.key_of(tensor)
