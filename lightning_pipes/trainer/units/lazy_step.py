@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_pipes.engine.compute.sendable import check_sendable
 from lightning_pipes.ir import PipelineError
-from lightning_pipes.trainer.step.user_code import find_user_line
+from lightning_pipes.trainer.ranks.user_lines import user_line
 from lightning_pipes.trainer.units.mode import Function
 from lightning_pipes.trainer.units.recording import UnitLayout
 from lightning_pipes.trainer.units.trace import Done, Trace, tensors_of
@@ -197,7 +197,7 @@ class LazyStep(TracedStep):
                 why = f"Stages {', '.join(map(str, stages))} use it, each has a copy, and one of these would be changed"
             if why:
                 self._refusal = self._refusal or PipelineError(
-                    f"the step {how} self.{name} at {find_user_line()}. {why}. Make this change in "
+                    f"the step {how} self.{name} at {user_line()}. {why}. Make this change in "
                     "on_train_batch_start or on_train_batch_end, where each rank changes its weights once for a batch"
                 )
                 raise self._refusal
