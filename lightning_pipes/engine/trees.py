@@ -90,7 +90,7 @@ def close_objects(tree: Any) -> Any:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Return the leaves and the structure of a tree, whose objects are opened."""
+    """Return the leaves and the structure of a tree after its objects are opened."""
     leaves, spec = pytree.tree_flatten(open_objects(tree))
     return leaves, spec
 

@@ -189,7 +189,7 @@ class ForkLauncher(private.BaseLauncher):
         os._exit(status)
 
     def _collect(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """Return what the process that waits takes over from rank 0."""
+        """Return the results of rank 0 that the waiting process adopts."""
         module = trainer.lightning_module
         fitting = trainer.state.fn == TrainerFn.FITTING
         return {

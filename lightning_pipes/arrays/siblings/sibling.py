@@ -190,10 +190,10 @@ class Sibling(Generic[T]):
 
     def report_failure(self, error: BaseException, where: str = "") -> None:
         """Report to the other ranks that it ends by `error`, unless they know."""
-        heard = error is self._error_of_peer or isinstance(
+        is_known = error is self._error_of_peer or isinstance(
             error, (SiblingFailure, ArrayCancelledError, SIGTERMException)
         )
-        if not self._failed and not heard:
+        if not self._failed and not is_known:
             text = f"{type(error).__name__}: {error}" + (f", in {where}" if where else "")
             self.array.shared.board.post_news(Failure(self.index, self.next_turn, text, packed_error(error)))
         self._failed = True

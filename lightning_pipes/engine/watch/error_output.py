@@ -17,12 +17,12 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 
 class KnownFailure(Protocol):
-    """What a rank knows of the failure of its run."""
+    """Keeps the failure of a run, as this rank knows it, for the output of errors."""
 
     def remote_failure(self) -> str | None:
         """Return the failure, if it was logged here as the failure of another rank; None otherwise."""
 
-    def wait_until_heard(self) -> None:
+    def wait_for_reports(self) -> None:
         """Wait until the other ranks have logged a failure of this rank, or can't."""
 
 
@@ -68,7 +68,7 @@ def _print_exception(kind: type[BaseException], error: BaseException, traceback:
     if _failure is None or shows_all_tracebacks():
         _previous(kind, error, traceback)
     elif failure is None:
-        _failure.wait_until_heard()
+        _failure.wait_for_reports()
         _previous(kind, error, traceback)
     elif str(error) not in failure and failure not in str(error):
         print(f"after that: {kind.__name__}: {to_one_line(str(error))}", file=sys.stderr)

@@ -127,7 +127,7 @@ class FailureWatch:
         self._closed = threading.Event()
         self._failed_at: float | None = None
         self._failure, self._is_remote = "", False
-        self._announced, self._heard = threading.Event(), threading.Event()
+        self._announced, self._acknowledged = threading.Event(), threading.Event()
         self._polls = 0
         self._n_meetings = 0
         self._waits_for: tuple[object | None, int] = None, 0
@@ -203,11 +203,11 @@ class FailureWatch:
         """Return the failure of another rank, which this one has logged; None if there is none."""
         return self._failure if self._announced.is_set() and self._is_remote else None
 
-    def wait_until_heard(self) -> None:
+    def wait_for_reports(self) -> None:
         """Wait until the other ranks have logged this rank's failure, have left the run, or have ended; no longer than
         they may take to end."""
         if self._announced.is_set() and self._store is not None:
-            self._heard.wait(GRACE_SECONDS)
+            self._acknowledged.wait(GRACE_SECONDS)
 
     def check(self) -> None:
         """Raise PeerFailure if any rank has failed."""
@@ -433,19 +433,21 @@ class FailureWatch:
                 what = to_one_line(str(error))  # torch adds the C++ calls below it
                 self._accept_failure(f"{self._store_host}, which hosts the store of this run, has ended ({what})")
         finally:
-            self._heard.set()
+            self._acknowledged.set()
 
     def _wait_for_others(self) -> None:
         """Mark that this rank has logged the failure of the run, and wait for the marks of ranks that still can."""
         self._announced.wait()
         connection = self._heartbeat.connection
-        connection.set(self._heard_key(self._rank), "")
+        connection.set(self._acknowledged_key(self._rank), "")
         missing, until = set(self._others), time.monotonic() + GRACE_SECONDS
         while missing and not self._is_remote and time.monotonic() < until:
             missing = {
                 rank
                 for rank in missing
-                if not (self.has_ended(rank) or self._has_left(rank) or connection.check([self._heard_key(rank)]))
+                if not (
+                    self.has_ended(rank) or self._has_left(rank) or connection.check([self._acknowledged_key(rank)])
+                )
             }
             time.sleep(POLL_SECONDS / 4)
 
@@ -559,8 +561,8 @@ class FailureWatch:
     def _has_left(self, rank: int) -> bool:
         return bool(self._heartbeat.connection.check([self._left_key(rank)]))
 
-    def _heard_key(self, rank: int) -> str:
-        return f"{self._prefix}/heard/{rank}"
+    def _acknowledged_key(self, rank: int) -> str:
+        return f"{self._prefix}/acknowledged/{rank}"
 
     def _left_key(self, rank: int) -> str:
         return f"{self._prefix}/left/{rank}"

@@ -92,7 +92,7 @@ def _subtitle(record: RunRecord) -> str:
 
 
 def _definitions(record: RunRecord) -> str:
-    """Return what the words of the page mean."""
+    """Return the definitions of the words on the page."""
     found = ["Times of operations are medians of the last steps."] if record.measured else []
     if record.siblings == 1:
         found.append("The bubble is the share of a step in which ranks do not compute, the mean of all ranks.")

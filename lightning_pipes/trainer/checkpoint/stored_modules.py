@@ -59,7 +59,7 @@ class _Search(pickle.Pickler):
 
 
 def complete_modules(checkpoint: dict[str, Any], cut: CutModule, share: bool = True) -> dict[str, Any]:
-    """Return a checkpoint whose stored modules are whole.
+    """Return a checkpoint in which the stored modules have all their weights.
 
     Args:
         checkpoint: as Lightning makes it, with a state dict.

@@ -117,7 +117,9 @@ def _time_containers(
 
 
 def _time_step(trainer: pl.Trainer, module: pl.LightningModule, data: Any, device: torch.device) -> dict[str, float]:
-    clocks = [Clock(path, list(module.get_submodule(path).children()), device) for path, _ in list_containers(module)]
+    clocks = [
+        ContainerTimer(path, list(module.get_submodule(path).children()), device) for path, _ in list_containers(module)
+    ]
     with ExitStack() as stack:
         stack.enter_context(forked_rng(device))
         try:
@@ -140,7 +142,7 @@ def _time_step(trainer: pl.Trainer, module: pl.LightningModule, data: Any, devic
     return {clock.path: clock.least for clock in clocks if clock.in_order}
 
 
-class Clock:
+class ContainerTimer:
     """Times the layers of a container.
 
     Attributes:

@@ -37,7 +37,7 @@ _TO_ONE = ("send", "recv")
 
 
 class _Place(threading.local):
-    """What this thread runs: siblings of a job array have a thread each.
+    """The state of the code that this thread runs; each sibling of a job array has a thread.
 
     Attributes:
         control: of all ranks, in a thread that runs a training; None in other threads.
@@ -166,7 +166,7 @@ class ReplicaGroup(dist.ProcessGroup):
             return None if name == "monitored_barrier" else self.inner.barrier()
 
     def _check(self, name: str) -> None:
-        """Refuse or warn of a collective whose result differs from one process."""
+        """Refuse a collective call, or warn of it, if its result would differ from one process."""
         if self._grid.degrees and _place.is_in_step:
             raise PipelineError(
                 f"a collective call of the default process group ({name}) at {user_line()}: "

@@ -37,7 +37,7 @@ def only_looks(frame: FrameType) -> bool:
 
 
 def warn_once_per_line(message: str, frame: FrameType | None = None) -> None:
-    """Warn on rank 0 of what a line of the user's does, the first time that it runs.
+    """Warn on rank 0 about a line of the user's code, the first time that it runs.
 
     Args:
         message: has a {} for the line.

@@ -65,7 +65,7 @@ def _tensors(values: Mapping[ValueKey, Any]) -> Iterator[tuple[ValueKey, torch.T
                 yield key, part
 
 
-class Spread:
+class RepetitionSpread:
     """How far the values of one process are apart in repetitions of a batch, with weights that are rounded in other
     ways. A value that depends on the side of many jumps is as far from that of a pipeline."""
 
@@ -133,7 +133,7 @@ class Comparison:
     _before: dict[str, torch.Tensor] = field(default_factory=dict)
     _longest_step: dict[str, torch.Tensor] = field(default_factory=dict)
     _allowed: dict[str, torch.Tensor] = field(default_factory=dict)
-    _spread: Spread = field(default_factory=Spread)
+    _spread: RepetitionSpread = field(default_factory=RepetitionSpread)
 
     def remember_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Learn the weights before the first batch."""
@@ -159,14 +159,14 @@ class Comparison:
         ours: Mapping[ValueKey, Any],
         theirs: Mapping[ValueKey, Any],
         rounding: Rounding,
-        spread: Spread | None = None,
+        spread: RepetitionSpread | None = None,
     ) -> list[Difference]:
         """Return the differences among the values of both.
 
         Args:
             spread: of repetitions, by which values may differ besides rounding.
         """
-        self._spread = spread or Spread()
+        self._spread = spread or RepetitionSpread()
         found = []
         for key in sorted(ours.keys() & theirs.keys()):
             difference = self._compare(number, key, ours[key], theirs[key], rounding)

@@ -28,8 +28,8 @@ from lightning_pipes.trainer.verify.comparison import (
     Comparison,
     ComparisonResult,
     Difference,
+    RepetitionSpread,
     Rounding,
-    Spread,
     describe_difference,
     format_value,
     is_awaited,
@@ -307,7 +307,7 @@ class Verifier(StageListener):
         known = set().union(*control.all_gather(own))
         if self._run.is_asynchronous:
             self._carry_weights(record, known)
-        told, spread, first_answers = "", Spread(), list[Answer]()
+        told, spread, first_answers = "", RepetitionSpread(), list[Answer]()
         for attempt in range(REPETITIONS + 1):
             before = self._comparison.copy_state()
             found: list[Difference] = []
@@ -425,7 +425,7 @@ class Verifier(StageListener):
         own |= self._weights
 
     def _compare_part(
-        self, record: Record, answer: Answer, known: set[ValueKey], spread: Spread | None = None
+        self, record: Record, answer: Answer, known: set[ValueKey], spread: RepetitionSpread | None = None
     ) -> list[Difference]:
         ours, theirs = record.of_layer(answer.layer), answer.values
         found = self._comparison.compare_values(record.number, ours, theirs, answer.rounding, spread)

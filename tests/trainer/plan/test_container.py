@@ -19,7 +19,7 @@ from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer import setup
 from lightning_pipes.trainer.module.pipelined import find_pipelined
-from lightning_pipes.trainer.plan.container import Clock, warn_about_outside
+from lightning_pipes.trainer.plan.container import ContainerTimer, warn_about_outside
 from tests.trainer.lit import differences, quiet
 from tests.trainers import make_trainer
 from tests.virtual_clock import VirtualClock
@@ -212,7 +212,7 @@ def test_layers_in_order() -> None:
     x = torch.ones(1, 2)
     found = []
     for order in ([0, 1, 2], [2, 1, 0], [0, 1], [0, 1, 2, 0, 1, 2]):
-        clock = Clock("", layers, torch.device("cpu"))
+        clock = ContainerTimer("", layers, torch.device("cpu"))
         with clock.time_step():
             for n in order:
                 layers[n](x)
