@@ -670,7 +670,7 @@ class UnitSetup(ModuleSetup):
         """
         if is_of_batches(data):
             batch = first_item(data, streams=True)
-            self._batch_rows = rows_of(batch)
+            self._batch_rows = rows_of(batch, request.microbatches != 1)
             return batch
         rows = self._batch_rows = batch_rows(data, streams=True)
         if request.chooses:
@@ -683,7 +683,7 @@ class UnitSetup(ModuleSetup):
             module.to(device)
         batch = private.on_device(self._trainer, batch)
         run = partial(self._run_without_trace, self._context.is_fitting)
-        self._recorded_rows = rows_of(batch)
+        self._recorded_rows = rows_of(batch, cut=False)
         self._recorded_step = named_step(module, self._step), partial(copy_batch, batch), self._step_arguments()
         return record_step(
             module, run, *self._recorded_step, device, differentiates=self._context.is_manual, fake=self._fake

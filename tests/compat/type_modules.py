@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from tests.trainer.lit import WIDTH, Lit
 
@@ -110,3 +112,98 @@ class ReturnsMarked(Lit):
     def __init__(self, subclass: bool) -> None:
         super().__init__()
         self.model = nn.Sequential(*(ScalingLayer(subclass) for _ in range(4)), nn.Linear(WIDTH, 3))
+
+
+class Graphs:
+    """Several graphs merged to one, as graph libraries do."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        self._store = tensors
+
+    def __getattr__(self, name: str) -> Any:
+        store = self.__dict__.get("_store", {})
+        if name not in store:
+            raise AttributeError(name)
+        return store[name]
+
+    def to(self, device: Any, non_blocking: bool = False) -> Graphs:
+        return Graphs(**{key: tensor.to(device) for key, tensor in self._store.items()})
+
+
+def merged_graphs(as_dict: bool, rows: int) -> DataLoader[Any]:
+    """Batches of graphs of 2, 3, 4, 2, ... nodes, each a circle."""
+
+    def merge(samples: list[Any]) -> Any:
+        edges, owners, first = [], [], 0
+        for number, (x, _) in enumerate(samples):
+            nodes = torch.arange(len(x))
+            edges.append(first + torch.stack([nodes, nodes.roll(1)]))
+            owners += [number] * len(x)
+            first += len(x)
+        tensors = {
+            "x": torch.cat([x for x, _ in samples]),
+            "edge_index": torch.cat(edges, 1),
+            "batch": torch.tensor(owners),
+            "y": torch.tensor([y for _, y in samples]),
+        }
+        return tensors if as_dict else Graphs(**tensors)
+
+    values = torch.randn(rows, 4, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    samples = [(x[: 2 + number % 3], number % 3) for number, x in enumerate(values)]
+    return DataLoader(samples, batch_size=4, collate_fn=merge)  # type: ignore[arg-type]
+
+
+class Convolution(nn.Module):
+    """Adds the values of neighbors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: Any, edge_index: Any = None) -> Any:
+        x, edges = inputs if edge_index is None else (inputs, edge_index)
+        source, target = edges
+        x = x + torch.tanh(self.linear(x)).index_add(0, target, x[source])
+        return (x, edges) if edge_index is None else x
+
+
+class ConvolvesGraphs(pl.LightningModule):
+    """A graph network, in a loop over a ModuleList or in an nn.Sequential."""
+
+    def __init__(self, loop: bool) -> None:
+        super().__init__()
+        layers = [Convolution() for _ in range(4)]
+        self.model = nn.ModuleList(layers) if loop else nn.Sequential(*layers)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, edges, owner, y = (
+            [batch[key] for key in ("x", "edge_index", "batch", "y")]
+            if isinstance(batch, dict)
+            else (batch.x, batch.edge_index, batch.batch, batch.y)
+        )
+        if isinstance(self.model, nn.Sequential):
+            x, _ = self.model((x, edges))
+        else:
+            for layer in self.model:
+                x = layer(x, edges)
+        sums = x.new_zeros(len(y), WIDTH).index_add(0, owner, x)
+        return nn.functional.cross_entropy(self.head(sums), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, batch_size=4)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val", self.loss(batch), batch_size=4)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def graph_loaders(as_dict: bool, validates: bool = True) -> dict[str, Any]:
+    return {
+        "train_dataloaders": merged_graphs(as_dict, 10),
+        "val_dataloaders": merged_graphs(as_dict, 6) if validates else None,
+    }

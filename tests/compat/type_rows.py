@@ -27,3 +27,22 @@ types(
     strategy={"module": ""},
     refused="a tensor of the subclass tests.compat.type_modules.Marked",
 )
+for loop, container in ((False, "a Sequential"), (True, "a loop over layers")):
+    types(
+        f"graphs merged into one, in a class of their own, {container}, microbatches=1",
+        module=partial(t.ConvolvesGraphs, loop),
+        loaders=partial(t.graph_loaders, False),
+        strategy={"microbatches": 1},
+    )
+    types(
+        f"graphs merged into one, in a dict, {container}",
+        module=partial(t.ConvolvesGraphs, loop),
+        loaders=partial(t.graph_loaders, True, validates=not loop),
+        refused="needs PipelineStrategy(microbatches=1)",
+    )
+types(
+    "graphs merged into one, in a class of their own, by units, microbatches=1",
+    module=partial(t.ConvolvesGraphs, True),
+    loaders=partial(t.graph_loaders, False),
+    strategy={"module": "", "microbatches": 1},
+)

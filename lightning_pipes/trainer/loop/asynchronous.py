@@ -158,7 +158,7 @@ class AsynchronousLoop(TrainingLoop):
         trainer = self._run.trainer
         return AsynchronousStep(
             batch,
-            rows_of(batch),
+            rows_of(batch, self._run.plans.microbatches > 1),
             arguments,
             trainer.accumulate_grad_batches,
             complete=complete,

@@ -83,7 +83,7 @@ class Evaluation:
             step,
             batch,
             arguments,
-            rows=rows_of(batch),
+            rows=rows_of(batch, self._run.plans.microbatches > 1),
             name=step.__name__,
             batch_idx=batch_idx,
             first=not self._count,

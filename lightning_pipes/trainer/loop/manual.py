@@ -38,7 +38,7 @@ class ManualLoop(TrainingLoop):
         assert run.user_steps.joint is not None, "the module is cut by units"
         step = TrainingStep(
             batch,
-            rows_of(batch),
+            rows_of(batch, run.plans.microbatches > 1),
             arguments,
             1,
             number=trainer.fit_loop.total_batch_idx,

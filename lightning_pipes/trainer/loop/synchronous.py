@@ -111,7 +111,7 @@ class SynchronousLoop(TrainingLoop):
         divisor, batch_idx = trainer.accumulate_grad_batches, arguments[0] if arguments else trainer.fit_loop.batch_idx
         step = TrainingStep(
             batch,
-            rows_of(batch),
+            rows_of(batch, run.plans.microbatches > 1),
             arguments,
             divisor,
             complete=complete,

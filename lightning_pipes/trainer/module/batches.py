@@ -26,22 +26,27 @@ Path = tuple[int, ...]
 _PLAIN = (str, bytes, int, float, bool, complex, type(None))
 
 
-def rows_of(batch: Any) -> int:
+def rows_of(batch: Any, cut: bool = True) -> int:
     """Return the number of samples: the entries on axis 0 of the first tensor that has an axis, or of the list that
     holds it if these are samples.
 
+    Args:
+        cut: whether the batch is to be cut into micro-batches. If it is not, a batch without such a tensor, as one of
+            an unknown class, counts as one sample.
+
     Raises:
-        PipelineError: the batch holds no tensor with an axis.
+        PipelineError: the batch holds no tensor with an axis, and is to be cut.
     """
     rows = (
         len(batch) if _is_list(batch) and _are_samples(batch) and all(map(_is_sample, batch)) else _rows_of_parts(batch)
     )
-    if not rows:
+    if not rows and cut:
         raise PipelineError(
             f"can't tell how many samples a batch of type {type(batch).__name__} holds, so it can't be cut into "
-            "micro-batches; make it a dict, tuple, list or dataclass of tensors whose axis 0 counts samples"
+            "micro-batches; make it a dict, tuple, list or dataclass of tensors whose axis 0 counts samples. A batch "
+            "that can't be cut, as several graphs merged into one, needs PipelineStrategy(microbatches=1)"
         )
-    return rows
+    return rows or 1
 
 
 def _rows_of_parts(batch: Any) -> int | None:

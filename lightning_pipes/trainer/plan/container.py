@@ -77,7 +77,7 @@ def find_reason_for_units(
                 batch = load_batch(data, ROWS)
         except NoSampleError as why:
             raise NotMeasuredError(str(why)) from None
-        loaded.append((batch, (rows_of(batch),)))
+        loaded.append((batch, (rows_of(batch, cut=False),)))
 
     try:
         collective(load)

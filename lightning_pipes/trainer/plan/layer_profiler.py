@@ -333,7 +333,7 @@ class LayerProfiler:
         self._batch = private.on_device(self._trainer, self._batch)
 
     def _take_rows(self, rows: int) -> Any:
-        return copy_batch(take_samples(self._batch, Span(0, rows), rows_of(self._batch)))
+        return copy_batch(take_samples(self._batch, Span(0, rows), rows_of(self._batch, cut=False)))
 
     def _capture(self, rows: int) -> Any:
         return self._interceptor.capture(

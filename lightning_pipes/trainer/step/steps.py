@@ -331,7 +331,11 @@ class Steps:
         data = item.data
         if isinstance(data, EvaluationBatch):
             with data.context():
-                return self._run_and_pack(stage, item, span, _samples(data, span, item.rows))
+                try:
+                    return self._run_and_pack(stage, item, span, _samples(data, span, item.rows))
+                except Exception as error:
+                    self._blame_cut(error, item, span, lambda x, rows: stage.run_layers(item, Span(0, rows), x))
+                    raise
         last_run = stage.recomputing if stage.recompute else not self._both_ends
         self.state.restore_state()
         with self.step_context(), data.in_initial_state:
@@ -347,7 +351,11 @@ class Steps:
                     raise
             if data.stage_inputs is not None:
                 data.keep_stage_input(stage.number, span, x)
-            return self._run_and_pack(stage, item, span, x)
+            try:
+                return self._run_and_pack(stage, item, span, x)
+            except Exception as error:
+                self._blame_cut(error, item, span, partial(self._run_layers_again, stage, item, step))
+                raise
 
     def _run_middle_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
         """Run this stage's layers for one micro-batch."""
@@ -621,6 +629,10 @@ class Steps:
         given = take_samples(join([y] * len(copies), copies, "what layers return"), Span(0, rows), copies[-1].stop)
         self._interceptor.run_with_answer(step, lambda x: given, batch, *item.data.arguments)
 
+    def _run_layers_again(self, stage: Stage, item: Item, step: Callable[..., Any], batch: Any, rows: int) -> None:
+        """Run a step up to the layers, and those of the first stage."""
+        stage.run_layers(item, Span(0, rows), self._interceptor.capture(step, batch, *item.data.arguments))
+
     @staticmethod
     def _blame_cut(error: Exception, item: Item, span: Span, run: Callable[[Any, int], object]) -> None:
         """Raise PipelineError if a step has failed because its batch is cut.
@@ -631,19 +643,27 @@ class Steps:
         data = item.data
         if isinstance(error, PipelineError) or span.rows == item.rows:
             return
+        if isinstance(data, EvaluationBatch):
+            name, batch, samples = getattr(data.step, "__name__", "a step"), data.x, frozenset[Path]()
+            part = _samples(data, span, item.rows)
+        else:
+            name, batch, samples = "training_step", data.batch, data.samples
+            part = take_samples(batch, span, item.rows, samples=samples)
         try:
-            run(copy_batch(data.batch), item.rows)
+            run(copy_batch(batch), item.rows)
         except Exception:
             return
         with suppress(Exception):
-            run(copy_batch(take_samples(data.batch, span, item.rows, samples=data.samples)), span.rows)
+            run(copy_batch(part), span.rows)
             return
-        cut = ", ".join(where for where, _ in sample_tensors(data.batch, item.rows))
+        cut = "" if name != "training_step" else ", ".join(where for where, _ in sample_tensors(batch, item.rows))
+        of = "the batch" if name == "training_step" else "what it gives the layers"
         raise PipelineError(
-            f"training_step runs with all {item.rows} samples of a batch, and not with {span.rows} of them, as a "
-            f"micro-batch has ({type(error).__name__}: {error}). Tensors and lists of the batch with {item.rows} "
+            f"{name} runs with all {item.rows} samples of a batch, and not with {span.rows} of them, as a "
+            f"micro-batch has ({type(error).__name__}: {error}). Tensors and lists of {of} with {item.rows} "
             f"entries are cut{cut and f': {cut}'}. A table that has as many by chance, as weights of classes, belongs "
-            "into a buffer of the module, or gets an axis in front. A step that needs all samples needs "
+            "into a buffer of the module, or gets an axis in front. A step that needs all samples, such as that of "
+            "graphs merged into one, whose edges refer to nodes by their number, needs "
             "PipelineStrategy(microbatches=1)"
         ) from error
 

@@ -279,6 +279,8 @@ def test_rows_of():
         rows_of([torch.tensor(1.0), "abc"])
     with pytest.raises(PipelineError, match=r"batch of type SimpleNamespace .*; make it a dict, tuple, list or data"):
         rows_of(SimpleNamespace(x=torch.ones(5, 2)))
+    assert rows_of(SimpleNamespace(x=torch.ones(5, 2)), cut=False) == 1
+    assert rows_of({"x": torch.ones(5, 2)}, cut=False) == 5
 
 
 def test_join_is_the_other_direction_of_take():
