@@ -38,7 +38,7 @@ from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.launcher import exit_with_launcher
 from lightning_pipes.engine.watch.process_exit import skip_final_gc
 from lightning_pipes.engine.watch.script import find_command
-from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, check_type
+from lightning_pipes.ir import Plan, PlanError, Policy, Schedule, check_type, short_repr
 from lightning_pipes.planning.planner import BLOCKING
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.active_run import ActiveRun
@@ -920,8 +920,16 @@ class PipelineStrategy(PipelineHost):
 def _describe_arguments(given: Mapping[str, Any]) -> str:
     """Return the arguments of a call that differ from their defaults, as they are written in it."""
     defaults = signature(PipelineStrategy.__init__).parameters
-    changed = [f"{name}={given[name]!r}" for name in given if given[name] != defaults[name].default]
-    return ", ".join([repr(given["schedule"]), *(each for each in changed if not each.startswith("schedule="))])
+    changed = [name for name in given if name != "schedule" and not _is_equal(given[name], defaults[name].default)]
+    return ", ".join([short_repr(given["schedule"]), *(f"{name}={short_repr(given[name])}" for name in changed)])
+
+
+def _is_equal(value: object, default: object) -> bool:
+    """Return whether an argument is its default; arrays, which have no single truth value, are not."""
+    try:
+        return bool(value == default)
+    except Exception:  # of any object that a user passes, before it is checked
+        return False
 
 
 def _batch_and_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:

@@ -19,6 +19,7 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.plan import prediction
 from lightning_pipes.trainer.plan.layer_profiler import LayerProfiler
 from lightning_pipes.trainer.plan.trial import Trial, Trials
+from lightning_pipes.trainer.ranks.processes import process_rank
 from tests.trainer.lit import WIDTH, Case, Lit, differences, train
 from tests.virtual_clock import VirtualClock
 
@@ -45,7 +46,7 @@ class Pause(torch.autograd.Function):
 
 
 def pause(seconds: float) -> None:
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = process_rank() if dist.is_initialized() else 0
     _time.sleep(seconds * (3 if rank == _slow["rank"] else 1))
 
 

@@ -24,7 +24,7 @@ def test_the_port_is_held_where_nobody_else_is_to_reach_it(nodes: int, monkeypat
         monkeypatch.setenv(name, "")  # put back in the end
         monkeypatch.delenv(name)
     monkeypatch.setattr("lightning_pipes.engine.watch.shared_store._held", None)
-    monkeypatch.setattr(session.private, "call_children_scripts", lambda launcher: None)
+    monkeypatch.setattr(session.private, "call_children_scripts", lambda *_: None)
     monkeypatch.setattr(session.private, "set_num_threads_if_needed", lambda num_processes: None)
     monkeypatch.setattr(session, "watch_launched", lambda first, processes: None)
     environment = LightningEnvironment()

@@ -32,6 +32,7 @@ from lightning_pipes.trainer.plan.profile_cache import (
     describe_module,
 )
 from lightning_pipes.trainer.plan.request import RunRequest
+from lightning_pipes.trainer.ranks.processes import process_rank
 from tests.trainer.lit import Keeper, Lit, data, differences, plain_values, quiet
 from tests.trainer.loop.streamed import ROWS, Streamed, stale
 from tests.trainers import make_trainer
@@ -72,7 +73,7 @@ class Uneven(nn.Module):
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        TIME.sleep(1e-3 * len(x) * (12 if dist.is_initialized() and dist.get_rank() == 1 else 1))
+        TIME.sleep(1e-3 * len(x) * (12 if dist.is_initialized() and process_rank() == 1 else 1))
         return self.inner(x)  # type: ignore[no-any-return]
 
 

@@ -250,7 +250,7 @@ def test_gradients_of_other_replicas_arrive_on_the_device_of_the_layers(monkeypa
         devices.append(device)
         return object()
 
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("lightning_pipes.trainer.relocation.local_layers.process_rank", lambda: 0)
     monkeypatch.setattr("lightning_pipes.trainer.relocation.local_layers.BulkTransfer", make_transfer)
     part = object.__new__(LocalLayers)
     part.holdings, part.device = Holdings(Grid(2, 4, 0), (0, 1), (Span(0, 3), Span(3, 5))), torch.device("meta")
