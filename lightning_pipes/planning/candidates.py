@@ -75,14 +75,19 @@ def tuning_planner(schedule: Schedule | Policy) -> TuningPlanner:
 def cut_into(plan: Plan, size: int) -> Plan:
     """Return the same plan with micro-batches of `size` samples at most, as even as can be: ceil(rows / size) of them.
 
+    A plan whose largest micro-batch has `size` samples everywhere stays as it is, even if fewer micro-batches would do:
+    another number of them changes the order in which gradients are summed.
+
     Raises:
         InputError: the plan has several jobs, or a size that is not positive.
     """
     if len(plan.jobs) > 1 or size < 1:
         raise InputError(f"micro-batches of {size} samples for {len(plan.jobs)} jobs; needs at least 1, for one job")
-    rows = plan.jobs[0].rows
-    cut = Cut.even(rows, -(-rows // size), plan.n_stages)
-    return plan if plan.jobs == (cut,) else replace(plan, jobs=(cut,))
+    (present,) = plan.jobs
+    if len(present.distinct_spans) == 1 and max(span.rows for span in plan.spans(Kind.F, 0)) == size:
+        return plan
+    cut = Cut.even(present.rows, -(-present.rows // size), plan.n_stages)
+    return plan if present == cut else replace(plan, jobs=(cut,))
 
 
 def make_candidate(

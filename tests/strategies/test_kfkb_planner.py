@@ -43,6 +43,25 @@ def test_the_largest_micro_batches_that_fit():
     assert points(memory_curve(plan, costs, 100 + 120)) == [(1, 3), (2, 1), (3, 1)]
 
 
+def test_candidates_keep_the_cut_of_the_run_unless_sizes_are_given():
+    """24 micro-batches of 32 samples have one or two samples. Fewer micro-batches of two would change the order in
+    which gradients are summed."""
+    _, costs = problem(stages=2)
+    plan = Plan.even(2, 24, rows=32)
+    for candidate in KFKBPlanner().list_candidates(plan, costs):
+        assert candidate.plan.jobs == plan.jobs, candidate.schedule
+        order = candidate.schedule
+        events = simulate(
+            order.program(candidate.plan) if isinstance(order, Schedule) else order, candidate.plan, costs
+        ).events
+        done = [e.instruction for e in events if e.instruction.kind in {Kind.B, Kind.W}]
+        for stage in range(2):
+            summed = [i.span for i in done if i.stage == stage]
+            assert summed == [*plan.spans(Kind.B, stage)], candidate.schedule
+    sizes = {c.n_microbatches for c in KFKBPlanner().list_candidates(plan, costs, sizes=(2, 4))}
+    assert sizes == {24, 8}
+
+
 def brute_force(plan, costs, limit, k):
     """The largest b with which the simulator stays within the limit, whatever order of sizes."""
     fits = []
