@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_pipes.arrays.siblings.sibling import Sibling, SiblingWatch, wait_in_turn
@@ -219,7 +220,14 @@ def with_default_microbatches(request: RunRequest, sibling: Sibling[object], ran
     if request.microbatches is not None or request.chooses or planner_of(request.schedule).user_chose_microbatches:
         return request
     stages = len(request.schedule.place_stages(ranks))
-    return replace(request, microbatches=sibling.array.count_default_microbatches(stages))
+    chosen = sibling.array.count_default_microbatches(stages)
+    if sibling.array.shared.facts.setdefault("default_microbatches", sibling.index) == sibling.index:
+        rank_zero_info(
+            f"JobArray: PipelineStrategy(microbatches=...) is left out, and the array cuts each batch into {chosen}. A "
+            "run alone may cut it into another number, which changes last digits, dropout masks and what BatchNorm "
+            f"sees. Set microbatches={chosen} in both if results have to be equal bit for bit"
+        )
+    return replace(request, microbatches=chosen)
 
 
 def find_shared_container(sibling: Sibling[object], module: pl.LightningModule, find: Callable[[], str]) -> str:

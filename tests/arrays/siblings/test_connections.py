@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.arrays.array import JobArray
+from lightning_pipes.arrays.siblings import connections
 from lightning_pipes.arrays.siblings.connections import has_purpose
 from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.trainer.plan.request import RunRequest
 from tests.arrays.jobs import LAST, Net
 from tests.trainer.lit import quiet
 from tests.trainers import make_trainer
@@ -85,3 +90,19 @@ def test_barriers_are_for_what_users_hooks_do() -> None:
     assert not has_purpose("run-stage", writing)
     assert has_purpose("of the user's own", plain)
     assert has_purpose(None, plain)
+
+
+def test_the_default_number_of_micro_batches_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(connections, "rank_zero_info", told.append)
+    request = RunRequest.from_arguments("1f1b", None, None, False, "parameters", False)
+    array = JobArray[Any](4)
+    siblings: list[Any] = [SimpleNamespace(index=n, array=array) for n in range(2)]
+    found = [connections.with_default_microbatches(request, sibling, 4) for sibling in siblings]
+    assert [each.microbatches for each in found] == [2, 2]
+    (text,) = told
+    assert "cuts each batch into 2." in text
+    assert "Set microbatches=2 in both" in text
+    named = replace(request, microbatches=3)
+    assert connections.with_default_microbatches(named, siblings[0], 4) == named
+    assert len(told) == 1
