@@ -79,10 +79,13 @@ def elsewhere() -> Iterator[None]:
         os.environ.pop(name, None)
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Torch computes on one thread, as on the ranks: sums on two are others in their last bit, and threads that wait
-    for each other on cores which several workers share take fifty times as long."""
+    """Let torch compute on one thread in each test, as the ranks do.
+
+    Sums on two threads differ in their last bit, and threads that wait for each other on cores that several workers
+    share take fifty times as long.
+    """
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
 

@@ -245,6 +245,7 @@ def alone(shared: str, batches: int, drains: Sequence[int] = (), replicas: int =
     """Plain PyTorch, one process, one subnet after another. Of lightning_pipes it takes the seeds of dropout, and for
     "delayed" it keeps what each subnet has left; `drains` are subnets after which all was ended, beside epochs. Several
     replicas have a batch each for a subnet, gradients are averaged, and buffers are those of the first."""
+    torch.set_num_threads(1)  # as in `fit`: sums on several threads differ in their last bit
     module = new_module(shared)
     [optimizer], [scheduler] = module.configure_optimizers()
     subnets, losses = SubnetStream(explorer(shared)), {}
