@@ -57,7 +57,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch._dynamo import OptimizedModule
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, _functional_collectives  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.optim import Optimizer
@@ -205,6 +205,19 @@ def hide_default_group(whole: Any) -> None:
     if group is not whole:
         for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
             table.pop(group, None)
+
+
+def redirect_functional_collectives(redirect: Callable[[Any], Any]) -> Callable[[], None]:
+    """Make the functional collectives of torch use `redirect(group)`; the function that is returned undoes it."""
+    module: Any = _functional_collectives
+    resolve = module._resolve_group
+
+    def resolve_redirected(group: Any, tag: str = "") -> Any:
+        found = resolve(group, tag)
+        return redirect(found) if isinstance(found, dist.ProcessGroup) else found
+
+    module._resolve_group = resolve_redirected
+    return partial(setattr, module, "_resolve_group", resolve)
 
 
 def plain_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:

@@ -61,6 +61,8 @@ class Reducing(pl.LightningModule):
         )
         self.outputs: list[torch.Tensor] = []
         self.seen: list[Any] = []
+        self.earlier_group: Any = None
+        self.everyone: Any = None
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, n = batch
@@ -71,10 +73,15 @@ class Reducing(pl.LightningModule):
             dist.barrier()
             found = [0.0]
             dist.broadcast_object_list(found, src=0)
-            total = n.sum().double()
-            if count_ranks() == 1:  # a group of several ranks is theirs alone, also while one rank measures the step
-                dist.all_reduce(total, group=self.group)
+            for group in filter(None, (self.group, self.earlier_group)):
+                total = n.sum().double()
+                dist.all_reduce(total, group=group)
                 assert total == reduced(n.sum().double())
+                assert functional_collectives.all_reduce(n.sum().double(), "sum", group) == total
+                parts = [torch.empty(()).double() for _ in range(dist.get_world_size(group))]
+                dist.all_gather(parts, n.sum().double(), group=group)
+                assert parts[dist.get_rank(group)] == n.sum()
+            assert self.all_gather(n.sum().double()).sum() == total
             assert functional_collectives.all_reduce(n.sum().double(), "sum", dist.group.WORLD) == reduced(
                 n.sum().double()
             )
@@ -100,6 +107,10 @@ class Reducing(pl.LightningModule):
             dist.broadcast(number, src=0)
             assert number == 1.0
             dist.barrier()
+            if self.everyone is not None:
+                number = torch.ones(1)
+                dist.all_reduce(number, group=self.everyone)
+                assert number == dist.get_world_size(self.everyone)
         self.seen.append(torch.cat(found).sum(1).sort().values.tolist())
 
     def configure_optimizers(self) -> Any:
@@ -119,11 +130,22 @@ def make_loader(rows: int, deals: bool, shuffle: bool) -> DataLoader[Any]:
     return DataLoader(samples(rows), batch_size=2 * ROWS if deals else ROWS, sampler=sampler)
 
 
+def make_groups(ranks: int, replicas: int) -> tuple[Any, Any]:
+    """Return process groups that exist before the run: of the replicas of this rank's stage, and of all ranks."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    stages = ranks // replicas
+    groups = [dist.new_group([*range(stage, ranks, stages)]) for stage in range(stages)]
+    return groups[dist.get_rank() % stages], dist.new_group([*range(ranks)])
+
+
 def fit(ranks: int, deals: bool = False, **strategy: Any) -> dict[str, Any]:
     quiet()
     warnings.simplefilter("always")
     pl.seed_everything(SEED, verbose=False)
     module = Reducing().double()
+    if strategy:
+        module.earlier_group, module.everyone = make_groups(ranks, strategy.get("data_parallel", 1))
     trainer = make_trainer(
         devices=ranks,
         strategy=PipelineStrategy(**strategy) if strategy else "auto",
@@ -155,12 +177,9 @@ def fit_plain(deals: bool) -> dict[str, Any]:
     return fit(1, deals)
 
 
-REPLICAS_MAY_WAIT = pytest.mark.skip(reason="replicas may wait for each other while one rank measures the step: open")
-
-
 @pytest.mark.parametrize(
     ("ranks", "strategies"),
-    [(2, ONE_PIPELINE), pytest.param(4, REPLICAS, marks=REPLICAS_MAY_WAIT)],
+    [(2, ONE_PIPELINE), (4, REPLICAS)],
     ids=["one pipeline", "replicas"],
 )
 def test_collectives_of_steps_layers_and_hooks_are_over_replicas(ranks, strategies):
@@ -299,3 +318,24 @@ def test_a_call_on_one_rank_names_both_ends(call):
     assert f"rank 0 calls {name} at {__file__}:" in first.error
     assert "rank 1 waits for a collective call of 2 ranks in StopAgreement.agree_on_stop" in first.error
     assert f"rank 0 calls {name} at {__file__}:" in other.error
+
+
+class OverStages(Reducing):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        dist.all_reduce(batch[1].sum(), group=self.everyone)
+        return super().training_step(batch, batch_idx)
+
+
+def reduce_over_stages(rank: int) -> None:
+    quiet()
+    module = OverStages().double()
+    module.earlier_group, module.everyone = make_groups(2, 1)
+    trainer = make_trainer(strategy=PipelineStrategy(), max_epochs=1, precision="64-true", num_sanity_val_steps=0)
+    trainer.fit(module, make_loader(8, False, False))
+
+
+def test_a_group_over_several_stages_is_refused_in_a_step():
+    ends = watch_ranks(reduce_over_stages, 2, timeout=40)
+    for end in ends:
+        assert f"torch.distributed.allreduce at {__file__}:" in end.error
+        assert "uses a process group of ranks [0, 1], which was made before the run" in end.error

@@ -25,6 +25,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import AsyncCheckpointIO, Precision, TorchCheckpointIO
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed import _functional_collectives
 from torch.utils.data import DataLoader
 
 from lightning_pipes.trainer import private_lightning as private
@@ -266,6 +267,24 @@ def test_default_group():
         assert len(private.process_groups()) == before
     finally:
         private.hide_default_group(whole)
+        if started:
+            dist.destroy_process_group()
+
+
+def test_resolve_group():
+    """Functional collectives take the group that it returns."""
+    started = not dist.is_initialized()
+    if started:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group, asked = dist.new_group([0]), []
+        restore = private.redirect_functional_collectives(lambda found: asked.append(found) or found)
+        _functional_collectives.wait_tensor(_functional_collectives.all_reduce(torch.ones(2), "sum", group))
+        assert asked == [group]
+        restore()
+        _functional_collectives.wait_tensor(_functional_collectives.all_reduce(torch.ones(2), "sum", group))
+        assert asked == [group]
+    finally:
         if started:
             dist.destroy_process_group()
 

@@ -7,6 +7,9 @@ DDP. With one pipeline it has one member, and its collectives change nothing, as
 
 Hooks run on the ranks of all stages. There a barrier waits for all of them, and a broadcast reaches all of them.
 
+Groups that the user's code makes by `new_group` during the run have replicas as their ranks. In steps, a group that was
+made before the run may be used if all of its ranks are replicas of this stage, and is refused otherwise.
+
 Code of ours that makes process groups or asks for the number of a process uses `all_processes` and `process_rank`.
 """
 
@@ -14,11 +17,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -27,13 +31,18 @@ from torch.utils.data import get_worker_info
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer import private_lightning as private
 from lightning_pipes.trainer.ranks.control import Control
-from lightning_pipes.trainer.ranks.processes import all_processes, whole_group
+from lightning_pipes.trainer.ranks.processes import all_processes, is_user_group, user_groups, whole_group
 from lightning_pipes.trainer.ranks.ranks import Grid
 from lightning_pipes.trainer.ranks.user_lines import user_line, warn_once_per_line
 
 _TO_ALL = ("barrier", "monitored_barrier", "broadcast")
 """Collectives that reach the ranks of all stages where all of them run the same code."""
 _TO_ONE = ("send", "recv")
+_COLLECTIVES = (
+    *("all", "barrier", "broadcast", "gather", "monitored_barrier", "recv", "reduce", "scatter", "send"),
+    *("_allgather", "_reduce_scatter"),
+)
+"""What the names of methods begin with that send or receive."""
 
 
 class _Place(threading.local):
@@ -84,6 +93,11 @@ def alone() -> Any:
     return _set_place(is_in_step=True, is_cut=False, is_alone=True)
 
 
+def is_alone() -> bool:
+    """Return whether this thread runs a step that other replicas may not run."""
+    return _place.is_alone
+
+
 def is_in_step() -> bool:
     """Return whether this thread runs code of which each stage runs a part."""
     return _place.is_in_step
@@ -110,13 +124,14 @@ class ReplicaGroup(dist.ProcessGroup):
             for position in range(grid.length):
                 for shard in range(grid.shards):
                     ranks = grid.on_all_replicas((position,), shard)
-                    self._made[ranks] = dist.new_group(list(ranks))
+                    with all_processes():
+                        self._made[ranks] = dist.new_group(list(ranks))
 
     def rank(self) -> int:
         """Return the number of this rank's replica."""
         group = sys._getframe(1).f_locals.get("group") if sys._getframe(1).f_code is dist.get_rank.__code__ else None
         if group is not None and group is not self:  # get_rank looks this rank up in it, as the group numbers ranks
-            return dist.get_global_rank(group, group.rank())
+            return dist.get_global_rank(group, group.rank())  # which is 0 in `alone`
         if self._grid.length > 1 and not _place.is_in_step and get_worker_info() is None:
             caller = sys._getframe(1)
             if caller.f_code.co_name == "broadcast_object_list" and self._grid.position:
@@ -133,9 +148,8 @@ class ReplicaGroup(dist.ProcessGroup):
         if name in _TO_ALL and not _place.is_in_step and _place.control is not None:
             _place.control.watch.meet(f"torch.distributed.{name}", user_line())
             return self._reach_all(name, _place.control, *args, **kwargs)
-        communicates = name not in ("shutdown", "abort") and not name.startswith(("_", "get", "set"))
-        if communicates and name not in _TO_ALL:
-            self._check(name)
+        if _is_collective(name) and name not in _TO_ALL:
+            self.check(name)
         if name in _TO_ONE and args[1] not in range(self.size()):
             raise PipelineError(
                 f"torch.distributed.{name} at {user_line()} names rank {args[1]}, but the default process group has "
@@ -165,11 +179,11 @@ class ReplicaGroup(dist.ProcessGroup):
         with alone():  # what it returns has ended
             return None if name == "monitored_barrier" else self.inner.barrier()
 
-    def _check(self, name: str) -> None:
-        """Refuse a collective call, or warn of it, if its result would differ from one process."""
+    def check(self, name: str) -> None:
+        """Refuse a collective call of replicas, or warn of it, if its result would differ from one process."""
         if self._grid.degrees and _place.is_in_step:
             raise PipelineError(
-                f"a collective call of the default process group ({name}) at {user_line()}: "
+                f"a collective call of the replicas' process group ({name}) at {user_line()}: "
                 f"data_parallel={list(self._grid.degrees)} shares out the samples of a micro-batch among the ranks of "
                 "a stage, so that they can't be taken for replicas. Set data_parallel to a number"
             )
@@ -181,6 +195,17 @@ class ReplicaGroup(dist.ProcessGroup):
                 "a batch, or a running average. Then set PipelineStrategy(microbatches=1)"
             )
 
+    def check_ranks(self, name: str, ranks: Sequence[int]) -> None:
+        """Refuse a collective call of these processes in a step, if some of them run another stage."""
+        others = sorted(set(ranks) - set(self._ranks))
+        if others:
+            raise PipelineError(
+                f"torch.distributed.{name} at {user_line()} uses a process group of ranks {sorted(ranks)}, which was "
+                f"made before the run. This line runs on the ranks of one stage, here {list(self._ranks)}, and not on "
+                f"{others}, so that the call would never end. Use the default process group there, which has the "
+                "replicas of a stage as its ranks, or make the group during the run, as in setup() of the module"
+            )
+
     def _warn_of_rank(self, caller: FrameType) -> None:
         if caller.f_code is dist.get_rank.__code__:
             warn_once_per_line(
@@ -189,6 +214,11 @@ class ReplicaGroup(dist.ProcessGroup):
                 "one process should do, such as writing a file, use trainer.is_global_zero or rank_zero_only",
                 caller.f_back,
             )
+
+
+def _is_collective(name: str) -> bool:
+    """Return whether a method of process groups, by its name, sends or receives."""
+    return name.startswith(_COLLECTIVES)
 
 
 def _delegate() -> None:
@@ -209,6 +239,61 @@ def _delegate() -> None:
 _delegate()
 
 
+class _UserGroups:
+    """The process groups that the user's code makes, from `__init__` to `remove`.
+
+    In steps their collectives are checked, and in `alone` they are answered as if the group had one rank.
+
+    Args:
+        replicas: the default group.
+    """
+
+    _of_replicas: WeakSet[Any] = WeakSet()
+    """Groups that were made in an earlier run, whose ranks are numbers of replicas."""
+
+    def __init__(self, replicas: ReplicaGroup) -> None:
+        self._replicas = replicas
+        self._before = user_groups().difference(self._of_replicas)
+        self._undo = ExitStack()
+        for name, method in list(vars(dist.ProcessGroup).items()):
+            if name in ("rank", "size") or _is_collective(name):
+                self._undo.callback(setattr, dist.ProcessGroup, name, method)
+                setattr(dist.ProcessGroup, name, self._make_method(name, getattr(dist.ProcessGroup, name)))
+        self._undo.callback(private.redirect_functional_collectives(self._redirect))
+
+    def remove(self) -> None:
+        """Restore the methods of process groups."""
+        self._undo.close()
+        self._of_replicas.update(user_groups().difference(self._before))
+
+    def _make_method(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if not _place.is_in_step or not is_user_group(group):
+                return method(group, *args, **kwargs)
+            if not _is_collective(name):
+                return {"rank": 0, "size": 1}[name] if _place.is_alone else method(group)
+            found = self._redirect(group, name)
+            if _place.is_alone and args and hasattr(args[-1], "rootRank"):
+                args[-1].rootRank = 0
+            return method(found, *args, **kwargs)
+
+        return call
+
+    def _redirect(self, group: Any, name: str = "functional collective") -> Any:
+        """Return the group that serves a collective call of a group of the user's.
+
+        Raises:
+            PipelineError: not all ranks of the group make this call.
+        """
+        if not _place.is_in_step or not is_user_group(group):
+            return group
+        if group in self._before:
+            self._replicas.check_ranks(name, dist.get_process_group_ranks(group))
+        if name not in _TO_ALL:
+            self._replicas.check(name)
+        return self._replicas.inner if _place.is_alone else group
+
+
 class ReplicaWorld:
     """Shows a training the replicas in the place of all processes, from `install` to `remove`.
 
@@ -216,6 +301,7 @@ class ReplicaWorld:
     """
 
     _n_installed = 0
+    _user_groups: _UserGroups | None = None
     _lock = threading.Lock()
 
     def __init__(self) -> None:
@@ -230,7 +316,9 @@ class ReplicaWorld:
             self._is_installed = True
             ReplicaWorld._n_installed += 1
             if ReplicaWorld._n_installed == 1:
-                private.show_default_group(_find_group(grid, whole_group()), grid.replicas)
+                replicas = _find_group(grid, whole_group())
+                private.show_default_group(replicas, grid.replicas)
+                ReplicaWorld._user_groups = _UserGroups(replicas)
 
     def remove(self) -> None:
         """Make the default process group that of all processes again; does nothing a second time."""
@@ -240,7 +328,9 @@ class ReplicaWorld:
                 return
             self._is_installed = False
             ReplicaWorld._n_installed -= 1
-            if not ReplicaWorld._n_installed:
+            if ReplicaWorld._user_groups is not None and not ReplicaWorld._n_installed:
+                ReplicaWorld._user_groups.remove()
+                ReplicaWorld._user_groups = None
                 private.hide_default_group(whole_group())
 
     @staticmethod

@@ -22,6 +22,7 @@ from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.processes import all_processes
 from lightning_pipes.trainer.ranks.ranks import Grid
+from lightning_pipes.trainer.ranks.replica_world import is_alone
 
 if TYPE_CHECKING:  # it takes half a second, and most runs have no shards
     from torch.distributed.tensor import DTensor
@@ -240,14 +241,19 @@ class Replicas:
         if self.grid.replicas == 1 or not isinstance(value, torch.Tensor):
             return value
         self._check_order()
-        return reduce_over(value, group or self.group, op)
+        return reduce_over(value, group or self._group_of_step, op)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Return the tensors of all replicas, stacked; the tensor itself without replicas."""
         if self.grid.replicas == 1:
             return tensor
         self._check_order()
-        return gather_over(tensor, group or self.group, sync_grads)
+        return gather_over(tensor, group or self._group_of_step, sync_grads)
+
+    @property
+    def _group_of_step(self) -> Any:
+        """The process group of the replicas that run the same step as this one."""
+        return dist.group.WORLD if is_alone() else self.group
 
     def _check_order(self) -> None:
         """Refuse collective calls that replicas would make in different orders.
