@@ -942,7 +942,16 @@ strategy(
 
 # ---- rows of other modules
 
-from tests.compat import found_rows, gradient_rows, state_rows, step_rows, stream_rows, supernet_rows, type_rows  # noqa: E402
+from tests.compat import (  # noqa: E402
+    found_rows,
+    gradient_rows,
+    state_rows,
+    step_rows,
+    stream_rows,
+    supernet_rows,
+    type_rows,
+    unusual_rows,
+)
 
 __all__ = [
     "ROWS",
@@ -954,4 +963,5 @@ __all__ = [
     "stream_rows",
     "supernet_rows",
     "type_rows",
+    "unusual_rows",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import CodeType
 from typing import Any
@@ -165,24 +165,30 @@ class LayerLoop:
 
     Args:
         name: how the user's code calls the layers.
-        layers: all of them; those of other ranks may be on `meta`.
+        full: the container of all of them; those of other ranks may be on `meta`.
         running: whether a step of the user's runs that may call the layers.
         reach: the call of the pipeline.
     """
 
     def __init__(
-        self, name: str, layers: Sequence[nn.Module], running: Callable[[], bool], reach: Callable[[Any], Any]
+        self,
+        name: str,
+        full: nn.Sequential | nn.ModuleList,
+        running: Callable[[], bool],
+        reach: Callable[[Any], Any],
     ) -> None:
         self._name = name
         self._running = running
         self._reach = reach
-        self._stand_ins = [StandIn(self, number, layer) for number, layer in enumerate(layers)]
+        self._shown = nn.ModuleList() if isinstance(full, nn.ModuleList) else nn.Sequential()
+        stand_ins: Any = [StandIn(self, number, layer) for number, layer in enumerate(full)]
+        self._shown._modules.update(zip(full._modules, stand_ins, strict=True))
         self._recording = LoopRecording(name)
 
     @property
-    def stand_ins(self) -> list[Any] | None:
-        """The stand-ins that the user's step sees in place of the layers; None where no step runs."""
-        return self._stand_ins if self._running() else None
+    def shown(self) -> nn.Sequential | nn.ModuleList | None:
+        """The container of stand-ins that the user's step sees; None if no step runs. A slice of it can be called."""
+        return self._shown if self._running() else None
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer the call of one layer by the user's step, with its stand-in.
@@ -203,11 +209,11 @@ class LayerLoop:
         if number != done:
             raise PipelineError(
                 f"layer {number} of {self._name} was called after {f'layer {done - 1}' if done else 'none'}; in a "
-                f"pipeline all {len(self._stand_ins)} layers must be called once and in order. "
+                f"pipeline all {len(self._shown)} layers must be called once and in order. "
                 "PipelineStrategy(module='') cuts by units instead, which may be called in any order"
             )
         self._recording.add(args, kwargs)
-        if number + 1 < len(self._stand_ins):
+        if number + 1 < len(self._shown):
             return PendingResult(self._recording, number)
         wanted = needed_layer_outputs()
         if wanted:

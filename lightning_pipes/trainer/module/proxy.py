@@ -40,7 +40,7 @@ class StageProxy(nn.Module):
         scope: HookScope | None = None,
     ) -> None:
         super().__init__()
-        loop = LayerLoop(name, list(full), lambda: interceptor.running, interceptor.call_layers)
+        loop = LayerLoop(name, full, lambda: interceptor.running, interceptor.call_layers)
         hidden = {"_full": full, "_call": interceptor, "_loop": loop, "_name": name, "_scope": scope}
         self.__dict__.update(hidden)  # past nn.Module, which would register the whole module
         self.hold_layers(local)
@@ -64,11 +64,11 @@ class StageProxy(nn.Module):
 
     def __iter__(self) -> Iterator[Any]:
         self._reach_layers()
-        return iter(self.__dict__["_loop"].stand_ins or self.__dict__["_full"])
+        return iter(self.__dict__["_loop"].shown or self.__dict__["_full"])
 
     def __getitem__(self, index: int | slice) -> Any:
         self._reach_layers()
-        return (self.__dict__["_loop"].stand_ins or self.__dict__["_full"])[index]
+        return (self.__dict__["_loop"].shown or self.__dict__["_full"])[index]
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -98,11 +98,12 @@ class StageProxy(nn.Module):
             )
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Iterate over parameters; a hook sees the layers of all ranks."""
-        yield from self.__dict__["_full"].named_children() if self._reach_layers() else super().named_children()
+        """Iterate over the layers; a hook sees those of all ranks, and a step the stand-ins of all."""
+        shown = self.__dict__["_full"] if self._reach_layers() else self.__dict__["_loop"].shown
+        yield from super().named_children() if shown is None else shown.named_children()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Iterate over buffers; a hook sees the layers of all ranks."""
+        """Return the state of the layers; a hook sees those of all ranks."""
         return (
             self.__dict__["_full"].state_dict(*args, **kwargs)
             if self._reach_layers()
@@ -162,6 +163,9 @@ class StageProxy(nn.Module):
     register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _hooked
 
     def __getattr__(self, name: str) -> Any:
+        shown = self.__dict__["_loop"].shown
+        if shown is not None and name in shown._modules:
+            return shown._modules[name]
         try:
             return super().__getattr__(name)
         except AttributeError:
