@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -90,13 +90,18 @@ def _start_checked_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def graph_nodes(tensors: Iterable[Any]) -> list[Any]:
-    """Return the nodes of the graph that tensors, or edges of the graph, come from."""
+    """Return the nodes of the graph that tensors, or edges of the graph, come from.
+
+    Tensors within a transform of torch.func are left out: their graph ends with it.
+    """
     edges = (t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in tensors if _has_graph(t))
     return [edge.node for edge in edges]
 
 
 def _has_graph(tensor: Any) -> bool:
-    return isinstance(tensor, GradientEdge) or bool(tensor.requires_grad)
+    if isinstance(tensor, GradientEdge):
+        return True
+    return bool(tensor.requires_grad) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def is_reached(starts: Iterable[Any], targets: Iterable[Any]) -> bool:
@@ -253,6 +258,43 @@ def packet_of(operation: Any) -> Any:
 def in_functorch() -> bool:
     """Return whether a transform of torch.func, such as vmap, is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Return whether the values of a tensor lie in memory; those of the zeros of forward-mode autograd do not."""
+    return tensor.layout is torch.strided and not tensor.is_meta and not tensor._is_zerotensor()
+
+
+def unwrap_transformed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor within the wrappers of transforms of torch.func; any other tensor is returned as it is."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+@contextmanager
+def allow_transforms() -> Iterator[None]:
+    """Let transforms of torch.func, which refuse hooks of saved tensors, run in the block without these hooks."""
+    graph: Any = torch.autograd.graph
+    before = graph.disable_saved_tensors_hooks
+
+    @contextmanager
+    def disable(message: str) -> Iterator[None]:
+        hooks: Any = torch._C._autograd
+        with ExitStack() as stack:
+            disabled_before = hooks._saved_tensors_hooks_get_disabled_error_message()
+            if disabled_before is None:
+                stack.callback(hooks._saved_tensors_hooks_enable)
+            else:
+                stack.callback(hooks._saved_tensors_hooks_disable, disabled_before, False)
+            hooks._saved_tensors_hooks_disable(message, False)
+            yield
+
+    graph.disable_saved_tensors_hooks = disable
+    try:
+        yield
+    finally:
+        graph.disable_saved_tensors_hooks = before
 
 
 def is_top_function_mode(mode: Any) -> bool:

@@ -21,3 +21,28 @@ for name, features in (
         refused="or set PipelineStrategy(module=''), which cuts by units",
     )
 odd("two slices of the container, one after the other", module=m.TwoSlices, strategy={"module": "model"})
+
+WHOLE = "Call the transform in a layer, which one stage runs as a whole"
+IN_STEP = "Call the transform in the forward of a module"
+for name, transform in (
+    ("grad", m.gradient),
+    ("vjp", m.pulled_back),
+    ("jvp", m.tangent),
+    ("vmap of grad", m.mapped),
+):
+    odd(f"torch.func: {name} in layers", module=partial(m.Transforms, transform, "layers"))
+    odd(f"torch.func: {name} after the layers", module=partial(m.Transforms, transform, "step"))
+    odd(
+        f"torch.func: {name} in modules, by units",
+        module=partial(m.Transforms, transform, "layers"),
+        strategy={"module": ""},
+        evaluate=True,
+    )
+odd("torch.func: grad through the layers", module=partial(m.Transforms, m.gradient, "all"), refused=WHOLE)
+for where in ("step", "all"):
+    odd(
+        f"torch.func: grad in a step by units{', through all layers' * (where == 'all')}",
+        module=partial(m.Transforms, m.gradient, where),
+        strategy={"module": ""},
+        refused=IN_STEP,
+    )

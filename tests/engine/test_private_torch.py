@@ -366,3 +366,30 @@ def test_inheriting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "current_process()._inheriting = True" in inspect.getsource(multiprocessing.spawn)
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     assert private.is_imported_by_worker()
+
+
+def test_transforms_of_torch_func() -> None:
+    x, saved = torch.rand(3, requires_grad=True), list[torch.Tensor]()
+    seen: list[torch.Tensor] = []
+
+    def cube(z: torch.Tensor) -> torch.Tensor:
+        seen.append(private.unwrap_transformed(z))
+        return z.pow(3).sum()
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
+            torch.func.grad(cube)(x)
+        with private.allow_transforms():
+            slopes = torch.func.grad(cube)(x)
+            inside = len(saved)
+            torch.func.grad(cube)(x.detach())
+            assert len(saved) == inside
+        x.exp()
+        assert len(saved) > inside
+    assert torch.allclose(slopes, 3 * x**2)
+    assert seen[0] is x
+    assert private.unwrap_transformed(x) is x
+    assert private.has_storage(x)
+    assert not private.has_storage(torch._efficientzerotensor(3))
+    assert not private.has_storage(x.detach().to_sparse())
+    assert not private.has_storage(x.to("meta"))

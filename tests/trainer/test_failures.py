@@ -195,7 +195,7 @@ BAD: list[tuple[type[Lit], dict[str, Any], str]] = [
     (Penalty, LAYERS, "a step goes through all modules or parameters of self.model"),
     (Lit, {"module": "mean"}, "Lit.mean is a MeanOfAll; only an nn.Sequential, or an nn.ModuleList"),
     (NoSequential, {}, "its training_step can't be recorded to cut it by units: AttributeError"),
-    (MaskedByLayers, {"module": ""}, "as in a mask_mod of flex attention; other stages do not have its values"),
+    (MaskedByLayers, {"module": ""}, "or within a mask_mod of flex attention, at "),
     (OwnForward, LAYERS, "with a forward of its own"),
     (Twice, LAYERS, "calls self.model(...) more than once"),
     (Never, {}, "training_step ended without a call of self.model(...)"),

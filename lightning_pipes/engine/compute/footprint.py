@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_pipes.engine.compute.reducer import local_part
-from lightning_pipes.engine.private_torch import TorchDispatchMode
+from lightning_pipes.engine.private_torch import TorchDispatchMode, allow_transforms, has_storage, unwrap_transformed
 from lightning_pipes.engine.trees import tensors_in
 
 
@@ -103,7 +103,7 @@ def count_bytes(tensor: torch.Tensor) -> int:
 @contextmanager
 def saved_for_backward() -> Iterator[dict[tuple[int, int], torch.Tensor]]:
     """Yield a tensor of every storage that autograd saves in the block, by `storage_of`. The dict keeps them alive, so
-    that no later storage reuses their addresses."""
+    that no later storage reuses their addresses. What transforms of torch.func save inside is not seen."""
     found: dict[tuple[int, int], torch.Tensor] = {}
 
     def keep_alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,13 +111,14 @@ def saved_for_backward() -> Iterator[dict[tuple[int, int], torch.Tensor]]:
         found.setdefault(storage_of(tensor), alias)
         return alias
 
-    with torch.autograd.graph.saved_tensors_hooks(keep_alias, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(keep_alias, lambda tensor: tensor), allow_transforms():
         yield found
 
 
 def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address of a tensor's storage and its bytes; (0, 0) for layouts without one."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
+    """Return the address of a tensor's storage and its bytes; (0, 0) for tensors without one."""
+    tensor = unwrap_transformed(tensor)
+    if not has_storage(tensor):
         return 0, 0
     storage = local_part(tensor).untyped_storage()
     return storage.data_ptr(), storage.nbytes()

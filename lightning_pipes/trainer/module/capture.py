@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from lightning_pipes.engine.private_torch import check_backward, graph_nodes, is_reached
+from lightning_pipes.engine.private_torch import check_backward, graph_nodes, in_functorch, is_reached
 from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import PipelineError
 
@@ -86,6 +86,11 @@ class Interceptor:
             PipelineError: it is the step's second call.
         """
         assert self._answer is not None, "no step is running"
+        if in_functorch():
+            raise PipelineError(
+                f"{self._step} calls {self._name} within a transform of torch.func, such as grad, jvp or vmap, and the "
+                "layers are spread over several ranks. Call the transform in a layer, which one stage runs as a whole"
+            )
         self._calls += 1
         if self._calls > 1:
             raise PipelineError(

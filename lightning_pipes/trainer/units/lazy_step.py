@@ -136,6 +136,12 @@ class LazyStep(TracedStep):
             self._arrive()
         return out
 
+    def run_transformed(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
+        if not self._ends and any(t.is_meta for t in self.placed(path, tensors_of((args, kwargs)))):
+            self._crossing = self._pack()
+            raise _Border
+        return function(*args, **kwargs)
+
     def _run_own(self, number: int, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
         given = tensors_of((args, kwargs))
         has_weights = self._as_recorded and number < self._border  # those of its module

@@ -45,7 +45,7 @@ class UnitMode(TorchFunctionMode, ABC):
     """Calls `run_unit` for every unit of the code in its block, in order.
 
     A unit is what no border divides: a call of an atomic module, of a torch function between such calls, or of an
-    autograd.Function. Calls within a unit are none.
+    autograd.Function. Calls within a unit or within a transform of torch.func are none.
 
     Args:
         atomic: modules whose calls are units, by path.
@@ -78,6 +78,14 @@ class UnitMode(TorchFunctionMode, ABC):
 
     def run_inner(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
         """Return the result of a function within a unit; called only in modules that `sees_inside` names."""
+        return function(*args, **kwargs)
+
+    def run_transformed(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
+        """Return the result of a call within a transform of torch.func, such as vmap, which is no unit.
+
+        Args:
+            name, path: as for `run_unit`.
+        """
         return function(*args, **kwargs)
 
     def sees_inside(self, path: str) -> bool:
@@ -137,8 +145,10 @@ class UnitMode(TorchFunctionMode, ABC):
     def __torch_function__(self, function: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", None) or str(function)
-        if self._inside or in_functorch():
+        if self._inside:
             return self.run_inner(name, function, args, kwargs)
+        if in_functorch():
+            return self.run_transformed(name, None, function, args, kwargs)
         if name == "__get__":
             name = function.__self__.__name__  # type: ignore[attr-defined]
             if name not in _MAKING:
@@ -197,6 +207,8 @@ class UnitMode(TorchFunctionMode, ABC):
     def _unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
         self._inside += 1
         try:
+            if in_functorch():
+                return self.run_transformed(name, path, function, args, kwargs)
             return self.run_unit(name, path, function, args, kwargs)
         finally:
             self._inside -= 1

@@ -19,6 +19,7 @@ from torchmetrics import Metric
 
 from lightning_pipes.engine.private_torch import FakeTensor, TorchDispatchMode, in_functorch, packet_of
 from lightning_pipes.ir import PipelineError, PlanError
+from lightning_pipes.trainer.ranks.user_lines import user_line
 from lightning_pipes.trainer.units.fake_run import FakeRun, list_places
 from lightning_pipes.trainer.units.mode import Function
 from lightning_pipes.trainer.units.trace import TemplateLeaf, map_leaves, tensors_of
@@ -141,6 +142,8 @@ class Recorder(TracedStep):
         self._kept: list[Any] = []  # ids stand for tensors, which must not be freed
         self.seen: list[RecordedUnit] = []
         self.hidden: set[str] = set()
+        self.transformed: set[str] = set()
+        self._open: list[str] = []
         self.entered: dict[str, int] = {}
         self.calls: dict[str, list[tuple[int, int]]] = {}
         self.bytes: dict[int, int] = {}
@@ -153,7 +156,10 @@ class Recorder(TracedStep):
         return True
 
     def record(self, step: Callable[..., Any], batch: Any, arguments: Sequence[Any]) -> StepRecord:
-        """Return the record of a step; `hidden` has the modules afterwards that are not atomic."""
+        """Return the record of a step.
+
+        Afterwards `hidden` has the modules that are not atomic, and `transformed` one that has to be, if there is any.
+        """
         if self._fake is not None:
             owned = {id(b) for part in self._buffered for b in part._buffers.values()}
             self._fake.replace_weights(self._module, lambda buffer: id(buffer) in owned)
@@ -171,6 +177,8 @@ class Recorder(TracedStep):
         try:
             with nullcontext() if self._fake is None else self._fake.explain_errors(), self:
                 out = step(batch, *arguments)
+        except _InTransform:
+            out = None
         finally:
             for path, forward in whole.items():
                 vars(parts[path]).pop("forward")
@@ -194,7 +202,12 @@ class Recorder(TracedStep):
     def _call_whole(self, path: str, forward: Function, /, *args: Any, **kwargs: Any) -> Any:
         """Call a module of several units, and note which these are."""
         start = len(self.units)
-        out = forward(*args, **kwargs)
+        is_open = not (self._inside or in_functorch())
+        self._open += [path] * is_open
+        try:
+            out = forward(*args, **kwargs)
+        finally:
+            del self._open[len(self._open) - is_open :]
         if not self._inside:
             self.calls.setdefault(path, []).append((start, len(self.units)))
         return out
@@ -209,12 +222,6 @@ class Recorder(TracedStep):
             )
         before = self._flops.total
         given = tensors_of((args, kwargs))
-        if in_functorch() and any(self.values.is_placed(t) or self.values.is_value(t) for t in given):
-            raise PipelineError(
-                f"torch.vmap runs {name} on a weight, or on a tensor that layers have made, as in a mask_mod of flex "
-                "attention; other stages do not have its values. Make the mask from the batch, or in the layer that "
-                "uses it"
-            )
         for tensor in given:
             self._look_for_hidden(tensor)
         self._given, self._used = {id(t) for t in given}, set()
@@ -248,6 +255,19 @@ class Recorder(TracedStep):
             )
         )
         return ran.out
+
+    def run_transformed(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
+        if path not in self._weighty and not any(map(self.values.depends_on_weights, tensors_of((args, kwargs)))):
+            return function(*args, **kwargs)
+        if not self._open:
+            raise PipelineError(
+                "a step uses a weight, or a tensor that modules have made, within a transform of torch.func, such as "
+                f"grad or vmap, or within a mask_mod of flex attention, at {user_line()}. Other stages do not have its "
+                "values, and a transform can't be cut. Call the transform in the forward of a module, which one stage "
+                "then runs as a whole, or make the mask from the batch"
+            )
+        self.transformed.add(self._open[-1])
+        raise _InTransform
 
     def _run_watched(self, path: str | None, fake: bool, function: Function, /, *args: Any, **kwargs: Any) -> Any:
         self._running, drawn = path, self._flops.drawn
@@ -312,6 +332,10 @@ class Recorder(TracedStep):
         return enter
 
 
+class _InTransform(BaseException):
+    """Unwinds the user's step where a transform of torch.func needs values; `except Exception` must not stop it."""
+
+
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts multiplications and additions, as `FlopCounterMode` does, but without calls of torch in its hooks."""
 
@@ -329,9 +353,14 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def find_atomic(module: nn.Module, hidden: Collection[str] = ()) -> dict[str, nn.Module]:
-    """Return the modules without children, by path: their calls are units, except those of `hidden` ones."""
-    return {path: m for path, m in module.named_modules() if path and path not in hidden and _is_atomic(m)}
+def find_atomic(
+    module: nn.Module, hidden: Collection[str] = (), transformed: Collection[str] = ()
+) -> dict[str, nn.Module]:
+    """Return the modules whose calls are units, by path: those without children, except `hidden` ones, and in place of
+    what is inside of them the `transformed` ones, which call transforms of torch.func."""
+    within = tuple(f"{path}." for path in transformed)
+    named = [(path, m) for path, m in module.named_modules() if path and not path.startswith(within)]
+    return {path: m for path, m in named if path in transformed or (path not in hidden and _is_atomic(m))}
 
 
 def record_step(
@@ -347,7 +376,8 @@ def record_step(
 ) -> StepRecord:
     """Return the record of a step.
 
-    A module that leaves tensors where others read them is no unit: then the step is recorded again.
+    A module that leaves tensors where others read them is no unit, and one that calls a transform of torch.func with
+    values is one: then the step is recorded again.
 
     Args:
         module: the user's module, whole.
@@ -362,12 +392,15 @@ def record_step(
         PipelineError: the step can't be cut into units.
     """
     hidden: set[str] = set()
+    transformed: set[str] = set()
     for _ in range(_TRIES):
-        recorder = Recorder(module, (choose or partial(find_atomic, module))(hidden), device, differentiates, fake)
+        atomic = choose(hidden) if choose is not None else find_atomic(module, hidden, transformed)
+        recorder = Recorder(module, atomic, device, differentiates, fake)
         record = run(partial(_record, recorder, step, batch, arguments))
-        if not recorder.hidden:
+        if not recorder.hidden and not recorder.transformed:
             return record
         hidden |= recorder.hidden
+        transformed |= recorder.transformed
     raise PipelineError(
         f"modules of {type(module).__name__} leave tensors in attributes that others read, and these differ whenever "
         "the step runs. Return the tensors instead"

@@ -9,7 +9,13 @@ import torch
 from torch import nn
 
 from lightning_pipes.engine.compute.sendable import check_sendable
-from lightning_pipes.engine.private_torch import FakeTensor, count_python_references, storage_key
+from lightning_pipes.engine.private_torch import (
+    FakeTensor,
+    count_python_references,
+    has_storage,
+    storage_key,
+    unwrap_transformed,
+)
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.units.trace import KnownPure, KnownValue, KnownWeight, Made, map_leaves
 
@@ -74,6 +80,14 @@ class Values:
         if key in self._with_attributes or type(tensor) is not torch.Tensor:
             check_sendable(tensor, f"a module of stage {stage} returns")
         return tensor
+
+    def depends_on_weights(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is a value or a weight, also within a transform of torch.func."""
+        inner = unwrap_transformed(tensor)
+        if self.is_value(inner) or self.is_placed(inner):
+            return True
+        where = storage_of(inner)  # jvp wraps an alias
+        return where is not None and any(storage_of(held) == where for held in self._held.values())
 
     def lies_in(self, key: int, memory: Collection[int | None]) -> bool:
         """Return whether the value of that key lies in memory that begins at one of these places."""
@@ -196,8 +210,9 @@ def stands_on(tensor: torch.Tensor) -> torch.device | None:
 
 def storage_of(tensor: torch.Tensor) -> int | None:
     """Return where the memory of a tensor begins; None where it has none."""
+    tensor = unwrap_transformed(tensor)
     if isinstance(tensor, FakeTensor):
         return storage_key(tensor)
-    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+    if not has_storage(tensor) or not tensor.numel():
         return None
     return tensor.untyped_storage().data_ptr()
