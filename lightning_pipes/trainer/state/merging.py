@@ -35,6 +35,8 @@ class ValueMerger:
     def __init__(self, owner: str) -> None:
         self._owner = owner
         self._how: dict[Path, str] = {}
+        self._by_sample: dict[Path, bool] = {}
+        """Whether lists and tuples grow by an entry for each sample, as comparisons with whole batches showed."""
         self._warned: set[Path] = set()
         self._compared: set[Path] = set()
         self._guessed: set[Path] = set()
@@ -84,9 +86,9 @@ class ValueMerger:
         tails = [value[start:] for value in values]
         expected = whole[start:] if isinstance(whole, (list, tuple)) else None
         lengths = [len(tail) for tail in tails]
-        per_sample = lengths == list(rows) and any(n > 1 for n in rows)
-        if expected is not None:
-            per_sample = len(expected) == sum(lengths) and len(expected) != lengths[0]
+        if expected is not None and len(values) > 1 and any(lengths):
+            self._by_sample[path] = len(expected) == sum(lengths) and len(expected) != lengths[0]
+        per_sample = self._by_sample.get(path, lengths == list(rows) and any(n > 1 for n in rows))
         if per_sample or len(set(lengths)) > 1:
             merged = [entry for tail in tails for entry in tail]
         else:
