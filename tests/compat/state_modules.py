@@ -360,6 +360,38 @@ class Experts(Annealed):
         return loss + extra
 
 
+class BufferedExpert(nn.Module):
+    """Leaves auxiliary losses in a buffer of its own and in one of a module in it, which is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("aux", torch.zeros((), dtype=torch.float64))
+        self.router = nn.Module()
+        self.router.register_buffer("usage", torch.zeros(WIDTH, dtype=torch.float64), persistent=False)
+
+    def forward(self, x: Any) -> Any:
+        y = self.linear(x).tanh()
+        self.aux = (y**2).mean()
+        self.router.usage = y.abs().mean(0)
+        return y
+
+
+class BufferedExperts(Annealed):
+    """Adds what layers have left in buffers to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(BufferedExpert() for _ in range(7)), nn.Linear(WIDTH, 3))
+
+    def loss(self, batch: Any) -> Any:
+        loss = super().loss(batch)
+        experts = [layer for layer in self.model if isinstance(layer, BufferedExpert)]
+        extra = sum(0.5 * layer.aux + layer.router.usage.sum() for layer in experts)
+        self.log("extra", extra)
+        return loss + extra
+
+
 class AddsUp(nn.Module):
     """Adds to what it has left, until the step takes that."""
 

@@ -41,6 +41,17 @@ state(
     reason="it is another one for every micro-batch, and a warning says which",
 )
 state("auxiliary losses that layers leave in attributes, lists and buffers", module=s.Experts)
+BUFFERED = {
+    "": {},
+    ", cut by units": {"module": ""},
+    ", two stages on a rank": {"schedule": "hanayo", "schedule_args": {}},
+}
+for case, settings in BUFFERED.items():
+    state(
+        f"auxiliary losses that layers leave in buffers, recompute=True{case}",
+        module=s.BufferedExperts,
+        strategy={"recompute": True, **settings},
+    )
 state("auxiliary losses that layers add up, and the step takes", module=s.TakesLosses)
 state(
     "auxiliary losses that layers append to a list of the module",

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute.weights import WeightVersion
 from lightning_pipes.engine.private_torch import FunctionNode, like_root, run_backward
-from lightning_pipes.ir import Span
+from lightning_pipes.ir import PlanError, Span
 
 Flags = tuple[bool, ...]
 """For each tensor of a tree, in order, whether a gradient for it is wanted."""
@@ -79,6 +79,9 @@ def leave_stage(tree: Any, saved: SavedForward, flags: Flags | None = None) -> t
     backward.
 
     `flags` that were sent before the graph existed override the tensors' own.
+
+    Raises:
+        PlanError: the tree has another number of tensors than flags that were sent.
     """
     if isinstance(tree, torch.Tensor) and flags is None:
         if not tree.requires_grad:
@@ -86,6 +89,13 @@ def leave_stage(tree: Any, saved: SavedForward, flags: Flags | None = None) -> t
         saved.outputs.append(_root(tree))
         return tree.detach(), (True,)
     leaves, spec = pytree.tree_flatten(tree)
+    found = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    if flags is not None and found != len(flags):
+        raise PlanError(
+            f"a stage ran the forward of samples {saved.span.start}:{saved.span.stop} a second time for its gradients, "
+            f"and sent {found} tensors in place of {len(flags)}. Both runs have to give the same. Let layers depend on "
+            "their inputs and buffers only, or leave recompute=True out"
+        )
     own: list[bool] = []
     for at, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):

@@ -163,6 +163,8 @@ class Stage:
         """Predicts updates of the weights that a batch reads before them; None has it read the weights as they are."""
         self.recomputing = False
         """Whether the body runs for the second time on the same samples."""
+        self.written_buffers: dict[tuple[nn.Module, str], torch.Tensor] = {}
+        """The buffers after a second run of the layers, by module and name: that run writes to copies of them."""
         self.weights = WeightVersions(self.layers, max_versions=1)
         self.show_version: Callable[[WeightVersion], AbstractContextManager[None]] | None = None
         """Returns the context in which the body, and what it runs again in backward, finds the weights of a version."""
@@ -218,6 +220,7 @@ class Stage:
             return out
         finally:
             self._version, self._in_parts, self.recomputing = None, None, False
+            self.written_buffers = {}
 
     @property
     def buffers_before(self) -> BuffersBefore:
@@ -375,8 +378,14 @@ class Stage:
         tensors = self._tensors(number, layer)
         if self.recomputing:  # running statistics have seen this micro-batch already
             before = self._buffers.take_kept(key)
-            tensors.update({name: before.get(name, b).clone() for name, b in layer.named_buffers()})
-        elif self.recompute and item.training:
+            copies = {name: before.get(name, b).clone() for name, b in layer.named_buffers()}
+            tensors.update(copies)
+            out = functional_call(layer, tensors, (x,)) if tensors else layer(x)
+            for name in copies:  # a layer may have put another tensor in the place of the copy
+                part, _, last = name.rpartition(".")
+                self.written_buffers[layer.get_submodule(part), last] = tensors[name]
+            return out
+        if self.recompute and item.training:
             parts, buffers = self._in_parts, self._buffers
             with parts.check_buffers(number, layer) if parts is not None else buffers.keep_before(key, number, layer):
                 return functional_call(layer, tensors, (x,)) if tensors else layer(x)

@@ -234,10 +234,8 @@ class LeftValues:
         if not (new or self._places or self._outside):
             return None
         places = [place for number in layers for place in self._places.get(number, ())]
-        if again:  # a second forward for the backward runs on copies of the buffers
-            places = [place for place in places if not self._is_buffer(place)]
         for place in places if self._active else ():
-            if place in self._before:
+            if place in self._before and not (again and self._is_buffer(place)):  # a second run has copies of buffers
                 self._set(place, self._before[place])
         watch = _Watch({place: self._value(place) for place in places})
         if new:
@@ -251,8 +249,15 @@ class LeftValues:
             watch.outside = self._state.read_objects()
         return watch
 
-    def collect_values(self, watch: _Watch | None, span: Span) -> dict[Place, Any]:
-        """Return the values that the layers have left since `watch_layers`."""
+    def collect_values(
+        self, watch: _Watch | None, span: Span, buffer_copies: Mapping[tuple[nn.Module, str], torch.Tensor]
+    ) -> dict[Place, Any]:
+        """Return the values that the layers have left since `watch_layers`.
+
+        Args:
+            buffer_copies: the copies of buffers, by module and name, to which a second run has written. They have the
+                graph, and the buffers have the values of the first run.
+        """
         if watch is None:
             return {}
         for number, name, part, own, marks in watch.modules:
@@ -276,6 +281,12 @@ class LeftValues:
                     watch.lists[place] = mark.before
         found: dict[Place, Any] = {}
         for place, before in watch.before.items():
+            number, name, key = place
+            copy = buffer_copies.get((self._full[number].get_submodule(name), key)) if buffer_copies else None
+            if copy is not None:
+                sent = _sendable(copy)
+                found[place] = sent if place in self._in_place and isinstance(sent, UnsentTensor) else copy
+                continue
             value = self._value(place)
             entries = watch.lists.get(place) if value is before and place not in self._in_place else None
             if entries is not None and len(value) >= len(entries) and all(map(is_, value, entries)):

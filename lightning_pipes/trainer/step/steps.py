@@ -448,7 +448,7 @@ class Steps:
         versions = [tensor._version for tensor in sharing]
         watch = self.left.watch_layers(stage.layers, stage.recomputing)
         out = stage.run_layers(item, span, x)
-        left = self.left.collect_values(watch, span)
+        left = self.left.collect_values(watch, span, stage.written_buffers)
         if sharing:
             check_unchanged(stage.number, sharing, versions)
         return out, join_values(earlier, left) if earlier else left
