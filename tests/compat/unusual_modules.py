@@ -115,3 +115,27 @@ def tangent(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def mapped(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = torch.vmap(torch.func.grad(lambda z: layer(z).tanh().pow(2).sum()))(x)
     return found
+
+
+class ComplexLayer(nn.Module):
+    """A layer with complex weights, as of a Fourier operator; it returns real numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(self.weight.dtype) @ self.weight).abs()
+
+
+class ComplexWeights(LitLoss):
+    """Has a layer with complex weights on each of two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[2], self.model[6] = ComplexLayer(), ComplexLayer()
+
+
+class ComplexClippedInHook(ComplexWeights):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", nn.utils.clip_grad_norm_(self.parameters(), 0.05))

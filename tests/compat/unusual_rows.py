@@ -46,3 +46,11 @@ for where in ("step", "all"):
         strategy={"module": ""},
         refused=IN_STEP,
     )
+for way, strategy in (("", {}), (", by units", {"module": ""})):
+    odd(
+        f"complex weights, gradient_clip_val{way}",
+        {"gradient_clip_val": 0.05},
+        module=m.ComplexWeights,
+        strategy=strategy,
+    )
+    odd(f"complex weights, clip_grad_norm_ in a hook{way}", module=m.ComplexClippedInHook, strategy=strategy)

@@ -61,7 +61,7 @@ class GradientAgreement:
     def total_norm(self, optimizer: Optimizer) -> torch.Tensor:
         """Return the 2-norm of the gradients of all stages; each shared parameter counts once."""
         grads = [p.grad for p in self._precision.main_params(optimizer) if p.grad is not None]
-        dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
+        dtype = torch.float64 if any(g.dtype.to_real() is torch.float64 for g in grads) else torch.float32
         mine = [
             (self._holdings.index_of(p), local_part(p.grad))
             for p in self._precision.main_params(optimizer)
@@ -94,13 +94,13 @@ def total_norm(
 
     Args:
         mine: the tensors of this rank and their places in the whole, which are below `of`.
-        dtype: of the norms.
+        dtype: of the norms; real, also for complex tensors.
     """
     infinite, least = math.isinf(p), math.isinf(p) and p < 0
     norms = torch.full((of,), math.inf if least else 0.0, dtype=torch.float64)
     if mine:
         at = torch.tensor([place for place, _ in mine])
-        found = torch.stack([torch.linalg.vector_norm(t, p, dtype=dtype) for _, t in mine]).cpu().double()
+        found = torch.stack([_vector_norm(t, p, dtype) for _, t in mine]).cpu().double()
         if infinite:
             norms.scatter_reduce_(0, at, found, "amin" if least else "amax")
         else:
@@ -110,6 +110,10 @@ def total_norm(
     if infinite:
         return (norms.min() if least else norms.max()).to(dtype)
     return (norms.sum().pow(1 / p) if p else norms.sum()).to(dtype)
+
+
+def _vector_norm(tensor: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
+    return torch.linalg.vector_norm(tensor, p, dtype=dtype.to_complex() if tensor.is_complex() else dtype)
 
 
 def _is_counted(parameter: torch.Tensor, holdings: Holdings, control: Control | None) -> bool:
@@ -200,7 +204,7 @@ class HookClipping:
         here = [(own[id(t)], t) for t in found if not isinstance(t, RemoteTensor)]
         counted = [(p, t) for p, t in here if _is_counted(p, self._holdings, self._control)]
         mine = [(self._holdings.index_of(p), local_part(t)) for p, t in counted]
-        dtype = reduce(torch.promote_types, (t.dtype for t in found)) if found else torch.float32
+        dtype = reduce(torch.promote_types, (t.dtype.to_real() for t in found)) if found else torch.float32
         of = self._holdings.n_indices
         total = total_norm(mine, of, float(norm_type), dtype, self._control).to(scope.device)
         return original([total], norm_type or 2.0, *args, **kwargs)  # which looks whether it is finite
