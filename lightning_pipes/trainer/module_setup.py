@@ -36,6 +36,7 @@ from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 from lightning_pipes.trainer.session import Session
+from lightning_pipes.trainer.state.generators import ModuleGenerators
 from lightning_pipes.trainer.state.left_values import LeftValues, layers_by_number
 from lightning_pipes.trainer.state.module_state import ModuleState
 from lightning_pipes.trainer.step.steps import Steps
@@ -264,7 +265,10 @@ class ContainerSetup(ModuleSetup):
     def make_steps(self, part: LocalLayers, plan: Plan, seed: int) -> Steps:
         """Return what runs the user's steps around the layers of this rank."""
         module, device, cut, holdings = self._module, self._ranks.device, part.cut, part.holdings
-        state = ModuleState(module, (cut.proxy, *self._layers.modules()), part.hidden.objects_of_layers, device)
+        generators = ModuleGenerators(module, self._layers, cut.proxy)
+        state = ModuleState(
+            module, (cut.proxy, *self._layers.modules()), part.hidden.objects_of_layers, device, generators
+        )
         left = LeftValues(module, layers_by_number(self._layers), lambda: holdings.local, state, cut.scope, self.path)
         precision = self._context.host.precision_plugin
         return Steps(module, precision, self._interceptor, plan, holdings.rank, seed, device, state, left)

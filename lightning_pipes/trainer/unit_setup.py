@@ -60,6 +60,7 @@ from lightning_pipes.trainer.plan.sample import (
 from lightning_pipes.trainer.plan.settings import AUTO, BATCH, PARAMETERS, find_schedule, names_modules
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.relocation.local_layers import LocalLayers
+from lightning_pipes.trainer.state.generators import ModuleGenerators
 from lightning_pipes.trainer.state.module_state import ModuleState
 from lightning_pipes.trainer.step.logs import recorded
 from lightning_pipes.trainer.step.loss_weights import (
@@ -263,12 +264,13 @@ class UnitSetup(ModuleSetup):
         """Return what runs the user's steps on the stages of this rank."""
         module, device, cut, layout = self._module, self._ranks.device, part.cut, self._layout
         assert isinstance(cut, UnitCut)
-        state = ModuleState(module, stage_modules(module, layout), frozenset(), device)
+        generators = ModuleGenerators(module)
+        state = ModuleState(module, stage_modules(module, layout), frozenset(), device, generators)
         precision, rank = self._context.host.precision_plugin, part.holdings.rank
         joint, holdings = None, part.holdings
         if self._context.is_manual:
             ranks = [part.holdings.global_ranks[each] for each in plan.ranks]
-            joint = JointStep(module, layout, plan.ranks.index(rank), device, self._ranks.pipeline, ranks)
+            joint = JointStep(module, layout, plan.ranks.index(rank), device, self._ranks.pipeline, ranks, generators)
         steps = UnitSteps(module, precision, plan, rank, seed, device, state, cut, layout, self.end, joint, holdings)
         steps.overlaps = not self._request.schedule.flushes
         return steps

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch import nn
 
@@ -560,3 +562,46 @@ class WarmingUp(Annealed):
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.Sequential(*(Warming() for _ in range(5)), nn.Linear(WIDTH, 3))
+
+
+# ---- random generators of the module's own
+
+
+class Noisy(nn.Linear):
+    """Scales what it returns by a number of a generator, which others may have, too."""
+
+    def __init__(self, generator: np.random.Generator) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.noise = generator
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * (1 + 0.2 * self.noise.random())
+
+
+class OwnGenerators(Lit):
+    """Draws from generators of its own before and after the layers, and in hooks."""
+
+    def __init__(self, shared: bool = False) -> None:
+        super().__init__()
+        self.generator, self.python = np.random.default_rng(1), random.Random(2)
+        self.others = {"torch": torch.Generator().manual_seed(3), "numpy": np.random.RandomState(4)}
+        if shared:
+            for at in (0, 2, 6):
+                self.model[at] = Noisy(self.generator)
+        self.drawn: list[float] = []
+
+    def draw(self) -> float:
+        of_torch = float(torch.rand((), generator=self.others["torch"]))
+        return self.generator.random() + self.python.random() + self.others["numpy"].rand() + of_torch
+
+    def forward(self, x: Any) -> Any:
+        return self.model(x * (1 + 0.2 * self.draw())) * (1 + 0.2 * self.draw())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.drawn.append(self.draw())
+
+
+def drawn_next(trainer: pl.Trainer, folder: Path) -> list[float]:
+    """What hooks of all batches have drawn, and what comes next."""
+    module = trainer.lightning_module
+    return [*module.drawn, module.draw()]

@@ -94,6 +94,16 @@ state(
     {**THREE, "num_sanity_val_steps": 0},
     module=values.BalancesLoads,
 )
+for shared in (False, True):
+    for units in (False, True):
+        state(
+            "generators of the module's own, drawn from before and after the layers"
+            f"{', in layers of several stages' * shared}{', by units' * units}",
+            module=partial(s.OwnGenerators, shared),
+            watch=s.drawn_next,
+            strategy={"microbatches": 1, **({"module": ""} if units else {})},
+            evaluate=True,
+        )
 UNCOMPARED = "compare them with a whole batch by check_loss=True"
 state(
     "sums that layers keep where nothing is compared",

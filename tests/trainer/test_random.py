@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import random
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
+from lightning_pipes import PipelineStrategy
 from lightning_pipes.testing.ranks import run_ranks
 from tests.trainer.lit import Case, Lit, data, differences, plain_values, train_cases
 from tests.trainers import make_trainer
@@ -148,3 +150,68 @@ def test_ranks_shuffle_alike_and_as_one_process():
     assert first == second
     assert first[:3] == plain[:3]  # until the hook drew numbers that the plain run did not draw
     assert first[3:6] != first[:3]
+
+
+class Own:
+    """A generator of each kind."""
+
+    def __init__(self) -> None:
+        self.generators = (
+            np.random.default_rng(1),
+            np.random.RandomState(2),
+            random.Random(3),
+            torch.Generator().manual_seed(4),
+        )
+
+    def draw(self) -> tuple[float, ...]:
+        numpy, old, python, of_torch = self.generators
+        return numpy.random(), old.rand(), python.random(), float(torch.rand((), dtype=torch.float64, generator=of_torch))
+
+
+class LitOwn(Lit):
+    """Draws from generators of its own around the layers; the numbers are kept where no pipeline looks."""
+
+    drawn: ClassVar[list[tuple[float, ...]]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = Own()
+
+    def on_train_start(self) -> None:
+        self.drawn.clear()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        before = self.own.draw()
+        self.drawn.append(before)
+        loss = F.cross_entropy(self.model(batch[0] * (1 + before[0])), batch[1])
+        return loss * (1 + self.own.draw()[0])
+
+
+def draw_own(rank: int, schedules: tuple[str, ...]) -> list[tuple[set[tuple[float, ...]], tuple[float, ...]]]:
+    found = []
+    for schedule in schedules:
+        module = LitOwn().double()
+        trainer = make_trainer(
+            strategy=PipelineStrategy(schedule, microbatches=2),
+            max_epochs=1,
+            num_sanity_val_steps=0,
+            precision="64-true",
+        )
+        trainer.fit(module, DataLoader(data(), batch_size=8, drop_last=True))
+        found.append((set(module.drawn), module.own.draw()))
+    return found
+
+
+def test_generators_of_the_module_give_all_stages_the_same_numbers():
+    """Each micro-batch has numbers of its own, and the first one of a batch those of one process."""
+    schedules = "1f1b", "pipedream"
+    batches = len(data()) // 8
+    plain = Own()
+    of_one_process = [plain.draw() for _ in range(2 * batches + 1)]
+    ranks = run_ranks(draw_own, 2, schedules, timeout=40)
+    for schedule, (numbers, rest), other in zip(schedules, *ranks, strict=True):
+        assert (numbers, rest) == other
+        assert len(numbers) == 2 * batches
+        if schedule == "1f1b":
+            assert numbers.issuperset(of_one_process[: 2 * batches : 2])
+            assert rest == of_one_process[-1]

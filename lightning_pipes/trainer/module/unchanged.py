@@ -94,8 +94,11 @@ def find_generators(root: nn.Module, skip: nn.Module | None = None) -> list[Any]
 
 
 def _generators(things: Iterable[Any]) -> list[Any]:
-    found = {id(e): e for thing in things for _, e in list_entries(thing) if isinstance(e, GENERATORS)}
-    return list(found.values())
+    entries = [entry for thing in things for _, entry in list_entries(thing)]
+    for entry in entries:  # it grows
+        if isinstance(entry, tuple):
+            entries += entry
+    return list({id(entry): entry for entry in entries if isinstance(entry, GENERATORS)}.values())
 
 
 def _tensors(thing: Any) -> Iterable[torch.Tensor]:

@@ -33,7 +33,9 @@ from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer.module.hidden_state import can_change
 from lightning_pipes.trainer.module.remote_tensors import RemoteTensor
+from lightning_pipes.trainer.module.unchanged import GENERATORS
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.state.generators import ModuleGenerators
 from lightning_pipes.trainer.state.merging import Path, ValueMerger, format_path
 from lightning_pipes.trainer.state.module_entries import (
     HIDDEN_NAMES,
@@ -141,6 +143,7 @@ class BatchState:
         copies: tensors with versions and values, by their ids.
         set_by_steps: object and key of each entry, and id of each tensor, that steps have set so far; they are no
             hook's, and stay as they are. It grows.
+        generators: of the module, with their present states.
     """
 
     def __init__(
@@ -148,7 +151,9 @@ class BatchState:
         contents: Sequence[tuple[Any, Content]],
         copies: Mapping[int, tuple[torch.Tensor, int, torch.Tensor]],
         set_by_steps: set[Any],
+        generators: ModuleGenerators,
     ) -> None:
+        self._generators, self._states = generators, generators.read_states()
         self._contents = contents
         self._copies = copies
         self._set_by_steps = set_by_steps
@@ -156,6 +161,8 @@ class BatchState:
     @contextmanager
     def restore_entries(self) -> Iterator[None]:
         """Give the objects these entries in the block; afterwards they have the later ones, with its changes."""
+        later_states = self._generators.read_states()
+        self._generators.set_states(self._states)
         own = self._set_by_steps
         own_entries = [each for each in own if isinstance(each, tuple)]
         old = {
@@ -177,6 +184,7 @@ class BatchState:
         try:
             yield
         finally:
+            self._generators.set_states(later_states)
             own.update(id(t) for t, version in versions if tensor_version(t) != version)
             for thing, entries, later in given:
                 after = read_entries(thing)
@@ -221,6 +229,7 @@ class ModuleState:
         layers: modules of all layers, which count for themselves.
         shared: ids of objects that layers have.
         device: of this rank.
+        generators: of the module and its layers.
     """
 
     def __init__(
@@ -229,11 +238,13 @@ class ModuleState:
         layers: Collection[nn.Module],
         shared: Collection[int],
         device: torch.device,
+        generators: ModuleGenerators,
     ) -> None:
         self._module = module
         self._skipped = {id(layer) for layer in layers}
         self._shared = frozenset(shared)
         self._device = device
+        self.generators = generators
         self._merging = ValueMerger(type(module).__name__)
         self._holders: list[_Holder] = []
         self._known: dict[int, tuple[torch.Tensor, int, torch.Tensor | None]] = {}
@@ -301,6 +312,7 @@ class ModuleState:
     def note_microbatch(self, span: Span) -> None:
         """Note the changes of the step for a micro-batch, on the last stage."""
         if self._active:
+            self.generators.note_microbatch(span)
             self._results[span] = found = self._differences(merged=True)
             self._clean = not found
 
@@ -389,6 +401,7 @@ class ModuleState:
         """
         self._overlapping, self._alone, self._watched = schedule, alone, _WATCHED
         self._watched_hooks = _WATCHED
+        self.generators.expect_overlap(alone)
 
     def refuse_changes(self, why: str) -> None:
         """Have the first steps watched: what they set is refused, for no rank has that of a whole batch.
@@ -473,7 +486,7 @@ class ModuleState:
             key: self._copies[key] if self._is_copied(t) else (t, tensor_version(t), t.detach().clone())
             for key, t in tensors.items()
         }
-        return BatchState(list(self._captured.values()), dict(self._copies), self._set_by_steps)
+        return BatchState(list(self._captured.values()), dict(self._copies), self._set_by_steps, self.generators)
 
     def _is_copied(self, tensor: torch.Tensor) -> bool:
         known = self._copies.get(id(tensor))
@@ -507,6 +520,7 @@ class ModuleState:
                     continue  # its own tables of states
                 queue.append(((*path, (kind, key)), value, depth + 1, merged))
         self._holders = found
+        self.generators.find()
 
     def _leads_to_others(self, holder: _Holder) -> bool:
         """Return whether a holder has got or lost an object with entries of its own."""
@@ -514,7 +528,8 @@ class ModuleState:
         content = entry_values(read_entries(holder.thing))
         after = {id(value) for value in content}
         lost = [value for value in entry_values(holder.kept) if id(value) not in after]
-        return any(map(can_change, [*lost, *(value for value in content if id(value) not in before)]))
+        changed = [*lost, *(value for value in content if id(value) not in before)]
+        return any(can_change(value) or isinstance(value, GENERATORS) for value in changed)
 
     def _remember(self, written: Collection[int] = ()) -> None:
         """Keep the versions of tensors, and copies of tensors that may be changed in place."""

@@ -31,6 +31,7 @@ from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.module.batches import Path, copy_batch, join, make_cutter, move_batch, take_samples
 from lightning_pipes.trainer.module.capture import Interceptor, NoCallError, named_step
+from lightning_pipes.trainer.state.generators import States
 from lightning_pipes.trainer.state.left_values import (
     LeftValues,
     check_unchanged,
@@ -52,6 +53,8 @@ from lightning_pipes.trainer.step.loss_weights import BatchWeights, sample_tenso
 
 Context = Callable[[], AbstractContextManager[Any]]
 _NOTHING = nullcontext()
+GENERATORS = "generators"
+"""The key of the states of the module's generators among the values of a message."""
 HOST = torch.device("cpu")
 
 
@@ -236,6 +239,8 @@ class EvaluationBatch:
         shared_ids: ids of the tensors of `x` that belong to every sample, however many entries they have.
         has_other_axis: whether a tensor of `x` has its samples on another axis than 0, so that `x` can't be cut.
         left: on the last stage what layers have left for the code after them, by micro-batch.
+        generators: states of the module's own in which the code before the layers has left them; on the last stage
+            those in which the layers have.
     """
 
     context: Context
@@ -246,6 +251,7 @@ class EvaluationBatch:
     shared_ids: frozenset[int] = frozenset()
     has_other_axis: bool = False
     left: dict[Span, dict[Any, Any]] = field(default_factory=dict)
+    generators: States = field(default_factory=dict)
 
 
 class _Shapes(NamedTuple):
@@ -330,7 +336,8 @@ class Steps:
         """Run the user's step for one micro-batch up to its call of the layers, then this stage's layers."""
         data = item.data
         if isinstance(data, EvaluationBatch):
-            with data.context():
+            with data.context(), self.state.generators.microbatch(item.number, span):
+                self._continue_capture(data, span)
                 try:
                     return self._run_and_pack(stage, item, span, _samples(data, span, item.rows))
                 except Exception as error:
@@ -338,7 +345,8 @@ class Steps:
                     raise
         last_run = stage.recomputing if stage.recompute else not self._both_ends
         self.state.restore_state()
-        with self.step_context(), data.in_initial_state:
+        generators = self.state.generators
+        with self.step_context(), data.in_initial_state, generators.microbatch(item.number, span):
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part = data.select_samples(span)
             step = named_step(self._module, "training_step")
@@ -364,7 +372,7 @@ class Steps:
         if isinstance(data, TrainingBatch) and data.stage_inputs is not None:
             data.keep_stage_input(stage.number, span, unpack_message(received)[0])
         self.state.restore_state()
-        with context():
+        with context(), self.state.generators.microbatch(item.number, span):
             return self._run_and_pack(stage, item, span, received)
 
     def _run_last_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
@@ -373,8 +381,12 @@ class Steps:
         if isinstance(data, EvaluationBatch):
             x = _samples(data, span, item.rows) if stage.number == 0 else received
             self.state.restore_state()
-            with data.context():
+            with data.context(), self.state.generators.microbatch(item.number, span):
+                if stage.number == 0:
+                    self._continue_capture(data, span)
                 out, data.left[span] = self._run_layers(stage, item, span, x)
+                if not span.start:
+                    data.generators = self.state.generators.read_changes()
                 self.left.forget_lists(data.left[span])
                 self.left.take_back()
                 return out
@@ -403,7 +415,8 @@ class Steps:
             return y
 
         self.state.restore_state()
-        with self.step_context(), data.in_initial_state:
+        generators = self.state.generators
+        with self.step_context(), data.in_initial_state, generators.microbatch(item.number, span):
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part = data.select_samples(span)
             if self._recomputes_first:
@@ -425,24 +438,26 @@ class Steps:
         self.state.begin_batch()
         self.left.begin_batch(training)
 
-    def collect_changes(self) -> tuple[Any, Any]:
+    def collect_changes(self) -> tuple[Any, ...]:
         """Merge the changes of state in the batch on the last stage; return them for `apply_changes`."""
         self.left.end_batch()
-        return self.state.merge_microbatches(), self.left.collect_changes()
+        return self.state.merge_microbatches(), self.left.collect_changes(), self.state.generators.end_batch()
 
-    def apply_changes(self, changes: tuple[Any, Any] | None) -> None:
+    def apply_changes(self, changes: tuple[Any, ...] | None) -> None:
         """End the batch with the changes of the last stage; None where this rank has it."""
         if changes is None:
             self.state.apply_changes()
             return
-        of_state, of_layers = changes
+        of_state, of_layers, of_generators = changes
         self.left.end_batch()
         self.state.apply_changes(of_state)
         self.left.apply_changes(of_layers, self._device)
+        self.state.generators.set_states(of_generators)
 
     def _run_layers(self, stage: Stage, item: Item, span: Span, entering: Any) -> tuple[Any, dict[Any, Any]]:
         """Return the result of the layers of a stage, and the values that they and earlier ones have left."""
         x, earlier, sharing = unpack_message(entering)
+        self.state.generators.set_states(earlier.pop(GENERATORS, {}))
         if earlier:
             self.left.put_values(earlier)
         versions = [tensor._version for tensor in sharing]
@@ -456,10 +471,16 @@ class Steps:
     def _run_and_pack(self, stage: Stage, item: Item, span: Span, entering: Any) -> Any:
         """Return the message that a stage other than the last sends on."""
         out, left = self._run_layers(stage, item, span, entering)
-        sent = pack_message(out, left)
+        states = self.state.generators.read_changes()
+        sent = pack_message(out, {**left, GENERATORS: states} if states else left)
         self.left.forget_lists(left)
         self.left.take_back()
         return sent
+
+    def _continue_capture(self, data: EvaluationBatch, span: Span) -> None:
+        """Let the layers draw after the code before them, which has run for the whole batch."""
+        if not span.start:
+            self.state.generators.set_states(data.generators)
 
     def prepare_last_stage(self, stage: Stage, item: Item, spans: Collection[Span]) -> None:
         """Prepare each micro-batch of the last stage before the first one arrives.
@@ -478,6 +499,7 @@ class Steps:
         """
         data: EvaluationBatch = item.data
         data.x = self._capture_whole_input(step, item, copy_batch(batch) if self._both_ends else batch, arguments)
+        data.generators = self.state.generators.last
         leaves, spec = trees.flatten(data.x)
         lengths = [leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor) and item.rows in leaf.shape]
         if item.rows == 1 or (len(lengths) < 2 and all(shape[0] == item.rows for shape in lengths)):
@@ -503,7 +525,11 @@ class Steps:
 
     def _capture_whole_input(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
         self.state.restore_state()
-        with forked_rng(self._device), recorded(self._module) as calls:  # the last stage logs
+        with (
+            forked_rng(self._device),
+            recorded(self._module) as calls,  # the last stage logs
+            self.state.generators.microbatch(item.number, Span(0, item.rows)),
+        ):
             self._seed_user_code(item, BEFORE_LAYERS)
             try:
                 return self._interceptor.capture(step, batch, *arguments)
@@ -514,7 +540,7 @@ class Steps:
     def run_without_layers(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
         """Return the result of a `step` that does not call the pipelined module."""
         self.state.restore_state()
-        with forked_rng(self._device):
+        with forked_rng(self._device), self.state.generators.microbatch(item.number, Span(0, item.rows)):
             self._seed_user_code(item, BEFORE_LAYERS)
             return self._interceptor.run_without(step, batch, *arguments)
 
@@ -523,11 +549,16 @@ class Steps:
     ) -> Any:
         """Return the input that `step` gives to the pipelined module; `draws` records if random numbers are drawn."""
         self.state.restore_state()
-        with forked_rng(self._device), recorded(self._module), item.data.in_initial_state:
+        with (
+            forked_rng(self._device),
+            recorded(self._module),
+            item.data.in_initial_state,
+            self.state.generators.microbatch(item.number, Span(0, item.rows)),
+        ):
             self._seed_user_code(item, BEFORE_LAYERS)
             draws.start()
             x = self._interceptor.capture(step, batch, *arguments)
-            draws.stop()
+            self._end_draws(draws)
             return x
 
     def finish(
@@ -544,6 +575,7 @@ class Steps:
 
         def layers() -> Any:
             self.left.put_values(self.left.merge_values(item.data.left))
+            self.state.generators.set_states(item.data.generators)
             return y
 
         out = self.run_around_layers(step, item, batch, arguments, layers)
@@ -579,12 +611,17 @@ class Steps:
             return y
 
         self.state.restore_state()
-        with forked_rng(self._device):
+        with forked_rng(self._device), self.state.generators.microbatch(item.number, Span(0, item.rows)):
             seed(BEFORE_LAYERS)
             out = self._interceptor.run_with_answer(step, answer, batch, *arguments, apart=True)
             if draws is not None:
-                draws.stop()
+                self._end_draws(draws)
         return out
+
+    def _end_draws(self, draws: RngUse) -> None:
+        """Record in `draws` if a step has drawn random numbers, also from generators of the module's own."""
+        draws.stop()
+        draws.was_used = draws.was_used or bool(self.state.generators.read_changes())
 
     @staticmethod
     def _compare_candidates(stage: Stage, item: Item) -> None:

@@ -25,6 +25,7 @@ from lightning_pipes.engine.private_torch import gradient_hooks, has_gradient_ho
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.module.remote_tensors import RemoteTensor, find_written
 from lightning_pipes.trainer.ranks.control import Control
+from lightning_pipes.trainer.state.generators import ModuleGenerators
 from lightning_pipes.trainer.step.hooks import ParameterHooks
 from lightning_pipes.trainer.units.lazy_step import LazyStep
 from lightning_pipes.trainer.units.mode import Function
@@ -150,6 +151,7 @@ class JointStep(LazyStep):
         stage: the one of this rank.
         control: of all stages.
         ranks: the global rank of each stage.
+        generators: of the module's own.
     """
 
     def __init__(
@@ -160,8 +162,9 @@ class JointStep(LazyStep):
         device: torch.device,
         control: Control,
         ranks: Sequence[int],
+        generators: ModuleGenerators,
     ) -> None:
-        super().__init__(module, layout, stage, device)
+        super().__init__(module, layout, stage, device, generators=generators)
         self._control = control
         self._ranks = ranks
         self._hooks = ParameterHooks(device)

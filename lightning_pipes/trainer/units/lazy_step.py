@@ -18,6 +18,7 @@ from torch import nn
 from lightning_pipes.engine.compute.sendable import check_sendable
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.ranks.user_lines import user_line
+from lightning_pipes.trainer.state.generators import ModuleGenerators
 from lightning_pipes.trainer.units.mode import Function
 from lightning_pipes.trainer.units.recording import UnitLayout
 from lightning_pipes.trainer.units.trace import Done, Trace, tensors_of
@@ -43,12 +44,19 @@ class LazyStep(TracedStep):
         module: the user's module, with the weights of this stage.
         stage: its number.
         last: the last part of the layout that it has; by default the part of its number.
+        generators: of the module's own.
     """
 
     def __init__(
-        self, module: nn.Module, layout: UnitLayout, stage: int, device: torch.device, last: int | None = None
+        self,
+        module: nn.Module,
+        layout: UnitLayout,
+        stage: int,
+        device: torch.device,
+        last: int | None = None,
+        generators: ModuleGenerators | None = None,
     ) -> None:
-        super().__init__(module, layout.modules(module), layout.drawing, device)
+        super().__init__(module, layout.modules(module), layout.drawing, device, generators)
         self._layout = layout
         self._stage = stage
         last = stage if last is None else last
@@ -224,6 +232,8 @@ class LazyStep(TracedStep):
             raise self._other_way(f"has lost a tensor that {done.name} returned once more") from error
         self.units.append(done)
         self._draws += done.draws
+        if self._own_generators is not None:
+            self._own_generators.set_states(dict(done.generators))
         return out
 
     def _arrive(self) -> None:

@@ -101,7 +101,12 @@ class UnitSteps(Steps):
             recomputed_later = stage.recompute and not stage.recomputing
             if stage.number < self._final or recomputed_later or (last and self._end is not None):
                 part = copy_batch(part)  # this rank runs the step again, which may change its batch in place
-            with recorded(self._module) as logged, self._cut.show_weights(), self._repeat_buffers(stage, item, span):
+            with (
+                recorded(self._module) as logged,
+                self._cut.show_weights(),
+                self._repeat_buffers(stage, item, span),
+                self.state.generators.microbatch(item.number, span),
+            ):
                 out = self._run_lazily(stage.number, stage, item, span, step, part, received)
             if last and self._end is not None:
                 return self._defer_loss(self._end, stage, item, span, out)
@@ -144,7 +149,8 @@ class UnitSteps(Steps):
         self.state.restore_state()
         stage.seed_user_code(item, whole, BEFORE_LAYERS)
         batch, step = item.data.select_samples(whole), named_step(self._module, "training_step")
-        with recorded(self._module) as logged, self._cut.show_weights():
+        generators = self.state.generators
+        with recorded(self._module) as logged, self._cut.show_weights(), generators.microbatch(item.number, whole):
             out = self._run_lazily(stage.number + 1, stage, item, whole, step, batch, joined)
         self.state.note_microbatch(whole)
         scaled = self.scale_loss(item, whole, out, logged, joined[0])
@@ -158,7 +164,13 @@ class UnitSteps(Steps):
         data = item.data
         assert data.step is not None, "Evaluation has it"
         self.state.restore_state()
-        with data.context(), recorded(self._module) as calls, self._cut.show_weights():
+        generators = self.state.generators
+        with (
+            data.context(),
+            recorded(self._module) as calls,
+            self._cut.show_weights(),
+            generators.microbatch(item.number, span),
+        ):
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             batch = copy_batch(data.batch) if stage.number < self._final else data.batch
             out = self._run_lazily(stage.number, stage, item, span, data.step, batch, received)
@@ -175,7 +187,7 @@ class UnitSteps(Steps):
         key = number, layers[number].stop - 1 if number < self._stages else layers[-1].stop, ends
         if key not in self._lazy:
             layout = self._end.layout(self._layout) if self._end is not None and ends else self._layout
-            self._lazy[key] = LazyStep(self._module, layout, number, self._device, key[1])
+            self._lazy[key] = LazyStep(self._module, layout, number, self._device, key[1], self.state.generators)
         seed = partial(stage.seed_user_code, item, span)
         why_once = self._explain_once(stage, item, span)
         return self._lazy[key].run(step, batch, item.data.arguments, received, seed, span.rows, why_once)

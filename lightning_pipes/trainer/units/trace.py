@@ -122,6 +122,7 @@ class Done(NamedTuple):
         out: what it returned, with TemplateLeaf for tensors; plain values are decisions.
         written: numbers of pure tensors that it has changed, each with the key that it has from then on.
         draws: how many of its calls drew random numbers.
+        generators: states of those of the module's own that it drew from.
     """
 
     name: str
@@ -129,6 +130,7 @@ class Done(NamedTuple):
     out: Any = None
     written: tuple[tuple[int, int], ...] = ()
     draws: int = 0
+    generators: tuple[tuple[int, bytes], ...] = ()
 
 
 @dataclass

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.state.generators import ModuleGenerators
 from lightning_pipes.trainer.units.mode import DEVICES, Function, UnitMode
 from lightning_pipes.trainer.units.trace import Done, KnownWeight, map_leaves, tensors_of
 from lightning_pipes.trainer.units.values import Values, stands_on
@@ -54,10 +55,16 @@ class TracedStep(UnitMode):
         atomic: modules whose calls are units, by path.
         drawing: names of the units that draw random numbers.
         device: of this stage.
+        generators: of the module's own, whose states travel with units that draw from them; None if they need not.
     """
 
     def __init__(
-        self, module: nn.Module, atomic: Mapping[str, nn.Module], drawing: Collection[str], device: torch.device
+        self,
+        module: nn.Module,
+        atomic: Mapping[str, nn.Module],
+        drawing: Collection[str],
+        device: torch.device,
+        generators: ModuleGenerators | None = None,
     ) -> None:
         super().__init__(atomic)
         self.units: list[Done] = []
@@ -65,6 +72,7 @@ class TracedStep(UnitMode):
         self._module = module
         self._drawing = drawing
         self._device = device
+        self._own_generators = generators or None
         self._seed: Callable[[int], None] | None = None
         self._draws = 0
         self._in_module, self._weighed = False, False
@@ -109,7 +117,8 @@ class TracedStep(UnitMode):
         self.values.meet(given)
         self._in_module, self._weighed = path is not None, False
         versions = [version_of(t) for t in given]
-        draws = self._draws
+        draws, own = self._draws, self._own_generators
+        states = {} if own is None else own.read_states()
         if self.may_draw(name, path):
             out = self._run_drawing(function, args, kwargs)
         else:
@@ -120,7 +129,10 @@ class TracedStep(UnitMode):
         if isinstance(kwargs.get("out"), torch.Tensor):
             written.append(kwargs["out"])
         drew = self._draws - draws
-        return UnitRun(self._describe(name, path, out, given, written, drew), out, given, written, drew > 0)
+        done = self._describe(name, path, out, given, written, drew)
+        if own is not None:
+            done = done._replace(generators=tuple(own.read_changes(states).items()))
+        return UnitRun(done, out, given, written, drew > 0)
 
     def placed(self, path: str | None, given: Collection[torch.Tensor]) -> list[torch.Tensor]:
         """Return the weights and buffers that a unit has: those of its module, or among what it is given."""

@@ -9,7 +9,7 @@ with copies of that micro-batch, distorted, in place of what is still to come.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_pipes.engine import trees
-from lightning_pipes.engine.compute.rng import RngUse, comparable_state
+from lightning_pipes.engine.compute.rng import RngUse
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.trees import tensors_in
@@ -29,7 +29,7 @@ from lightning_pipes.ir import Kind, Span
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_due
 from lightning_pipes.trainer.module.batches import copy_batch, join, take_samples
-from lightning_pipes.trainer.module.unchanged import find_generators, keep_unchanged, state_of
+from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.step.logs import LogCall, LogKey, number_calls, recorded, returned_calls
 from lightning_pipes.trainer.step.loss_weights import (
     EXTREME,
@@ -437,14 +437,12 @@ class LossCheck(Watcher):
                 self._steps.left.put_values(left)
             return stage.run_layers(item, Span(0, item.rows), x) if inside else x
 
-        own = find_generators(self._module, skip=None if inside else self._cut.proxy)
-        before = _states(own)
         with torch.no_grad(), self._steps.step_context(), item.data.in_initial_state:
             draws = RngUse(self._device)
             out = self._steps.run_around_layers(step, item, batch, arguments, layers, draws)
             self._steps.left.take_back()
             value, extras = loss_of(out)
-            return value.detach(), extras, draws.was_used or _states(own) != before
+            return value.detach(), extras, draws.was_used
 
     @contextmanager
     def _evaluating(self, inside: bool) -> Iterator[None]:
@@ -460,10 +458,6 @@ class LossCheck(Watcher):
             kind = self._device.type
             cast = {torch.get_autocast_dtype(kind)} if torch.is_autocast_enabled(kind) else set()
         return {loss.dtype, *(t.dtype for t in tensors_in(x) if t.is_floating_point()), *cast}
-
-
-def _states(own: Iterable[Any]) -> list[Any]:
-    return [comparable_state(state_of(generator)) for generator in own]
 
 
 def _by_rows(rows: int, span: Span) -> float:

@@ -1,0 +1,149 @@
+"""Random generators of a module's own, which every rank has a copy of.
+
+On one process code before the layers, layers and code after them draw from a generator one after another. In a pipeline
+they are on different ranks. So the state of a generator travels with each micro-batch from stage to stage, and after a
+batch all ranks take the state that its first micro-batch has left:
+
+    one micro-batch      the numbers of one process
+    several of them      the first one begins with the state of the batch, and the others with states of their own that
+                         depend on it: all draw different numbers, as with torch's own generator
+    overlapping batches  each batch begins with a state of its own, which depends on its number
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_pipes.engine.compute.rng import BEFORE_LAYERS, stream_seed
+from lightning_pipes.engine.watch import plain
+from lightning_pipes.ir import Span
+from lightning_pipes.trainer.module.unchanged import find_generators, set_state, state_of
+
+States = Mapping[int, bytes]
+"""States of some of the generators, by their place among all, in a form that can be sent and compared."""
+
+
+class ModuleGenerators:
+    """The generators that a module and its layers have, in one order on all ranks.
+
+    Args:
+        layers: that are cut; None where units are.
+        proxy: what stands for them in the module, and has those of this rank.
+
+    Attributes:
+        last: the states that the latest micro-batch has changed.
+    """
+
+    def __init__(self, module: nn.Module, layers: nn.Module | None = None, proxy: nn.Module | None = None) -> None:
+        self._module, self._layers, self._proxy = module, layers, proxy
+        self._overlapping = False
+        self._is_alone = False
+        self._begun: States = {}
+        self.last: States = {}
+        self._ended: States = {}
+        self.find()
+
+    def __bool__(self) -> bool:
+        return bool(self._generators)
+
+    def expect_overlap(self, alone: bool) -> None:
+        """Give each batch states of its own, because batches overlap.
+
+        Args:
+            alone: whether no other rank is in this pipeline; then batches draw one after another.
+        """
+        self._overlapping, self._is_alone = not alone, alone
+
+    def find(self) -> None:
+        """Look for the generators; hooks may have made others."""
+        inside = [] if self._layers is None else find_generators(self._layers)
+        found = {id(each): each for each in (*find_generators(self._module, self._proxy), *inside)}
+        self._generators = [*found.values()]
+
+    def read_states(self) -> States:
+        """Return the present states of all generators."""
+        return {place: _pack(generator) for place, generator in enumerate(self._generators)}
+
+    def read_changes(self, before: States | None = None) -> States:
+        """Return the present states of those that differ from `before`: by default, from the micro-batch's begin."""
+        before = self._begun if before is None else before
+        return {place: state for place, state in self.read_states().items() if before.get(place) != state}
+
+    def set_states(self, states: States) -> None:
+        """Set states that any rank has read."""
+        for place, state in states.items():
+            _set(self._generators[place], state)
+
+    @contextmanager
+    def microbatch(self, number: int, span: Span) -> Iterator[None]:
+        """Let a micro-batch draw in the block; afterwards the generators have the states from before it.
+
+        Args:
+            number: of its batch.
+        """
+        if not self:
+            yield
+            return
+        before = self.read_states()
+        if self._overlapping or span.start:
+            for place, generator in enumerate(self._generators):
+                digest = hashlib.blake2b(before[place], digest_size=8).digest()
+                one = Span(span.start, span.start + 1)  # stages may cut a batch differently
+                _seed(generator, stream_seed(int.from_bytes(digest, "little"), place, BEFORE_LAYERS, number, one))
+        self._begun = self.read_states()
+        try:
+            yield
+        finally:
+            self.last = self.read_changes()
+            if not self._is_alone:
+                self.set_states({place: before[place] for place in self.read_changes(before)})
+
+    def note_microbatch(self, span: Span) -> None:
+        """Note what the latest micro-batch has left, on the last stage."""
+        if not span.start:
+            self._ended = self.last
+
+    def end_batch(self) -> States:
+        """Leave the states after the batch, on the last stage; return them for other ranks."""
+        ended, self._ended = self._ended, {}
+        self.set_states(ended)
+        return ended
+
+
+def _pack(generator: Any) -> bytes:
+    """Return the state as bytes; numbers of Python would take a hundred times as long as their bytes."""
+    state = state_of(generator)
+    if isinstance(generator, torch.Generator):
+        state = state.numpy().tobytes()
+    elif isinstance(generator, random.Random):
+        version, words, rest = state
+        state = version, np.array(words, np.uint32).tobytes(), rest
+    return plain.dumps(state)
+
+
+def _set(generator: Any, packed: bytes) -> None:
+    state = plain.loads(packed)
+    if isinstance(generator, torch.Generator):
+        state = torch.from_numpy(np.frombuffer(state, np.uint8).copy())
+    elif isinstance(generator, random.Random):
+        version, words, rest = state
+        state = version, tuple(np.frombuffer(words, np.uint32).tolist()), rest
+    set_state(generator, state)
+
+
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        kind: Any = type(generator.bit_generator)
+        generator.bit_generator.state = kind(seed).state
+    else:
+        generator.seed(seed if isinstance(generator, random.Random) else seed % 2**32)
