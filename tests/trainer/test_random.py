@@ -165,7 +165,12 @@ class Own:
 
     def draw(self) -> tuple[float, ...]:
         numpy, old, python, of_torch = self.generators
-        return numpy.random(), old.rand(), python.random(), float(torch.rand((), dtype=torch.float64, generator=of_torch))
+        return (
+            numpy.random(),
+            old.rand(),
+            python.random(),
+            float(torch.rand((), dtype=torch.float64, generator=of_torch)),
+        )
 
 
 class LitOwn(Lit):

@@ -34,6 +34,7 @@ from lightning_pipes.trainer.module.capture import Interceptor, NoCallError, nam
 from lightning_pipes.trainer.state.generators import States
 from lightning_pipes.trainer.state.left_values import (
     LeftValues,
+    Place,
     check_unchanged,
     join_values,
     pack_message,
@@ -53,7 +54,7 @@ from lightning_pipes.trainer.step.loss_weights import BatchWeights, sample_tenso
 
 Context = Callable[[], AbstractContextManager[Any]]
 _NOTHING = nullcontext()
-GENERATORS = "generators"
+GENERATORS: Place = ("generators",)
 """The key of the states of the module's generators among the values of a message."""
 HOST = torch.device("cpu")
 
