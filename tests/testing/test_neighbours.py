@@ -7,13 +7,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from lightning_pipes.ir import PlanError
+from lightning_pipes.testing import neighbours
 from lightning_pipes.testing.neighbours import KINDS, Neighbour, Quota, why_no_quota
-from lightning_pipes.testing.ranks import scale_timeout
+from lightning_pipes.testing.ranks import scale_timeout, wait_until
 
 CORE = min(os.sched_getaffinity(0))
 SCRIPT = """
@@ -30,11 +32,10 @@ def cpu(pid: int) -> float:
     return times.user + times.system
 
 
-def shares(pids: list[int], seconds: float) -> float:
-    """Of a core, that the processes have taken together."""
-    before, began = sum(map(cpu, pids)), time.monotonic()
-    time.sleep(seconds)
-    return (sum(map(cpu, pids)) - before) / (time.monotonic() - began)
+def count_throttled(quota: Quota) -> int:
+    """Return how often the kernel has made the processes of a quota wait."""
+    lines = (quota._group / "cpu.stat").read_text().split()
+    return int(lines[lines.index("nr_throttled") + 1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -51,9 +52,31 @@ def test_it_works_on_its_core_from_the_start(kind):
     assert there.pids == []
 
 
-def test_it_rests_in_between():
-    with Neighbour("spin", 0.1) as there:
-        assert shares(there.pids, 1.0) < 0.2
+def test_it_rests_in_between(monkeypatch):
+    """On a clock that its work and its rest move."""
+    now, worked, turns = 100.0, 0.0, 50
+
+    def work() -> None:
+        nonlocal now, worked
+        now, worked = now + 0.0005, worked + 0.0005
+
+    def rest(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def parent() -> int:
+        nonlocal turns
+        turns -= 1
+        return 1 if turns >= 0 else 2
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=rest)
+    system = SimpleNamespace(getppid=parent, nice=lambda _: 0, write=lambda *_: 0)
+    monkeypatch.setattr(neighbours, "time", clock)
+    monkeypatch.setattr(neighbours, "os", system)
+    monkeypatch.setitem(KINDS, "spin", lambda: work)
+    neighbours.main(["spin", "0.1", "-1", "0", "1"])
+    assert worked == pytest.approx(0.0005 + 50 * 0.1 * neighbours.PERIOD, rel=1e-6)  # once before the first turn
+    assert now == pytest.approx(100.0005 + 50 * neighbours.PERIOD, rel=1e-6)
 
 
 def processes_gone(pids: list[int]) -> None:
@@ -79,7 +102,7 @@ def test_a_quota_holds_a_process_back():
     groups = Path("/proc/self/cgroup").read_text()
     with Neighbour("spin") as there:
         with Quota(0.1, there.pids[0]) as quota:
-            assert shares(there.pids, 1.0) < 0.2
+            assert wait_until(lambda: count_throttled(quota) > 2, scale_timeout(20))
         assert not quota._group.exists()
         with Quota(0.1, there.pids[0]) as quota:
             there.__exit__()  # it ends meanwhile
@@ -103,12 +126,11 @@ def test_mistakes(arguments, message):
 
 
 @pytest.mark.skipif(why_no_quota() is not None, reason=f"no quotas here: {why_no_quota()}")
-def test_a_weight_is_what_it_gets_beside_another():
-    with Neighbour("spin", core=CORE) as heavy, Neighbour("spin", core=CORE) as light, Quota(None, heavy.pids[0], 1000):
-        before = [cpu(there.pids[0]) for there in (heavy, light)]
-        time.sleep(1.0)
-        took = [cpu(there.pids[0]) - used for there, used in zip((heavy, light), before, strict=True)]
-    assert took[0] > 2 * took[1]
+def test_a_weight_is_told_to_the_kernel():
+    with Neighbour("spin") as there, Quota(None, there.pids[0], 1000) as quota:
+        new, old = quota._group / "cpu.weight", quota._group / "cpu.shares"
+        assert (new.read_text() == "1000\n") if new.exists() else (old.read_text() == "10240\n")
+        assert (quota._group / "cgroup.procs").read_text().split() == [str(there.pids[0])]
 
 
 def test_a_quota_of_nothing():
