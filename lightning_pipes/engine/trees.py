@@ -7,7 +7,7 @@ tensors are tensors of the tree like any others: they are cut, joined and sent, 
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 
@@ -64,7 +65,7 @@ def open_objects(tree: Any) -> Any:
     """
     if isinstance(tree, torch.Tensor):
         return tree
-    leaves, spec = pytree.tree_flatten(tree)
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=_is_packed)
     if all(isinstance(leaf, _LEAVES) for leaf in leaves):
         return tree
     opening = _Opening()
@@ -123,6 +124,26 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(open_objects(tree)) if isinstance(leaf, torch.Tensor)]
 
 
+def make_named(like: Any, entries: Iterable[Any]) -> Any:
+    """Return a named tuple of the class of `like`, without the class's own constructor.
+
+    That of a PackedSequence needs tensors, and its entries may be what stands for them.
+    """
+    return type(like)._make(entries)
+
+
+def _is_packed(part: Any) -> bool:
+    """Return whether a part is a named tuple that torch can't rebuild from what stands for its tensors."""
+    return isinstance(part, PackedSequence)
+
+
+def _reduce_packed(packed: PackedSequence) -> tuple[Callable[..., PackedSequence], tuple[Any, ...]]:
+    return PackedSequence._make, (tuple(packed),)
+
+
+copyreg.pickle(PackedSequence, _reduce_packed)
+
+
 class _Opening:
     """The objects of one tree that are open."""
 
@@ -154,7 +175,7 @@ class _Opening:
         return thing
 
     def _open_tree(self, tree: Any) -> Any:
-        return pytree.tree_map(self.open_leaf, tree)
+        return pytree.tree_map(self.open_leaf, tree, is_leaf=_is_packed)
 
 
 def _leaves_of(opened: ObjectState) -> list[Any]:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.utils.data import DataLoader, Dataset
 
-from tests.trainer.lit import WIDTH, Lit
+from tests.trainer.lit import WIDTH, Lit, data
 
 Transform = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
@@ -139,3 +141,89 @@ class ComplexWeights(LitLoss):
 class ComplexClippedInHook(ComplexWeights):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log("norm", nn.utils.clip_grad_norm_(self.parameters(), 0.05))
+
+
+def loaders_of_eights() -> dict[str, Any]:
+    return {"train_dataloaders": DataLoader(data(24), batch_size=8), "val_dataloaders": DataLoader(data(8), 8)}
+
+
+class Recurrent(LitLoss):
+    """Keeps the states of recurrent cells from batch to batch, in a list of tuples: truncated backpropagation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList(nn.LSTMCell(WIDTH, WIDTH) for _ in range(3))
+        self.states: list[Any] = [None] * 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states = []
+        for cell, state in zip(self.cells, self.states if self.training else [None] * 3, strict=True):
+            x, c = cell(x, state)
+            states.append((x.detach(), c.detach()))
+        if self.training:
+            self.states = states
+        logits: torch.Tensor = self.model(x)
+        return logits
+
+
+class Sequences(Dataset[Any]):
+    """Sequences of one to five steps, padded to five."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, int, int]:
+        generator = torch.Generator().manual_seed(number)
+        return torch.randn(5, WIDTH, generator=generator).double(), 1 + number % 5, number % 3
+
+
+def loaders_of_sequences() -> dict[str, Any]:
+    return {"train_dataloaders": DataLoader(Sequences(), 8), "val_dataloaders": DataLoader(Sequences(), 8)}
+
+
+class Packing(LitLoss):
+    """Packs padded sequences in its step, in front of the layers, or in the first layer."""
+
+    def __init__(self, in_layers: bool) -> None:
+        super().__init__()
+        self.in_layers = in_layers
+        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        if in_layers:
+            recurrent = [PackedGRU() for _ in range(4)]
+            self.model = nn.Sequential(Packs(), *recurrent, Unpacks(), nn.Linear(WIDTH, 3))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, lengths, y = batch
+        if self.in_layers:
+            return F.cross_entropy(self.model((x, lengths)), y)
+        return F.cross_entropy(self.model(self.gru(packed(x, lengths))[1][0]), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+
+def packed(x: torch.Tensor, lengths: torch.Tensor) -> PackedSequence:
+    return pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+
+
+class Packs(nn.Module):
+    def forward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> PackedSequence:
+        return packed(*batch)
+
+
+class PackedGRU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(WIDTH, WIDTH)
+
+    def forward(self, x: PackedSequence) -> PackedSequence:
+        found: PackedSequence = self.gru(x)[0]
+        return found
+
+
+class Unpacks(nn.Module):
+    def forward(self, x: PackedSequence) -> torch.Tensor:
+        return pad_packed_sequence(x, batch_first=True, total_length=5)[0].mean(1)

@@ -54,3 +54,21 @@ for way, strategy in (("", {}), (", by units", {"module": ""})):
         strategy=strategy,
     )
     odd(f"complex weights, clip_grad_norm_ in a hook{way}", module=m.ComplexClippedInHook, strategy=strategy)
+states = partial(odd, module=m.Recurrent, loaders=m.loaders_of_eights)
+for way, strategy in (("", {"module": "model"}), (", by units", {"module": ""})):
+    states(
+        f"a list of tuples of recurrent states on the module{way}, microbatches=1",
+        strategy={"microbatches": 1, **strategy},
+    )
+    states(
+        f"a list of tuples of recurrent states on the module{way}",
+        strategy=strategy,
+        refused="States of samples, such as those of recurrent layers, need PipelineStrategy(microbatches=1)",
+    )
+    for in_layers in (False, True):
+        odd(
+            f"pack_padded_sequence in {'layers' if in_layers else 'the step'}{way}",
+            module=partial(m.Packing, in_layers),
+            loaders=m.loaders_of_sequences,
+            strategy=strategy,
+        )

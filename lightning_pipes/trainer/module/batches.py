@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils import _pytree as pytree
 
-from lightning_pipes.engine.trees import close_objects, map_tensors, open_objects
+from lightning_pipes.engine.trees import close_objects, make_named, map_tensors, open_objects
 from lightning_pipes.ir import PipelineError, Span
 
 Path = tuple[int, ...]
@@ -228,7 +228,7 @@ def map_batch(change: Callable[[Any], Any], batch: Any, kinds: type[Any] | tuple
                 object.__setattr__(copied, field.name, part)
         return copied
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_batch(change, part, kinds) for part in batch))
+        return make_named(batch, (map_batch(change, part, kinds) for part in batch))
     if isinstance(batch, (list, tuple)):
         return type(batch)([map_batch(change, part, kinds) for part in batch])
     return map_tensors(change, batch)
@@ -265,7 +265,7 @@ def make_cutter(
         entries = [within(entry, span) for entry in part]
         if isinstance(part, list):
             return entries
-        return type(part)(*entries) if hasattr(part, "_fields") else type(part)(entries)
+        return make_named(part, entries) if hasattr(part, "_fields") else type(part)(entries)
 
     def within(part: Any, span: Span) -> Any:
         if isinstance(part, (torch.Tensor, list, tuple)):

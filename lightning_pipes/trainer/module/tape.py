@@ -148,7 +148,7 @@ def map_container(tree: Any, change: Callable[[Any], Any]) -> Any:
     if type(tree) in (list, tuple):
         return type(tree)([change(entry) for entry in tree])
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(change(entry) for entry in tree))
+        return trees.make_named(tree, map(change, tree))
     if type(tree) in (dict, OrderedDict):
         return type(tree)((key, change(entry)) for key, entry in tree.items())
     return tree

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from lightning_pipes.engine.trees import make_named
+
 Path = tuple[tuple[str, Any], ...]
 _RELATIVE = 1e-4
 SUM, TOTAL = "sum", "total"
@@ -88,7 +90,9 @@ class ValueMerger:
         lengths = [len(tail) for tail in tails]
         if expected is not None and len(values) > 1 and any(lengths):
             self._by_sample[path] = len(expected) == sum(lengths) and len(expected) != lengths[0]
-        per_sample = self._by_sample.get(path, lengths == list(rows) and any(n > 1 for n in rows))
+        per_sample = self._by_sample.get(
+            path, lengths == list(rows) and any(n > 1 for n in rows) and not _are_columns(tails, rows)
+        )
         if per_sample or len(set(lengths)) > 1:
             merged = [entry for tail in tails for entry in tail]
         else:
@@ -220,6 +224,15 @@ def _candidates(before: Any, values: Sequence[Any], rows: Sequence[int]) -> Iter
     yield "last", values[-1]
 
 
+def _are_columns(lists: Sequence[Sequence[Any]], rows: Sequence[int]) -> bool:
+    """Return whether the entries of lists are tensors with an entry for each sample, as the two states of an LSTM."""
+    return all(
+        isinstance(entry, torch.Tensor) and entry.ndim > 0 and entry.size(0) == n
+        for entries, n in zip(lists, rows, strict=True)
+        for entry in entries
+    )
+
+
 def have_equal_values(a: Any, b: Any) -> bool:
     """Return whether two values are of one type and equal, tensors in all elements."""
     if a is b:
@@ -249,7 +262,7 @@ def _close(a: Any, b: Any) -> bool:
 
 
 def _as_tuple(like: Any, entries: list[Any]) -> Any:
-    return type(like)(*entries) if hasattr(like, "_fields") else type(like)(entries)
+    return make_named(like, entries) if hasattr(like, "_fields") else type(like)(entries)
 
 
 def _short(value: Any) -> str:

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.trainer.module.hidden_state import CONTAINERS, OWN, list_entries
 from lightning_pipes.trainer.state.merging import Path
 
@@ -19,6 +20,19 @@ HIDDEN_NAMES = frozenset((*OWN, *dir(pl.LightningModule), "_metric_attributes"))
 MISSING = object()
 
 Content = dict[Any, Any] | list[Any] | set[Any]
+
+
+def find_kept_tensors(module: nn.Module, rows: int) -> list[str]:
+    """Return the attributes of modules, other than parameters and buffers, with a tensor that has an axis of `rows`
+    entries."""
+    return [
+        ".".join(("self", *filter(None, (path, name))))
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if name not in HIDDEN_NAMES
+        and isinstance(value, (torch.Tensor, list, tuple, dict, deque))
+        and any(rows in tensor.shape for tensor in tensors_in(value))
+    ]
 
 
 def follow_path(module: nn.Module, path: Path) -> Any:

@@ -40,6 +40,7 @@ from lightning_pipes.trainer.state.left_values import (
     pack_message,
     unpack_message,
 )
+from lightning_pipes.trainer.state.module_entries import find_kept_tensors
 from lightning_pipes.trainer.state.module_state import BatchState, ModuleState
 from lightning_pipes.trainer.step.logs import (
     LogCall,
@@ -671,8 +672,20 @@ class Steps:
         """Run a step up to the layers, and those of the first stage."""
         stage.run_layers(item, Span(0, rows), self._interceptor.capture(step, batch, *item.data.arguments))
 
-    @staticmethod
-    def _blame_cut(error: Exception, item: Item, span: Span, run: Callable[[Any, int], object]) -> None:
+    def _blame_states(self, error: Exception, item: Item, span: Span) -> None:
+        """Raise PipelineError if a training step has failed with a part of a batch, and modules keep tensors in
+        attributes that have an axis as long as the batch: such as recurrent states, which are not cut."""
+        names = find_kept_tensors(self._module, item.rows)
+        if isinstance(error, PipelineError) or span.rows == item.rows or not (item.training and names):
+            return
+        raise PipelineError(
+            f"training_step failed with {span.rows} of the {item.rows} samples of a batch ({type(error).__name__}: "
+            f"{error}). {', '.join(names)}, which an earlier step has set, has an axis of {item.rows} entries, and "
+            "every micro-batch finds all of them. States of samples, such as those of recurrent layers, need "
+            "PipelineStrategy(microbatches=1)"
+        ) from error
+
+    def _blame_cut(self, error: Exception, item: Item, span: Span, run: Callable[[Any, int], object]) -> None:
         """Raise PipelineError if a step has failed because its batch is cut.
 
         Args:
@@ -681,6 +694,7 @@ class Steps:
         data = item.data
         if isinstance(error, PipelineError) or span.rows == item.rows:
             return
+        self._blame_states(error, item, span)
         if isinstance(data, EvaluationBatch):
             name, batch, samples = getattr(data.step, "__name__", "a step"), data.x, frozenset[Path]()
             part = _samples(data, span, item.rows)

@@ -107,7 +107,11 @@ class UnitSteps(Steps):
                 self._repeat_buffers(stage, item, span),
                 self.state.generators.microbatch(item.number, span),
             ):
-                out = self._run_lazily(stage.number, stage, item, span, step, part, received)
+                try:
+                    out = self._run_lazily(stage.number, stage, item, span, step, part, received)
+                except Exception as error:
+                    self._blame_states(error, item, span)
+                    raise
             if last and self._end is not None:
                 return self._defer_loss(self._end, stage, item, span, out)
         if not last:

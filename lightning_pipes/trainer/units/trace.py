@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_pipes.engine.messages.message import FrozenLeaf
-from lightning_pipes.engine.trees import SentWhole
+from lightning_pipes.engine.trees import SentWhole, make_named
 
 
 class TemplateLeaf:
@@ -26,7 +26,7 @@ def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(tree, _LEAVES):
         return change(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_leaves(entry, change) for entry in tree))
+        return make_named(tree, (map_leaves(entry, change) for entry in tree))
     if type(tree) in (list, tuple) or _is_result_of_torch(tree):
         return type(tree)([map_leaves(entry, change) for entry in tree])
     if type(tree) is dict:
