@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -44,6 +44,8 @@ class ValueMerger:
         self._guessed: set[Path] = set()
         self.ambiguous: set[Path] = set()
         """Sums of which no batch has shown yet whether they begin anew with each."""
+        self.is_exact = True
+        """Whether values of the whole batch were made with the random numbers of its micro-batches, or without any."""
 
     def merge(self, path: Path, before: Any, values: Sequence[Any], rows: Sequence[int], whole: Any) -> Any:
         """Return the merged value.
@@ -98,8 +100,11 @@ class ValueMerger:
         else:
             columns = list(zip(*tails, strict=True))
             known = expected if expected is not None and len(expected) == len(columns) else [None] * len(columns)
-            below = (*path, ("*", None))
-            merged = [self.merge(below, None, list(c), rows, w) for c, w in zip(columns, known, strict=True)]
+            is_record = isinstance(values[0], tuple) and not kept  # each position of a tuple has a meaning of its own
+            merged = [
+                self.merge((*path, ("[", n) if is_record else ("*", None)), None, list(column), rows, entry)
+                for n, (column, entry) in enumerate(zip(columns, known, strict=True))
+            ]
         made = [*kept, *merged]
         return made if isinstance(values[0], list) else _as_tuple(values[0], made)
 
@@ -115,6 +120,8 @@ class ValueMerger:
     def _leaves(self, path: Path, before: Any, values: Sequence[Any], rows: Sequence[int], whole: Any) -> Any:
         chosen = self._how.get(path)
         candidates: dict[str, Any] = {}
+        if whole is not None and not self.is_exact and not _fits_any(whole, _candidates(before, values, rows)):
+            whole = None  # it may be another value because of its random numbers
         last = TOTAL if path in self.ambiguous and chosen == SUM else chosen
         for name, value in _candidates(before, values, rows):
             candidates[name] = value
@@ -231,6 +238,10 @@ def _are_columns(lists: Sequence[Sequence[Any]], rows: Sequence[int]) -> bool:
         for entries, n in zip(lists, rows, strict=True)
         for entry in entries
     )
+
+
+def _fits_any(whole: Any, candidates: Iterable[tuple[str, Any]]) -> bool:
+    return any(_close(value, whole) for _, value in candidates)
 
 
 def have_equal_values(a: Any, b: Any) -> bool:

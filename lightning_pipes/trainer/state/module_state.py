@@ -316,9 +316,14 @@ class ModuleState:
             self._results[span] = found = self._differences(merged=True)
             self._clean = not found
 
-    def note_whole_batch(self) -> None:
-        """Note the changes of a step for the whole batch, for comparison with merged ones."""
+    def note_whole_batch(self, is_exact: bool = True) -> None:
+        """Note the changes of a step for the whole batch, for comparison with merged ones.
+
+        Args:
+            is_exact: whether the step drew no random numbers, which would differ from those of micro-batches.
+        """
         self._whole = self._differences(merged=True)
+        self._merging.is_exact = is_exact
 
     def needs_whole_batch(self) -> bool:
         """Return whether a whole batch would tell if a sum that steps set begins anew with each batch."""

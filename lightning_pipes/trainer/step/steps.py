@@ -256,6 +256,17 @@ class EvaluationBatch:
     generators: States = field(default_factory=dict)
 
 
+@dataclass
+class WholeBatch(EvaluationBatch):
+    """A training batch that runs once more as one micro-batch, to compare what the step leaves in the module.
+
+    Attributes:
+        failure: why the step could not run to its end; empty if it could. Known on the last stage.
+    """
+
+    failure: str = ""
+
+
 class _Shapes(NamedTuple):
     """How a tensor depends on samples.
 

@@ -71,6 +71,8 @@ class LazyStep(TracedStep):
         self._why_once = ""
         """Why the step may change no weights; empty if it may."""
         self._refusal: PipelineError | None = None
+        self.n_draws = 0
+        """Draws of random numbers in the latest run, on the stages up to this one."""
         self._held = 0
         """The checkpoint that the last unit with values of this stage is in."""
 
@@ -117,6 +119,7 @@ class LazyStep(TracedStep):
             raise
         finally:
             self._check_shared()
+            self.n_draws = self._draws
             self.begin(())
         crossing, self._crossing, self._received = self._crossing, None, ((), Trace())  # they hold values and graphs
         return out if self._ends else crossing

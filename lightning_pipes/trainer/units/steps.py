@@ -23,12 +23,13 @@ from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.state.left_values import LeftValues
 from lightning_pipes.trainer.state.module_state import ModuleState
 from lightning_pipes.trainer.step.logs import recorded
-from lightning_pipes.trainer.step.steps import EvaluationBatch, Steps
+from lightning_pipes.trainer.step.steps import EvaluationBatch, Steps, WholeBatch
 from lightning_pipes.trainer.units.batch_end import BatchEnd, DeferredLoss
 from lightning_pipes.trainer.units.cut import UnitCut
 from lightning_pipes.trainer.units.joint_step import JointStep
 from lightning_pipes.trainer.units.lazy_step import Crossing, LazyStep
 from lightning_pipes.trainer.units.recording import UnitLayout
+from lightning_pipes.trainer.units.trace import Trace
 from lightning_pipes.trainer.units.whole_step import StreamUnits
 
 
@@ -167,34 +168,58 @@ class UnitSteps(Steps):
     def _evaluate_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
         data = item.data
         assert data.step is not None, "Evaluation has it"
+        if isinstance(data, WholeBatch):
+            return self._compare_stage(stage, item, span, received)
         self.state.restore_state()
-        generators = self.state.generators
-        with (
-            data.context(),
-            recorded(self._module) as calls,
-            self._cut.show_weights(),
-            generators.microbatch(item.number, span),
-        ):
-            stage.seed_user_code(item, span, BEFORE_LAYERS)
-            batch = copy_batch(data.batch) if stage.number < self._final else data.batch
-            out = self._run_lazily(stage.number, stage, item, span, data.step, batch, received)
+        with recorded(self._module) as calls:
+            out = self._evaluate_step(stage, item, span, received)
         if stage.number < self._stages - 1:
             return out
         self.state.note_microbatch(span)
         return out, calls
 
+    def _evaluate_step(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
+        data = item.data
+        with data.context(), self._cut.show_weights(), self.state.generators.microbatch(item.number, span):
+            stage.seed_user_code(item, span, BEFORE_LAYERS)
+            batch = copy_batch(data.batch) if stage.number < self._final else data.batch
+            return self._run_lazily(stage.number, stage, item, span, data.step, batch, received)
+
+    def _compare_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
+        """Run a whole training batch and note what the step leaves; a failure passes on, and ends no training."""
+        failure, last = "" if received is None else received[1].failure, stage.number == self._stages - 1
+        out = None
+        if not failure:
+            self.state.restore_state(everything=True)
+            try:
+                with recorded(self._module):
+                    out = self._evaluate_step(stage, item, span, received)
+            except Exception as error:
+                failure = f"{type(error).__name__}: {error}"
+        if not last:
+            return ((), Trace(failure=failure)) if failure else out
+        item.data.failure = failure
+        if not failure:
+            draws = self._lazy[self._key(stage.number, item)].n_draws or self.state.generators.last
+            self.state.note_whole_batch(is_exact=not draws)
+        return None
+
     def _run_lazily(
         self, number: int, stage: Stage, item: Item, span: Span, step: Callable[..., Any], batch: Any, received: Any
     ) -> Any:
-        ends = self._end is not None and item.training
-        layers = self._holdings.layers
-        key = number, layers[number].stop - 1 if number < self._stages else layers[-1].stop, ends
+        key = self._key(number, item)
         if key not in self._lazy:
-            layout = self._end.layout(self._layout) if self._end is not None and ends else self._layout
+            layout = self._end.layout(self._layout) if self._end is not None and key[2] else self._layout
             self._lazy[key] = LazyStep(self._module, layout, number, self._device, key[1], self.state.generators)
         seed = partial(stage.seed_user_code, item, span)
         why_once = self._explain_once(stage, item, span)
         return self._lazy[key].run(step, batch, item.data.arguments, received, seed, span.rows, why_once)
+
+    def _key(self, number: int, item: Item) -> tuple[int, int, bool]:
+        """Return the key of a stage's step: its number, its last part, and whether it ends with the whole batch."""
+        layers = self._holdings.layers
+        last = layers[number].stop - 1 if number < self._stages else layers[-1].stop
+        return number, last, self._end is not None and item.training
 
     def _explain_once(self, stage: Stage, item: Item, span: Span) -> str:
         """Return why a change of weights by the step would not be that of one process; empty if it would."""

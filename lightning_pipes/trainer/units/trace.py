@@ -142,12 +142,14 @@ class Trace(SentWhole, FrozenLeaf):
         keys: of the values, in the order in which these are sent.
         shared: groups of keys whose values share memory on the sender.
         rows: samples of the micro-batch.
+        failure: why a batch that only is compared ended on an earlier stage; empty if it did not.
     """
 
     units: list[Done] = field(default_factory=list)
     keys: tuple[int, ...] = ()
     shared: tuple[tuple[int, ...], ...] = ()
     rows: int = 0
+    failure: str = ""
 
     def __eq__(self, other: object) -> bool:  # a leaf of messages, never compared by content
         return self is other

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
+
 from lightning_pipes.trainer.state.merging import Path, ValueMerger
 
 PATH: Path = ((".", "kept"),)
@@ -39,3 +41,21 @@ def test_a_list_with_an_entry_for_each_sample_is_joined() -> None:
         numbers = [*range(first, first + 8)]
         entries = [numbers[n : n + 2] for n in range(0, 8, 2)]
         assert left_values(merger, entries, numbers if is_compared else None) == numbers
+
+
+def test_each_position_of_a_tuple_is_merged_in_its_own_way() -> None:
+    merger = ValueMerger("Module")
+    assert left_values(merger, [[(2, 7)]] * 4, [(8, 7)]) == [(8, 7)]
+    assert left_values(merger, [[(2, 5)]] * 4, None) == [(8, 5)]
+
+
+def test_a_value_that_depends_on_random_numbers_is_not_compared() -> None:
+    """A count is still known to be a sum."""
+    merger = ValueMerger("Module")
+    merger.is_exact = False
+    assert merger.merge(((".", "count"),), 0, [2] * 4, [2] * 4, 8) == 8
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert merger.merge(((".", "loss"),), None, [1.0, 2.0, 3.0, 4.0], [2] * 4, 7.0) == 2.5
+    with pytest.warns(UserWarning, match="taken for a mean"):
+        merger.warn_of_guesses()

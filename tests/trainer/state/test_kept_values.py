@@ -1,0 +1,96 @@
+"""What a step keeps on the module is equal to one process, for modules that are cut by layers and by units."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from lightning_pipes import PipelineStrategy
+from lightning_pipes.testing.ranks import run_ranks
+from tests.trainers import make_trainer
+
+
+class Keeper(pl.LightningModule):
+    """Keeps values of many kinds in each step, some of them as long as a micro-batch has samples."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        layers = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(dropout)) for _ in range(4))
+        self.net = nn.Sequential(*layers)
+        self.metric = MeanMetric()
+        self.pairs: list[tuple[int, int]] = []
+        self.nested: dict[str, list[Any]] = {}
+        self.latest: deque[tuple[int, str]] = deque(maxlen=3)
+        self.samples: list[float] = []
+        self.shapes: list[tuple[int, ...]] = []
+        self.count, self.total, self.steps = 0, 0.0, 0
+        self.table = torch.zeros(2, 2)
+        self.batch: torch.Tensor | None = None
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        out = self.net(x)
+        self.pairs.append((batch_idx, batch_idx + 1))
+        self.nested.setdefault("entries", []).append([batch_idx, "a"])
+        self.latest.append((batch_idx, "b"))
+        self.samples.extend(x[:, 0].tolist())
+        self.shapes.append(tuple(out.shape))
+        self.count += len(x)
+        self.total += float(x.sum())
+        self.steps += 1
+        self.table = self.table + x.sum() * torch.ones(2, 2)
+        self.batch = x.detach().clone()
+        self.metric.update(x[:, 1])
+        return F.mse_loss(out, y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def kept(self) -> dict[str, Any]:
+        """Return all values that steps have kept, with tensors as lists."""
+        assert self.batch is not None
+        names = ("pairs", "nested", "latest", "samples", "shapes", "count", "total", "steps")
+        tensors = {"table": self.table, "batch": self.batch, "metric": self.metric.compute()}
+        return {n: getattr(self, n) for n in names} | {n: rounded(t) for n, t in tensors.items()}
+
+
+def rounded(tensor: torch.Tensor) -> Any:
+    digits = 9 if tensor.dtype is torch.float64 else 5
+    return torch.round(tensor.double(), decimals=digits).tolist()
+
+
+def train(strategy: PipelineStrategy | None, dropout: float) -> dict[str, Any]:
+    x = torch.randn(72, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    module, data = Keeper(dropout), DataLoader(TensorDataset(x, x.flip(0)), batch_size=8)
+    devices: dict[str, Any] = {"devices": 1} if strategy is None else {"devices": 2, "strategy": strategy}
+    make_trainer(**devices, max_steps=8, precision="64-true").fit(module, data)
+    return module.kept() | {"total": round(module.total, 9)}
+
+
+def train_each_way(rank: int) -> list[tuple[dict[str, Any], list[str]]]:
+    found = []
+    for cut, dropout in (("net", 0.0), ("", 0.0), ("", 0.5)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            kept = train(PipelineStrategy("1f1b", microbatches=4, module=cut), dropout)
+        found.append((kept, [text for each in caught if "self." in (text := str(each.message))]))
+    return found
+
+
+def test_values_of_many_kinds_that_a_step_keeps() -> None:
+    """Counts and lists are equal with dropout, too, although values that depend on its numbers can't be compared."""
+    wanted = train(None, 0.0)
+    for ways in run_ranks(train_each_way, 2, timeout=300):
+        for (kept, told), numbers_differ in zip(ways, (False, False, True), strict=True):
+            for name in wanted:
+                assert kept[name] == wanted[name], name
+            assert not told or numbers_differ
