@@ -325,6 +325,11 @@ class ModuleState:
         self._whole = self._differences(merged=True)
         self._merging.is_exact = is_exact
 
+    @property
+    def has_results(self) -> bool:
+        """Whether the step has set anything in the micro-batches of the present batch, on the last stage."""
+        return any(self._results.values())
+
     def needs_whole_batch(self) -> bool:
         """Return whether a whole batch would tell if a sum that steps set begins anew with each batch."""
         return any(map(self._differs_from_zero, self._merging.ambiguous))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_pipes.engine.allocator import trimmed_heap
 from lightning_pipes.engine.compute.spans import Item
@@ -31,6 +31,7 @@ class WholeBatchState(Watcher):
         self._run = run
         self._batches = 0
         self._copy: Any = None
+        self._has_warned = False
 
     def around_batch(self, step: TrainingStep) -> None:
         """Keep a copy of the batch if it is due and if it is cut."""
@@ -59,8 +60,11 @@ class WholeBatchState(Watcher):
         )
         with trimmed_heap(), keep_unchanged(module, weights=False):
             run.engine.evaluate(Item(step.number, step.rows, whole, training=False), 1)
-        if whole.failure:
-            rank_zero_info(
-                "The values that training_step leaves in the module were not compared with those of its micro-batches, "
-                f"because the step does not run on a whole batch without gradients: {whole.failure}"
+        if whole.failure and run.state.has_results and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"{type(module).__name__}.training_step sets attributes of the module, and does not run on a whole "
+                f"batch without gradients ({whole.failure}). So their values are not compared with those of one "
+                "process: numbers that are equal in all micro-batches are assumed to be equal for the batch, and other "
+                "numbers to be means. If they are sums, set PipelineStrategy(microbatches=1)"
             )

@@ -7,6 +7,7 @@ from collections import deque
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_pipes import PipelineStrategy
-from lightning_pipes.testing.ranks import run_ranks
+from lightning_pipes.testing.ranks import run_ranks, watch_ranks
 from tests.trainers import make_trainer
 
 
@@ -68,12 +69,35 @@ def rounded(tensor: torch.Tensor) -> Any:
     return torch.round(tensor.double(), decimals=digits).tolist()
 
 
-def train(strategy: PipelineStrategy | None, dropout: float) -> dict[str, Any]:
+def train(strategy: PipelineStrategy | None, dropout: float, kind: type[Keeper] = Keeper) -> dict[str, Any]:
     x = torch.randn(72, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    module, data = Keeper(dropout), DataLoader(TensorDataset(x, x.flip(0)), batch_size=8)
+    module, data = kind(dropout), DataLoader(TensorDataset(x, x.flip(0)), batch_size=8)
     devices: dict[str, Any] = {"devices": 1} if strategy is None else {"devices": 2, "strategy": strategy}
     make_trainer(**devices, max_steps=8, precision="64-true").fit(module, data)
     return module.kept() | {"total": round(module.total, 9)}
+
+
+class NeedsGradients(Keeper):
+    """Fails without gradients, as a step does that computes derivatives by itself."""
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if not torch.is_grad_enabled():
+            raise ValueError("no gradients here")
+        return loss
+
+
+def train_without_comparison(rank: int) -> str:
+    with pytest.warns(UserWarning, match="does not run on a whole batch without gradients") as caught:
+        train(PipelineStrategy("1f1b", microbatches=4, module=""), 0.0, NeedsGradients)
+    return next(text for each in caught if "NeedsGradients.training_step sets" in (text := str(each.message)))
+
+
+def test_a_step_that_a_whole_batch_cannot_run() -> None:
+    """It is trained, with a warning on the rank that logs."""
+    outcomes = watch_ranks(train_without_comparison, 2, timeout=300)
+    assert "ValueError: no gradients here" in outcomes[0].value
+    assert "DID NOT WARN" in outcomes[1].error
 
 
 def train_each_way(rank: int) -> list[tuple[dict[str, Any], list[str]]]:
