@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,9 @@ come later wait behind it: otherwise there would always be somebody in it."""
 STARTUP = QUEUE_LOCK.parent / "startup"
 """What makes interpreters start sooner; see its sitecustomize.py. The demo does without, and so do users."""
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH")]))
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background commands without Ctrl-C
 
 os.environ["LIGHTNING_PIPES_PROFILES"] = ""
 """Each test measures anew: no profiles of earlier ones are kept."""

@@ -113,7 +113,9 @@ def total_norm(
 
 
 def _vector_norm(tensor: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
-    return torch.linalg.vector_norm(tensor, p, dtype=dtype.to_complex() if tensor.is_complex() else dtype)
+    kind = dtype.to_complex() if tensor.is_complex() else dtype
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, p, dtype=kind)
+    return norm
 
 
 def _is_counted(parameter: torch.Tensor, holdings: Holdings, control: Control | None) -> bool:
