@@ -54,7 +54,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt, _call_strategy_hook
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities import CombinedLoader, grad_norm
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.distributed import PrefixStore, _functional_collectives  # type: ignore[attr-defined]
@@ -476,6 +476,20 @@ def run_data(trainer: pl.Trainer) -> Any:
 
     source.__dict__["dataloader"] = given
     return data
+
+
+@contextmanager
+def show_training_data(trainer: pl.Trainer, data: Any) -> Iterator[None]:
+    """Let `trainer.train_dataloader` return these data in the block, where Lightning has not asked for them yet."""
+    loop = trainer.fit_loop
+    if loop._combined_loader is not None:
+        yield
+        return
+    loop._combined_loader = CombinedLoader(data, "max_size_cycle")
+    try:
+        yield
+    finally:
+        loop._combined_loader = None
 
 
 def _loops(trainer: pl.Trainer) -> dict[TrainerFn, Any]:

@@ -140,6 +140,8 @@ class UnitSetup(ModuleSetup):
             self._request.may_replan and not self._request.schedule.flushes
         )
         """Whether units may move from rank to rank while training goes on."""
+        self._run_data: Any = None
+        """The data of the run."""
         self._batch_rows = 0
         """The samples of a batch of the run, where the schedule is chosen."""
         self.end: BatchEnd | None = None
@@ -624,7 +626,7 @@ class UnitSetup(ModuleSetup):
     def _record(self, request: RunRequest, stages: int) -> StepRecord:
         """Return the record of a step with as many samples as a micro-batch has. Collective."""
         trainer = self._trainer
-        data = private.run_data(trainer)  # on all ranks: it may draw random numbers
+        data = self._run_data = private.run_data(trainer)  # on all ranks: it may draw random numbers
         if isinstance(data, list) and data and not self._context.is_fitting:  # of which each has an own turn
             data = data[0]
         data = loader_of_batches(data)
@@ -704,6 +706,8 @@ class UnitSetup(ModuleSetup):
             stack.enter_context(forked_rng(device))
             for context in (keep_unchanged(module), recorded(module), without_loggers()):
                 stack.enter_context(context)
+            if self._context.is_fitting:
+                stack.enter_context(private.show_training_data(self._trainer, self._run_data))
             if self._context.is_manual:
                 stack.enter_context(idle_optimizers(self._trainer, module))
             stack.enter_context(self._trainer.precision_plugin.train_step_context())

@@ -227,3 +227,18 @@ class PackedGRU(nn.Module):
 class Unpacks(nn.Module):
     def forward(self, x: PackedSequence) -> torch.Tensor:
         return pad_packed_sequence(x, batch_first=True, total_length=5)[0].mean(1)
+
+
+def loaders_of_index_lists() -> dict[str, Any]:
+    """Return loaders whose batch sampler is a list of lists, which has no batch_size."""
+    numbers: Any = [list(range(start, min(start + 8, 22))) for start in (0, 8, 16)]
+    return {"train_dataloaders": DataLoader(data(), batch_sampler=numbers), "val_dataloaders": DataLoader(data(13), 5)}
+
+
+class ReadsLoader(LitLoss):
+    """Scales its loss by the batch size and the length of the Trainer's loader."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        loader = self.trainer.train_dataloader
+        scale = loader.batch_size / len(loader) if self.training else 1
+        return super().loss(batch) * scale

@@ -72,3 +72,11 @@ for way, strategy in (("", {"module": "model"}), (", by units", {"module": ""}))
             loaders=m.loaders_of_sequences,
             strategy=strategy,
         )
+for way, strategy in (("", {}), (", by units", {"module": ""})):
+    odd(
+        f"a batch_sampler without a batch_size{way}",
+        module=m.LitLoss,
+        loaders=m.loaders_of_index_lists,
+        strategy=strategy,
+    )
+    odd(f"trainer.train_dataloader.batch_size in the step{way}", module=m.ReadsLoader, strategy=strategy)

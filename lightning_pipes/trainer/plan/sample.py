@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,11 +47,26 @@ def batch_rows(loader: Any, streams: bool = False) -> int:
         )
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if not isinstance(size, int):
-        raise NoSampleError("the DataLoader has no batch_size")
+        size = _first_batch_size(loader.batch_sampler)
     rows = size if is_stream else min(size, len(loader.dataset))  # type: ignore[arg-type]
     if rows < 1:
         raise NoSampleError("the dataset is empty")
     return rows
+
+
+def _first_batch_size(batch_sampler: Any) -> int:
+    """Return the number of samples in the first batch of a sampler that has no batch_size; a copy of it is asked.
+
+    Raises:
+        NoSampleError: there is no such sampler, or its batches have no length.
+    """
+    try:
+        return len(next(iter(copy.deepcopy(batch_sampler))))
+    except Exception as error:  # of the user's code
+        raise NoSampleError(
+            f"the DataLoader has no batch_size, and its batch_sampler gives no first batch ({type(error).__name__}: "
+            f"{error})"
+        ) from error
 
 
 class _Batches(IterableDataset[Any]):
