@@ -221,3 +221,31 @@ def test_nothing_of_ours_stays_in_the_environment(tmp_path):
     )
     assert found.returncode == 0, found.stderr
     assert "left []" in found.stdout
+
+
+UNGUARDED = """
+from torch.utils.data import DataLoader
+import lightning.pytorch as pl
+from lightning_pipes import PipelineStrategy
+from tests.trainer.lit import Lit, data
+
+trainer = pl.Trainer(
+    accelerator="cpu", devices=2, strategy=PipelineStrategy(microbatches=2), max_steps=1, precision="64-true",
+    logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)
+trainer.fit(Lit(), DataLoader(data(), batch_size=8, num_workers=1, multiprocessing_context="spawn"))
+"""
+
+
+def test_a_script_without_a_main_guard_is_named_where_loader_workers_import_it(tmp_path):
+    (tmp_path / "trains.py").write_text(UNGUARDED)
+    env = {**os.environ, **environment(secrets.token_hex(8))}
+    found = subprocess.run(
+        [sys.executable, "trains.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=START
+    )
+    assert found.returncode != 0
+    assert (
+        "PlanError: this process is a worker, as of a DataLoader with multiprocessing_context='spawn'" in found.stderr
+    )
+    assert 'below `if __name__ == "__main__":`' in found.stderr
+    assert "MASTER_PORT" not in found.stderr

@@ -26,6 +26,7 @@ from lightning_pipes.engine.watch.error_output import limit_tracebacks, to_one_l
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.heartbeat import BEAT_SECONDS, StallTimer, get_heartbeat
 from lightning_pipes.engine.watch.process_exit import SerialCaller
+from lightning_pipes.engine.watch.rendezvous import explain_missing_tasks
 from lightning_pipes.engine.watch.trust import Seal, seal_of, sub_store_of, to_printable
 from lightning_pipes.ir import PipelineError
 
@@ -318,7 +319,9 @@ class FailureWatch:
         Raises:
             PeerFailure: a rank has ended, or does not reach the store in time.
         """
-        started = logged = time.monotonic()
+        started = time.monotonic()
+        why = explain_missing_tasks()
+        logged = started - LOG_SECONDS + POLL_SECONDS if why else started
         while missing := self.missing_ranks():
             self.check()
             check()
@@ -328,9 +331,10 @@ class FailureWatch:
             now = time.monotonic()
             if now > logged + LOG_SECONDS:
                 logged = now
-                _log.warning("[rank %d] waits for %s to connect", self._rank, _ranks(missing))
+                _log.warning("[rank %d] waits for %s to connect%s", self._rank, _ranks(missing), why)
             if now > started + timeout:
-                self._publish_failure(f"{_ranks(missing)} did not connect to the other ranks within {timeout:.0f} s")
+                late = f"{_ranks(missing)} did not connect to the other ranks within {timeout:.0f} s"
+                self._publish_failure(late + why)
             time.sleep(POLL_SECONDS / 4)
         self.check()
 

@@ -29,6 +29,18 @@ def launcher_hosts_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
+def explain_missing_tasks() -> str:
+    """Return why ranks are missing in a job of SLURM whose script was not started by `srun`; empty otherwise."""
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if tasks == "1" or "SLURM_STEP_ID" in os.environ or launcher_hosts_store():  # every step of srun has a number
+        return ""
+    return (
+        f". This process is in a job of SLURM with {tasks} tasks, of which each is a rank, but it was not started by "
+        "srun, so that the others do not exist. Start the script by `srun python ...`. To let it start its ranks by "
+        "itself, give the job the name 'interactive'"
+    )
+
+
 def store_host() -> str:
     """Return the host of the store, as messages name it."""
     return "the launcher" if launcher_hosts_store() else "rank 0"
