@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import threading
 import time
 from typing import Any
 
@@ -55,6 +56,23 @@ def test_nothing_stays_open(tmp_path):
         first, *_, last = counts[1:]  # the first run starts what the process keeps
         assert last[0] <= first[0], counts
         assert last[1] <= first[1], counts
+
+
+def list_new_threads(rank: int) -> list[str]:
+    """Names of the threads that a run leaves behind; the starter of test ranks has one of its own."""
+    quiet()
+    before = {*threading.enumerate()}
+    make_two_steps_trainer().fit(LitOutside(), loader())
+    return sorted(thread.name for thread in threading.enumerate() if thread not in before)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "left"), [(1, []), pytest.param(2, ["lightning_pipes heart"], marks=pytest.mark.slow)]
+)
+def test_only_the_watch_of_other_ranks_goes_on_after_a_run(ranks, left):
+    """A rank that dies between two runs has to be noticed."""
+    for found in run_ranks(list_new_threads, ranks, timeout=40):
+        assert [name for name in found if name != "lightning_pipes launcher"] == left
 
 
 class SlowToLeave(Lit):

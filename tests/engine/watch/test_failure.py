@@ -130,19 +130,20 @@ def wait_for_slow_rank(patch: pytest.MonkeyPatch, seconds: float) -> dict[int, s
 def test_a_task_that_srun_has_not_started_is_explained_at_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store, watch = SlowStore(seconds=1.0, looks=1000), FailureWatch(None, 0, 2)
+    store = SlowStore(seconds=1.0, looks=1000)
     clock = SimpleNamespace(monotonic=lambda: store.now, sleep=lambda seconds: None)
     monkeypatch.setattr(failure, "time", clock)
-    monkeypatch.setattr(watch, "missing_ranks", lambda: [] if store.check([]) else [1])
+    monkeypatch.setattr(FailureWatch, "missing_ranks", lambda _: [] if store.check([]) else [1])
     monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
     with pytest.raises(PeerFailure, match=r"rank 1 did not connect .* within 100 s\. This process .* by `srun python"):
-        watch.wait_for_ranks(100.0, lambda: None)
+        FailureWatch(None, 0, 2).wait_for_ranks(100.0, lambda: None)
     first, *later = [record.getMessage() for record in caplog.records]
     assert first.startswith("[rank 0] waits for rank 1 to connect. This process is in a job of SLURM with 2 tasks")
     assert len(later) == 4  # every 30 s, and the failure
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     with pytest.raises(PeerFailure, match=r"within 100 s$"):
-        watch.wait_for_ranks(100.0, lambda: None)
+        FailureWatch(None, 0, 2).wait_for_ranks(100.0, lambda: None)
 
 
 def test_setup_may_take_a_rank_as_long_as_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
