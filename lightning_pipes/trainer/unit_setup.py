@@ -78,7 +78,7 @@ from lightning_pipes.trainer.units.borders import Borders, match_starts, merge_u
 from lightning_pipes.trainer.units.cut import WHOLE, UnitCut, weights_of_stages
 from lightning_pipes.trainer.units.fake_run import FakeRun
 from lightning_pipes.trainer.units.joint_step import JointStep
-from lightning_pipes.trainer.units.lazy_step import Crossing, LazyStep
+from lightning_pipes.trainer.units.lazy_step import BACKWARD_HOOKS, Crossing, LazyStep
 from lightning_pipes.trainer.units.recording import StepRecord, UnitLayout, find_atomic, record_step
 from lightning_pipes.trainer.units.steps import UnitSteps, stage_modules
 from lightning_pipes.trainer.units.timing import SavedByUnits, UnitCosts, measure_units, shortest
@@ -164,13 +164,10 @@ class UnitSetup(ModuleSetup):
     def _check_module(self) -> None:
         """Refuse a module whose hooks need the whole of it."""
         module, owner = self._module, type(self._module).__name__
-        hooked = next((path for path, part in module.named_modules() if _has_hooked_parts(part)), None)
+        named, differentiates = module.named_modules(), self._context.is_fitting and not self._context.is_manual
+        hooked = next((path for path, part in named if _has_hooks(part, alone=differentiates)), None)
         if hooked is not None:
-            raise PipelineError(
-                f"{owner}.{hooked}".rstrip(".")
-                + " has backward hooks, and where modules are cut by units its gradients "
-                "may be on several ranks; register them on modules without children"
-            )
+            raise PipelineError(f"{owner}.{hooked}".rstrip(".") + f" has {BACKWARD_HOOKS}")
 
     def _complete_request(self) -> RunRequest:
         """Return the completed request of the user; refuse settings that need a container of layers."""
@@ -791,9 +788,9 @@ def _measured_loss(out: Any) -> torch.Tensor:
     return loss_of(out)[0]
 
 
-def _has_hooked_parts(part: nn.Module) -> bool:
-    """Return whether a module has parts of its own, and backward hooks around all of them."""
-    return next(part.children(), None) is not None and bool(backward_hooks(part))
+def _has_hooks(part: nn.Module, alone: bool) -> bool:
+    """Return whether a module has backward hooks, and if not `alone` parts of its own within these."""
+    return bool(backward_hooks(part)) and (alone or next(part.children(), None) is not None)
 
 
 def _checked_names(partition: Any, stages: int) -> Any:

@@ -242,3 +242,25 @@ class ReadsLoader(LitLoss):
         loader = self.trainer.train_dataloader
         scale = loader.batch_size / len(loader) if self.training else 1
         return super().loss(batch) * scale
+
+
+class BackwardHooks(LitLoss):
+    """Full backward hooks on layers that have no parts, from the start or from a hook on.
+
+    Args:
+        later: whether they are registered when training starts.
+    """
+
+    def __init__(self, later: bool) -> None:
+        super().__init__()
+        self.later = later
+        if not later:
+            self.register()
+
+    def register(self) -> None:
+        for layer in self.model[1::2]:
+            layer.register_full_backward_hook(lambda module, before, after: (before[0] * 0.5,))
+
+    def on_train_start(self) -> None:
+        if self.later:
+            self.register()

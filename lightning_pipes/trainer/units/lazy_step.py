@@ -30,6 +30,14 @@ Crossing = tuple[Values, Trace]
 """What a stage sends on."""
 
 
+BACKWARD_HOOKS = (
+    "full backward hooks. Where modules are cut by units, the gradients of a module's input and output may be on two "
+    "ranks, so that such hooks can't be called. Register hooks on tensors in the module's forward, by "
+    "Tensor.register_hook, or put the layers into one nn.Sequential and name it: PipelineStrategy(module='path.to.it')"
+)
+"""Why hooks of `register_full_backward_hook` are refused, after the name of a module."""
+
+
 class _Border(BaseException):
     """Unwinds the user's step at the end of a stage; `except Exception` must not stop it."""
 
@@ -127,6 +135,8 @@ class LazyStep(TracedStep):
     def run_unit(self, name: str, path: str | None, function: Function, args: Any, kwargs: Any) -> Any:
         if self._crossing is not None:
             raise _Border
+        if name == "BackwardHookFunction.apply":
+            raise PipelineError(f"A module that the step calls has {BACKWARD_HOOKS}")
         number, (_, trace) = len(self.units), self._received
         names = self._layout.names
         self._as_recorded = self._as_recorded and number < len(names) and names[number] == name
