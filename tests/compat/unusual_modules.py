@@ -104,8 +104,8 @@ def gradient(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def pulled_back(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    out, pull_back = torch.func.vjp(lambda z: layer(z).tanh(), x)
-    found: torch.Tensor = pull_back(torch.ones_like(out))[0]
+    made: Any = torch.func.vjp(lambda z: layer(z).tanh(), x)
+    found: torch.Tensor = made[1](torch.ones_like(made[0]))[0]
     return found
 
 
@@ -239,7 +239,7 @@ class ReadsLoader(LitLoss):
     """Scales its loss by the batch size and the length of the Trainer's loader."""
 
     def loss(self, batch: Any) -> torch.Tensor:
-        loader = self.trainer.train_dataloader
+        loader: Any = self.trainer.train_dataloader
         scale = loader.batch_size / len(loader) if self.training else 1
         return super().loss(batch) * scale
 
@@ -258,7 +258,8 @@ class BackwardHooks(LitLoss):
             self.register()
 
     def register(self) -> None:
-        for layer in self.model[1::2]:
+        layers: Any = self.model
+        for layer in layers[1::2]:
             layer.register_full_backward_hook(lambda module, before, after: (before[0] * 0.5,))
 
     def on_train_start(self) -> None:
