@@ -1,14 +1,14 @@
 """Batches of the engine and rows of their pytrees: cut, joined, and buffered until they are used.
 
-Tensors with axis 0 as long as the span hold rows. Every other leaf on an edge, such as masks, flags and None, belongs
-to the whole micro-batch. If the joined micro-batches have different numbers there, such as an auxiliary loss, the
-average over rows is taken, and each of them gets its share of the gradient. Where sender and receiver cut a batch
-equally, nothing here copies.
+Tensors with axis 0 as long as the span hold rows, if this is true for all spans that are there. Every other leaf on an
+edge, such as masks, flags and None, belongs to the whole micro-batch. If the joined micro-batches have different
+numbers there, such as an auxiliary loss, the average over rows is taken, and each of them gets its share of the
+gradient. Where sender and receiver cut a batch equally, nothing here copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,11 @@ class Item:
     use: LayerUse | None = None
 
 
-def take_rows(tree: Any, span: Span, part: Span) -> Any:
+def take_rows(tree: Any, span: Span, part: Span, apart: Collection[int] = ()) -> Any:
     """Return the rows `part` of a tree that holds the rows `span`; other leaves are repeated.
+
+    Args:
+        apart: positions of leaves that hold no rows, although their length may be the number of rows of this span.
 
     Raises:
         PlanError: the tree has a list with a tensor for each sample.
@@ -49,13 +52,20 @@ def take_rows(tree: Any, span: Span, part: Span) -> Any:
         return tree
     _refuse_lists(tree, span)
     rows = slice(part.start - span.start, part.stop - span.start)
-    return pytree.tree_map(lambda leaf: leaf[rows] if _holds_rows(leaf, span) else leaf, tree)
+    leaves, spec = pytree.tree_flatten(tree)
+    for at, leaf in enumerate(leaves):
+        if at not in apart and _holds_rows(leaf, span):
+            leaves[at] = leaf[rows]
+    return pytree.tree_unflatten(leaves, spec)
 
 
-def join_rows(pieces: Sequence[tuple[Span, Any]]) -> Any:
+def join_rows(pieces: Sequence[tuple[Span, Any]], apart: Collection[int] = ()) -> Any:
     """Join trees of neighbouring spans into one.
 
     Floating-point tensors without rows are averaged over rows; the first tree gives the other leaves without rows.
+
+    Args:
+        apart: see `take_rows`.
 
     Raises:
         PlanError: the trees differ in structure, or have lists with a tensor for each sample, so their rows can't be
@@ -67,8 +77,8 @@ def join_rows(pieces: Sequence[tuple[Span, Any]]) -> Any:
         _refuse_lists(tree, span)
     leaves, spec = _flatten_same_structure(pieces)
     joined = []
-    for column in leaves:
-        rows = all(_holds_rows(leaf, span) for leaf, (span, _) in zip(column, pieces, strict=True))
+    for at, column in enumerate(leaves):
+        rows = at not in apart and all(_holds_rows(leaf, span) for leaf, (span, _) in zip(column, pieces, strict=True))
         joined.append(torch.cat(list(column)) if rows else _average(column, [span for span, _ in pieces]))
     return pytree.tree_unflatten(joined, spec)
 
@@ -97,25 +107,28 @@ def _average(column: Sequence[Any], spans: Sequence[Span]) -> Any:
     return torch.stack(shares).sum(0)
 
 
-def take_gradient_rows(tree: Any, span: Span, part: Span) -> Any:
+def take_gradient_rows(tree: Any, span: Span, part: Span, apart: Collection[int] = ()) -> Any:
     """Take rows like `take_rows`, but give each part its share of a gradient without rows: it must count once."""
     if part == span:
         return tree
     rows = slice(part.start - span.start, part.stop - span.start)
     share = part.rows / span.rows
-    return [None if g is None else g[rows] if _holds_rows(g, span) else g * share for g in tree]
+    return [
+        None if g is None else g[rows] if at not in apart and _holds_rows(g, span) else g * share
+        for at, g in enumerate(tree)
+    ]
 
 
-def join_gradient_rows(pieces: Sequence[tuple[Span, Any]]) -> Any:
+def join_gradient_rows(pieces: Sequence[tuple[Span, Any]], apart: Collection[int] = ()) -> Any:
     """Join like `join_rows`, but sum gradients without rows; a missing one counts as zero."""
     if len(pieces) == 1:
         return pieces[0][1]
     joined: list[Any] = []
-    for column in zip(*(tree for _, tree in pieces), strict=True):
+    for at, column in enumerate(zip(*(tree for _, tree in pieces), strict=True)):
         present = [(span, g) for g, (span, _) in zip(column, pieces, strict=True) if g is not None]
         if not present:
             joined.append(None)
-        elif all(_holds_rows(g, span) for span, g in present):
+        elif at not in apart and all(_holds_rows(g, span) for span, g in present):
             like = present[0][1]
             joined.append(
                 torch.cat(
@@ -168,6 +181,7 @@ class SpanBuffer:
     def __init__(self, gradients: bool) -> None:
         self._pieces: dict[Span, Any] = {}
         self._left: dict[Span, int] = {}  # rows of those of which some were taken
+        self._apart: set[int] = set()  # positions of tensors that hold no rows, seen by any of the pieces
         self._take = take_gradient_rows if gradients else take_rows
         self._join = join_gradient_rows if gradients else join_rows
 
@@ -184,13 +198,16 @@ class SpanBuffer:
         if span in self._pieces:  # the usual case: nothing to cut or join
             self._left.pop(span, None)
             return self._pieces.pop(span)
+        for held, tree in self._pieces.items():
+            leaves = enumerate(pytree.tree_leaves(tree))
+            self._apart |= {at for at, x in leaves if isinstance(x, torch.Tensor) and not _holds_rows(x, held)}
         parts = []
         for held in sorted(held for held in self._pieces if held.overlaps(span)):
             part = Span(max(held.start, span.start), min(held.stop, span.stop))
-            parts.append((part, self._take(self._pieces[held], held, part)))
+            parts.append((part, self._take(self._pieces[held], held, part, self._apart)))
             self._left[held] = self._left.get(held, held.rows) - part.rows
         if sum(part.rows for part, _ in parts) != span.rows:
             raise PlanError(f"samples {span} are needed and only {[p for p, _ in parts]} are there")
         for held in [held for held, left in self._left.items() if not left]:
             del self._pieces[held], self._left[held]
-        return self._join(parts)
+        return self._join(parts, self._apart)

@@ -7,6 +7,7 @@ import torch
 
 from lightning_pipes.engine.compute.spans import SpanBuffer, join_rows, take_rows
 from lightning_pipes.ir import PlanError, Span
+from tests.cases import for_each
 
 
 def test_a_list_with_a_tensor_for_each_sample_is_refused():
@@ -23,25 +24,34 @@ def test_a_list_with_a_tensor_for_each_sample_is_refused():
 
 
 SENT = [Span(0, 3), Span(3, 4), Span(4, 6)]
-NEEDED = [Span(0, 2), Span(2, 6)]
+CUTS = [
+    (SENT, [Span(0, 2), Span(2, 6)]),
+    ([Span(0, 3), Span(3, 6)], [Span(0, 2), Span(2, 4), Span(4, 6)]),  # one of each end overlaps by one sample
+]
 
 
-def test_auxiliary_losses_of_stages_that_cut_differently():
-    """Each part of the gradient arrives once, and the values are those of an average over samples."""
-    values = torch.tensor([2.0, 5.0, 7.0], dtype=torch.float64, requires_grad=True)
+@for_each("cuts", CUTS)
+@for_each("shape", [(), (1,), (2,), (1, 2)])
+def test_auxiliary_losses_of_stages_that_cut_differently(cuts, shape):
+    """Each part of the gradient arrives once, and the values are averages over samples, also if a value has as many
+    entries as some of the spans have samples."""
+    sent, needed = cuts
+    values = torch.arange(2.0, 2.0 + len(sent), dtype=torch.float64, requires_grad=True)
     forward, backward = SpanBuffer(gradients=False), SpanBuffer(gradients=True)
-    for span, value in zip(SENT, values, strict=True):
+    for span, value in zip(sent, (each.expand(shape) for each in values), strict=True):
         forward.put(span, (torch.ones(span.rows, 2, dtype=torch.float64), value, None, "text"))
-    found = []
-    for span in NEEDED:
+    loss = torch.zeros((), dtype=torch.float64)
+    for span in needed:
         x, value, nothing, text = forward.take_span(span)
-        assert (len(x), nothing, text) == (span.rows, None, "text")
-        found.append(value)
-        backward.put(span, [torch.zeros_like(x), torch.tensor(span.rows / 6, dtype=torch.float64)])  # of a mean
-    assert [float(value) for value in found] == pytest.approx([2.0, (2.0 + 5.0 + 2 * 7.0) / 4])
-    gradients = [float(backward.take_span(span)[1]) for span in SENT]
-    assert gradients == pytest.approx([3 / 6, 1 / 6, 2 / 6])
-    loss = sum(value * (span.rows / 6) for value, span in zip(found, NEEDED, strict=True))
+        assert (len(x), value.shape, nothing, text) == (span.rows, shape, None, "text")
+        common = [(max(span.start, s.start), min(span.stop, s.stop)) for s in sent]
+        rows = torch.tensor([max(stop - start, 0) for start, stop in common], dtype=torch.float64)
+        assert value.detach().unique().tolist() == pytest.approx([float(values.detach() @ rows) / span.rows])
+        loss = loss + value.mean() * span.rows / 6
+        of_mean = torch.full(shape, span.rows / 6 / value.numel(), dtype=torch.float64)
+        backward.put(span, [torch.zeros_like(x), of_mean])
+    gradients = [float(backward.take_span(span)[1].sum()) for span in sent]
+    assert gradients == pytest.approx([span.rows / 6 for span in sent])
     (of_graph,) = torch.autograd.grad(loss, values)
     assert gradients == pytest.approx(of_graph.tolist())
 
