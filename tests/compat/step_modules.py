@@ -414,3 +414,45 @@ def copy_weights(module: Any) -> None:
 
 def assign_weights(module: Any) -> None:
     module.model[-1].weight.data = module.model[-1].weight.data * 0.9
+
+
+class ChangesAround(LitOutside):
+    """Its training_step changes weights by `change`, before or after the layers."""
+
+    def __init__(self, change: Any, after: bool = False) -> None:
+        super().__init__(optimizer="sgd")
+        self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.change, self.after = change, after
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        if not self.after:
+            self.change(self)
+        target = self.teacher(x)
+        loss = F.cross_entropy(self(x), y) + F.mse_loss(self.inlet(x), target)
+        if self.after:
+            self.change(self)
+        return loss
+
+
+@torch.no_grad()
+def clamp_layer(module: Any) -> None:
+    module.model[4][0].weight.clamp_(-0.2, 0.2)
+
+
+def scale_layer_data(module: Any) -> None:
+    module.model[4][0].weight.data.mul_(0.9)
+
+
+def scale_head_data(module: Any) -> None:
+    module.outlet.weight.data.mul_(0.9)
+
+
+def assign_head_data(module: Any) -> None:
+    module.outlet.weight.data = module.outlet.weight.data * 0.9
+
+
+@torch.no_grad()
+def average_inlet(module: Any) -> None:
+    for own, other in zip(module.teacher.parameters(), module.inlet.parameters(), strict=True):
+        own.data = 0.9 * own.data + 0.1 * other.data

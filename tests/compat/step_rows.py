@@ -140,3 +140,34 @@ changes("a running average", module=partial(s.ChangesWeights, s.average_weights)
 changed = partial(s.ChangesWeights, s.average_weights, after=True)
 changes("a running average, after the layers", module=changed, strategy=WHOLE)
 changes("clamped, one micro-batch", module=partial(s.ChangesWeights, s.clamp_scale), strategy=WHOLE)
+
+changes = partial(row, "Weights changed in training_step")
+CUT, WHOLE = {"microbatches": 4}, {"microbatches": 1}
+for what, change, changed in (
+    ("of a layer, clamped", s.clamp_layer, "self.model.4.0.weight"),
+    ("of a layer, by data", s.scale_layer_data, "self.model.4.0.weight"),
+):
+    module = partial(s.ChangesAround, change)
+    refused = f"training_step changes {changed}. The layers are on several processes"
+    changes(f"{what}, several micro-batches", module=module, strategy=CUT, refused=refused)
+    changes(f"{what}, one micro-batch", module=module, strategy=WHOLE, refused=refused)
+for what, change, changed in (
+    ("of a head, by data", s.scale_head_data, "self.outlet.weight"),
+    ("of a head, assigned by data", s.assign_head_data, "self.outlet.weight"),
+    ("of a momentum encoder", s.average_inlet, "self.teacher.weight"),
+):
+    module = partial(s.ChangesAround, change)
+    refused = f"training_step changes {changed}. One process makes this change once for a batch"
+    changes(f"{what}, several micro-batches", module=module, strategy=CUT, refused=refused)
+    changes(
+        f"{what}, one micro-batch",
+        module=module,
+        strategy=WHOLE,
+        refused_on={4: f"training_step changes {changed}. Processes between the first stage and the last do not"},
+    )
+    changes(
+        f"{what}, one micro-batch, after the layers",
+        module=partial(s.ChangesAround, change, after=True),
+        strategy=WHOLE,
+        refused=f"training_step changes {changed}. Only the last stage runs the code after the layers",
+    )

@@ -4,6 +4,7 @@ where the tensors are kept meanwhile."""
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import blake2b
@@ -72,6 +73,8 @@ class HookScope:
         """The same of a module that has no proxy, which would see whether a hook runs."""
         self.digests: Mapping[str, bytes] = {}
         """Digests of the weights of all ranks by name, where a hook may compare two of them."""
+        self.writes: Counter[str] = Counter()
+        """How often the user's code has written to the stand-in of each name."""
         self.on_layers: Callable[[], None] = lambda: None
         """Called when the hook reaches layers, or a tensor of them that is on another rank."""
         self._thread = 0
@@ -144,6 +147,11 @@ class RemoteTensor(torch.Tensor):
             found.__dict__["_is_param"] = True
         found.__dict__["is_weight_or_gradient"] = True
         return found._describe(name, scope)
+
+    @property
+    def writes(self) -> int:
+        """How often the user's code has written to it."""
+        return self._scope.writes[self._name]
 
     @property
     def gradient(self) -> RemoteTensor | None:
@@ -223,6 +231,7 @@ class RemoteTensor(torch.Tensor):
                 first.refuse_use("writes into a tensor of this rank what it has of")
             if not first._scope.on_all_ranks:
                 first.refuse_use("changes, on one rank only,")
+            first._scope.writes.update(t._name for t in written if isinstance(t, RemoteTensor))
             return args[0] if args else written[0]
         if name in _MOVING:
             kind = next((a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype)), first.dtype)

@@ -115,7 +115,7 @@ class LeftValues:
         container: str = "",
     ) -> None:
         self._module = module
-        self._full = full
+        self.layers = full
         self._local = local
         self._state = state
         self._scope = scope
@@ -133,7 +133,7 @@ class LeftValues:
         self._set_later: set[Place] = set()
         self._unsent: dict[Place, UnsentTensor] = {}
         self._changes: dict[Place, tuple[bool, Any]] = {}
-        self._container = container
+        self.container = container
         self._merging = ValueMerger(type(module).__name__)
         self._trains = True
         self._overlapping = ""
@@ -241,7 +241,7 @@ class LeftValues:
         if new:
             watch.around = self._state.object_ids()
             for number in new:
-                for name, part in self._full[number].named_modules():
+                for name, part in self.layers[number].named_modules():
                     own_state = isinstance(part, Metric) or any(map(is_packed, part._parameters.values()))
                     if not own_state and id(part) not in self._shared:
                         watch.modules.append((number, name, part, *_look(part, watch.around)))
@@ -282,7 +282,7 @@ class LeftValues:
         found: dict[Place, Any] = {}
         for place, before in watch.before.items():
             number, name, key = place
-            copy = buffer_copies.get((self._full[number].get_submodule(name), key)) if buffer_copies else None
+            copy = buffer_copies.get((self.layers[number].get_submodule(name), key)) if buffer_copies else None
             if copy is not None:
                 sent = _sendable(copy)
                 found[place] = sent if place in self._in_place and isinstance(sent, UnsentTensor) else copy
@@ -402,7 +402,7 @@ class LeftValues:
         return ObjectContent(merged) if kinds == {ObjectContent} else merged
 
     def _path(self, place: Place) -> Path:
-        parts = (self._container, *place) if isinstance(place[0], int) else place
+        parts = (self.container, *place) if isinstance(place[0], int) else place
         return tuple((".", part) for part in parts if part != "")
 
     def _content_before(self, place: Place) -> Any:
@@ -435,7 +435,7 @@ class LeftValues:
 
     def _assign(self, place: Place, content: Any) -> None:
         number, name, key = place
-        part = self._full[number].get_submodule(name)
+        part = self.layers[number].get_submodule(name)
         if content is _ABSENT:
             vars(part).pop(key, None)
         elif isinstance(content, ListTail):
@@ -455,14 +455,14 @@ class LeftValues:
     def _value(self, place: Place, absent: Any = None) -> Any:
         """Return the value there; where the layer has none, that of its class, else `absent`."""
         number, name, key = place
-        part = self._full[number].get_submodule(name)
+        part = self.layers[number].get_submodule(name)
         if key in part._buffers:
             return part._buffers[key]
         return vars(part)[key] if key in vars(part) else getattr(type(part), key, absent)
 
     def _is_buffer(self, place: Place) -> bool:
         number, name, key = place
-        return key in self._full[number].get_submodule(name)._buffers
+        return key in self.layers[number].get_submodule(name)._buffers
 
     def _stand_in(self, place: Place, unsent: UnsentTensor) -> torch.Tensor:
         number, name, key = place

@@ -52,6 +52,7 @@ from lightning_pipes.trainer.step.logs import (
     returned_calls,
 )
 from lightning_pipes.trainer.step.loss_weights import BatchWeights, sample_tensors
+from lightning_pipes.trainer.step.weight_changes import WeightChangeCheck
 
 Context = Callable[[], AbstractContextManager[Any]]
 _NOTHING = nullcontext()
@@ -324,6 +325,8 @@ class Steps:
         self._interceptor = interceptor
         self._stages = plan.n_stages
         self._both_ends = {0, plan.n_stages - 1} <= set(plan.stages[rank])
+        self._has_others = len(set(plan.ranks)) > 2
+        self._weight_changes = WeightChangeCheck(module, left.container, left.layers)
         runs_again = [again[0] for again in (plan.recompute, plan.whole_forward) if again]
         self._recomputes_first = self._both_ends and any(runs_again)
         self._shapes: dict[tuple[str, str], list[_Shapes]] = {}
@@ -363,6 +366,7 @@ class Steps:
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part = data.select_samples(span)
             step = named_step(self._module, "training_step")
+            weights = self._weight_changes.look(stage)
             with recorded(self._module):  # the last stage logs
                 try:
                     x = self._interceptor.capture(step, part if last_run else copy_batch(part), *data.arguments)
@@ -370,6 +374,7 @@ class Steps:
                     run = partial(self._interceptor.capture, step)
                     self._blame_cut(error, item, span, lambda batch, rows: run(batch, *data.arguments))
                     raise
+            self._weight_changes.refuse_changes(weights, stage, span, item.rows, self._why_once(stage))
             if data.stage_inputs is not None:
                 data.keep_stage_input(stage.number, span, x)
             try:
@@ -377,6 +382,12 @@ class Steps:
             except Exception as error:
                 self._blame_cut(error, item, span, partial(self._run_layers_again, stage, item, step))
                 raise
+
+    def _why_once(self, stage: Stage) -> str:
+        """Return why a change of weights before the layers would not be that of one process; empty if it would."""
+        if stage.recompute or self._both_ends:
+            return "" if self._stages == 1 else "One process makes this change once, and this rank would make it twice"
+        return "Processes between the first stage and the last do not run this code" if self._has_others else ""
 
     def _run_middle_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
         """Run this stage's layers for one micro-batch."""
@@ -409,10 +420,11 @@ class Steps:
             if data.weights.undecided and data.kept is None:
                 data.keep_copy()
         y: Any = None
-        failed_inside = False
+        failed_inside, weights = False, self._weight_changes.look(stage)
 
         def answer(x: Any) -> Any:
-            nonlocal y, failed_inside
+            nonlocal y, failed_inside, weights
+            self._weight_changes.refuse_changes(weights, stage, span, item.rows, self._why_once(stage))
             entering = x if stage.number == 0 else received
             if data.stage_inputs is not None:
                 data.keep_stage_input(stage.number, span, unpack_message(entering)[0])
@@ -424,6 +436,7 @@ class Steps:
             if data.kept is not None:
                 data.kept.keep_microbatch(span, unpack_message(entering)[0], y)
                 data.kept.left[span] = left
+            weights = self._weight_changes.look_again(weights, stage)
             stage.seed_user_code(item, span, AFTER_LAYERS)
             return y
 
@@ -442,6 +455,8 @@ class Steps:
                     if not failed_inside:
                         self._blame_cut(error, item, span, partial(self._run_again, step, item, span, y))
                     raise
+        alone = "" if self._stages == 1 else "Only the last stage runs the code after the layers"
+        self._weight_changes.refuse_changes(weights, stage, span, item.rows, alone)
         self.left.end_step(span)
         self.state.note_microbatch(span)
         return self.scale_loss(item, span, out, logged, tensors_in(y), partial(self._compare_candidates, stage, item))
