@@ -266,11 +266,19 @@ class UnitSetup(ModuleSetup):
         generators = ModuleGenerators(module)
         state = ModuleState(module, stage_modules(module, layout), frozenset(), device, generators)
         precision, rank = self._context.host.precision_plugin, part.holdings.rank
-        joint, holdings = None, part.holdings
+        holdings = part.holdings
+
+        def make_joint() -> JointStep:
+            ranks = [*dict.fromkeys(holdings.ranks)]
+            stages = [ranks.index(holdings.ranks[stage]) for stage in holdings.stage_of_layer]
+            of_stages, control = [holdings.global_ranks[each] for each in ranks], self._ranks.pipeline
+            return JointStep(module, layout, ranks.index(rank), stages, device, control, of_stages, generators)
+
+        steps = UnitSteps(
+            module, precision, plan, rank, seed, device, state, cut, layout, self.end, make_joint, holdings
+        )
         if self._context.is_manual:
-            ranks = [part.holdings.global_ranks[each] for each in plan.ranks]
-            joint = JointStep(module, layout, plan.ranks.index(rank), device, self._ranks.pipeline, ranks, generators)
-        steps = UnitSteps(module, precision, plan, rank, seed, device, state, cut, layout, self.end, joint, holdings)
+            steps.joint = make_joint()
         steps.overlaps = not self._request.schedule.flushes
         return steps
 

@@ -104,7 +104,7 @@ for shared in (False, True):
             strategy={"microbatches": 1, **({"module": ""} if units else {})},
             evaluate=True,
         )
-UNCOMPARED = "compare them with a whole batch by check_loss=True"
+UNCOMPARED = "leave check_loss=False out, so that they are compared with a whole batch"
 state(
     "sums that layers keep where nothing is compared",
     module=values.ReadsSums,

@@ -10,12 +10,15 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
+from tests.compat.registry import batches
 from tests.compat.runs import loaders
 from tests.compat.state_modules import Annealed
-from tests.trainer.lit import WIDTH, Lit, LitOutside
+from tests.trainer.lit import WIDTH, Lit, LitOutside, data
 
 BOTH = {"on_step": True, "on_epoch": True}
 
@@ -456,3 +459,151 @@ def assign_head_data(module: Any) -> None:
 def average_inlet(module: Any) -> None:
     for own, other in zip(module.teacher.parameters(), module.inlet.parameters(), strict=True):
         own.data = 0.9 * own.data + 0.1 * other.data
+
+
+class Generates(pl.LightningModule):
+    """Validates and predicts by greedy decoding: the layers are called again on what they made, and so is the head.
+
+    Args:
+        caches: whether layers keep keys and values, so that each call after the first one is for one token.
+    """
+
+    def __init__(self, container: type[nn.Sequential | nn.ModuleList], caches: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        layers = [CausalBlock(caches) for _ in range(5)]
+        self.layers = nn.Sequential(*layers) if container is nn.Sequential else nn.ModuleList(layers)
+        self.head = nn.Linear(8, 11)
+        self.caches = caches
+        self.texts: list[torch.Tensor] = []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        if isinstance(self.layers, nn.Sequential):
+            return self.head(self.layers(x))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+    def generate(self, tokens: torch.Tensor, length: int) -> torch.Tensor:
+        logits = self(tokens)
+        for _ in range(length):
+            tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
+            logits = self(tokens[:, -1:] if self.caches else tokens)
+        return tokens
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        tokens, _ = batch
+        return F.cross_entropy(self(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        tokens, _ = batch
+        self.log("val_loss", F.cross_entropy(self(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:]))
+        self.texts.append(self.generate(tokens[:, :2], 3))
+        self.log("right", (self.texts[-1] == tokens).double().mean())
+
+    def on_validation_epoch_end(self) -> None:
+        weights = torch.arange(5.0)
+        self.log("texts", (torch.cat(self.texts) * weights).sum())
+        self.texts.clear()
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.generate(batch[0][:, :2], 4)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class CausalBlock(nn.Module):
+    """Causal attention over all tokens, of which earlier ones may be remembered."""
+
+    def __init__(self, caches: bool) -> None:
+        super().__init__()
+        self.inputs, self.outputs = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.caches = caches
+        self.past: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.inputs(x).chunk(3, -1)
+        if self.caches and not self.training:
+            if x.shape[1] == 1:
+                k, v = torch.cat([self.past[0], k], 1), torch.cat([self.past[1], v], 1)
+            self.past = k, v
+        return x + self.outputs(F.scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1))
+
+
+class SemiSupervised(LitOutside):
+    """Labels what it is sure of itself, and learns from it on other views: the layers are called three times.
+
+    Args:
+        joined: whether one call gets all inputs.
+    """
+
+    def __init__(self, joined: bool = False) -> None:
+        super().__init__(optimizer="sgd")
+        self.joined = joined
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (x, y), (u,) = batch["labelled"], batch["unlabelled"]
+        if self.joined:
+            known, weak, strong = self(torch.cat([x, u, u + 0.1])).split([len(x), len(u), len(u)])
+        else:
+            known, weak, strong = self(x), self(u), self(u + 0.1)
+        sure, label = weak.detach().softmax(1).max(1)
+        supervised = F.cross_entropy(known, y)
+        unsupervised = (F.cross_entropy(strong, label, reduction="none") * (sure > 0.4)).mean()
+        self.log_dict({"supervised": supervised, "unsupervised": unsupervised})
+        return supervised + 0.5 * unsupervised
+
+
+def two_loaders(rows: int, size: int) -> dict[str, Any]:
+    """Batches of 8 samples with labels, and of `size` without; the shorter ones come again."""
+    unlabelled = TensorDataset(data(rows).tensors[0])
+    both = {"labelled": DataLoader(data(), 8), "unlabelled": DataLoader(unlabelled, size)}
+    return batches(CombinedLoader(both, "max_size_cycle"))
+
+
+class ChangesInput(LitOutside):
+    """The first layer adds in place to a tensor that the loss reads after it.
+
+    Args:
+        trained: whether the layer adds weights, and the step computes its input, so that gradients go both ways.
+    """
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__(optimizer="sgd")
+        self.model[0] = AddsInPlace(trained)
+        self.trained = trained
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        entering = self.inlet(x) * 2 if self.trained else x
+        logits = self.outlet(torch.cat([self.model(entering), entering], 1))
+        return F.cross_entropy(logits, y) + 0.1 * (entering[:, :3].tanh() * logits.tanh()).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        """Log nothing else."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+
+class AddsInPlace(nn.Module):
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(WIDTH)) if trained else 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.add_(self.bias)

@@ -5,11 +5,19 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.compat import step_modules as s
 from tests.compat.registry import batches, row
+from tests.compat.runs import Found
 from tests.trainer.lit import data
+
+
+def quiet_about_training(ranks: list[Found]) -> None:
+    """Asserts that no rank warns of a training that differs."""
+    assert [text for found in ranks for text in found["warnings"] if "differ" in text or "mix" in text] == []
+
 
 steps = partial(row, "Steps")
 steps("self.log of constants, numbers of samples, sums and means, by each reduce_fx", module=s.LogsReduced)
@@ -123,6 +131,32 @@ steps(
     module=s.Contrasts,
     strategy={"module": ""},
     reason="its loss is computed once for all samples, as with loss='batch'",
+)
+
+tokens = lambda rows, size: DataLoader(data(rows, tokens=True), batch_size=size)  # noqa: E731
+decodes = partial(
+    steps, loaders=lambda: batches(tokens(22, 8), tokens(13, 5)), evaluate_on=lambda: tokens(13, 5), evaluate=True
+)
+decodes("greedy decoding in validation_step and predict_step", module=partial(s.Generates, nn.Sequential))
+decodes("greedy decoding, layers in a loop", module=partial(s.Generates, nn.ModuleList))
+decodes("greedy decoding, by units", module=partial(s.Generates, nn.ModuleList), strategy={"module": ""})
+decodes("greedy decoding, layers that keep keys and values", module=partial(s.Generates, nn.Sequential, True))
+
+for how, joined in (("called three times", False), ("called once with all inputs", True)):
+    for sizes, length, size in (("as many unlabelled samples", 46, 8), ("more unlabelled samples", 50, 24)):
+        steps(
+            f"a CombinedLoader with {sizes}, layers {how}",
+            module=partial(s.SemiSupervised, joined),
+            loaders=partial(s.two_loaders, length, size),
+            check=lambda ranks, plain: quiet_about_training(ranks),
+        )
+
+in_place = partial(steps, evaluate=True, check=lambda ranks, plain: quiet_about_training(ranks))
+in_place("a first layer that changes its batch in place, before the loss", module=partial(s.ChangesInput, False))
+in_place(
+    "a first layer that changes its input in place, with gradients",
+    module=partial(s.ChangesInput, True),
+    strategy={"recompute": True},
 )
 
 changes = partial(row, "Weights changed in training_step, by units")

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_pipes import PipelineStrategy
 from lightning_pipes.cost import Cluster, Deployment, Device, LayerProfile, ModelProfile
@@ -30,7 +31,7 @@ from lightning_pipes.testing.ranks import run_ranks
 from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.plan import decider, layer_profiler, profile_planner
 from lightning_pipes.trainer.plan.request import RunRequest
-from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch
+from lightning_pipes.trainer.plan.sample import NoSampleError, batch_rows, example_batch, expected_batches
 from lightning_pipes.trainer.plan.trial import Trial, Trials
 from lightning_pipes.trainer.setup import explain_choice
 from tests.trainer.lit import WIDTH, Case, Lit, LitOutside, LitTied, data, differences, plain_values, quiet, train
@@ -458,12 +459,24 @@ def test_a_sample_is_taken_unnoticed(workers: int) -> None:
     assert batch_rows(DataLoader(Drawn(), batch_size=99)) == 5
 
 
+def test_sample_of_several_loaders():
+    """As a batch is cut: by the samples of the first loader, and of those with as many."""
+    few, many = TensorDataset(torch.arange(9.0)), TensorDataset(torch.arange(50.0))
+    loaders = {"a": DataLoader(few, batch_size=4), "b": [DataLoader(many, batch_size=4), DataLoader(many, 24)]}
+    for each in (loaders, CombinedLoader(loaders, "max_size_cycle")):
+        assert batch_rows(each) == 4
+        first = example_batch(each, 2)
+        assert [len(first["a"][0]), len(first["b"][0][0]), len(first["b"][1][0])] == [2, 2, 24]
+    trainer = make_trainer(max_epochs=2)
+    assert expected_batches(trainer, loaders) == 2 * 13  # of 9, 50 and 50 samples, the shorter ones again and again
+
+
 @pytest.mark.parametrize(
     ("loader", "reason"),
     [
         (DataLoader(Endless(), batch_size=4), "IterableDataset"),
         (DataLoader(Drawn(), batch_size=None), "no batch_size"),
-        ({"a": DataLoader(Drawn())}, "dict"),
+        ({"a": DataLoader(Drawn()), "b": [1, 2]}, "dict"),
         (DataLoader([], batch_size=4, sampler=Never()), "empty"),
     ],
 )

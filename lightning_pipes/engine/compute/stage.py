@@ -313,9 +313,13 @@ class Stage:
         """Return parameters and buffers of a layer, or of a part of one, on this stage, by their name within it."""
         return self._parts.named_tensors(name)
 
-    def run_layers(self, item: Item, span: Span, x: Any) -> Any:
-        """Run `x` through the layers; each layer draws from its own random stream."""
-        first_of_two = self.recompute and item.training and not self.recomputing
+    def run_layers(self, item: Item, span: Span, x: Any, is_made_again: bool = False) -> Any:
+        """Run `x` through the layers; each layer draws from its own random stream.
+
+        Args:
+            is_made_again: whether a second run for the backward gets another `x`, so that layers may change this one.
+        """
+        first_of_two = not is_made_again and self.recompute and item.training and not self.recomputing
         if first_of_two and self._changes_input is not False:  # the second run needs `x` as it is
             copy = trees.map_tensors(torch.clone, x)
             out = self._run_all(item, span, copy)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -13,10 +15,12 @@ from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import EvaluationStep
-from lightning_pipes.trainer.module.batches import rows_of
+from lightning_pipes.trainer.module.batches import copy_batch, rows_of
 from lightning_pipes.trainer.module.capture import NoCallError
+from lightning_pipes.trainer.state.generators import States
 from lightning_pipes.trainer.step.logs import LogCall, merge, recorded
-from lightning_pipes.trainer.step.steps import Context
+from lightning_pipes.trainer.step.steps import Context, Outputs
+from lightning_pipes.trainer.units.lazy_step import EarlierStageError
 
 
 class EvaluatedStep(NamedTuple):
@@ -31,6 +35,20 @@ class EvaluatedStep(NamedTuple):
     whole: bool
 
 
+class _FurtherCall(NamedTuple):
+    """The message of the last stage where a step calls the layers once more, as one does that generates text.
+
+    Attributes:
+        x: the input of the layers.
+        changes: of the values that layers keep, since the call before.
+        generators: states of the module's own.
+    """
+
+    x: Any
+    changes: Any
+    generators: States
+
+
 class Evaluation:
     """Evaluates batches in a run. Collective: all ranks make one, and the same calls of it."""
 
@@ -38,6 +56,10 @@ class Evaluation:
         self._run = run
         self._steps: dict[tuple[Any, ...], EvaluatedStep] = {}
         """Of the user's steps, by name and loader, how they call the layers."""
+        self._joint_steps: set[tuple[Any, ...]] = set()
+        """Those of them that run on all stages together, because they return to earlier ones."""
+        self._unit_steps: set[tuple[Any, ...]] = set()
+        """Those that have run by units."""
         self._trained, self._count = -1, 0
 
     def evaluate(self, step: Callable[..., Any], context: Context, batch: Any, arguments: tuple[Any, ...]) -> Any:
@@ -46,30 +68,41 @@ class Evaluation:
         watchers = run.watchers.of_evaluation
         watchers.before_batch(data)
         item = Item(self._number(), data.rows, data, training=False, use=run.training_loop.layer_use(batch))
-        if run.user_steps.joint is not None:
-            return self._evaluate_jointly(data)
+        if run.user_steps.joint is not None or _key_of(step, item, arguments) in self._joint_steps:
+            return self._evaluate_jointly(item)
         run.user_steps.begin_batch(training=False)
         with watchers.around_batch(data), run.local_layers.gathered.evaluation():
             message = self._forward(step, item, batch, arguments)
-        out, changes, logged, data.last_mark = run.control.broadcast(message, run.last_rank)
+        if message is None:
+            return self._repeat_jointly(item)
+        out, changes, logged, data.last_mark = message
         run.user_steps.apply_changes(None if run.is_last_rank else changes)
         watchers.after_batch(data)
         with context():
             run.replay.replay_calls(logged)
         return move_data_to_device(out, run.device)
 
-    def _evaluate_jointly(self, data: EvaluationStep) -> Any:
+    def _evaluate_jointly(self, item: Item) -> Any:
         """Run one batch on all stages together."""
-        run = self._run
+        run, data = self._run, item.data
         around, weights = run.watchers.of_evaluation.around_batch(data), run.cut.scope.module_view(True)
         with around, data.context(), recorded(run.cut.module) as calls, weights:
-            out, data.last_mark = run.user_steps.joint.run_together(
-                data.step, data.batch, data.arguments, calls, data.mark
-            )
+            steps: Any = run.user_steps  # of a module that is cut by units
+            out, data.last_mark = steps.evaluate_jointly(item, calls)
         run.watchers.of_evaluation.after_batch(data)
         with data.context():
             run.replay.replay_calls(calls if run.trainer.state.fn != TrainerFn.PREDICTING else [])
         return move_data_to_device(out, run.device)
+
+    def _repeat_jointly(self, item: Item) -> Any:
+        """Run a batch once more, on all stages together, and later batches of its step and loader as well."""
+        self._run.user_steps.apply_changes(([], {}, {}))  # as the batch began
+        self._joint_steps.add(_key_of(item.data.step, item, item.data.arguments))
+        rank_zero_info(
+            f"{item.data.name} calls modules of the first stages again after those of later stages, as decoding does: "
+            "its batches run on all stages together, and one stage at a time computes"
+        )
+        return self._evaluate_jointly(item)
 
     def _begin(
         self, step: Callable[..., Any], context: Context, batch: Any, arguments: tuple[Any, ...]
@@ -95,36 +128,68 @@ class Evaluation:
         return (self._trained + 1 << 20) + self._count
 
     def _forward(self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]) -> Any:
-        """Run the step, and return the message for the other ranks, on the rank of the last stage."""
+        """Run the step, and return the message of the last stage, on every rank.
+
+        None is returned where the step returns to earlier stages, so that it has to run on all of them together.
+        """
         run, data = self._run, item.data
         if run.user_steps.runs_whole_evaluation:
+            key = _key_of(step, item, arguments)
+            before = batch if key in self._unit_steps else copy_batch(batch)  # the step may change its batch
+            self._unit_steps.add(key)
             ended = run.engine.evaluate(item, 1)
+            data.batch = before  # for a second run
             if not run.is_last_rank:
-                return None
+                return self._receive(item)
             out, calls = ended[0][1]
-            return self._message(out, calls, item)
+            if isinstance(out, EarlierStageError):
+                return run.control.broadcast(None, run.last_rank)
+            return self._send(out, calls, item)
         end = self._capture(step, item, batch, arguments)
         with_layers, whole = self._steps[_key_of(step, item, arguments)]
         outputs = run.engine.evaluate(item, 1 if whole else None) if with_layers else ()
         if not run.is_last_rank:
-            return None
+            return self._receive(item)
         with data.context(), recorded(run.cut.module) as calls:
             if end is not None:  # it has run to its end here
                 out, calls = end.out, end.calls
             elif with_layers:
-                out = run.user_steps.finish(step, item, batch, arguments, outputs)
+                out = run.user_steps.finish(step, item, batch, arguments, outputs, partial(self._call_again, item))
             else:
                 out = run.user_steps.run_without_layers(step, item, batch, arguments)
         if end is not None or not with_layers:
             run.state.note_microbatch(Span(0, item.rows))
-        return self._message(out, calls, item)
+        return self._send(out, calls, item)
 
-    def _message(self, out: Any, calls: list[LogCall], item: Item) -> Any:
-        """Return the message of the last stage to other ranks: the result, changes of state, and logs."""
+    def _send(self, out: Any, calls: list[LogCall], item: Item) -> Any:
+        """Send the message of the last stage to other ranks, and return it: result, changes of state, and logs."""
         run = self._run
         logs = run.trainer.state.fn != TrainerFn.PREDICTING
         packed = run.replay.pack_calls(merge([calls], [item.rows])) if logs else []
-        return out, run.user_steps.collect_changes(), packed, item.data.mark
+        message = out, run.user_steps.collect_changes(), packed, item.data.mark
+        run.control.broadcast(message, run.last_rank)
+        return message
+
+    def _receive(self, item: Item) -> Any:
+        """Return the message of the last stage. Until it comes, run the layers for each further call of the step."""
+        run = self._run
+        while isinstance(message := run.control.broadcast(None, run.last_rank), _FurtherCall):
+            run.user_steps.begin_call(message.changes)
+            self._evaluate_again(item, move_data_to_device(message.x, run.device), message.generators)
+        return message
+
+    def _call_again(self, item: Item, x: Any, changes: Any, generators: States) -> tuple[Item, Outputs]:
+        """Run the layers of all stages for a further call by a step that runs here, and return what they return."""
+        run = self._run
+        run.control.broadcast(_FurtherCall(x, changes, generators), run.last_rank)
+        run.user_steps.begin_call()
+        return self._evaluate_again(item, x, generators)
+
+    def _evaluate_again(self, item: Item, x: Any, generators: States) -> tuple[Item, Outputs]:
+        """Run the layers of this rank on `x`, all samples at once: the step may give other numbers of them."""
+        data = replace(item.data, x=x, is_repeated=True, left={}, generators=generators)
+        item = replace(item, number=self._number(), data=data)
+        return item, self._run.engine.evaluate(item, 1)
 
     def _capture(
         self, step: Callable[..., Any], item: Item, batch: Any, arguments: tuple[Any, ...]

@@ -390,7 +390,10 @@ def check_same(fingerprints: Sequence[object], ranks: Sequence[int], where: str)
     if len(set(fingerprints)) > 1:
         listed = ", ".join(f"rank {r}: {f}" for r, f in zip(ranks, fingerprints, strict=True))
         raise PipelineError(
-            f"{where}: the ranks of one pipeline loaded different batches (checksums {listed}); the first stage would "
-            "see other samples than the loss. Call lightning.seed_everything(...) before data are made, or give "
-            "samplers, random_split and augmentation their own generator; or have one rank load by data='one'"
+            f"{where}: the ranks of one pipeline loaded different batches (checksums {listed}). All stages train "
+            "on the same batches; otherwise the first stage sees other samples than the loss. If your code gives each "
+            "rank a part of the data, as DistributedSampler does, take that out: the Trainer shares out the data among "
+            "pipelines. If ranks shuffle or augment the same data differently, call lightning.seed_everything(...) "
+            "before data are made, give samplers, random_split and augmentation their own generator, or let one rank "
+            "load by data='one'"
         )

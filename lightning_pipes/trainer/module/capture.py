@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
@@ -22,6 +23,25 @@ class _Reached(BaseException):
 
     def __init__(self, x: Any) -> None:
         self.x = x
+
+
+class ChangedInput(NamedTuple):
+    """What layers return that change their input in place, as `nn.ReLU(inplace=True)` does as the first layer.
+
+    Attributes:
+        out: what the last of them returns.
+        changed: the values of the changed tensors of the input, by their numbers in it.
+    """
+
+    out: Any
+    changed: dict[int, torch.Tensor]
+
+    def write_changes(self, x: Any) -> Any:
+        """Change the input of the layers as they have changed it on another rank, and return their output."""
+        tensors = tensors_in(x)
+        for number, value in self.changed.items():
+            tensors[number].copy_(value)
+        return self.out
 
 
 class NoCallError(PipelineError):
@@ -51,6 +71,7 @@ class Interceptor:
         self._around = around or nullcontext()
         self._name = f"the layers of {name}" if loop else f"{name}(...)"
         self._answer: Callable[[Any], Any] | None = None
+        self._answer_later: Callable[[Any], Any] | None = None
         self._step = ""
         self._calls = 0
 
@@ -83,7 +104,7 @@ class Interceptor:
         """Answer the call of the layers with `x`.
 
         Raises:
-            PipelineError: it is the step's second call.
+            PipelineError: it is the step's second call, and nothing answers that.
         """
         assert self._answer is not None, "no step is running"
         if in_functorch():
@@ -92,12 +113,15 @@ class Interceptor:
                 "layers are spread over several ranks. Call the transform in a layer, which one stage runs as a whole"
             )
         self._calls += 1
+        if self._calls > 1 and self._answer_later is not None:
+            return _with_changes(self._answer_later(x), x)
         if self._calls > 1:
             raise PipelineError(
-                f"{self._step} calls {self._name} more than once for one batch; a batch can pass the pipeline "
-                "once. Join the inputs along axis 0 and call it once, or cut by units: PipelineStrategy(module='')"
+                f"{self._step} calls {self._name} more than once for one batch; in training a batch can pass these "
+                "layers once. Cut the module by units, PipelineStrategy(module=''), which may be called again, or join "
+                "the inputs along axis 0 and call the layers once"
             )
-        return self._answer(x)
+        return _with_changes(self._answer(x), x)
 
     def capture(self, step: Step, *args: Any) -> Any:
         """Return the input with which `step(*args)` calls the layers; the step goes no further.
@@ -136,11 +160,19 @@ class Interceptor:
 
         return self._run(refused, step, args)
 
-    def run_with_answer(self, step: Step, answer: Callable[[Any], Any], *args: Any, apart: bool = False) -> Any:
+    def run_with_answer(
+        self,
+        step: Step,
+        answer: Callable[[Any], Any],
+        *args: Any,
+        apart: bool = False,
+        answer_later: Callable[[Any], Any] | None = None,
+    ) -> Any:
         """Return the result of `step(*args)` when its call of the pipelined module gives `answer(x)`.
 
         Args:
             apart: whether the graph of what `answer` gives does not go on to `x`.
+            answer_later: returns the result of each call after the first one; None if the step may make only one.
 
         Raises:
             PipelineError: the step makes no such call, or takes a gradient from after it by something before it.
@@ -151,9 +183,11 @@ class Interceptor:
             check_backward(_GapInGraph(self._step, self._name, x, y).check)
             return y
 
+        self._answer_later = answer_later
         try:
             out = self._run(watched if apart else answer, step, args)
         finally:
+            self._answer_later = None
             if apart:
                 check_backward(None)
         if not self._calls:
@@ -198,6 +232,10 @@ class _GapInGraph:
                 "the graph. Let layers compute what they add to the loss, and pass it along; Lightning calls "
                 "backward() itself"
             )
+
+
+def _with_changes(y: Any, x: Any) -> Any:
+    return y.write_changes(x) if isinstance(y, ChangedInput) else y
 
 
 def named_step(owner: object, name: str) -> Step:

@@ -15,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import CombinedLoader
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
 
 _PATIENCE = 60.0
@@ -38,8 +39,11 @@ def batch_rows(loader: Any, streams: bool = False) -> int:
     Raises:
         NoSampleError: the loader does not say, or samples can't be taken from it one by one.
     """
+    joined = _joined_loaders(loader)
+    if joined:
+        return batch_rows(joined[0], streams)  # whose samples are counted where the batch is cut
     if not isinstance(loader, DataLoader):
-        raise NoSampleError(f"the training data come from a {type(loader).__name__}, no single DataLoader")
+        raise NoSampleError(f"the training data come from a {type(loader).__name__}, not from DataLoaders")
     is_stream = isinstance(loader.dataset, IterableDataset)
     if is_stream and not streams:
         raise NoSampleError(
@@ -69,6 +73,15 @@ def _first_batch_size(batch_sampler: Any) -> int:
         ) from error
 
 
+def _joined_loaders(data: Any) -> list[DataLoader[Any]]:
+    """Return the loaders in a collection of several, from each of which Lightning puts a batch into each training
+    batch; an empty list for other data."""
+    if isinstance(data, CombinedLoader):
+        data = data.iterables
+    loaders = [] if isinstance(data, DataLoader) else pytree.tree_leaves(data)
+    return loaders if all(isinstance(each, DataLoader) for each in loaders) else []
+
+
 class _Batches(IterableDataset[Any]):
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
@@ -92,7 +105,7 @@ def expected_batches(trainer: pl.Trainer, loader: Any) -> float:
     """Return the number of training batches of a run; infinity where its settings do not limit it."""
     limit, epochs, steps = trainer.limit_train_batches, trainer.max_epochs, trainer.max_steps
     try:
-        each = float(len(loader))
+        each = float(max(map(len, _joined_loaders(loader) or [loader])))
     except TypeError:  # no length
         each = inf
     if limit is not None:
@@ -101,12 +114,22 @@ def expected_batches(trainer: pl.Trainer, loader: Any) -> float:
     return min(by_epochs, inf if steps < 0 else float(steps * trainer.accumulate_grad_batches))
 
 
-def example_batch(loader: DataLoader[Any], rows: int) -> Any:
+def example_batch(loader: Any, rows: int) -> Any:
     """Return the first `rows` samples as a batch; no sampler is asked.
+
+    Of several loaders each gives a batch. Those with the batch size of the first loader give `rows` samples. The others
+    give all that they have in a batch, because their tensors are not cut into micro-batches.
 
     They are loaded and collated in a process of their own, so that nothing changes here that loading them changes:
     counters, caches, random generators. Rows of plain tensors are copied here, as that changes nothing.
     """
+    joined = _joined_loaders(loader)
+    if joined:
+        most = batch_rows(loader, streams=True)
+        sizes = [batch_rows(each, streams=True) for each in joined]
+        batches = [example_batch(each, rows if n == most else n) for each, n in zip(joined, sizes, strict=True)]
+        iterables = loader.iterables if isinstance(loader, CombinedLoader) else loader
+        return pytree.tree_unflatten(batches, pytree.tree_structure(iterables))
     if _is_of_tensors(loader.dataset) and loader.collate_fn is default_collate and loader.worker_init_fn is None:
         return default_collate([loader.dataset[n] for n in range(rows)])
     return _load(loader, rows)

@@ -92,7 +92,7 @@ class ModuleGenerators:
         if not self:
             yield
             return
-        before = self.read_states()
+        before, outer = self.read_states(), self._begun
         if self._overlapping or span.start:
             for place, generator in enumerate(self._generators):
                 digest = hashlib.blake2b(before[place], digest_size=8).digest()
@@ -102,7 +102,7 @@ class ModuleGenerators:
         try:
             yield
         finally:
-            self.last = self.read_changes()
+            self.last, self._begun = self.read_changes(), outer
             if not self._is_alone:
                 self.set_states({place: before[place] for place in self.read_changes(before)})
 

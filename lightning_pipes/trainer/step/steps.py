@@ -30,7 +30,7 @@ from lightning_pipes.engine.compute.weights import WeightVersion
 from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.module.batches import Path, copy_batch, join, make_cutter, move_batch, take_samples
-from lightning_pipes.trainer.module.capture import Interceptor, NoCallError, named_step
+from lightning_pipes.trainer.module.capture import ChangedInput, Interceptor, NoCallError, named_step
 from lightning_pipes.trainer.state.generators import States
 from lightning_pipes.trainer.state.left_values import (
     LeftValues,
@@ -55,9 +55,13 @@ from lightning_pipes.trainer.step.loss_weights import BatchWeights, sample_tenso
 from lightning_pipes.trainer.step.weight_changes import WeightChangeCheck
 
 Context = Callable[[], AbstractContextManager[Any]]
+Outputs = Sequence[tuple[Span, Any]]
+"""What the layers return, by micro-batch."""
 _NOTHING = nullcontext()
 GENERATORS: Place = ("generators",)
 """The key of the states of the module's generators among the values of a message."""
+_INPUT_LOOKS = 16
+"""Runs of the first layers in which inputs are copied that were made in inference mode."""
 HOST = torch.device("cpu")
 
 
@@ -241,6 +245,7 @@ class EvaluationBatch:
         step: the user's, which takes `batch` and `arguments`.
         shared_ids: ids of the tensors of `x` that belong to every sample, however many entries they have.
         has_other_axis: whether a tensor of `x` has its samples on another axis than 0, so that `x` can't be cut.
+        is_repeated: whether a step that is running calls the layers once more.
         left: on the last stage what layers have left for the code after them, by micro-batch.
         generators: states of the module's own in which the code before the layers has left them; on the last stage
             those in which the layers have.
@@ -253,6 +258,7 @@ class EvaluationBatch:
     x: Any = None
     shared_ids: frozenset[int] = frozenset()
     has_other_axis: bool = False
+    is_repeated: bool = False
     left: dict[Span, dict[Any, Any]] = field(default_factory=dict)
     generators: States = field(default_factory=dict)
 
@@ -278,6 +284,36 @@ class _Shapes(NamedTuple):
 
     is_constant: bool = False
     has_other_axis: bool = False
+
+
+class _InputWatch:
+    """The input of the first layers before they run, by which changes in place are seen.
+
+    Torch does not count the changes of tensors that were made in inference mode, so these are copied.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._before = [t.clone() if t.is_inference() else t._version for t in tensors]
+
+    def find_changes(self, x: Any) -> dict[int, torch.Tensor]:
+        """Return the tensors of the input that have changed, by their numbers."""
+        return {
+            number: t
+            for number, (t, before) in enumerate(zip(tensors_in(x), self._before, strict=True))
+            if (not torch.equal(t, before) if isinstance(before, torch.Tensor) else t._version != before)
+        }
+
+
+def input_of_layers(received: Any) -> Any:
+    """Return the input of a stage's layers from what the stage before has returned."""
+    return received.out if isinstance(received, ChangedInput) else received
+
+
+def run_stage(stage: Stage, item: Item, span: Span, received: Any) -> Any:
+    """Return the output of a stage's layers, with the changes of their input that the first stage has made."""
+    is_captured = stage.number == 0  # by the user's step, in each run
+    out = stage.run_layers(item, span, input_of_layers(received), is_made_again=is_captured)
+    return received._replace(out=out) if isinstance(received, ChangedInput) else out
 
 
 class Steps:
@@ -333,6 +369,7 @@ class Steps:
         self._train = _NOTHING if _surrounds_nothing(precision) else None
         self._seed = seed
         self._device = device
+        self._changes_input, self._input_looks = False, 0
 
     def around_batch(self) -> AbstractContextManager[Any]:
         """Return the context in which the stages of this rank run the micro-batches of a batch."""
@@ -394,7 +431,7 @@ class Steps:
         data = item.data
         context = data.context if isinstance(data, EvaluationBatch) else self.step_context
         if isinstance(data, TrainingBatch) and data.stage_inputs is not None:
-            data.keep_stage_input(stage.number, span, unpack_message(received)[0])
+            data.keep_stage_input(stage.number, span, input_of_layers(unpack_message(received)[0]))
         self.state.restore_state()
         with context(), self.state.generators.microbatch(item.number, span):
             return self._run_and_pack(stage, item, span, received)
@@ -404,7 +441,8 @@ class Steps:
         data = item.data
         if isinstance(data, EvaluationBatch):
             x = _samples(data, span, item.rows) if stage.number == 0 else received
-            self.state.restore_state()
+            if not data.is_repeated:
+                self.state.restore_state()
             with data.context(), self.state.generators.microbatch(item.number, span):
                 if stage.number == 0:
                     self._continue_capture(data, span)
@@ -427,7 +465,7 @@ class Steps:
             self._weight_changes.refuse_changes(weights, stage, span, item.rows, self._why_once(stage))
             entering = x if stage.number == 0 else received
             if data.stage_inputs is not None:
-                data.keep_stage_input(stage.number, span, unpack_message(entering)[0])
+                data.keep_stage_input(stage.number, span, input_of_layers(unpack_message(entering)[0]))
             failed_inside = True
             y, left = self._run_layers(stage, item, span, entering)
             if left and span.rows < item.rows:
@@ -477,10 +515,23 @@ class Steps:
             self.state.apply_changes()
             return
         of_state, of_layers, of_generators = changes
-        self.left.end_batch()
         self.state.apply_changes(of_state)
-        self.left.apply_changes(of_layers, self._device)
+        self._apply_layer_changes(of_layers)
         self.state.generators.set_states(of_generators)
+
+    def begin_call(self, changes: Any = None) -> None:
+        """Begin a further call of the layers by an evaluation step: they start with the values that the last one left.
+
+        Args:
+            changes: of these values on the last stage; None where this rank has it.
+        """
+        if changes is not None:
+            self._apply_layer_changes(changes)
+        self.left.begin_batch(training=False)
+
+    def _apply_layer_changes(self, changes: Any) -> None:
+        self.left.end_batch()
+        self.left.apply_changes(changes, self._device)
 
     def _run_layers(self, stage: Stage, item: Item, span: Span, entering: Any) -> tuple[Any, dict[Any, Any]]:
         """Return the result of the layers of a stage, and the values that they and earlier ones have left."""
@@ -489,12 +540,24 @@ class Steps:
         if earlier:
             self.left.put_values(earlier)
         versions = [tensor._version for tensor in sharing]
-        watch = self.left.watch_layers(stage.layers, stage.recomputing)
-        out = stage.run_layers(item, span, x)
-        left = self.left.collect_values(watch, span, stage.written_buffers)
+        values = self.left.watch_layers(stage.layers, stage.recomputing)
+        watch = self._watch_input(x) if stage.number == 0 and self._stages > 1 else None
+        out = run_stage(stage, item, span, x)
+        if watch is not None:
+            changed = watch.find_changes(x)
+            self._changes_input = self._changes_input or bool(changed)
+            out = ChangedInput(out, changed) if changed else out
+        left = self.left.collect_values(values, span, stage.written_buffers)
         if sharing:
             check_unchanged(stage.number, sharing, versions)
         return out, join_values(earlier, left) if earlier else left
+
+    def _watch_input(self, x: Any) -> _InputWatch | None:
+        """Look at the input of the first layers before they run; return None if they were often seen to keep it."""
+        self._input_looks += 1
+        known = self._changes_input or self._input_looks <= _INPUT_LOOKS
+        tensors = tensors_in(x)
+        return _InputWatch(tensors) if known or not any(t.is_inference() for t in tensors) else None
 
     def _run_and_pack(self, stage: Stage, item: Item, span: Span, entering: Any) -> Any:
         """Return the message that a stage other than the last sends on."""
@@ -595,18 +658,29 @@ class Steps:
         item: Item,
         batch: Any,
         arguments: tuple[Any, ...],
-        outputs: Sequence[tuple[Span, Any]],
+        outputs: Outputs,
+        call_again: Callable[[Any, Any, States], tuple[Item, Outputs]],
     ) -> Any:
-        """Return the result of `step` for a whole batch when the pipelined module gives `outputs`."""
-        spans = [span for span, _ in outputs]
-        y = join([output for _, output in outputs], spans, "the output of the pipelined module")
+        """Return the result of `step` for a whole batch when the pipelined module gives `outputs`.
 
-        def layers() -> Any:
+        Args:
+            call_again: runs the layers of all stages on the input of a further call, after changes of their values
+                that it gives to the other stages, with states of the module's generators.
+        """
+
+        def join_outputs(item: Item, outputs: Outputs) -> Any:
+            y = join([y for _, y in outputs], [span for span, _ in outputs], "the output of the pipelined module")
             self.left.put_values(self.left.merge_values(item.data.left))
             self.state.generators.set_states(item.data.generators)
             return y
 
-        out = self.run_around_layers(step, item, batch, arguments, layers)
+        def answer_later(x: Any) -> Any:
+            self.left.end_step(Span(0, item.rows), whole=True)
+            self.left.end_batch()
+            return join_outputs(*call_again(x, self.left.collect_changes(), self.state.generators.read_changes()))
+
+        layers = partial(join_outputs, item, outputs)
+        out = self.run_around_layers(step, item, batch, arguments, layers, answer_later=answer_later)
         self.left.end_step(Span(0, item.rows), whole=True)
         self.state.note_microbatch(Span(0, item.rows))
         return out
@@ -619,11 +693,13 @@ class Steps:
         arguments: tuple[Any, ...],
         layers: Callable[[], Any],
         draws: RngUse | None = None,
+        answer_later: Callable[[Any], Any] | None = None,
     ) -> Any:
         """Return the result of `step` for a whole batch when the pipelined module gives `layers()`.
 
         Args:
             draws: records whether its code around the layers draws random numbers.
+            answer_later: returns the result of each further call of the pipelined module; None refuses these.
         """
 
         def seed(layer: int) -> None:
@@ -641,7 +717,9 @@ class Steps:
         self.state.restore_state()
         with forked_rng(self._device), self.state.generators.microbatch(item.number, Span(0, item.rows)):
             seed(BEFORE_LAYERS)
-            out = self._interceptor.run_with_answer(step, answer, batch, *arguments, apart=True)
+            out = self._interceptor.run_with_answer(
+                step, answer, batch, *arguments, apart=True, answer_later=answer_later
+            )
             if draws is not None:
                 self._end_draws(draws)
         return out

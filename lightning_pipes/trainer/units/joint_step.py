@@ -147,8 +147,9 @@ class JointStep(LazyStep):
 
     Args:
         module: the user's module, with the weights of this stage.
-        layout: says which stage has a weight, one for each.
-        stage: the one of this rank.
+        layout: says which part has a weight.
+        stage: the one of this rank, where all that a rank has is one stage.
+        stages: the stage that has each part of the layout.
         control: of all stages.
         ranks: the global rank of each stage.
         generators: of the module's own.
@@ -159,12 +160,14 @@ class JointStep(LazyStep):
         module: nn.Module,
         layout: UnitLayout,
         stage: int,
+        stages: Sequence[int],
         device: torch.device,
         control: Control,
         ranks: Sequence[int],
         generators: ModuleGenerators,
     ) -> None:
         super().__init__(module, layout, stage, device, generators=generators)
+        self._stages = stages
         self._control = control
         self._ranks = ranks
         self._hooks = ParameterHooks(device)
@@ -198,10 +201,13 @@ class JointStep(LazyStep):
         Raises:
             PipelineError: stages run it otherwise; or it can't be run in stages.
         """
-        if not self._places:
-            named = (*self._module.named_parameters(), *self._module.named_buffers())
-            self._places = {id(t): stages[0] for n, t in named if (stages := self._layout.parts_of.get(n))}
         self.begin(batch)
+        if not self._places:
+            for name, tensor in (*self._module.named_parameters(), *self._module.named_buffers()):
+                if parts := self._layout.parts_of.get(name):
+                    self._places[id(tensor)] = self._stages[parts[0]]
+                elif self.values.is_placed(tensor):  # the recorded step does not use it: all ranks have it
+                    self._places[id(tensor)] = len(self._ranks) - 1
         self._reset()
         self._is_running = True
         try:

@@ -38,6 +38,10 @@ BACKWARD_HOOKS = (
 """Why hooks of `register_full_backward_hook` are refused, after the name of a module."""
 
 
+class EarlierStageError(PipelineError):
+    """A step needs weights of an earlier stage, which has passed the step on."""
+
+
 class _Border(BaseException):
     """Unwinds the user's step at the end of a stage; `except Exception` must not stop it."""
 
@@ -181,13 +185,14 @@ class LazyStep(TracedStep):
         if foreign:
             named = (*self._module.named_parameters(), *self._module.named_buffers())
             weight = next((name for name, t in named if any(t is each for each in foreign)), "weights")
-            raise refuse_unit(
+            refused = refuse_unit(
                 number,
                 name,
                 f"needs {weight}, which an earlier stage has: this step calls modules in another order than the "
                 "training step that was recorded. Call them in the same order, or name other borders by "
                 "PipelineStrategy(partition=[...])",
             )
+            raise EarlierStageError(str(refused))
         ran = self.run_here(name, path, function, args, kwargs, given)
         if path is None and ran.written:
             self._check_weights(ran.written)

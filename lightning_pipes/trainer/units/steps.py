@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.plugins import Precision
 from torch import nn
 
-from lightning_pipes.engine.compute.rng import BEFORE_LAYERS
+from lightning_pipes.engine.compute.rng import BEFORE_LAYERS, forked_rng
 from lightning_pipes.engine.compute.spans import Item
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.ir import PipelineError, Plan, Span
@@ -22,12 +22,12 @@ from lightning_pipes.trainer.module.capture import Interceptor, named_step
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.state.left_values import LeftValues
 from lightning_pipes.trainer.state.module_state import ModuleState
-from lightning_pipes.trainer.step.logs import recorded
+from lightning_pipes.trainer.step.logs import LogCall, recorded
 from lightning_pipes.trainer.step.steps import EvaluationBatch, Steps, WholeBatch
 from lightning_pipes.trainer.units.batch_end import BatchEnd, DeferredLoss
 from lightning_pipes.trainer.units.cut import UnitCut
 from lightning_pipes.trainer.units.joint_step import JointStep
-from lightning_pipes.trainer.units.lazy_step import Crossing, LazyStep
+from lightning_pipes.trainer.units.lazy_step import Crossing, EarlierStageError, LazyStep
 from lightning_pipes.trainer.units.recording import UnitLayout
 from lightning_pipes.trainer.units.trace import Trace
 from lightning_pipes.trainer.units.whole_step import StreamUnits
@@ -40,11 +40,12 @@ class UnitSteps(Steps):
 
     Args:
         end: what runs once on the whole batch, on the last stage; None where each micro-batch has a loss.
-        joint: runs steps that call backward themselves; None where Lightning does.
+        make_joint: makes what runs a step on all stages together, with the weights as ranks have them now.
         holdings: say which parts of the layout each stage has.
     """
 
     runs_whole_evaluation = True
+    joint: JointStep | None = None
     overlaps = False
     """Whether other batches are under way while a batch runs."""
 
@@ -60,7 +61,7 @@ class UnitSteps(Steps):
         cut: UnitCut,
         layout: UnitLayout,
         end: BatchEnd | None,
-        joint: JointStep | None,
+        make_joint: Callable[[], JointStep],
         holdings: Holdings,
     ) -> None:
         interceptor = Interceptor("self")
@@ -73,7 +74,7 @@ class UnitSteps(Steps):
         self._end, self.ends_whole = end, end is not None
         self.stream_units = StreamUnits.from_layout(layout, None if end is None else end.border)
         self._lazy: dict[tuple[int, int, bool], LazyStep] = {}
-        self.joint = joint
+        self._make_joint = make_joint
         self._waiting: dict[Item, dict[Span, tuple[Crossing, list[torch.Tensor | None]]]] = {}
 
     def around_batch(self) -> AbstractContextManager[Any]:
@@ -166,14 +167,19 @@ class UnitSteps(Steps):
         return loss
 
     def _evaluate_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
-        data = item.data
+        data, is_last = item.data, stage.number == self._stages - 1
         assert data.step is not None, "Evaluation has it"
         if isinstance(data, WholeBatch):
             return self._compare_stage(stage, item, span, received)
+        if received is not None and received[1].failure:
+            return (EarlierStageError(received[1].failure), []) if is_last else received
         self.state.restore_state()
-        with recorded(self._module) as calls:
-            out = self._evaluate_step(stage, item, span, received)
-        if stage.number < self._stages - 1:
+        try:
+            with recorded(self._module) as calls:
+                out = self._evaluate_step(stage, item, span, received)
+        except EarlierStageError as error:
+            return (error, []) if is_last else ((), Trace(failure=str(error)))
+        if not is_last:
             return out
         self.state.note_microbatch(span)
         return out, calls
@@ -203,6 +209,19 @@ class UnitSteps(Steps):
             draws = self._lazy[self._key(stage.number, item)].n_draws or self.state.generators.last
             self.state.note_whole_batch(is_exact=not draws)
         return None
+
+    def evaluate_jointly(self, item: Item, calls: list[LogCall]) -> tuple[Any, Any]:
+        """Run a step on all stages together; return its result on every rank, and the mark of the last one.
+
+        Args:
+            calls: filled by the step.
+        """
+        data = item.data
+        if self.joint is not None:
+            return self.joint.run_together(data.step, data.batch, data.arguments, calls, data.mark)
+        with forked_rng(self._device):
+            self._seed_user_code(item, BEFORE_LAYERS)
+            return self._make_joint().run_together(data.step, data.batch, data.arguments, calls, data.mark)
 
     def _run_lazily(
         self, number: int, stage: Stage, item: Item, span: Span, step: Callable[..., Any], batch: Any, received: Any

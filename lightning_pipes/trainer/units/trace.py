@@ -142,7 +142,7 @@ class Trace(SentWhole, FrozenLeaf):
         keys: of the values, in the order in which these are sent.
         shared: groups of keys whose values share memory on the sender.
         rows: samples of the micro-batch.
-        failure: why a batch that only is compared ended on an earlier stage; empty if it did not.
+        failure: why an earlier stage could not run its part, where this must not end the run; empty if it could.
     """
 
     units: list[Done] = field(default_factory=list)

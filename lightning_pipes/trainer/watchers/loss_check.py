@@ -42,7 +42,7 @@ from lightning_pipes.trainer.step.loss_weights import (
     parts_differ,
     usual_weights,
 )
-from lightning_pipes.trainer.step.steps import BatchCopy, loss_of, why_no_room
+from lightning_pipes.trainer.step.steps import BatchCopy, loss_of, run_stage, why_no_room
 from lightning_pipes.trainer.watchers.layouts import Layout, guess_layouts, join_tensors
 from lightning_pipes.trainer.watchers.sample_check import SampleCheck
 
@@ -435,7 +435,7 @@ class LossCheck(Watcher):
         def layers() -> Any:
             if left:
                 self._steps.left.put_values(left)
-            return stage.run_layers(item, Span(0, item.rows), x) if inside else x
+            return run_stage(stage, item, Span(0, item.rows), x) if inside else x
 
         with torch.no_grad(), self._steps.step_context(), item.data.in_initial_state:
             draws = RngUse(self._device)
