@@ -265,3 +265,18 @@ class BackwardHooks(LitLoss):
     def on_train_start(self) -> None:
         if self.later:
             self.register()
+
+
+class TwoNames(LitLoss):
+    """Has two attributes that name one sparse tensor, of which its step replaces one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = self.other = torch.eye(WIDTH, dtype=torch.float64).to_sparse()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = (self.other @ x.T).T
+        if self.training:
+            self.one = (self.one * 1.5).coalesce()
+        logits: torch.Tensor = self.model((self.one @ x.T).T)
+        return logits

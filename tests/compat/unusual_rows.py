@@ -90,3 +90,4 @@ for later in (False, True):
         refused="Register hooks on tensors in the module's forward",
         reason="register hooks on tensors",
     )
+odd("two attributes for one sparse tensor, one of them replaced by the step", module=m.TwoNames)

@@ -602,6 +602,9 @@ class ModuleState:
             if id(before) not in written or value.shape != before.shape or value.dtype != before.dtype:
                 return value
             if value is not before:
+                names = (each for other in self._holders for each in entry_values(other.kept))
+                if sum(each is before for each in names) > 1:
+                    return value  # the step has replaced it here, and may read it elsewhere
                 with torch.no_grad():
                     before.copy_(value)
             return before
