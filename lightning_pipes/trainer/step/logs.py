@@ -113,7 +113,8 @@ def merge(
     """Merge the log calls of micro-batches by name: means weighted by batch size, sums, minima and maxima.
 
     The k-th call of a name in one micro-batch belongs to the k-th in the others. Without `batch_size=` a call weighs
-    as many samples as its micro-batch has `rows`; means that have `shares` add up by those of the micro-batches.
+    as many samples as its micro-batch has `rows`. It also does if `batch_size=` is the same constant for micro-batches
+    of different sizes. Means that have `shares` add up by the shares of the micro-batches.
     """
     groups: dict[LogKey, list[tuple[LogCall, int]]] = {}
     for number, calls in enumerate(recordings):
@@ -122,7 +123,7 @@ def merge(
     return [
         _merge_calls(
             [call for call, _ in group],
-            [call.options.get("batch_size") or rows[number] for call, number in group],
+            [rows[number] for _, number in group],
             [shares[key][number] for _, number in group] if shares and key in shares else None,
         )
         for key, group in groups.items()
@@ -137,9 +138,13 @@ def number_calls(calls: Iterable[LogCall]) -> Iterator[tuple[LogKey, LogCall]]:
         yield (call.name, seen[call.name]), call
 
 
-def _merge_calls(calls: Sequence[LogCall], weights: Sequence[float], shares: Sequence[float] | None) -> LogCall:
+def _merge_calls(calls: Sequence[LogCall], rows: Sequence[int], shares: Sequence[float] | None) -> LogCall:
     first = calls[0]
-    options = {**first.options, "batch_size": int(sum(weights))}
+    weights = [call.options.get("batch_size") or n for call, n in zip(calls, rows, strict=True)]
+    size = int(sum(weights))
+    if len({*weights}) == 1 and len({*rows}) > 1:  # a constant, which one process has for the whole batch
+        weights, size = [*rows], int(weights[0])
+    options = {**first.options, "batch_size": size}
     if isinstance(first.value, _Seen):
         lasts = [call.value.last for call in calls]
         return LogCall(first.name, _Seen(first.value.metric, _mean(lasts, weights)), options)
@@ -178,9 +183,14 @@ def merge_returned(
 ) -> dict[str, Any]:
     """Merge the values that a step returned beside its loss over micro-batches.
 
-    Tensors over samples are joined, and what has shares adds up by them. Of the rest numbers with a fraction are
-    averaged, equal words and flags are one, and else there is a list with an entry for each micro-batch.
+    Tensors and lists over samples are joined, and what has shares adds up by them. Of the rest numbers with a fraction
+    are averaged, equal words and flags are one, and else there is a list with an entry for each micro-batch.
     """
+    lists = {name: joined for name in extras[0] if (joined := _join_lists([e.get(name) for e in extras], spans))}
+    if lists:
+        others = [{name: value for name, value in each.items() if name not in lists} for each in extras]
+        merged_others = merge_returned(others, spans, shares)
+        return {name: lists.get(name) or merged_others[name] for name in extras[0]}
     found, specs = zip(*(pytree.tree_flatten_with_path(dict(each)) for each in extras), strict=True)
     if any(spec != specs[0] for spec in specs):
         return {name: [each.get(name) for each in extras] for name in extras[0]}
@@ -192,6 +202,18 @@ def merge_returned(
     ]
     result: dict[str, Any] = pytree.tree_unflatten(merged, specs[0])
     return result
+
+
+def _join_lists(parts: Sequence[Any], spans: Sequence[Span]) -> list[Any] | None:
+    """Return the entries of lists that have one for each sample; None if they are other values.
+
+    Lists of numbers that are as long as micro-batches of one size may be any lists. They are not joined.
+    """
+    rows = [span.rows for span in spans]
+    if len(parts) == 1 or not all(isinstance(p, list) and len(p) == n for p, n in zip(parts, rows, strict=True)):
+        return None
+    entries = [entry for part in parts for entry in part]
+    return entries if len({*rows}) > 1 or all(isinstance(entry, str) for entry in entries) else None
 
 
 def _merge_returned_parts(parts: Sequence[Any], spans: Sequence[Span], shares: Sequence[float] | None) -> Any:

@@ -11,8 +11,9 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
+from lightning_pipes.ir import Span
 from lightning_pipes.trainer.patches import Patches
-from lightning_pipes.trainer.step.logs import GradientLogs, LogCall, merge, merge_over_ranks, recorded
+from lightning_pipes.trainer.step.logs import GradientLogs, LogCall, merge, merge_over_ranks, merge_returned, recorded
 from tests.trainer.lit import Lit
 
 
@@ -37,6 +38,22 @@ def test_merged_calls():
         ("sized", pytest.approx(3.0), 21),
     ]
     assert merged[0].options["prog_bar"]
+
+
+def test_a_constant_batch_size_is_that_of_the_whole_batch() -> None:
+    """Samples weigh the same, as in the mean that one process logs with this batch size."""
+    of_parts = [[LogCall("loss", value, {"batch_size": 1})] for value in (1.0, 2.0, 6.0)]
+    (merged,) = merge(of_parts, [3, 3, 2])
+    assert merged.value == pytest.approx((3 * 1.0 + 3 * 2.0 + 2 * 6.0) / 8)
+    assert merged.options["batch_size"] == 1
+
+
+def test_returned_lists_with_an_entry_for_each_sample_are_joined() -> None:
+    spans = [Span(0, 2), Span(2, 4)]
+    extras = [{"names": ["a", "b"], "pair": [1.0, 3.0]}, {"names": ["c", "d"], "pair": [3.0, 5.0]}]
+    assert merge_returned(extras, spans, {}) == {"names": ["a", "b", "c", "d"], "pair": [2.0, 4.0]}
+    unequal = [{"numbers": [1.0, 2.0], "n": 5.0}, {"numbers": [3.0], "n": 5.0}]
+    assert merge_returned(unequal, [Span(0, 2), Span(2, 3)], {}) == {"numbers": [1.0, 2.0, 3.0], "n": 5.0}
 
 
 def test_recording_leaves_the_module_as_it_was():
