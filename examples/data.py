@@ -1,4 +1,4 @@
-"""Two ordinary LightningDataModules that download nothing; every process makes the same batches."""
+"""Two ordinary LightningDataModules that do not download anything. Every process loads the same batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Windows(Dataset[Pair]):
-    """`count` random windows of a text: `context` bytes, and the same moved on by one."""
+    """Random windows of a text: `context` bytes as the input, and the same window shifted by one byte as the target.
+
+    Args:
+        text: the bytes of the text, as a tensor of shape (length,).
+        context: the number of bytes in a window.
+        count: the number of windows.
+        seed: the seed for the positions of the windows.
+    """
 
     def __init__(self, text: Tensor, context: int, count: int, seed: int) -> None:
         if len(text) <= context:
@@ -33,7 +40,7 @@ class Windows(Dataset[Pair]):
 
 
 class StdlibText(L.LightningDataModule):
-    """The source text of this Python's standard library, in bytes; every 20th file is kept for validation."""
+    """The source text of the standard library of this Python, as bytes. Every 20th file is used for validation."""
 
     def __init__(
         self, context: int = 128, windows: int = 6400, batch_size: int = 32, seed: int = 0, root: str | None = None
@@ -61,14 +68,15 @@ class StdlibText(L.LightningDataModule):
         return Windows(torch.frombuffer(text, dtype=torch.uint8), self.context, count, self.seed)
 
     def train_dataloader(self) -> DataLoader[Pair]:
-        return DataLoader(self.train, self.batch_size)  # the windows are in random order as they are
+        return DataLoader(self.train, self.batch_size)  # the windows are already in random order
 
     def val_dataloader(self) -> DataLoader[Pair]:
         return DataLoader(self.val, self.batch_size)
 
 
 class Digits(L.LightningDataModule):
-    """The 1797 handwritten digits that come with scikit-learn, (1, 8, 8) with values 0 to 1; a fifth validates."""
+    """The 1797 handwritten digits of scikit-learn, of shape (1, 8, 8) with values from 0 to 1. A fifth is used for
+    validation."""
 
     def __init__(self, batch_size: int = 32, seed: int = 0) -> None:
         super().__init__()
@@ -84,7 +92,7 @@ class Digits(L.LightningDataModule):
         self.val = TensorDataset(images[val], labels[val])
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        generator = torch.Generator().manual_seed(self.seed)  # every process shuffles alike
+        generator = torch.Generator().manual_seed(self.seed)  # every process shuffles in the same way
         return DataLoader(self.train, self.batch_size, shuffle=True, generator=generator)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:

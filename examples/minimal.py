@@ -1,4 +1,4 @@
-"""A pipeline in plain Python: `python examples/minimal.py` trains on scikit-learn's digits with two processes."""
+"""A minimal pipeline: `python examples/minimal.py` trains on the digits of scikit-learn with two processes."""
 
 import lightning as L
 import torch

@@ -1,4 +1,4 @@
-"""Three ordinary LightningModules: nothing in them knows of a pipeline."""
+"""Three ordinary LightningModules. They contain no code for the pipeline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Task(L.LightningModule):
-    """AdamW with a linear warm-up; logs train_loss, val_loss and, for labels, val_accuracy."""
+    """Base class that trains with AdamW and a linear warm-up, and logs train_loss, val_loss and val_accuracy."""
 
     layers: nn.Sequential
 
@@ -40,7 +40,7 @@ class Task(L.LightningModule):
 
 
 class Embedding(nn.Module):
-    """Bytes (batch, context) to vectors (batch, context, width): what and where."""
+    """Embeds bytes of shape (batch, context) as vectors of shape (batch, context, width), with their positions."""
 
     def __init__(self, context: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward network, each around a residual connection."""
+    """Causal self-attention and a feed-forward network, each with a residual connection."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Block(nn.Module):
 
 
 class GPT(Task):
-    """Predicts the next byte: embedding, blocks and head in one nn.Sequential."""
+    """A language model that predicts the next byte. Embedding, blocks and head are in one nn.Sequential."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class GPT(Task):
 
 
 class MLP(Task):
-    """A multi-layer perceptron for images (batch, 1, 8, 8)."""
+    """A multi-layer perceptron for images of shape (batch, 1, 8, 8)."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class MLP(Task):
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch norm around a residual connection; the size stays."""
+    """Two convolutions with batch norm and a residual connection. The output has the shape of the input."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Residual(nn.Module):
 
 
 class ResNetDigits(Task):
-    """A small residual network for images (batch, 1, 8, 8)."""
+    """A small residual network for images of shape (batch, 1, 8, 8)."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Pictures of searches: in a job array, and on a supernet."""
+"""Plots of a search in a job array, and of a search on a supernet."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from lightning_pipes.sim import Timeline
 from lightning_pipes.sim.shown.render import draw_window
 
 BLOCKS = 40
-"""Of a rank, that the picture shows one by one."""
+"""The number of blocks of a rank that the picture shows individually."""
 
 
 def save_sweep(trials: Sequence[FrozenTrial], timeline: Timeline, path: Path, metric: str) -> None:
-    """Draws what siblings reported and when they trained, a colour for each, and a moment of the pipeline.
+    """Plot the metric that each sibling reported, the time in which it trained, and a section of the timeline.
 
     Args:
-        trials: in the order in which they began.
+        trials: the trials, in the order in which they began.
+        timeline: the timeline of the job array.
+        path: the file to which the figure is written.
+        metric: the name of the metric, for the title.
     """
     colours = [colormaps["tab20"](n % 20) for n in range(len(trials))]
     figure = Figure(figsize=(13, 5.4 + 0.17 * len(trials)), layout="constrained")
@@ -52,8 +55,10 @@ class Tried:
 
     Attributes:
         by: the name of the search.
-        cost: in parameters.
-        worth: the higher the better: accuracy, less the price of the cost.
+        choices: the choice of each block.
+        accuracy: the accuracy on the validation data, with the weights of the supernet.
+        cost: the number of parameters.
+        worth: the accuracy minus the price of the cost. A higher value is better.
     """
 
     by: str
@@ -66,8 +71,15 @@ class Tried:
 def save_search(
     tried: Mapping[str, Sequence[Tried]], best: Tried, retrained: float, timeline: Timeline, path: Path
 ) -> None:
-    """Draws accuracy against cost with the front that no subnet is beyond, how each search got on, and a moment of the
-    pipeline in which the supernet was trained."""
+    """Plot accuracy against cost with the Pareto front, the progress of each search, and a section of the timeline.
+
+    Args:
+        tried: the subnets that each search tried, by the name of the search.
+        best: the best of these subnets.
+        retrained: the accuracy of the best subnet after it was trained from scratch.
+        timeline: the timeline of the pipeline that trained the supernet.
+        path: the file to which the figure is written.
+    """
     figure = Figure(figsize=(13, 6.6), layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=[3.0, 0.8], width_ratios=[1.6, 1.0])
     costs, progress = (figure.add_subplot(grid[0, column]) for column in range(2))
@@ -130,7 +142,7 @@ def _curves(axis: Any, trials: Sequence[FrozenTrial], colours: Sequence[Any], me
 
 
 def _lanes(axis: Any, trials: Sequence[FrozenTrial], timeline: Timeline, colours: Sequence[Any]) -> None:
-    """When each sibling trained: a bar from its first computation to its last."""
+    """Draw a bar for each sibling, from its first computation to its last one."""
     begins: dict[int, int] = {}
     ends: dict[int, int] = defaultdict(int)
     for e in timeline.computations:
@@ -149,7 +161,7 @@ def _lanes(axis: Any, trials: Sequence[FrozenTrial], timeline: Timeline, colours
 
 
 def _middle(timeline: Timeline) -> tuple[int, int]:
-    """A stretch in which the first rank computes `BLOCKS` blocks."""
+    """Return the start and the end of an interval in which the first rank computes `BLOCKS` blocks, in nanoseconds."""
     mine = [e for e in timeline.computations if e.rank == 0 and e.end > e.start]
     first = max(0, len(mine) // 2 - BLOCKS // 2)
     return mine[first].start, mine[min(len(mine) - 1, first + BLOCKS)].end

@@ -1,9 +1,12 @@
-"""Searches for a small network: `python examples/supernet.py` trains a supernet for scikit-learn's digits in a pipeline
-of two processes, many subnets at once with the result of one after another; tries subnets of it by chance, by evolution
-and by Optuna; and trains the best anew. It leaves a picture behind.
+"""Search for a small network: `python examples/supernet.py` trains a supernet for the digits of scikit-learn.
 
-`data=stdlib trainer.max_epochs=5 retrain.epochs=5` does the same for a language model on bytes of Python's source text,
-whose blocks choose between attention, convolutions and feed-forward layers. All settings are in conf/supernet.yaml.
+The supernet is trained in a pipeline of two processes, which trains many subnets at the same time and gives the same
+result as training one subnet after another. The script then tries subnets by random search, by evolution and with
+Optuna, trains the best subnet again from scratch, and saves a picture of the search.
+
+`data=stdlib trainer.max_epochs=5 retrain.epochs=5` does the same for a language model on the bytes of Python's source
+text, whose blocks choose between attention, convolutions and feed-forward layers. All settings are in
+conf/supernet.yaml.
 """
 
 from __future__ import annotations
@@ -31,12 +34,12 @@ from lightning_pipes.supernets import ChoiceBlock, Evolution, Explorer, OptunaEx
 from lightning_pipes.tune.messages import plain_errors
 
 HIDDEN = (8, 16, 32, 64, 128)
-"""Widths inside of the feed-forward candidates for digits."""
+"""The hidden widths of the feed-forward candidates for digits."""
 HEADS = 4
 
 
 class Residual(nn.Module):
-    """Adds what `body` makes of the normalised input."""
+    """Applies `body` to the normalized input, and adds the result to the input."""
 
     def __init__(self, width: int, *body: nn.Module) -> None:
         super().__init__()
@@ -51,7 +54,7 @@ def feed_forward(width: int, hidden: int) -> Residual:
 
 
 class Convolution(nn.Module):
-    """A separable convolution over the `kernel` newest bytes: (batch, context, width) to the same."""
+    """A separable convolution over the last `kernel` bytes, which preserves the shape (batch, context, width)."""
 
     def __init__(self, width: int, kernel: int) -> None:
         super().__init__()
@@ -63,7 +66,7 @@ class Convolution(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention: (batch, context, width) to the same."""
+    """Causal self-attention, which preserves the shape (batch, context, width)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -77,7 +80,8 @@ class Attention(nn.Module):
 
 
 def candidates(width: int, context: int) -> list[nn.Module]:
-    """Return the layers that a block chooses from. The first one does nothing; the last one has most parameters."""
+    """Return the layers among which a block chooses. The first one does nothing, and the last one has the most
+    parameters."""
     if not context:
         return [nn.Identity(), *(feed_forward(width, hidden) for hidden in HIDDEN)]
     mixing = (Convolution(width, 3), Convolution(width, 7), Attention(width))
@@ -90,7 +94,7 @@ def candidates(width: int, context: int) -> list[nn.Module]:
 
 
 def supernet(width: int, blocks: int, shared: Any, delay: int | None, context: int = 0) -> Supernet:
-    """Return the supernet for digits, or for bytes if there is a `context` of them."""
+    """Return the supernet for digits, or for windows of `context` bytes if `context` is not zero."""
     if context:
         stem: nn.Module = Embedding(context, width, 0.1)
     else:
@@ -101,7 +105,7 @@ def supernet(width: int, blocks: int, shared: Any, delay: int | None, context: i
 
 
 class Trained(L.LightningModule):
-    """Trains `net`, the subnet of each batch where batches have one: an ordinary LightningModule."""
+    """An ordinary LightningModule that trains `net`, or the subnet of each batch if batches contain one."""
 
     def __init__(self, net: nn.Sequential, lr: float) -> None:
         super().__init__()
@@ -119,7 +123,7 @@ class Trained(L.LightningModule):
 
 
 class TrainedSupernet(Trained):
-    def layers_of_batch(self, batch: Any) -> Any:  # all that the pipeline wants to know
+    def layers_of_batch(self, batch: Any) -> Any:  # the only method that the pipeline needs
         return self.net.layers_of(batch[-1])  # type: ignore[operator]
 
 
@@ -131,7 +135,7 @@ def accuracy(net: nn.Module, given: Any, labels: Tensor) -> float:
 def search(
     name: str, explorer: Explorer, net: Supernet, inputs: Tensor, labels: Tensor, cfg: DictConfig
 ) -> list[Tried]:
-    """Subnets that an explorer tries, with the weights of the supernet."""
+    """Return the subnets that an explorer tries, evaluated with the weights of the supernet."""
     stream, found = SubnetStream(explorer), []
     dearest = parameters(net, [block[-1] for block in net.space])
     for _ in range(cfg.subnets):

@@ -1,5 +1,5 @@
 """A search in plain Python: `python examples/sweep.py` tries sixteen settings, four at a time, which share one pipeline
-of two processes. Bad ones are pruned after an epoch or two. It leaves a picture of the search behind.
+of two processes. Bad trials are pruned after an epoch or two. The script saves a picture of the search.
 
     python examples/sweep.py                 # a small residual network on scikit-learn's digits
     python examples/sweep.py --model gpt     # a transformer on the bytes of Python's standard library
@@ -24,7 +24,7 @@ from lightning_pipes import JobArray, OptunaPruning, PipelineStrategy, optimize_
 
 
 def objective(trial: optuna.trial.BaseTrial) -> float:
-    """The validation loss; an ordinary objective, but for the strategy."""
+    """Return the validation loss. Apart from the strategy, this is an ordinary objective."""
     L.seed_everything(0, verbose=False)
     lr = trial.suggest_float("lr", 1e-4, 1e-1, log=True)
     weight_decay = trial.suggest_float("weight_decay", 1e-5, 1e-1, log=True)

@@ -1,6 +1,6 @@
-"""Trains a model in a pipeline: `python examples/train.py schedule=1f1b trainer.devices=2`.
+"""Train a model in a pipeline: `python examples/train.py schedule=1f1b trainer.devices=2`.
 
-All settings are in conf/train.yaml and the folders beside it; `--help` lists them.
+All settings are in conf/train.yaml and the folders next to it. `--help` lists them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from lightning_pipes.tune.messages import plain_errors
 
 MODELS: dict[str, type[L.LightningModule]] = {"gpt": GPT, "mlp": MLP, "resnet_digits": ResNetDigits}
 DATA: dict[str, type[L.LightningDataModule]] = {"stdlib": StdlibText, "digits": Digits}
-READS = {"gpt": "stdlib", "mlp": "digits", "resnet_digits": "digits"}  # model: the data that fits
+READS = {"gpt": "stdlib", "mlp": "digits", "resnet_digits": "digits"}  # the data that each model can read
 UNITS = {"stdlib": "tokens/s", "digits": "images/s"}
 
 
 class Speed(L.Callback):
-    """Labels learned per second, data loading included; the first step and validation are left out."""
+    """Measures trained labels per second, including data loading, but without the first step and validation."""
 
     def __init__(self) -> None:
         self.labels, self.seconds = 0, 0.0
@@ -55,7 +55,11 @@ class Speed(L.Callback):
 
 
 def check(cfg: DictConfig) -> None:
-    """Stops where settings that are right one by one don't go together."""
+    """Check for settings that are valid individually but cannot be combined.
+
+    Raises:
+        SystemExit: two settings do not fit together.
+    """
     model, data = cfg.model.name, cfg.data.name
     if READS[model] != data:
         others = [name for name in READS if READS[name] == data]
@@ -76,7 +80,7 @@ def check(cfg: DictConfig) -> None:
 
 
 def describe_bubble(report: PipelineReport) -> str:
-    """The measured bubble, and the predicted one if there is a prediction."""
+    """Return a description of the measured bubble, and of the predicted bubble if there is a prediction."""
     if report.bubble_measured is None:
         return "none: this run shared its ranks with other runs"
     predicted = "" if report.bubble_predicted is None else f", {report.bubble_predicted:.1%} predicted before it ran"
@@ -89,21 +93,24 @@ def make(kinds: dict[str, Any], settings: DictConfig, **more: Any) -> Any:
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    """The last that an earlier attempt of this run has saved, by itself or when SLURM asked for it."""
+    """Return the last checkpoint that an earlier attempt of this run saved, regularly or at the request of SLURM."""
     found = [*directory.glob("checkpoints/last.ckpt"), *directory.glob("hpc_ckpt_*.ckpt")]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def attempt(metrics: Path) -> str:
-    """The sub-directory for the metrics of this attempt: a logger would delete those of the one before."""
+    """Return the subdirectory for the metrics of this attempt, because a logger would delete the metrics of an earlier
+    attempt."""
     earlier = len([*metrics.rglob("metrics.csv")])
     return f"restart_{earlier}" if earlier else ""
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_pipes.conf", config_name="train")
 def main(cfg: DictConfig) -> float:
-    """The validation loss, or the last batch's if nothing was validated; all else is printed, or lies in Hydra's output
-    directory."""
+    """Return the validation loss, or the loss of the last batch if there was no validation.
+
+    Other results are printed, or saved in Hydra's output directory.
+    """
     check(cfg)
     for noise in (".*does not have many workers.*", ".*LeafSpec.*is deprecated.*"):
         warnings.filterwarnings("ignore", noise)
