@@ -11,6 +11,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
+from lightning_pipes.engine.compute.spans import Unsampled, remove_marks
 from lightning_pipes.engine.compute.weights import WeightVersion
 from lightning_pipes.engine.private_torch import FunctionNode, like_root, run_backward
 from lightning_pipes.ir import PlanError, Span
@@ -40,6 +41,7 @@ class SavedForward:
         outputs: roots of backward, one for each output tensor flagged to the receiver; None where no gradient flows.
             Roots are edges of the graph where possible, so that an output without other users is freed once sent.
         entered: received tensors with gradients that the sender wants.
+        unsampled: positions of those among them that the sender has marked as `Unsampled`.
         received: the received tree; kept only for recomputation.
         sent_flags: the flags sent before the graph existed; for recomputation.
     """
@@ -48,6 +50,7 @@ class SavedForward:
     version: WeightVersion | None
     outputs: list[Root | None] = field(default_factory=list)
     entered: list[torch.Tensor] = field(default_factory=list)
+    unsampled: frozenset[int] = frozenset()
     received: Any = None
     recompute: bool = False
     sent_flags: Flags = ()
@@ -71,7 +74,10 @@ def enter_stage(tree: Any, flags: Flags, saved: SavedForward) -> Any:
                 leaves[at] = leaf.detach().requires_grad_()
                 saved.entered.append(leaves[at])
             number += 1
-    return pytree.tree_unflatten(leaves, spec)
+    tree = pytree.tree_unflatten(leaves, spec)
+    _, marked = remove_marks(tree)
+    saved.unsampled = frozenset(at for at, tensor in enumerate(saved.entered) if id(tensor) in marked)
+    return tree
 
 
 def leave_stage(tree: Any, saved: SavedForward, flags: Flags | None = None) -> tuple[Any, Flags]:
@@ -118,7 +124,10 @@ def may_want_gradients(tree: Any) -> Flags:
 
 def input_gradients(saved: SavedForward) -> list[Any]:
     """Take the gradients to send back: one entry per tensor that the sender flagged, None where no gradient flowed."""
-    gradients = [t.grad for t in saved.entered]
+    gradients = [
+        Unsampled(t.grad) if at in saved.unsampled and t.grad is not None else t.grad
+        for at, t in enumerate(saved.entered)
+    ]
     for t in saved.entered:
         t.grad = None  # a later pass over the graph must not add to what is on its way
     return gradients

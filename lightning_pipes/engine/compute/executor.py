@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_pipes.engine.compute import autograd, split
 from lightning_pipes.engine.compute.autograd import SavedForward
-from lightning_pipes.engine.compute.spans import Item, SpanBuffer, take_rows
+from lightning_pipes.engine.compute.spans import Item, SpanBuffer, remove_marks, take_rows
 from lightning_pipes.engine.compute.stage import Stage
 from lightning_pipes.engine.compute.weights import LateWeights, WeightVersion
 from lightning_pipes.engine.messages.mailbox import Transport
@@ -237,7 +237,7 @@ class Executor:
         if self._is_last(i.stage):
             return [(saved, ()) for saved in mine]
         gradients = self._buffer_of(Kind.RB, i)
-        return [(saved, gradients.take_span(saved.span)) for saved in mine]
+        return [(saved, remove_marks(gradients.take_span(saved.span))[0]) for saved in mine]
 
     def _run_again(self, stage: Stage, item: Item, records: Records) -> None:
         """Run forwards again, for their graphs."""

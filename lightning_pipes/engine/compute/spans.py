@@ -1,16 +1,16 @@
 """Batches of the engine and rows of their pytrees: cut, joined, and buffered until they are used.
 
-Tensors with axis 0 as long as the span hold rows, if this is true for all spans that are there. Every other leaf on an
-edge, such as masks, flags and None, belongs to the whole micro-batch. If the joined micro-batches have different
-numbers there, such as an auxiliary loss, the average over rows is taken, and each of them gets its share of the
-gradient. Where sender and receiver cut a batch equally, nothing here copies.
+Tensors with axis 0 as long as the span hold rows, if this is true for all spans that are there, unless the sender has
+marked them as `Unsampled`. Every other leaf on an edge, such as masks, flags and None, belongs to a whole micro-batch.
+If the joined micro-batches have different numbers there, such as an auxiliary loss, the average over rows is taken, and
+each of them gets its share of the gradient. Where sender and receiver cut a batch equally, nothing here copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -39,6 +39,34 @@ class Item:
     use: LayerUse | None = None
 
 
+class Unsampled(NamedTuple):
+    """A tensor of an edge, or its gradient, that belongs to the whole micro-batch, however long its first axis is."""
+
+    tensor: Any
+
+
+def _is_unsampled(node: Any) -> bool:
+    return isinstance(node, Unsampled)
+
+
+def _unwrap(leaf: Any) -> Any:
+    return leaf.tensor if _is_unsampled(leaf) else leaf
+
+
+def mark_unsampled(tree: Any, ids: Collection[int]) -> Any:
+    """Return the tree with the tensors of these ids marked."""
+    return pytree.tree_map_only(torch.Tensor, lambda t: Unsampled(t) if id(t) in ids else t, tree) if ids else tree
+
+
+def remove_marks(tree: Any) -> tuple[Any, frozenset[int]]:
+    """Return the tree without the marks of tensors, and the ids of the tensors that were marked."""
+    if isinstance(tree, torch.Tensor):
+        return tree, frozenset()
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=_is_unsampled)
+    ids = frozenset(id(leaf.tensor) for leaf in leaves if _is_unsampled(leaf))
+    return (pytree.tree_unflatten(list(map(_unwrap, leaves)), spec), ids) if ids else (tree, ids)
+
+
 def take_rows(tree: Any, span: Span, part: Span, apart: Collection[int] = ()) -> Any:
     """Return the rows `part` of a tree that holds the rows `span`; other leaves are repeated.
 
@@ -52,7 +80,7 @@ def take_rows(tree: Any, span: Span, part: Span, apart: Collection[int] = ()) ->
         return tree
     _refuse_lists(tree, span)
     rows = slice(part.start - span.start, part.stop - span.start)
-    leaves, spec = pytree.tree_flatten(tree)
+    leaves, spec = pytree.tree_flatten(tree, is_leaf=_is_unsampled)
     for at, leaf in enumerate(leaves):
         if at not in apart and _holds_rows(leaf, span):
             leaves[at] = leaf[rows]
@@ -79,7 +107,11 @@ def join_rows(pieces: Sequence[tuple[Span, Any]], apart: Collection[int] = ()) -
     joined = []
     for at, column in enumerate(leaves):
         rows = at not in apart and all(_holds_rows(leaf, span) for leaf, (span, _) in zip(column, pieces, strict=True))
-        joined.append(torch.cat(list(column)) if rows else _average(column, [span for span, _ in pieces]))
+        if rows:
+            joined.append(torch.cat(list(column)))
+            continue
+        value = _average(list(map(_unwrap, column)), [span for span, _ in pieces])
+        joined.append(Unsampled(value) if any(map(_is_unsampled, column)) else value)
     return pytree.tree_unflatten(joined, spec)
 
 
@@ -114,7 +146,13 @@ def take_gradient_rows(tree: Any, span: Span, part: Span, apart: Collection[int]
     rows = slice(part.start - span.start, part.stop - span.start)
     share = part.rows / span.rows
     return [
-        None if g is None else g[rows] if at not in apart and _holds_rows(g, span) else g * share
+        None
+        if g is None
+        else Unsampled(g.tensor * share)
+        if isinstance(g, Unsampled)
+        else g[rows]
+        if at not in apart and _holds_rows(g, span)
+        else g * share
         for at, g in enumerate(tree)
     ]
 
@@ -139,7 +177,8 @@ def join_gradient_rows(pieces: Sequence[tuple[Span, Any]], apart: Collection[int
                 )
             )
         else:
-            joined.append(sum(g for _, g in present))
+            total = sum(_unwrap(g) for _, g in present)
+            joined.append(Unsampled(total) if any(_is_unsampled(g) for _, g in present) else total)
     return joined
 
 
@@ -164,7 +203,7 @@ def _refuse_lists(tree: Any, span: Span) -> None:
 
 
 def _flatten_same_structure(pieces: Sequence[tuple[Span, Any]]) -> tuple[list[tuple[Any, ...]], Any]:
-    flat = [pytree.tree_flatten(tree) for _, tree in pieces]
+    flat = [pytree.tree_flatten(tree, is_leaf=_is_unsampled) for _, tree in pieces]
     spec = flat[0][1]
     for (span, _), (_, other) in zip(pieces, flat, strict=True):
         if other != spec:
@@ -199,7 +238,7 @@ class SpanBuffer:
             self._left.pop(span, None)
             return self._pieces.pop(span)
         for held, tree in self._pieces.items():
-            leaves = enumerate(pytree.tree_leaves(tree))
+            leaves = enumerate(pytree.tree_leaves(tree, is_leaf=_is_unsampled))
             self._apart |= {at for at, x in leaves if isinstance(x, torch.Tensor) and not _holds_rows(x, held)}
         parts = []
         for held in sorted(held for held in self._pieces if held.overlaps(span)):

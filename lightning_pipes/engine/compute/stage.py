@@ -23,7 +23,7 @@ from lightning_pipes.engine.compute.rng import (
     seed_for_layer,
     stream_seed,
 )
-from lightning_pipes.engine.compute.spans import Item
+from lightning_pipes.engine.compute.spans import Item, remove_marks
 from lightning_pipes.engine.compute.weights import BuffersBefore, Change, LateWeights, WeightVersion, WeightVersions
 from lightning_pipes.engine.private_torch import BatchNorm
 from lightning_pipes.engine.residency.layer_memory import LayerMemory
@@ -161,6 +161,8 @@ class Stage:
         """Gets the number of each layer, the samples, and the seconds of its forward in training."""
         self.predict: Callable[[Item], Change] | None = None
         """Predicts updates of the weights that a batch reads before them; None has it read the weights as they are."""
+        self.unsampled_ids: frozenset[int] = frozenset()
+        """Ids of received tensors that hold no samples, although they may have as many rows."""
         self.recomputing = False
         """Whether the body runs for the second time on the same samples."""
         self.written_buffers: dict[tuple[nn.Module, str], torch.Tensor] = {}
@@ -212,6 +214,7 @@ class Stage:
             kept = {name: (buffer, buffer._version) for name, buffer in self._parts.read_only_buffers(item.use).items()}
         self._in_parts = SampleIndependenceCheck(self.number, span, self.device) if in_parts else None
         try:
+            received, self.unsampled_ids = remove_marks(received)
             out = self.body(self, item, span, received)
             if self._in_parts is not None:
                 self._in_parts.check_drawn()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -24,13 +25,14 @@ from lightning_pipes.engine.compute.rng import (
     seed_for_layer,
     stream_seed,
 )
-from lightning_pipes.engine.compute.spans import Item
+from lightning_pipes.engine.compute.spans import Item, mark_unsampled
 from lightning_pipes.engine.compute.stage import Body, Stage
 from lightning_pipes.engine.compute.weights import WeightVersion
 from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import PipelineError, Plan, Span
 from lightning_pipes.trainer.module.batches import Path, copy_batch, join, make_cutter, move_batch, take_samples
 from lightning_pipes.trainer.module.capture import ChangedInput, Interceptor, NoCallError, named_step
+from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.state.generators import States
 from lightning_pipes.trainer.state.left_values import (
     LeftValues,
@@ -58,6 +60,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 Outputs = Sequence[tuple[Span, Any]]
 """What the layers return, by micro-batch."""
 _NOTHING = nullcontext()
+_log = logging.getLogger(__name__)
 GENERATORS: Place = ("generators",)
 """The key of the states of the module's generators among the values of a message."""
 _INPUT_LOOKS = 16
@@ -365,6 +368,8 @@ class Steps:
         self._weight_changes = WeightChangeCheck(module, left.container, left.layers)
         runs_again = [again[0] for again in (plan.recompute, plan.whole_forward) if again]
         self._recomputes_first = self._both_ends and any(runs_again)
+        self._cuts_unequally = not all(plan.uniform_jobs)
+        self._unsampled: dict[tuple[int, bool, tuple[int, ...]], list[int]] = {}
         self._shapes: dict[tuple[str, str], list[_Shapes]] = {}
         self._train = _NOTHING if _surrounds_nothing(precision) else None
         self._seed = seed
@@ -566,7 +571,55 @@ class Steps:
         sent = pack_message(out, {**left, GENERATORS: states} if states else left)
         self.left.forget_lists(left)
         self.left.take_back()
-        return sent
+        return sent if stage.recomputing else self._mark_unsampled(stage, item, span, entering, out, sent)
+
+    def _mark_unsampled(self, stage: Stage, item: Item, span: Span, entering: Any, out: Any, sent: Any) -> Any:
+        """Mark the tensors of a message that hold no samples, if an edge may cut it.
+
+        A mask or a rotary table may be as long as the micro-batch by chance. If several tensors are that long, the
+        stage runs once more with one sample less: a tensor that keeps its shape holds no samples.
+        """
+        if not self._cuts_unequally:
+            return sent
+        tensors = tensors_in(input_of_layers(out))
+        key = stage.number, item.training, tuple(t.ndim for t in tensors)
+        if key not in self._unsampled:
+            if span.rows == 1 or sum(t.shape[:1] == (span.rows,) for t in tensors) < 2:
+                return sent
+            others = self._run_with_fewer(stage, item, span, entering)
+            if len(others) != len(tensors):
+                others = []
+            self._unsampled[key] = [
+                at for at, (t, other) in enumerate(zip(tensors, others, strict=False)) if t.shape == other.shape
+            ]
+        return mark_unsampled(sent, {id(tensors[at]) for at in self._unsampled[key]})
+
+    def _run_with_fewer(self, stage: Stage, item: Item, span: Span, entering: Any) -> list[torch.Tensor]:
+        """Return the tensors that leave a stage for a micro-batch without its last sample; none if it can't run so."""
+        data, fewer = item.data, Span(span.start, span.stop - 1)
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            holds_samples = tensor.shape[:1] == (span.rows,) and id(tensor) not in stage.unsampled_ids
+            return (tensor[: fewer.rows] if holds_samples else tensor).clone()
+
+        with torch.no_grad(), forked_rng(self._device), keep_unchanged(self._module, weights=False):
+            for part in self._module.modules():  # a graph that exists may need the values of buffers
+                part._buffers.update({name: b if b is None else b.clone() for name, b in part._buffers.items()})
+            try:
+                if stage.number:
+                    x = trees.map_tensors(cut, input_of_layers(unpack_message(entering)[0]))
+                elif isinstance(data, EvaluationBatch):
+                    x = trees.map_tensors(torch.clone, _samples(data, fewer, item.rows))
+                else:
+                    step = named_step(self._module, "training_step")
+                    with recorded(self._module):
+                        x = self._interceptor.capture(step, copy_batch(data.select_samples(fewer)), *data.arguments)
+                for layer in stage.layers.values():
+                    x = layer(x)
+            except Exception as error:  # code that needs more samples: the number of entries decides
+                _log.debug("Stage %d can't run %d samples: %s", stage.number, fewer.rows, error)
+                return []
+        return tensors_in(x)
 
     def _continue_capture(self, data: EvaluationBatch, span: Span) -> None:
         """Let the layers draw after the code before them, which has run for the whole batch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_pipes.engine.compute.spans import SpanBuffer, join_rows, take_rows
+from lightning_pipes.engine.compute.spans import SpanBuffer, join_rows, mark_unsampled, remove_marks, take_rows
 from lightning_pipes.ir import PlanError, Span
 from tests.cases import for_each
 
@@ -63,3 +63,23 @@ def test_what_can_not_be_averaged_is_refused():
         join_rows([(SENT[0], torch.tensor(3)), (SENT[1], torch.tensor(1))])
     mask = torch.ones(5, 5, dtype=torch.bool)
     assert join_rows([(SENT[0], mask), (SENT[1], mask.clone())]) is mask
+
+
+@for_each(("sent", "needed"), [([Span(0, 4)], [Span(0, 2), Span(2, 4)]), ([Span(0, 4), Span(4, 8)], [Span(0, 8)])])
+def test_a_marked_table_is_neither_cut_nor_joined(sent, needed):
+    """A table has as many entries as all spans of the sender have samples; each part of its gradient counts once."""
+    table = torch.arange(4.0, dtype=torch.float64)
+    forward, backward = SpanBuffer(gradients=False), SpanBuffer(gradients=True)
+    for span in sent:
+        forward.put(span, mark_unsampled((torch.ones(span.rows, 2, dtype=torch.float64), table), {id(table)}))
+    for span in needed:
+        (x, found), marked = remove_marks(forward.take_span(span))
+        assert len(x) == span.rows
+        assert torch.equal(found, table)
+        assert marked == {id(found)}
+        gradient = table * span.rows
+        backward.put(span, mark_unsampled([torch.zeros_like(x), gradient], {id(gradient)}))
+    for span in sent:
+        (of_x, of_table), _ = remove_marks(backward.take_span(span))
+        assert len(of_x) == span.rows
+        assert torch.equal(of_table, table * span.rows)

@@ -9,10 +9,11 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from lightning_pipes.testing.ranks import run_ranks
-from tests.trainer.lit import Case, Lit, differences, train, train_cases
+from tests.trainer.lit import WIDTH, Case, Lit, differences, train, train_cases
 
 SCHEDULES = ("umpipe", "um1f1b")
 RANDOM = 25
@@ -59,6 +60,45 @@ class LitConv3(LitConv):
     channels = (3, 16, 32, 64, 128)
 
 
+class Positions(nn.Module):
+    """Makes a sequence of each sample, and a trained (T, T) mask that all samples share."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(1, 2, length).view(length, 1))
+        self.mask = nn.Parameter(torch.linspace(0, 1, length * length).view(length, length))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.unsqueeze(1) * self.scale, self.mask.tril()
+
+
+class Attention(nn.Module):
+    """Attends by the mask, and passes it on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, mask = pair
+        return (self.linear(x) @ x.transpose(1, 2) + mask).softmax(-1) @ x, mask
+
+
+class MeanOfPositions(nn.Linear):
+    """Logits from the mean over positions."""
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return super().forward(pair[0].mean(1))
+
+
+class LitMask(Lit):
+    """Its mask has as many entries as the micro-batches of a stage have samples: 4 in two of them."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.model = nn.Sequential(Positions(4), Attention(), Attention(), MeanOfPositions(WIDTH, 3))
+
+
 def case(module: type[Lit], ranks: int, schedule: str, **counts: tuple[int, ...]) -> Case:
     partition = list(range(1, ranks))
     return Case(module, strategy={"schedule": schedule, "schedule_args": counts, "partition": partition})
@@ -95,10 +135,16 @@ def cases(ranks: int, slow: bool) -> dict[str, Case]:
     every = {**of_table_7(ranks), **(at_random(ranks) if ranks < 5 else {})}
     if ranks == 2:
         every["several stages a rank"] = two_a_rank()
+        every["a mask without samples, cut"] = case(LitMask, 2, "umpipe", forward=(2, 4))
+        every["a mask without samples, joined"] = case(LitMask, 2, "um1f1b", forward=(2, 1), backward=(4, 1))
     few = {
         name
         for name in every
-        if "several" in name or "U4, umpipe" in name or "U5, um1f1b" in name or name[:2] in ("0,", "1,", "2,")
+        if "several" in name
+        or "mask" in name
+        or "U4, umpipe" in name
+        or "U5, um1f1b" in name
+        or name[:2] in ("0,", "1,", "2,")
     }
     return {name: case for name, case in every.items() if (name in few and ranks < 5) != slow}
 
