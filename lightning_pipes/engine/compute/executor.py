@@ -175,6 +175,7 @@ class Executor:
 
     def _forward(self, i: Instruction, item: Item) -> None:
         stage, last = self._stages[i.stage, i.job], self._is_last(i.stage)
+        stage.cuts_differ = not self.plan.uniform_jobs[i.job]
         version = self._version_of(stage, i, item) if item.training else None
         for part, kept in self._split_forward(i, item):
             received, flags = (None, ()) if i.stage == 0 else self._buffer_of(Kind.RF, i).take_span(part)

@@ -68,7 +68,7 @@ def remove_marks(tree: Any) -> tuple[Any, frozenset[int]]:
 
 
 def take_rows(tree: Any, span: Span, part: Span, apart: Collection[int] = ()) -> Any:
-    """Return the rows `part` of a tree that holds the rows `span`; other leaves are repeated.
+    """Return the rows `part` of a tree that holds the rows `span`; other leaves are repeated, and tensors marked.
 
     Args:
         apart: positions of leaves that hold no rows, although their length may be the number of rows of this span.
@@ -84,6 +84,8 @@ def take_rows(tree: Any, span: Span, part: Span, apart: Collection[int] = ()) ->
     for at, leaf in enumerate(leaves):
         if at not in apart and _holds_rows(leaf, span):
             leaves[at] = leaf[rows]
+        elif isinstance(leaf, torch.Tensor):
+            leaves[at] = Unsampled(leaf)
     return pytree.tree_unflatten(leaves, spec)
 
 
@@ -91,6 +93,7 @@ def join_rows(pieces: Sequence[tuple[Span, Any]], apart: Collection[int] = ()) -
     """Join trees of neighbouring spans into one.
 
     Floating-point tensors without rows are averaged over rows; the first tree gives the other leaves without rows.
+    Tensors without rows are marked, because they may be as long as the joined span.
 
     Args:
         apart: see `take_rows`.
@@ -104,14 +107,14 @@ def join_rows(pieces: Sequence[tuple[Span, Any]], apart: Collection[int] = ()) -
     for span, tree in pieces:
         _refuse_lists(tree, span)
     leaves, spec = _flatten_same_structure(pieces)
-    joined = []
+    joined: list[Any] = []
     for at, column in enumerate(leaves):
         rows = at not in apart and all(_holds_rows(leaf, span) for leaf, (span, _) in zip(column, pieces, strict=True))
         if rows:
             joined.append(torch.cat(list(column)))
             continue
         value = _average(list(map(_unwrap, column)), [span for span, _ in pieces])
-        joined.append(Unsampled(value) if any(map(_is_unsampled, column)) else value)
+        joined.append(Unsampled(value) if isinstance(value, torch.Tensor) else value)
     return pytree.tree_unflatten(joined, spec)
 
 
@@ -146,13 +149,7 @@ def take_gradient_rows(tree: Any, span: Span, part: Span, apart: Collection[int]
     rows = slice(part.start - span.start, part.stop - span.start)
     share = part.rows / span.rows
     return [
-        None
-        if g is None
-        else Unsampled(g.tensor * share)
-        if isinstance(g, Unsampled)
-        else g[rows]
-        if at not in apart and _holds_rows(g, span)
-        else g * share
+        None if g is None else g[rows] if at not in apart and _holds_rows(g, span) else Unsampled(_unwrap(g) * share)
         for at, g in enumerate(tree)
     ]
 
@@ -177,8 +174,7 @@ def join_gradient_rows(pieces: Sequence[tuple[Span, Any]], apart: Collection[int
                 )
             )
         else:
-            total = sum(_unwrap(g) for _, g in present)
-            joined.append(Unsampled(total) if any(_is_unsampled(g) for _, g in present) else total)
+            joined.append(Unsampled(sum(_unwrap(g) for _, g in present)))
     return joined
 
 

@@ -161,6 +161,8 @@ class Stage:
         """Gets the number of each layer, the samples, and the seconds of its forward in training."""
         self.predict: Callable[[Item], Change] | None = None
         """Predicts updates of the weights that a batch reads before them; None has it read the weights as they are."""
+        self.cuts_differ = False
+        """Whether stages and links cut the batch that runs in different ways."""
         self.unsampled_ids: frozenset[int] = frozenset()
         """Ids of received tensors that hold no samples, although they may have as many rows."""
         self.recomputing = False

@@ -368,7 +368,6 @@ class Steps:
         self._weight_changes = WeightChangeCheck(module, left.container, left.layers)
         runs_again = [again[0] for again in (plan.recompute, plan.whole_forward) if again]
         self._recomputes_first = self._both_ends and any(runs_again)
-        self._cuts_unequally = not all(plan.uniform_jobs)
         self._unsampled: dict[tuple[int, bool, tuple[int, ...]], list[int]] = {}
         self._shapes: dict[tuple[str, str], list[_Shapes]] = {}
         self._train = _NOTHING if _surrounds_nothing(precision) else None
@@ -579,7 +578,7 @@ class Steps:
         A mask or a rotary table may be as long as the micro-batch by chance. If several tensors are that long, the
         stage runs once more with one sample less: a tensor that keeps its shape holds no samples.
         """
-        if not self._cuts_unequally:
+        if not stage.cuts_differ:
             return sent
         tensors = tensors_in(input_of_layers(out))
         key = stage.number, item.training, tuple(t.ndim for t in tensors)

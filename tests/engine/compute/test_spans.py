@@ -15,7 +15,7 @@ def test_a_list_with_a_tensor_for_each_sample_is_refused():
     x, boxes, tables = torch.zeros(2, 3), [torch.zeros(1, 4), torch.zeros(3, 4)], (torch.zeros(5), torch.zeros(5))
     whole, first, second = Span(0, 2), Span(0, 1), Span(1, 2)
     assert take_rows((x, boxes), whole, whole) == (x, boxes)  # cut alike: all of it goes on
-    assert take_rows((x, tables), whole, first)[1] == tables  # what all samples have in common
+    assert remove_marks(take_rows((x, tables), whole, first))[0][1] == tables  # what all samples have in common
     with pytest.raises(PlanError, match="a list with a tensor for each of 2 samples"):
         take_rows((x, boxes), whole, first)
     with pytest.raises(PlanError, match="a list with a tensor for each of 2 samples"):
@@ -42,7 +42,7 @@ def test_auxiliary_losses_of_stages_that_cut_differently(cuts, shape):
         forward.put(span, (torch.ones(span.rows, 2, dtype=torch.float64), value, None, "text"))
     loss = torch.zeros((), dtype=torch.float64)
     for span in needed:
-        x, value, nothing, text = forward.take_span(span)
+        (x, value, nothing, text), _ = remove_marks(forward.take_span(span))
         assert (len(x), value.shape, nothing, text) == (span.rows, shape, None, "text")
         common = [(max(span.start, s.start), min(span.stop, s.stop)) for s in sent]
         rows = torch.tensor([max(stop - start, 0) for start, stop in common], dtype=torch.float64)
@@ -50,7 +50,7 @@ def test_auxiliary_losses_of_stages_that_cut_differently(cuts, shape):
         loss = loss + value.mean() * span.rows / 6
         of_mean = torch.full(shape, span.rows / 6 / value.numel(), dtype=torch.float64)
         backward.put(span, [torch.zeros_like(x), of_mean])
-    gradients = [float(backward.take_span(span)[1].sum()) for span in sent]
+    gradients = [float(remove_marks(backward.take_span(span))[0][1].sum()) for span in sent]
     assert gradients == pytest.approx([span.rows / 6 for span in sent])
     (of_graph,) = torch.autograd.grad(loss, values)
     assert gradients == pytest.approx(of_graph.tolist())
@@ -62,7 +62,7 @@ def test_what_can_not_be_averaged_is_refused():
     with pytest.raises(PlanError, match=r"torch\.int64 tensor of shape .* differ"):
         join_rows([(SENT[0], torch.tensor(3)), (SENT[1], torch.tensor(1))])
     mask = torch.ones(5, 5, dtype=torch.bool)
-    assert join_rows([(SENT[0], mask), (SENT[1], mask.clone())]) is mask
+    assert remove_marks(join_rows([(SENT[0], mask), (SENT[1], mask.clone())]))[0] is mask
 
 
 @for_each(("sent", "needed"), [([Span(0, 4)], [Span(0, 2), Span(2, 4)]), ([Span(0, 4), Span(4, 8)], [Span(0, 8)])])

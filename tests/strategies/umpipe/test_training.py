@@ -87,8 +87,8 @@ class Attention(nn.Module):
 class MeanOfPositions(nn.Linear):
     """Logits from the mean over positions."""
 
-    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return super().forward(pair[0].mean(1))
+    def forward(self, input: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(input[0].mean(1))
 
 
 class LitMask(Lit):
@@ -135,8 +135,10 @@ def cases(ranks: int, slow: bool) -> dict[str, Case]:
     every = {**of_table_7(ranks), **(at_random(ranks) if ranks < 5 else {})}
     if ranks == 2:
         every["several stages a rank"] = two_a_rank()
-        every["a mask without samples, cut"] = case(LitMask, 2, "umpipe", forward=(2, 4))
-        every["a mask without samples, joined"] = case(LitMask, 2, "um1f1b", forward=(2, 1), backward=(4, 1))
+        every["a mask as long as the sender's micro-batches, cut"] = case(LitMask, 2, "umpipe", forward=(2, 4))
+        every["a mask as long as the sender's micro-batches, joined"] = case(LitMask, 2, "um1f1b", forward=(2, 1))
+        every["a mask as long as the receiver's micro-batches"] = case(LitMask, 2, "umpipe", forward=(1, 2))
+        every["a mask as long as joined backwards"] = case(LitMask, 2, "umpipe", forward=(2, 4), backward=(4, 2))
     few = {
         name
         for name in every
