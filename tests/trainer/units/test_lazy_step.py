@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -68,6 +69,8 @@ class Stages:
         self.models = [copy.deepcopy(case.model) for _ in layout.starts]
         for stage, model in enumerate(self.models):
             put_on_meta(model, {name for name, stages in layout.parts_of.items() if stage not in stages})
+        self.seconds = [0.0 for _ in layout.starts]
+        """Processor time of each stage in the last batch, forward and backward, for `benchmarks/any_model.py`."""
         self.steps = [LazyStep(model, layout, stage, CPU) for stage, model in enumerate(self.models)]
 
     def train(self, batch: Any, seed: Callable[[int], None] | None = None) -> torch.Tensor:
@@ -79,20 +82,26 @@ class Stages:
         sent: Any = None
         entered: list[list[torch.Tensor]] = []
         left: list[Any] = []
-        for lazy, model in zip(self.steps, self.models, strict=True):
+        for stage, (lazy, model) in enumerate(zip(self.steps, self.models, strict=True)):
             if sent is not None:
                 sent = (tuple(t.detach().requires_grad_(t.requires_grad) for t in sent[0]), sent[1])
                 entered.append(list(sent[0]))
             if seed is not None:
                 torch.seed()  # processes have streams of their own
+            begun = time.thread_time()
             sent = lazy.run(lambda given, model=model: self.case.step(model, given), cloned(batch), (), sent, seed)
+            self.seconds[stage] = time.thread_time() - begun
             left.append(sent)
+        begun = time.thread_time()
         sent.backward()
+        self.seconds[-1] += time.thread_time() - begun
         for stage in reversed(range(len(entered))):
             values, (outputs, _) = entered[stage], left[stage]
+            begun = time.thread_time()
             pairs = [(o, v.grad) for o, v in zip(outputs, values, strict=True) if v.grad is not None]
             if pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+            self.seconds[stage] += time.thread_time() - begun
         return sent.detach()
 
     def gradients(self) -> dict[str, torch.Tensor]:
