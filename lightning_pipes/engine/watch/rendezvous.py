@@ -30,7 +30,7 @@ def launcher_hosts_store() -> bool:
 
 
 def explain_missing_tasks() -> str:
-    """Return why ranks are missing in a job of SLURM whose script was not started by `srun`; empty otherwise."""
+    """Explain missing ranks in a SLURM job without `srun`; return an empty text outside of such a job."""
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if tasks == "1" or "SLURM_STEP_ID" in os.environ or launcher_hosts_store():  # every step of srun has a number
         return ""

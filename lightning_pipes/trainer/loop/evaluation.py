@@ -179,7 +179,7 @@ class Evaluation:
         return message
 
     def _call_again(self, item: Item, x: Any, changes: Any, generators: States) -> tuple[Item, Outputs]:
-        """Run the layers of all stages for a further call by a step that runs here, and return what they return."""
+        """Run the layers of all stages for a further call by the step of this rank, and return their outputs."""
         run = self._run
         run.control.broadcast(_FurtherCall(x, changes, generators), run.last_rank)
         run.user_steps.begin_call()

@@ -26,7 +26,7 @@ class _Reached(BaseException):
 
 
 class ChangedInput(NamedTuple):
-    """What layers return that change their input in place, as `nn.ReLU(inplace=True)` does as the first layer.
+    """The output of layers and their in-place changes of the input, as of `nn.ReLU(inplace=True)` as the first layer.
 
     Attributes:
         out: what the last of them returns.

@@ -73,7 +73,7 @@ class ModuleGenerators:
         return {place: _pack(generator) for place, generator in enumerate(self._generators)}
 
     def read_changes(self, before: States | None = None) -> States:
-        """Return the present states of those that differ from `before`: by default, from the micro-batch's begin."""
+        """Return the present states of changed generators, compared with `before` or the start of the micro-batch."""
         before = self._begun if before is None else before
         return {place: state for place, state in self.read_states().items() if before.get(place) != state}
 
@@ -107,7 +107,7 @@ class ModuleGenerators:
                 self.set_states({place: before[place] for place in self.read_changes(before)})
 
     def note_microbatch(self, span: Span) -> None:
-        """Note what the latest micro-batch has left, on the last stage."""
+        """Note the states after the latest micro-batch, on the last stage."""
         if not span.start:
             self._ended = self.last
 

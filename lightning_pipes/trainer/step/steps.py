@@ -268,7 +268,7 @@ class EvaluationBatch:
 
 @dataclass
 class WholeBatch(EvaluationBatch):
-    """A training batch that runs once more as one micro-batch, to compare what the step leaves in the module.
+    """A second run of a training batch, as one micro-batch, to compare the values that the step leaves in the module.
 
     Attributes:
         failure: why the step could not run to its end; empty if it could. Known on the last stage.

@@ -1,4 +1,4 @@
-"""Refuses changes of weights by the code around the layers, if they would differ from those of one process."""
+"""Refuses changes of weights by the code around the layers, if one process would make different changes."""
 
 from __future__ import annotations
 

@@ -192,7 +192,10 @@ class UnitSteps(Steps):
             return self._run_lazily(stage.number, stage, item, span, data.step, batch, received)
 
     def _compare_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
-        """Run a whole training batch and note what the step leaves; a failure passes on, and ends no training."""
+        """Run a whole training batch, and note the values that the step leaves.
+
+        A failure is passed to the next stage, and does not end the training.
+        """
         failure, last = "" if received is None else received[1].failure, stage.number == self._stages - 1
         out = None
         if not failure:

@@ -1,4 +1,4 @@
-"""What a step leaves in the module for a whole batch, next to what it leaves for the micro-batches of that batch."""
+"""Comparison of the values that a step leaves in the module for a whole batch and for its micro-batches."""
 
 from __future__ import annotations
 
