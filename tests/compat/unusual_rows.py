@@ -71,7 +71,6 @@ for way, strategy in (("", {"module": "model"}), (", by units", {"module": ""}))
             module=partial(m.Packing, in_layers),
             loaders=m.loaders_of_sequences,
             strategy=strategy,
-            slow=True,  # seldom, after many other rows in one process, an unopened sequence reaches a message
         )
 for way, strategy in (("", {}), (", by units", {"module": ""})):
     odd(

@@ -26,6 +26,7 @@ from lightning_pipes.trainer.plan.layer_profiler import LayerProfiler
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.ranks import Ranks
 from lightning_pipes.trainer.reports.timing import Share
+from lightning_pipes.trainer.state.left_values import pack_message, unpack_message
 
 SECONDS = 2.0
 """How long a trial takes, but for its first step, if steps are not longer."""
@@ -175,11 +176,9 @@ class Trials:
 
 def _body(number: int, plan: Plan, entering: Mapping[int, Any]) -> Body:
     def body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
-        x = received
-        if number == 0:
-            x = trees.map_tensors(torch.clone, entering[span.rows])
+        x = trees.map_tensors(torch.clone, entering[span.rows]) if number == 0 else unpack_message(received)[0]
         out = stage.run_layers(item, span, x)
-        return _loss(out) if number == plan.n_stages - 1 else out
+        return _loss(out) if number == plan.n_stages - 1 else pack_message(out, {})
 
     return body
 

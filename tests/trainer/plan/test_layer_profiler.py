@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_pipes import JobArray, PipelineStrategy
@@ -55,15 +56,37 @@ class Collate:
         return torch.stack(samples) + 0.1 * self.calls
 
 
+class Packs(nn.Module):
+    """Takes each sample for a sequence of one element."""
+
+    def forward(self, x: torch.Tensor) -> PackedSequence:
+        return pack_sequence([*x[:, None]])
+
+
+class InPacked(nn.Module):
+    """A layer for the elements of packed sequences."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: PackedSequence) -> PackedSequence:
+        return PackedSequence(self.layer(x.data), x.batch_sizes)
+
+
+class Unpacks(nn.Module):
+    def forward(self, x: PackedSequence) -> torch.Tensor:
+        return pad_packed_sequence(x)[0][0]
+
+
 class LitSeeing(pl.LightningModule):
-    """Keeps what steps see, and has layers that work in place."""
+    """Keeps what steps see, and has layers that work in place and return objects with tensors."""
 
     def __init__(self, data: tuple[Any, Any]) -> None:
         super().__init__()
         self.data = data
-        self.net = nn.Sequential(
-            nn.Linear(WIDTH, WIDTH), nn.ReLU(True), nn.Linear(WIDTH, WIDTH), nn.ReLU(True), nn.Linear(WIDTH, WIDTH)
-        )
+        inner = nn.ReLU(True), nn.Linear(WIDTH, WIDTH), nn.ReLU(True), nn.Linear(WIDTH, WIDTH)
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Packs(), *map(InPacked, inner), Unpacks())
         self.seen: list[tuple[str, float]] = []
 
     def step(self, name: str, batch: torch.Tensor) -> torch.Tensor:
