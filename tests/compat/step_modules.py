@@ -451,6 +451,15 @@ def scale_head_data(module: Any) -> None:
     module.outlet.weight.data.mul_(0.9)
 
 
+def permute_head_data(module: Any) -> None:
+    module.outlet.weight.data.copy_(module.outlet.weight.data.roll(1, 0))
+
+
+def scale_head_later(module: Any) -> None:
+    if module.global_step >= 1:
+        scale_head_data(module)
+
+
 def assign_head_data(module: Any) -> None:
     module.outlet.weight.data = module.outlet.weight.data * 0.9
 
@@ -459,6 +468,49 @@ def assign_head_data(module: Any) -> None:
 def average_inlet(module: Any) -> None:
     for own, other in zip(module.teacher.parameters(), module.inlet.parameters(), strict=True):
         own.data = 0.9 * own.data + 0.1 * other.data
+
+
+class ChangesItself(nn.Linear):
+    """A layer whose forward changes its weight by `change` in training."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.change(self)
+        return super().forward(x)
+
+
+class ChangesInside(Lit):
+    """A layer of it changes its own weight by `change`."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__(optimizer="sgd")
+        self.model.insert(4, ChangesItself(change))
+
+
+def scale_data(layer: Any) -> None:
+    layer.weight.data.mul_(0.9)
+
+
+@torch.no_grad()
+def scale_in_place(layer: Any) -> None:
+    layer.weight.mul_(0.9)
+
+
+def replace_parameter(layer: Any) -> None:
+    layer.weight = nn.Parameter(layer.weight.detach() * 0.9)
+
+
+def write_through_numpy(module: Any) -> None:
+    weight = module.model[-1].weight.detach().numpy()
+    weight *= 0.9
+
+
+def replace_last(module: Any) -> None:
+    replace_parameter(module.model[-1])
 
 
 class Generates(pl.LightningModule):

@@ -176,7 +176,7 @@ changes("a running average, after the layers", module=changed, strategy=WHOLE)
 changes("clamped, one micro-batch", module=partial(s.ChangesWeights, s.clamp_scale), strategy=WHOLE)
 
 changes = partial(row, "Weights changed in training_step")
-CUT, WHOLE = {"microbatches": 4}, {"microbatches": 1}
+CUT, UNCUT = {"microbatches": 4}, {"microbatches": 1}
 for what, change, changed in (
     ("of a layer, clamped", s.clamp_layer, "self.model.4.0.weight"),
     ("of a layer, by data", s.scale_layer_data, "self.model.4.0.weight"),
@@ -184,7 +184,7 @@ for what, change, changed in (
     module = partial(s.ChangesAround, change)
     refused = f"training_step changes {changed}. The layers are on several processes"
     changes(f"{what}, several micro-batches", module=module, strategy=CUT, refused=refused)
-    changes(f"{what}, one micro-batch", module=module, strategy=WHOLE, refused=refused)
+    changes(f"{what}, one micro-batch", module=module, strategy=UNCUT, refused=refused)
 for what, change, changed in (
     ("of a head, by data", s.scale_head_data, "self.outlet.weight"),
     ("of a head, assigned by data", s.assign_head_data, "self.outlet.weight"),
@@ -196,12 +196,65 @@ for what, change, changed in (
     changes(
         f"{what}, one micro-batch",
         module=module,
-        strategy=WHOLE,
+        strategy=UNCUT,
         refused_on={4: f"training_step changes {changed}. Processes between the first stage and the last do not"},
     )
     changes(
         f"{what}, one micro-batch, after the layers",
         module=partial(s.ChangesAround, change, after=True),
-        strategy=WHOLE,
+        strategy=UNCUT,
         refused=f"training_step changes {changed}. Only the last stage runs the code after the layers",
     )
+
+for what, change in (
+    ("permuted by data", s.permute_head_data),
+    ("by data from the second batch on", s.scale_head_later),
+):
+    changes(
+        f"of a head, {what}, several micro-batches",
+        module=partial(s.ChangesAround, change),
+        strategy=CUT,
+        refused="training_step changes self.outlet.weight. One process makes this change once for a batch",
+    )
+
+by_layers = partial(row, "Weights changed by layers")
+for cut, path in (("", {}), (", by units", {"module": ""})):
+    for what, change in (("scaled by data", s.scale_data), ("scaled without gradients", s.scale_in_place)):
+        module = partial(s.ChangesInside, change)
+        by_layers(
+            f"{what}, several micro-batches{cut}",
+            module=module,
+            strategy={**path, "microbatches": 4},
+            refused="changes self.model.4.weight. One process makes this change once for a batch, and here the forward",
+        )
+        by_layers(f"{what}, one micro-batch{cut}", module=module, strategy={**path, "microbatches": 1})
+    module, refused = partial(s.ChangesInside, s.replace_parameter), "replaces self.model.4.weight. "
+    by_layers(
+        f"replaced, several micro-batches{cut}", module=module, strategy={**path, "microbatches": 4}, refused=refused
+    )
+    by_layers(
+        f"replaced, one micro-batch{cut}",
+        module=module,
+        strategy={**path, "microbatches": 1},
+        refused=refused if path else "",
+    )
+by_layers(
+    "scaled by data, recomputed",
+    module=partial(s.ChangesInside, s.scale_data),
+    strategy={"microbatches": 1, "recompute": True},
+    refused="changes self.model.4.weight. This stage runs its forward a second time",
+)
+
+changes = partial(row, "Weights changed in training_step, by units")
+for what, strategy, line in (
+    ("several micro-batches", ONCE, "changes self.model.8.weight. One process makes this change once for a batch"),
+    ("one micro-batch", WHOLE, "changes self.model.8.weight. Stages 0, 1"),
+):
+    module = partial(s.ChangesWeights, s.write_through_numpy)
+    changes(f"written through numpy, {what}", module=module, strategy=strategy, refused=line)
+changes(
+    "a parameter replaced, one micro-batch",
+    module=partial(s.ChangesWeights, s.replace_last),
+    strategy=WHOLE,
+    refused="replaces self.model.8.weight. Other stages and checkpoints would keep the parameter",
+)

@@ -54,7 +54,7 @@ from lightning_pipes.trainer.step.logs import (
     returned_calls,
 )
 from lightning_pipes.trainer.step.loss_weights import BatchWeights, sample_tensors
-from lightning_pipes.trainer.step.weight_changes import WeightChangeCheck
+from lightning_pipes.trainer.step.weight_changes import WeightChangeCheck, explain_repetition
 
 Context = Callable[[], AbstractContextManager[Any]]
 Outputs = Sequence[tuple[Span, Any]]
@@ -402,12 +402,11 @@ class Steps:
                     raise
         last_run = stage.recomputing if stage.recompute else not self._both_ends
         self.state.restore_state()
-        generators = self.state.generators
-        with self.step_context(), data.in_initial_state, generators.microbatch(item.number, span):
+        generators, watch = self.state.generators, self._weight_changes.watch(stage)
+        with self.step_context(), data.in_initial_state, generators.microbatch(item.number, span), watch:
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part = data.select_samples(span)
             step = named_step(self._module, "training_step")
-            weights = self._weight_changes.look(stage)
             with recorded(self._module):  # the last stage logs
                 try:
                     x = self._interceptor.capture(step, part if last_run else copy_batch(part), *data.arguments)
@@ -415,7 +414,7 @@ class Steps:
                     run = partial(self._interceptor.capture, step)
                     self._blame_cut(error, item, span, lambda batch, rows: run(batch, *data.arguments))
                     raise
-            self._weight_changes.refuse_changes(weights, stage, span, item.rows, self._why_once(stage))
+            self._weight_changes.check_step(span, item.rows, self._why_once(stage))
             if data.stage_inputs is not None:
                 data.keep_stage_input(stage.number, span, x)
             try:
@@ -433,11 +432,14 @@ class Steps:
     def _run_middle_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
         """Run this stage's layers for one micro-batch."""
         data = item.data
-        context = data.context if isinstance(data, EvaluationBatch) else self.step_context
+        if isinstance(data, EvaluationBatch):
+            context, watch = data.context, _NOTHING
+        else:
+            context, watch = self.step_context, self._weight_changes.watch(stage)
         if isinstance(data, TrainingBatch) and data.stage_inputs is not None:
             data.keep_stage_input(stage.number, span, input_of_layers(unpack_message(received)[0]))
         self.state.restore_state()
-        with context(), self.state.generators.microbatch(item.number, span):
+        with context(), self.state.generators.microbatch(item.number, span), watch:
             return self._run_and_pack(stage, item, span, received)
 
     def _run_last_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
@@ -462,11 +464,11 @@ class Steps:
             if data.weights.undecided and data.kept is None:
                 data.keep_copy()
         y: Any = None
-        failed_inside, weights = False, self._weight_changes.look(stage)
+        failed_inside = False
 
         def answer(x: Any) -> Any:
-            nonlocal y, failed_inside, weights
-            self._weight_changes.refuse_changes(weights, stage, span, item.rows, self._why_once(stage))
+            nonlocal y, failed_inside
+            self._weight_changes.check_step(span, item.rows, self._why_once(stage))
             entering = x if stage.number == 0 else received
             if data.stage_inputs is not None:
                 data.keep_stage_input(stage.number, span, input_of_layers(unpack_message(entering)[0]))
@@ -478,13 +480,12 @@ class Steps:
             if data.kept is not None:
                 data.kept.keep_microbatch(span, unpack_message(entering)[0], y)
                 data.kept.left[span] = left
-            weights = self._weight_changes.look_again(weights, stage)
             stage.seed_user_code(item, span, AFTER_LAYERS)
             return y
 
         self.state.restore_state()
-        generators = self.state.generators
-        with self.step_context(), data.in_initial_state, generators.microbatch(item.number, span):
+        generators, watch = self.state.generators, self._weight_changes.watch(stage)
+        with self.step_context(), data.in_initial_state, generators.microbatch(item.number, span), watch:
             stage.seed_user_code(item, span, BEFORE_LAYERS)
             part = data.select_samples(span)
             if self._recomputes_first:
@@ -497,8 +498,8 @@ class Steps:
                     if not failed_inside:
                         self._blame_cut(error, item, span, partial(self._run_again, step, item, span, y))
                     raise
-        alone = "" if self._stages == 1 else "Only the last stage runs the code after the layers"
-        self._weight_changes.refuse_changes(weights, stage, span, item.rows, alone)
+            alone = "" if self._stages == 1 else "Only the last stage runs the code after the layers"
+            self._weight_changes.check_step(span, item.rows, alone)
         self.left.end_step(span)
         self.state.note_microbatch(span)
         return self.scale_loss(item, span, out, logged, tensors_in(y), partial(self._compare_candidates, stage, item))
@@ -547,6 +548,11 @@ class Steps:
         values = self.left.watch_layers(stage.layers, stage.recomputing)
         watch = self._watch_input(x) if stage.number == 0 and self._stages > 1 else None
         out = run_stage(stage, item, span, x)
+        overlaps = stage.weights.max_versions > 1
+        self._weight_changes.check(
+            f"The forward of a layer on stage {stage.number}",
+            lambda *_: explain_repetition(stage, item, span, overlaps),
+        )
         if watch is not None:
             changed = watch.find_changes(x)
             self._changes_input = self._changes_input or bool(changed)

@@ -19,6 +19,7 @@ from lightning_pipes.engine.compute.sendable import check_sendable
 from lightning_pipes.ir import PipelineError
 from lightning_pipes.trainer.ranks.user_lines import user_line
 from lightning_pipes.trainer.state.generators import ModuleGenerators
+from lightning_pipes.trainer.step.weight_changes import IN_HOOKS
 from lightning_pipes.trainer.units.mode import Function
 from lightning_pipes.trainer.units.recording import UnitLayout
 from lightning_pipes.trainer.units.trace import Done, Trace, tensors_of
@@ -223,14 +224,10 @@ class LazyStep(TracedStep):
         for name, p in self._module.named_parameters():
             if not any(p is t for t in written) and storage_of(p) not in where:
                 continue
-            stages = self._layout.parts_of.get(name, ())
-            why = self._why_once
-            if not why and len(stages) > 1:
-                why = f"Stages {', '.join(map(str, stages))} use it, each has a copy, and one of these would be changed"
+            why = explain_change(self._layout, name, self._why_once)
             if why:
                 self._refusal = self._refusal or PipelineError(
-                    f"the step {how} self.{name} at {user_line()}. {why}. Make this change in "
-                    "on_train_batch_start or on_train_batch_end, where each rank changes its weights once for a batch"
+                    f"the step {how} self.{name} at {user_line()}. {why}. {IN_HOOKS}"
                 )
                 raise self._refusal
 
@@ -316,6 +313,18 @@ class LazyStep(TracedStep):
             f"stage {self._stage} runs the step otherwise than the stage before it: the step {what}. What it does must "
             "depend on the batch, on weights, and on random numbers of torch alone, which are the same on all ranks"
         )
+
+
+def explain_change(layout: UnitLayout, name: str, why_once: str) -> str:
+    """Return why a change of the weight `name` by the step is not that of one process; empty if it is.
+
+    Args:
+        why_once: the reason for all weights, if there is one.
+    """
+    stages = layout.parts_of.get(name, ())
+    if why_once or len(stages) < 2:
+        return why_once
+    return f"Stages {', '.join(map(str, stages))} use it, each has a copy, and one of these would be changed"
 
 
 def _equal(some: Sequence[Done], others: Sequence[Done]) -> bool:

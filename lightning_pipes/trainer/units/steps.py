@@ -24,10 +24,11 @@ from lightning_pipes.trainer.state.left_values import LeftValues
 from lightning_pipes.trainer.state.module_state import ModuleState
 from lightning_pipes.trainer.step.logs import LogCall, recorded
 from lightning_pipes.trainer.step.steps import EvaluationBatch, Steps, WholeBatch
+from lightning_pipes.trainer.step.weight_changes import explain_repetition
 from lightning_pipes.trainer.units.batch_end import BatchEnd, DeferredLoss
 from lightning_pipes.trainer.units.cut import UnitCut
 from lightning_pipes.trainer.units.joint_step import JointStep
-from lightning_pipes.trainer.units.lazy_step import Crossing, EarlierStageError, LazyStep
+from lightning_pipes.trainer.units.lazy_step import Crossing, EarlierStageError, LazyStep, explain_change
 from lightning_pipes.trainer.units.recording import UnitLayout
 from lightning_pipes.trainer.units.trace import Trace
 from lightning_pipes.trainer.units.whole_step import StreamUnits
@@ -108,12 +109,15 @@ class UnitSteps(Steps):
                 self._cut.show_weights(),
                 self._repeat_buffers(stage, item, span),
                 self.state.generators.microbatch(item.number, span),
+                self._weight_changes.watch(stage),
             ):
                 try:
                     out = self._run_lazily(stage.number, stage, item, span, step, part, received)
                 except Exception as error:
                     self._blame_states(error, item, span)
                     raise
+                code = f"{type(self._module).__name__}.training_step, or the forward of a module in it,"
+                self._weight_changes.check(code, partial(self._explain_change, self._explain_once(stage, item, span)))
             if last and self._end is not None:
                 return self._defer_loss(self._end, stage, item, span, out)
         if not last:
@@ -245,18 +249,13 @@ class UnitSteps(Steps):
 
     def _explain_once(self, stage: Stage, item: Item, span: Span) -> str:
         """Return why a change of weights by the step would not be that of one process; empty if it would."""
-        if not item.training:
-            return ""
-        if self.overlaps:
-            return "Other batches are under way, which use the weights as they were"
-        if stage.recompute:
-            return "This stage runs the step a second time for its gradients. Leave recompute=True out"
-        if span.rows == item.rows and not self.ends_whole:
-            return ""
-        return (
-            "One process makes this change once for a batch, and here the step runs for each micro-batch. Set "
-            "PipelineStrategy(microbatches=1), by which it runs once"
-        )
+        return explain_repetition(stage, item, span, self.overlaps, self.ends_whole)
+
+    def _explain_change(self, why_once: str, name: str, is_replaced: bool) -> str:
+        """Return why a change of this weight by the step is not that of one process; empty if it is."""
+        if is_replaced:
+            return "Other stages and checkpoints would keep the parameter that was there before"
+        return explain_change(self._layout, name, why_once)
 
 
 def stage_modules(module: nn.Module, layout: UnitLayout) -> list[nn.Module]:
