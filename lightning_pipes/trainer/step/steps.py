@@ -432,10 +432,9 @@ class Steps:
     def _run_middle_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
         """Run this stage's layers for one micro-batch."""
         data = item.data
-        if isinstance(data, EvaluationBatch):
-            context, watch = data.context, _NOTHING
-        else:
-            context, watch = self.step_context, self._weight_changes.watch(stage)
+        is_evaluation = isinstance(data, EvaluationBatch)
+        context = data.context if is_evaluation else self.step_context
+        watch: AbstractContextManager[Any] = _NOTHING if is_evaluation else self._weight_changes.watch(stage)
         if isinstance(data, TrainingBatch) and data.stage_inputs is not None:
             data.keep_stage_input(stage.number, span, input_of_layers(unpack_message(received)[0]))
         self.state.restore_state()
