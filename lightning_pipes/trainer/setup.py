@@ -43,12 +43,12 @@ from lightning_pipes.trainer.module.step_probe import check_skips_unused, check_
 from lightning_pipes.trainer.module.weight_callbacks import check_callbacks, limit_writers, localize_callbacks
 from lightning_pipes.trainer.module_setup import ContainerSetup, ModuleSetup, SetupContext, WholeWeights
 from lightning_pipes.trainer.patches import Patches
-from lightning_pipes.trainer.plan.container import find_container, find_reason_for_units
+from lightning_pipes.trainer.plan.container import UnitsReason, find_container, find_reason_for_units
 from lightning_pipes.trainer.plan.decision import Decision
 from lightning_pipes.trainer.plan.plans import Plans
 from lightning_pipes.trainer.plan.prediction import Prediction
 from lightning_pipes.trainer.plan.request import Placement, RunRequest, check_same_arguments, describe_arguments
-from lightning_pipes.trainer.plan.settings import BATCH, PARAMETERS, names_modules
+from lightning_pipes.trainer.plan.settings import AUTO, BATCH, PARAMETERS, names_modules
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.ranks.replica_world import alone
@@ -59,7 +59,7 @@ from lightning_pipes.trainer.step.clipping import GradientAgreement, HookClippin
 from lightning_pipes.trainer.step.hooks import track_hooks, track_optimizer_steps, wrap_module_hooks
 from lightning_pipes.trainer.step.logs import GradientLogs, limit_metric_sync
 from lightning_pipes.trainer.step.uses import ChoosesLayers
-from lightning_pipes.trainer.unit_setup import UnitSetup, find_refused
+from lightning_pipes.trainer.unit_setup import UnitSetup, find_refused, find_whole_loss_obstacle
 from lightning_pipes.trainer.units.cut import WHOLE
 from lightning_pipes.trainer.verify.verifier import Verifier, check_verifiable
 from lightning_pipes.trainer.watchers.default import default_watchers
@@ -192,8 +192,9 @@ def choose_setup(context: SetupContext, weights: WholeWeights) -> ModuleSetup:
 def choose_cut(context: SetupContext) -> tuple[str, UnitSetup | None]:
     """Return the path of the container to cut, and how the module is cut by units where that is decided here.
 
-    A container that the user has not named is left for units where it has a code or hooks of its own, where the step
-    does not call its layers once and in order, and where most of the work is around it. Collective.
+    A container that the user has not named is left for units if it has code or hooks of its own, if the step does not
+    call its layers once and in order, if most of the work is around it, if it is a frozen teacher, or if only units can
+    compute the loss of a batch. Collective.
 
     Raises:
         PlanError, PipelineError: it can't be cut so.
@@ -215,16 +216,19 @@ def choose_cut(context: SetupContext) -> tuple[str, UnitSetup | None]:
             raise
         rank_zero_info(f"{str(error).partition('; ')[0]}: the module is cut by units")
         return WHOLE, None
-    reason = ""
+    reason = UnitsReason()
     if not keeps_container and path != WHOLE and context.is_fitting and trainer.limit_train_batches != 0:
-        reason = find_reason_for_units(trainer, module, path, context.ranks.control, context.ranks.device)
-    if reason:
+        cuts = context.ranks.grid.length > 1 and context.request.microbatches != 1
+        compares = cuts and settings.check_loss and settings.loss == AUTO and not find_whole_loss_obstacle(context)
+        reason = find_reason_for_units(trainer, module, path, context.ranks.control, context.ranks.device, compares)
+    if reason.text:
         try:
             units = UnitSetup(context)
-            why = reason.partition("; ")[0].partition(". ")[0]
-            rank_zero_info(f"{type(module).__name__} is cut by units, not in the layers of self.{path}: {why}")
-            context.by_units.add(module)
-            return WHOLE, units
+            if units.end is not None or not reason.is_of_loss:
+                why = reason.text.partition("; ")[0].partition(". ")[0]
+                rank_zero_info(f"{type(module).__name__} is cut by units, not in the layers of self.{path}: {why}")
+                context.by_units.add(module)
+                return WHOLE, units
         except PipelineError as error:  # then the first batch ends with what is wrong with the container
             _log.debug("setup: %s can't be cut by units: %s", type(module).__name__, error)
     if path not in (WHOLE, settings.module):

@@ -63,14 +63,7 @@ from lightning_pipes.trainer.relocation.local_layers import LocalLayers
 from lightning_pipes.trainer.state.generators import ModuleGenerators
 from lightning_pipes.trainer.state.module_state import ModuleState
 from lightning_pipes.trainer.step.logs import recorded
-from lightning_pipes.trainer.step.loss_weights import (
-    SAMPLES,
-    SUMS,
-    candidates_differ,
-    find_candidates,
-    losses_differ,
-    parts_differ,
-)
+from lightning_pipes.trainer.step.loss_weights import compare_losses, losses_differ
 from lightning_pipes.trainer.step.steps import loss_of
 from lightning_pipes.trainer.step.uses import ChoosesLayers
 from lightning_pipes.trainer.units.batch_end import Axes, BatchEnd, SampleTrace, find_axes
@@ -155,9 +148,9 @@ class UnitSetup(ModuleSetup):
         """A batch whose loss is compared with those of its parts; None where nothing is compared."""
         self._loss_warning = ""
         """Why training by micro-batches differs from one process; empty if it does not."""
+        self._cut_description = ""
+        """Where stages begin; empty if no step was recorded."""
         self._layout = self._lay_units(self._request, self._n_stages)
-        if self._loss_warning and self.end is None:
-            rank_zero_warn(self._loss_warning)
         self._weights = weights_of_stages(module, self._layout)
         warn_about_module(module, None)
 
@@ -187,6 +180,16 @@ class UnitSetup(ModuleSetup):
     def decide(self) -> Decision:
         """Return the decision: a layer for each stage."""
         parts, ranks, request = self._layout.n_parts, self._ranks.grid.length, self._request
+        if self._cut_description:
+            rank_zero_info(self._cut_description)
+        if self.end is not None:
+            rank_zero_info(
+                f"The loss of {type(self._module).__name__}.training_step is computed once for all samples of a batch, "
+                f"from {self._layout.names[self.end.border]!r} on. All forwards come before the backwards, as with "
+                "schedule 'gpipe'"
+            )
+        elif self._loss_warning:
+            rank_zero_warn(self._loss_warning)
         if self.end is not None:
             request = replace(request, schedule=find_schedule("gpipe", {}))
         elif self._settings.loss == BATCH:
@@ -301,7 +304,7 @@ class UnitSetup(ModuleSetup):
         borders = Borders(record, seconds)
         starts, end = self._choose_starts(record, borders, request, stages)
         self._pieces = borders.list_pieces(starts)
-        self._log_cut(record, borders, starts, "time" if seconds else "operations")
+        self._cut_description = self._describe_cut(record, borders, starts, "time" if seconds else "operations")
         if self._moves_parts or (request.chooses and end is None):
             return self._lay_parts(record, borders, starts, costs)
         if end is None:
@@ -399,14 +402,14 @@ class UnitSetup(ModuleSetup):
                     "alone"
                 )
 
-    def _log_cut(self, record: StepRecord, borders: Borders, starts: Sequence[int], measure: str) -> None:
-        """Log where stages begin, their shares of the time or operations, and which of them have no weights."""
+    def _describe_cut(self, record: StepRecord, borders: Borders, starts: Sequence[int], measure: str) -> str:
+        """Return where stages begin, their shares of the time or operations, and which of them have no weights."""
         spans = list(itertools.pairwise((*starts, len(record.units))))
         listed = ", ".join(describe_unit(record, start) for start in starts[1:])
         shares = ", ".join(f"{borders.share(a, b):.0%}" for a, b in spans)
         bare = [stage for stage, (a, b) in enumerate(spans) if not any(unit.weights for unit in record.units[a:b])]
         hint = f". Stages without weights: {', '.join(map(str, bare))}; fewer processes may do" if bare else ""
-        rank_zero_info(
+        return (
             f"{type(self._module).__name__}.{self._step} has {len(record.units)} units, calls of modules and "
             f"functions. Stages after the first begin at {listed}. The stages have {shares} of the {measure}{hint}"
         )
@@ -436,20 +439,15 @@ class UnitSetup(ModuleSetup):
         Raises:
             PlanError: the user asks for one that can't be had.
         """
-        asked, why = self._settings.loss == BATCH, ""
+        asked = self._settings.loss == BATCH
         unexplained = self._ranks.control.any(bool(self._loss_warning))[0] and self._settings.loss == AUTO
         if request.microbatches == 1 or not (asked or unexplained) or not self._context.is_fitting:
             return None
         found: int | None = None
-        if self._ranks.grid.replicas > 1:
-            why = "data_parallel is more than 1"
-        elif self._n_stages > self._ranks.grid.length or not request.schedule.flushes:
-            why = f"schedule {request.schedule.name!r} has several stages on a rank, or does not flush"
-        elif self._moves_parts:
-            why = "replan moves units"
-        elif self._fake is not None:
+        why = find_whole_loss_obstacle(self._context)
+        if not why and self._fake is not None:
             why = "weights are on meta, and losses can't be compared before the module is cut"
-        else:
+        if not why:
             axes = self._trace_samples(record.atomic)
             possible = range(after + 1, min(len(axes) + 1, len(record.units)))
             found = max((n for n in possible if borders.is_possible(n)), default=None)
@@ -525,10 +523,6 @@ class UnitSetup(ModuleSetup):
         found = [each for each in self._ranks.control.all_gather(differs) if each]
         if not found:
             self.end = end
-            rank_zero_info(
-                f"The loss of {type(module).__name__}.training_step is computed once for all samples of a batch, from "
-                f"{layout.names[border]!r} on. All forwards come before the backwards, as with schedule 'gpipe'"
-            )
         elif self._settings.loss == BATCH:
             raise PlanError(
                 f"loss='batch' does not work for {type(module).__name__}: {found[0]}. Set "
@@ -746,13 +740,11 @@ class UnitSetup(ModuleSetup):
             rows = rows_of(batch)
             if rows < 2:
                 return None
-            cuts = [[Span(0, at), Span(at, rows)] for at in range(1, rows)]
-            means = [each for each in find_candidates(module, batch, rows, cuts[0]) if each.name != SUMS]
-            first = next((each for each in cuts if candidates_differ(means, each)), cuts[0])
-            cut = make_cutter(batch, rows)
-            spans = [*first, *cuts[len(cuts) // 2]]  # a loss may be 0 for one sample: two cuts are compared
-            whole, *parts = (
-                self._run_without_trace(False, partial(compute_loss, part)) for part in (batch, *map(cut, spans))
+            found = compare_losses(
+                module,
+                batch,
+                rows,
+                lambda parts: [self._run_without_trace(False, partial(compute_loss, part)) for part in parts],
             )
         except Exception as error:  # of the user's code, with other numbers of samples
             rank_zero_info(f"The loss of {type(module).__name__}.training_step was not compared: {error}")
@@ -760,24 +752,14 @@ class UnitSetup(ModuleSetup):
         if draws.was_used:
             rank_zero_info(f"The loss of {type(module).__name__}.training_step was not compared: it is drawn at random")
             return None
-        kinds = {t.dtype for t in (*module.parameters(), whole) if t.is_floating_point()}
-        wrong, candidates = set(), find_candidates(module, batch, rows, spans[:2])
-        for at in (0, 2):
-            losses = {span: loss.item() for span, loss in zip(spans[at : at + 2], parts[at : at + 2], strict=True)}
-            differ = partial(parts_differ, whole.item(), losses, kind=whole.dtype, types=kinds)
-            every = find_candidates(module, batch, rows, list(losses))
-            wrong |= {each.name for each in every if differ(share=each.loss_share)}
-        if {each.name for each in candidates} <= wrong:
-            wrong.discard(SAMPLES)
-            of_parts = " and ".join(f"{loss:.6g}" for loss in losses.values())
+        if found.unexplained:
             self._loss_warning = (
-                f"The loss of {type(module).__name__}.training_step is {whole.item():.6g} for {rows} samples, and no "
-                f"sum or mean of its losses for parts of them, {of_parts}. A batch is trained by the losses of its "
-                "micro-batches, so training differs from one process. Set "
+                f"The loss of {type(module).__name__}.training_step is {found.unexplained}. A batch is trained by the "
+                "losses of its micro-batches, so training differs from one process. Set "
                 "PipelineStrategy(microbatches=1), or give the module microbatch_weight(batch), which returns the "
                 "weight of a micro-batch. PipelineStrategy(check_loss=False) leaves this comparison out"
             )
-        return frozenset(wrong)
+        return found.wrong
 
 
 def _table(values: Mapping[int, float]) -> Table:
@@ -853,6 +835,16 @@ def check_manual(context: SetupContext, refused: Sequence[str]) -> None:
             f"that take turns. {' and '.join(found)} does not work with that. Leave it out, or set "
             "automatic_optimization = True and return the loss"
         )
+
+
+def find_whole_loss_obstacle(context: SetupContext) -> str:
+    """Return why no step can end with a loss of whole batches; empty if it can. All ranks get the same."""
+    schedule, grid = context.request.schedule, context.ranks.grid
+    if grid.replicas > 1:
+        return "data_parallel is more than 1"
+    if len(schedule.place_stages(grid.length)) > grid.length or not schedule.flushes:
+        return f"schedule {schedule.name!r} has several stages on a rank, or does not flush"
+    return "replan moves units" if context.request.replanner is not None else ""
 
 
 def find_refused(context: SetupContext) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -59,15 +59,36 @@ def find_container(trainer: pl.Trainer, module: pl.LightningModule, control: Con
     return find_pipelined(module, None, seconds)
 
 
-def find_reason_for_units(
-    trainer: pl.Trainer, module: pl.LightningModule, path: str, control: Control, device: torch.device
-) -> str:
-    """Return why a module should not be cut in the layers of a container; empty where it should, or can't run here.
+class UnitsReason(NamedTuple):
+    """Why a module should not be cut in the layers of a container.
 
-    Either its step can't have them in a pipeline, or most of its work is around them. Collective.
+    Attributes:
+        text: the reason; empty if it should be cut in them.
+        is_of_loss: whether units are better only if they compute the loss of whole batches.
+    """
+
+    text: str = ""
+    is_of_loss: bool = False
+
+
+def find_reason_for_units(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    path: str,
+    control: Control,
+    device: torch.device,
+    compares_losses: bool,
+) -> UnitsReason:
+    """Return why a module should not be cut in the layers of a container; an empty reason if this can't be found out.
+
+    Its step can't have them in a pipeline, most of its work is around them, they are a frozen teacher, or the losses of
+    micro-batches do not make that of the batch. Collective.
+
+    Args:
+        compares_losses: whether losses are compared.
     """
     if control.any(has_meta(module))[0] or private.has_delayed_training_data(trainer):
-        return ""
+        return UnitsReason()
     data = private.run_data(trainer)  # on all ranks: it may draw random numbers
     collective, loaded = CollectiveCall(control), []
 
@@ -85,15 +106,21 @@ def find_reason_for_units(
             whole = work_size(module)
             if not whole or work_size(module.get_submodule(path)) / whole >= MOST_OF_PARAMETERS:
                 profiler.check_step()
-                return ""
-            inside, around, largest = profiler.count_operations()  # which checks the step, too
-            if around - largest > inside:  # one large part, such as a head, is on one rank either way
-                return f"only {inside / (inside + around):.0%} of the operations of a step are in these"
+            else:
+                inside, around, largest = profiler.count_operations()  # which checks the step, too
+                if around - largest > inside:  # one large part, such as a head, is on one rank either way
+                    share = inside / (inside + around)
+                    return UnitsReason(f"only {share:.0%} of the operations of a step are in these")
+            if profiler.is_without_gradients():
+                return UnitsReason("their weights are frozen, and training needs no gradients of these layers")
+            losses = profiler.compare_losses() if compares_losses else ""
+            if losses:
+                return UnitsReason(f"the loss of training_step is {losses}", is_of_loss=True)
     except UnsuitableContainerError as why:
-        return str(why)
+        return UnitsReason(str(why))
     except NotMeasuredError:
-        return ""  # the user's code, which Lightning will run into where it can be explained
-    return ""
+        pass  # the user's code, which Lightning will run into where it can be explained
+    return UnitsReason()
 
 
 def _time_containers(

@@ -24,7 +24,7 @@ from lightning_pipes.cost import LayerProfile, ModelProfile
 from lightning_pipes.cost.profile import LEAST_ROWS
 from lightning_pipes.engine import trees
 from lightning_pipes.engine.compute.profiler import profile_layers, wait_for_device
-from lightning_pipes.engine.compute.rng import forked_rng
+from lightning_pipes.engine.compute.rng import RngUse, forked_rng
 from lightning_pipes.engine.trees import tensors_in
 from lightning_pipes.ir import PipelineError, Span
 from lightning_pipes.ir.clock import read_seconds
@@ -37,6 +37,7 @@ from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.ranks.control import Control
 from lightning_pipes.trainer.step.hooks import has_hooks
 from lightning_pipes.trainer.step.logs import recorded
+from lightning_pipes.trainer.step.loss_weights import compare_losses
 from lightning_pipes.trainer.step.steps import loss_of
 
 T = TypeVar("T")
@@ -261,6 +262,53 @@ class LayerProfiler:
             y, step = _detach_tensors(x, True), named_step(self._module, "training_step")
             self._interceptor.run_with_answer(step, lambda _: y, self._take_rows(rows), *self._arguments, apart=True)
 
+    def is_without_gradients(self) -> bool:
+        """Return whether training needs no gradient of the layers: all their weights are frozen, and no gradient passes
+        through them to weights before them, as in a teacher."""
+        if any(weight.requires_grad for weight in self._full.parameters()):
+            return False
+        passing = self._collective(lambda: any(t.requires_grad for t in tensors_in(self._capture(max(self._rows)))))
+        return not any(passing)
+
+    def compare_losses(self) -> str:
+        """Return the losses of a batch and its parts if no sum or mean of these makes that of the batch; else nothing.
+
+        The step runs in evaluation mode. Nothing is returned if it draws random numbers or can't run with parts.
+        """
+        return next(filter(None, self._collective(self._compare_losses)), "")
+
+    def _compare_losses(self) -> str:
+        rows, module = rows_of(self._batch, cut=False), self._module
+        if rows < 2 or (self._logs and not self._collective.is_alone):
+            return ""
+        step, draws = named_step(module, "training_step"), RngUse(self._device)
+
+        def compute(parts: list[Any]) -> list[torch.Tensor]:
+            draws.start()
+            values = [self._interceptor.capture(step, copy_batch(part), *self._arguments) for part in parts]
+            for layer in self._taped:
+                with self._place_layer(layer, weights=self._writes):
+                    values = [layer(x) for x in values]
+            outs = [
+                self._interceptor.run_with_answer(step, partial(_answer, y), copy_batch(part), *self._arguments)
+                for y, part in zip(values, parts, strict=True)
+            ]
+            draws.stop()
+            return [loss_of(out)[0].detach() for out in outs]
+
+        modes = {part: part.training for part in (*module.modules(), *self._full.modules())}
+        try:
+            for part in modes:
+                part.training = False
+            with torch.no_grad():
+                found = compare_losses(module, self._batch, rows, compute)
+        except Exception:  # of the user's code, with other numbers of samples, which the first batch tells of
+            return ""
+        finally:
+            for part, mode in modes.items():
+                part.training = mode
+        return "" if draws.was_used else found.unexplained
+
     def count_operations(self) -> OperationCounts:
         """Check the step, and return the floating-point operations of its forward: of products and convolutions alone.
 
@@ -471,6 +519,11 @@ def without_loggers() -> Iterator[None]:
         yield
     finally:
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
+
+
+def _answer(y: Any, _: Any) -> Any:
+    """Return the output of the layers that is known already."""
+    return y
 
 
 def _detach_tensors(tree: Any, trained: bool) -> Any:

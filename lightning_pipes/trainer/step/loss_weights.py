@@ -10,9 +10,9 @@ import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
@@ -406,6 +406,49 @@ def parts_differ(
     weighed = [(loss, share(span)) for span, loss in parts.items()]
     mean = sum(loss * weight for loss, weight in weighed if weight)
     return losses_differ(whole, mean, [whole, *parts.values(), size], kind, types)
+
+
+class SplitLosses(NamedTuple):
+    """The losses of a batch and of its parts.
+
+    Attributes:
+        wrong: the candidates for weights by which the losses of the parts do not make the loss of the batch.
+        unexplained: the losses, if no candidate makes it; else empty.
+    """
+
+    wrong: frozenset[str]
+    unexplained: str
+
+
+def compare_losses(
+    module: pl.LightningModule, batch: Any, rows: int, compute: Callable[[list[Any]], Sequence[torch.Tensor]]
+) -> SplitLosses:
+    """Compare the loss of a batch with the losses of its parts.
+
+    Args:
+        rows: the samples of the batch, at least 2.
+        compute: returns the losses of batches.
+    """
+    cuts = [[Span(0, at), Span(at, rows)] for at in range(1, rows)]
+    means = [each for each in find_candidates(module, batch, rows, cuts[0]) if each.name != SUMS]
+    first = next((each for each in cuts if candidates_differ(means, each)), cuts[0])
+    cut = make_cutter(batch, rows)
+    spans = [*first, *cuts[len(cuts) // 2]]  # a loss may be 0 for one sample: two cuts are compared
+    whole, *parts = compute([batch, *map(cut, spans)])
+    kinds = {t.dtype for t in (*module.parameters(), whole) if t.is_floating_point()}
+    wrong, candidates = set[str](), find_candidates(module, batch, rows, spans[:2])
+    for at in (0, 2):
+        losses = {span: loss.item() for span, loss in zip(spans[at : at + 2], parts[at : at + 2], strict=True)}
+        differ = partial(parts_differ, whole.item(), losses, kind=whole.dtype, types=kinds)
+        every = find_candidates(module, batch, rows, list(losses))
+        wrong |= {each.name for each in every if differ(share=each.loss_share)}
+    if not {each.name for each in candidates} <= wrong:
+        return SplitLosses(frozenset(wrong), "")
+    of_parts = " and ".join(f"{loss:.6g}" for loss in losses.values())
+    return SplitLosses(
+        frozenset(wrong - {SAMPLES}),
+        f"{whole.item():.6g} for {rows} samples, and no sum or mean of its losses for parts of them, {of_parts}",
+    )
 
 
 def losses_differ(
