@@ -437,7 +437,7 @@ class _E5:
         return x * 2 if float(x.detach()[0, 0]) > 0 else -x
 
 
-@fault("loss that is no mean over samples", "the loss")
+@fault("loss that is no mean over samples", "the loss", strategy={"loss": "microbatch"})
 class _E6:
     def loss(self: Any, h: Any, y: Any, batch_idx: int) -> Any:
         return F.cross_entropy(h, y, reduction="none").square().mean().sqrt()
@@ -744,7 +744,7 @@ class Single(Net):
         return [batch[0].float(), batch[1]]
 
 
-@fault("single precision: loss that is no mean over samples", "the loss", base=Single)
+@fault("single precision: loss that is no mean over samples", "the loss", base=Single, strategy={"loss": "microbatch"})
 class _P1:
     loss = _E6.loss
 

@@ -215,7 +215,8 @@ ALIKE = [Lit, LitSum, LitRandom, LitInsideMean, LitMixup, LitOwnGenerator, LitNo
     ids=["1f1b", "pipedream", "interleaved"],
 )
 def test_both_numbers_are_those_without_a_pipeline(schedule, ranks, parts, kinds):
-    found = run_ranks(fitted_all, ranks, ranks, kinds, {"schedule": schedule, "microbatches": parts}, timeout=180)
+    strategy = {"module": "model", "schedule": schedule, "microbatches": parts}
+    found = run_ranks(fitted_all, ranks, ranks, kinds, strategy, timeout=180)
     for kind, runs in zip(kinds, zip(*found, strict=True), strict=True):
         assert [said for said, *_ in runs[1:]] == [[]] * (ranks - 1)  # rank 0 alone
         said = runs[0][0]
