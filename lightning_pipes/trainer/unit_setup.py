@@ -66,7 +66,7 @@ from lightning_pipes.trainer.step.logs import recorded
 from lightning_pipes.trainer.step.loss_weights import compare_losses, losses_differ
 from lightning_pipes.trainer.step.steps import loss_of
 from lightning_pipes.trainer.step.uses import ChoosesLayers
-from lightning_pipes.trainer.units.batch_end import Axes, BatchEnd, SampleTrace, find_axes
+from lightning_pipes.trainer.units.batch_end import BatchEnd, Layouts, SampleTrace, find_layouts
 from lightning_pipes.trainer.units.borders import Borders, match_starts, merge_units
 from lightning_pipes.trainer.units.cut import WHOLE, UnitCut, weights_of_stages
 from lightning_pipes.trainer.units.fake_run import FakeRun
@@ -448,8 +448,8 @@ class UnitSetup(ModuleSetup):
         if not why and self._fake is not None:
             why = "weights are on meta, and losses can't be compared before the module is cut"
         if not why:
-            axes = self._trace_samples(record.atomic)
-            possible = range(after + 1, min(len(axes) + 1, len(record.units)))
+            layouts = self._trace_samples(record.atomic)
+            possible = range(after + 1, min(len(layouts) + 1, len(record.units)))
             found = max((n for n in possible if borders.is_possible(n)), default=None)
         ends = self._ranks.control.all_gather(found)
         if None not in ends:
@@ -462,8 +462,8 @@ class UnitSetup(ModuleSetup):
             )
         return None
 
-    def _trace_samples(self, atomic: tuple[str, ...]) -> tuple[Axes, ...]:
-        """Return the axes that count samples, of units up to the first one that may mix samples."""
+    def _trace_samples(self, atomic: tuple[str, ...]) -> tuple[Layouts, ...]:
+        """Return where tensors have their samples, of units up to the first one that may mix samples."""
         module, device = self._module, self._ranks.device
         step, batch, arguments = named_step(module, "training_step"), self._compared_batch, self._step_arguments()
         try:
@@ -479,7 +479,7 @@ class UnitSetup(ModuleSetup):
         except Exception as error:  # of the user's code, with other numbers of samples
             rank_zero_info(f"{type(module).__name__}.training_step was not traced with parts of a batch: {error}")
             return ()
-        return find_axes(traces[0], rows // 2, traces[1], rows)
+        return find_layouts(traces[0], rows // 2, traces[1], rows)
 
     def _check_end(self, layout: UnitLayout, border: int) -> None:
         """Have the step end with whole batches, if its loss is then that of the batch. Collective.
@@ -488,8 +488,8 @@ class UnitSetup(ModuleSetup):
             PlanError: it is not, and the user asks for it.
         """
         module, device = self._module, self._ranks.device
-        axes = self._trace_samples(layout.atomic)[:border]
-        end, differs = BatchEnd(border, axes), ""
+        layouts = self._trace_samples(layout.atomic)[:border]
+        end, differs = BatchEnd(border, layouts), ""
         whole = replace(end.layout(layout), starts=(0, border))
         step, batch, arguments = named_step(module, "training_step"), self._compared_batch, self._step_arguments()
         draws = RngUse(device)
@@ -508,7 +508,7 @@ class UnitSetup(ModuleSetup):
             return watch(partial(lazy.run, step, copy_batch(part), arguments, received))
 
         try:
-            if len(axes) < border:
+            if len(layouts) < border:
                 raise PipelineError("its samples meet before the loss")
             rows = rows_of(batch)
             parts = map(make_cutter(batch, rows), (Span(0, rows // 2), Span(rows // 2, rows)))

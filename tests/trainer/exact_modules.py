@@ -672,6 +672,7 @@ MODULES: list[type[Exact]] = [
     Autoencoder,
     Focal,
     Towers,
+    SimCLR,
     FrozenBackbone,
     FrozenAfterProjection,
     UnequalTowers,

@@ -10,14 +10,15 @@ import torch
 from torch import nn
 
 from lightning_pipes.ir import PipelineError
+from lightning_pipes.trainer.module.layouts import Layout
 from lightning_pipes.trainer.units.lazy_step import Crossing
 from lightning_pipes.trainer.units.mode import Function
 from lightning_pipes.trainer.units.recording import UnitLayout
 from lightning_pipes.trainer.units.trace import Done, Made, TemplateLeaf, Trace, map_leaves
 from lightning_pipes.trainer.units.traced_step import TracedStep
 
-Axes = tuple[int | None, ...]
-"""For each tensor that a unit makes, the axis that counts samples; None for one that is the same for all samples."""
+Layouts = tuple[Layout, ...]
+"""The place of samples in each tensor that a unit makes."""
 _PLAIN = (TemplateLeaf, str, type(None), torch.dtype, torch.device)
 
 
@@ -27,11 +28,11 @@ class BatchEnd:
 
     Attributes:
         border: the first unit that runs on the whole batch.
-        axes: of each unit in front of it.
+        layouts: of each unit in front of it.
     """
 
     border: int
-    axes: tuple[Axes, ...]
+    layouts: tuple[Layouts, ...]
 
     def layout(self, layout: UnitLayout) -> UnitLayout:
         """Return the layout of micro-batches, in which the end of the step is one more stage."""
@@ -46,29 +47,30 @@ class BatchEnd:
             PipelineError: the micro-batches took different ways through the step, or another one than was recorded.
         """
         traces = [trace for _, trace in crossings]
-        first, axes = traces[0], dict[int, int | None]()
+        first, layouts = traces[0], dict[int, Layout]()
         alike = all(t.keys == first.keys and len(t.units) == len(first.units) for t in traces)
-        if not alike or len(first.units) > len(self.axes):
+        if not alike or len(first.units) > len(self.layouts):
             raise _other_way("ends elsewhere")
         columns = zip(*(t.units for t in traces), strict=True)
-        units = [_join_units(n, dones, self.axes[n], axes) for n, dones in enumerate(columns)]
-        if not axes.keys() >= {*first.keys}:
+        units = [_join_units(n, dones, self.layouts[n], layouts) for n, dones in enumerate(columns)]
+        if not layouts.keys() >= {*first.keys}:
             raise _other_way("changes a tensor in place that it made without weights")
-        values = tuple(_join_values([each[n] for each, _ in crossings], axes[key]) for n, key in enumerate(first.keys))
+        values = tuple(
+            _join_values([each[n] for each, _ in crossings], layouts[key]) for n, key in enumerate(first.keys)
+        )
         return values, Trace(units, first.keys, first.shared)
 
     def split_gradients(self, joined: Crossing, crossings: Sequence[Crossing]) -> list[list[torch.Tensor | None]]:
         """Split the gradients of joined values into those of each micro-batch."""
         values, trace = joined
-        axes = {m.key: a for done, of in zip(trace.units, self.axes, strict=False) for m, a in _made(done, of)}
+        layouts = {m.key: a for done, of in zip(trace.units, self.layouts, strict=False) for m, a in _made(done, of)}
         found: list[list[torch.Tensor | None]] = [[] for _ in crossings]
         for n, (key, value) in enumerate(zip(trace.keys, values, strict=True)):
-            axis, parts = axes[key], list[torch.Tensor | None]([None] * len(crossings))
-            if value.grad is not None and axis is None:
+            layout, parts = layouts[key], list[torch.Tensor | None]([None] * len(crossings))
+            if value.grad is not None and layout.axis is None:
                 parts[0] = value.grad
-            elif value.grad is not None:
-                assert axis is not None
-                parts = list(torch.split(value.grad, [each[n].size(axis) for each, _ in crossings], axis))
+            elif value.grad is not None and layout.axis is not None:
+                parts = [*layout.split(value.grad, [each[n].size(layout.axis) for each, _ in crossings])]
             for each, part in zip(found, parts, strict=True):
                 each.append(part)
         return found
@@ -113,15 +115,16 @@ class SampleTrace(TracedStep):
         return ran.out
 
 
-def find_axes(part: SampleTrace, part_rows: int, whole: SampleTrace, rows: int) -> tuple[Axes, ...]:
-    """Return the axes that count samples, of all units in front of the first one that mixes samples or may do so.
+def find_layouts(part: SampleTrace, part_rows: int, whole: SampleTrace, rows: int) -> tuple[Layouts, ...]:
+    """Return the layouts of what units make, of all units in front of the first one that mixes samples or may do so.
 
     Args:
         part: the trace of a step with the first `part_rows` of the samples of `whole`.
     """
-    found: list[Axes] = []
+    found: list[Layouts] = []
+    groups: dict[int, int] = {}
     for number, (a, b) in enumerate(zip(part.units, whole.units, strict=False)):
-        axes: list[int | None] = []
+        layouts: list[Layout] = []
         if (a.name, a.pure) != (b.name, b.pure) or a.written or b.written:
             return tuple(found)
         both = list(zip(_leaves(a.out), _leaves(b.out), strict=False)) if not a.pure else []
@@ -133,13 +136,33 @@ def find_axes(part: SampleTrace, part_rows: int, whole: SampleTrace, rows: int) 
                 (at, *pair) for at, pair in enumerate(zip(one.shape, other.shape, strict=False)) if len({*pair}) > 1
             ]
             if len(one.shape) == len(other.shape) and not sizes and torch.equal(*tensors):
-                axes.append(None)
+                layouts.append(Layout(None))
             elif len(sizes) == 1 and sizes[0][1] * rows == sizes[0][2] * part_rows:
-                axes.append(sizes[0][0])
+                layouts.append(_find_layout(sizes[0][0], tensors[0], part_rows, tensors[1], rows, groups))
             else:
                 return tuple(found)
-        found.append(tuple(axes))
+        found.append(tuple(layouts))
     return tuple(found)
+
+
+def _find_layout(
+    axis: int, part: torch.Tensor, part_rows: int, whole: torch.Tensor, rows: int, known: dict[int, int]
+) -> Layout:
+    """Return the layout of a tensor with an axis of samples: views of a batch, for example, lie one after the other.
+
+    Args:
+        known: the groups of the last tensor with as many entries for a sample, for tensors with random numbers.
+    """
+    entries = whole.size(axis) // rows
+    usual = known.get(entries, 1)
+    possible = [usual, *(n for n in range(1, entries + 1) if entries % n == 0 and n != usual)]
+    for groups in possible if whole.size(axis) == entries * rows else ():
+        same = Layout(axis, groups).split(whole, [entries * part_rows, entries * (rows - part_rows)])[0]
+        is_exact = not whole.is_floating_point() and not whole.is_complex()
+        if torch.equal(same, part) if is_exact else torch.allclose(same, part, rtol=1e-3, atol=1e-6):
+            known[entries] = groups
+            return Layout(axis, groups)
+    return Layout(axis, usual)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -152,19 +175,19 @@ def _leaves(tree: Any) -> list[Any]:
     return found
 
 
-def _made(done: Done, axes: Axes) -> list[tuple[Made, int | None]]:
-    return list(zip((leaf for leaf in _leaves(done.out) if isinstance(leaf, Made)), axes, strict=True))
+def _made(done: Done, layouts: Layouts) -> list[tuple[Made, Layout]]:
+    return list(zip((leaf for leaf in _leaves(done.out) if isinstance(leaf, Made)), layouts, strict=True))
 
 
-def _join_units(number: int, dones: Sequence[Done], axes: Axes, known: dict[int, int | None]) -> Done:
-    """Return a unit of the whole batch, and note the axes of its values in `known`."""
+def _join_units(number: int, dones: Sequence[Done], layouts: Layouts, known: dict[int, Layout]) -> Done:
+    """Return a unit of the whole batch, and note the layouts of its values in `known`."""
     first = dones[0]
     if any((d.name, d.pure, d.draws) != (first.name, first.pure, first.draws) or d.written for d in dones):
         raise _other_way(f"comes to {first.name} as unit {number}")
     if first.pure:
         return first
     columns = list(zip(*(_leaves(d.out) for d in dones), strict=True))
-    of_made = iter(axes)
+    of_made = iter(layouts)
 
     def join(column: Sequence[Any]) -> Any:
         one = column[0]
@@ -172,8 +195,8 @@ def _join_units(number: int, dones: Sequence[Done], axes: Axes, known: dict[int,
             if any(other != one for other in column):
                 raise _other_way(f"gets {one!r} from {first.name}")
             return one
-        axis = next(of_made, None)
-        known[one.key] = axis
+        known[one.key] = layout = next(of_made, Layout(None))
+        axis = layout.axis
         others = [tuple(n for at, n in enumerate(each.shape) if at != axis) for each in column]
         if any(each != others[0] for each in others):
             raise PipelineError(
@@ -198,8 +221,8 @@ def _resize(made: Made, shape: tuple[int, ...]) -> Made:
     return replace(made, shape=shape, stride=tuple(strides))
 
 
-def _join_values(parts: Sequence[torch.Tensor], axis: int | None) -> torch.Tensor:
-    joined = parts[0].detach() if axis is None else torch.cat([part.detach() for part in parts], axis)
+def _join_values(parts: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
+    joined = layout.join([part.detach() for part in parts])
     return joined.requires_grad_(any(part.requires_grad for part in parts))
 
 

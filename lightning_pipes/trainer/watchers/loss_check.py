@@ -29,6 +29,7 @@ from lightning_pipes.ir import Kind, Span
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_due
 from lightning_pipes.trainer.module.batches import copy_batch, join, take_samples
+from lightning_pipes.trainer.module.layouts import Layout, guess_layouts, join_tensors
 from lightning_pipes.trainer.module.unchanged import keep_unchanged
 from lightning_pipes.trainer.step.logs import LogCall, LogKey, number_calls, recorded, returned_calls
 from lightning_pipes.trainer.step.loss_weights import (
@@ -43,7 +44,6 @@ from lightning_pipes.trainer.step.loss_weights import (
     usual_weights,
 )
 from lightning_pipes.trainer.step.steps import BatchCopy, loss_of, run_stage, why_no_room
-from lightning_pipes.trainer.watchers.layouts import Layout, guess_layouts, join_tensors
 from lightning_pipes.trainer.watchers.sample_check import SampleCheck
 
 LABELLED_BATCHES = 20

@@ -31,17 +31,17 @@ from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_due
 from lightning_pipes.trainer.module.batches import copy_batch, join, move_batch, per_sample, take_samples, weighted_sum
 from lightning_pipes.trainer.module.capture import named_step
-from lightning_pipes.trainer.module.tape import TapedLayer
-from lightning_pipes.trainer.module.unchanged import keep_unchanged
-from lightning_pipes.trainer.private_lightning import is_compiled, spectral_norms
-from lightning_pipes.trainer.step.steps import HOST, why_no_room
-from lightning_pipes.trainer.watchers.layouts import (
+from lightning_pipes.trainer.module.layouts import (
     Layout,
     TensorComparison,
     compare_tensors,
     guess_layouts,
     join_tensors,
 )
+from lightning_pipes.trainer.module.tape import TapedLayer
+from lightning_pipes.trainer.module.unchanged import keep_unchanged
+from lightning_pipes.trainer.private_lightning import is_compiled, spectral_norms
+from lightning_pipes.trainer.step.steps import HOST, why_no_room
 
 _log = logging.getLogger(__name__)
 

@@ -40,11 +40,22 @@ class Layout(NamedTuple):
         """Return the tensor of a whole batch from those of its micro-batches, in their order."""
         if self.axis is None:
             return parts[0]
+        if self.groups == 1 and not self.before + self.after:
+            return torch.cat([*parts], self.axis)  # which keeps the order of axes in memory
         cut = [self._of_samples(part) for part in parts]
         joined = torch.cat(cut, self.axis + 1).flatten(self.axis, self.axis + 1)
         ends = [parts[0].narrow(self.axis, 0, self.before), joined]
         ends += [parts[0].narrow(self.axis, parts[0].size(self.axis) - self.after, self.after)]
         return torch.cat(ends, self.axis) if self.before or self.after else joined
+
+    def split(self, whole: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+        """Return the tensors of micro-batches, which are so long along the axis, from the tensor of a whole batch.
+
+        There are no entries that micro-batches share.
+        """
+        assert self.axis is not None
+        found = self._of_samples(whole).split([length // self.groups for length in lengths], self.axis + 1)
+        return [part.flatten(self.axis, self.axis + 1) for part in found]
 
     def select_from(self, whole: torch.Tensor, first: int, rows: int) -> torch.Tensor | None:
         """Return the entries of all samples from `first` on, of `rows`; None if entries are not equally many."""
