@@ -541,6 +541,8 @@ class FrozenAfterProjection(Exact):
 class SimCLR(Exact):
     """One encoder, two views in one call, and a loss that compares all samples."""
 
+    by_units = True
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x = batch[0]
         z = F.normalize(self.net(torch.cat([x, x.flip(-1)])), dim=1)

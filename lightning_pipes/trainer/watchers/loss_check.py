@@ -261,7 +261,8 @@ class LossCheck(Watcher):
                 "PipelineStrategy(microbatches=1); a loss that is a mean over samples, a mean over labels that are "
                 "not -100, or a sum; or for another mean microbatch_weight(batch) of the module, which returns the "
                 "weight of a micro-batch. Losses that compare samples with each other need microbatches=1. If samples "
-                "meet only in the loss, loss='batch' without module=... also works. check_loss=False turns this comparison off"
+                "meet only in the loss, loss='batch' without module=... also works. check_loss=False turns this "
+                "comparison off"
             )
 
     def _compare_forms(
