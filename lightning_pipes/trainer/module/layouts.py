@@ -54,7 +54,8 @@ class Layout(NamedTuple):
         There are no entries that micro-batches share.
         """
         assert self.axis is not None
-        found = self._of_samples(whole).split([length // self.groups for length in lengths], self.axis + 1)
+        sizes = [length // self.groups for length in lengths]
+        found = torch.split(self._of_samples(whole), sizes, self.axis + 1)
         return [part.flatten(self.axis, self.axis + 1) for part in found]
 
     def select_from(self, whole: torch.Tensor, first: int, rows: int) -> torch.Tensor | None:
