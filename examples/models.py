@@ -88,7 +88,9 @@ class GPT(Task):
         warmup: int = 0,
     ) -> None:
         if width % heads:
-            raise ValueError(f"GPT: width {width} is no multiple of heads {heads}; set model.width or model.heads")
+            raise ValueError(
+                f"GPT: width {width} is not a multiple of heads {heads}. Change model.width or model.heads."
+            )
         super().__init__(lr, weight_decay, warmup)
         self.save_hyperparameters()
         self.layers = nn.Sequential(

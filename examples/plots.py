@@ -28,7 +28,7 @@ def save_sweep(trials: Sequence[FrozenTrial], timeline: Timeline, path: Path, me
         trials: the trials, in the order in which they began.
         timeline: the timeline of the job array.
         path: the file to which the figure is written.
-        metric: the name of the metric, for the title.
+        metric: the name of the metric, which the title of the figure shows.
     """
     colours = [colormaps["tab20"](n % 20) for n in range(len(trials))]
     figure = Figure(figsize=(13, 5.4 + 0.17 * len(trials)), layout="constrained")
@@ -96,13 +96,13 @@ def save_search(
     front.sort(key=lambda t: (t.cost, t.accuracy))
     costs.step([t.cost for t in front], [t.accuracy for t in front], where="post", color="black", linewidth=1)
     costs.plot(best.cost, best.accuracy, "o", markersize=11, markerfacecolor="none", color="black", label="the best")
-    costs.plot(best.cost, retrained, "*", markersize=12, color="black", label="the best, trained anew")
-    costs.set_title("subnets with the supernet's weights, and the front", **_HEADING)
+    costs.plot(best.cost, retrained, "*", markersize=12, color="black", label="the best, trained again from scratch")
+    costs.set_title("subnets with the supernet's weights, and the Pareto front", **_HEADING)
     costs.set_xlabel("parameters", fontsize=8)
     costs.set_ylabel("accuracy on validation", fontsize=8)
     costs.yaxis.set_major_formatter("{x:.0%}")
     costs.set_ylim(max(0.0, sorted(t.accuracy for t in everything)[len(everything) // 50] - 0.01), None)
-    progress.set_title("best so far: accuracy less the price of parameters", **_HEADING)
+    progress.set_title("best result so far: accuracy minus the price of parameters", **_HEADING)
     progress.set_xlabel("subnets tried", fontsize=8)
     for axis in (costs, progress):
         axis.legend(fontsize=7, frameon=False, loc="lower right")
@@ -137,7 +137,7 @@ def _curves(axis: Any, trials: Sequence[FrozenTrial], colours: Sequence[Any], me
     axis.yaxis.set_minor_formatter(NullFormatter())
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_xlabel("validation", fontsize=8)
-    axis.set_title(f"{metric} of {len(trials)} siblings; a cross where one was pruned", **_HEADING)
+    axis.set_title(f"{metric} of {len(trials)} siblings; a cross marks a pruned one", **_HEADING)
     axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7, ncols=-(-len(trials) // 16), frameon=False)
 
 

@@ -190,7 +190,7 @@ def main(cfg: DictConfig) -> None:
 
     if trainer.is_global_zero:
         report = strategy.report
-        print(f"supernet    {trainer.global_step} subnets trained, one a batch; {net.space.size} there are")
+        print(f"supernet    {trainer.global_step} subnets trained, one per batch, of {net.space.size} possible subnets")
         print(f"bubble      {report.bubble_measured:.1%}, measured")
         for name, found in tried.items():
             top = max(found, key=lambda t: t.worth)

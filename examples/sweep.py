@@ -56,8 +56,10 @@ if __name__ == "__main__":  # each process runs this script
     parser.add_argument("--model", choices=["resnet", "gpt"], default="resnet")
     parser.add_argument("--trials", type=int, default=16)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--windows", type=int, default=640, help="of the text that the GPT reads in an epoch")
-    parser.add_argument("--storage", help="such as sqlite:///study.db: to look at, and to go on with")
+    parser.add_argument("--windows", type=int, default=640, help="windows of text that the GPT reads in an epoch")
+    parser.add_argument(
+        "--storage", help="where the study is kept, such as sqlite:///study.db; a later call continues it"
+    )
     parser.add_argument("--out", type=Path, default=Path("outputs/sweep"), help="the directory of the picture")
     arguments = parser.parse_args()
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)

@@ -506,15 +506,15 @@ class FailureWatch:
                     self._accept_failure(text)
                     self._reports.put(_FailureReport(text))  # for a host that goes on one day
             elif self._enforce and self._failed_at is not None and now > self._failed_at + GRACE_SECONDS:
-                self._end_process(f"still blocked {GRACE_SECONDS:.0f} s after: {self.error}")
+                self._end_process(f"is still blocked {GRACE_SECONDS:.0f} s after the failure")
         if self.error is not None and self._enforce and process_exit.claim_final_wait():
             process_exit.wait_for_main_thread()
             time.sleep(GRACE_SECONDS)
-            self._end_process(f"has not exited {GRACE_SECONDS:.0f} s after its last line, nor after: {self.error}")
+            self._end_process(f"has not exited {GRACE_SECONDS:.0f} s after the end of its script, which failed")
 
-    def _end_process(self, why: str) -> None:
+    def _end_process(self, what: str) -> None:
         with suppress(Exception):  # whatever becomes of the words
-            print(f"[rank {self._rank}] {why}; ending", file=sys.stderr)
+            print(f"[rank {self._rank}] {what}, and is stopped: {to_one_line(str(self.error))}", file=sys.stderr)
             sys.stderr.flush()
         os._exit(1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -102,6 +103,26 @@ def test_what_others_call_a_dead_rank_prints_its_own_error(
     assert "rank 1 has ended" in str(watches[1].error)
     error_output.limit_tracebacks(watches[1])
     assert "RaisedError: a bad day" in printed(RaisedError("a bad day"), capsys)
+
+
+def test_a_blocked_rank_is_stopped_with_one_line(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of the user may have many lines, which were printed where it was raised."""
+    stopped = threading.Event()
+    monkeypatch.setattr(failure, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(failure.os, "_exit", lambda status: stopped.set())
+    monkeypatch.setattr(failure.process_exit, "claim_final_wait", lambda: False)
+    others = threading.enumerate()
+    watch = FailureWatch(store_on_loopback(0, timedelta(seconds=20)), 0, 1, enforce=True)
+    threads = [thread for thread in threading.enumerate() if thread not in others]
+    watch.report_failure(RaisedError("a bad file.\nDo one of these:\n(1) load another"))
+    assert stopped.wait(scale_timeout(20.0))
+    watch.close()
+    for thread in threads:
+        thread.join(scale_timeout(20.0))
+    line = "[rank 0] is still blocked 0 s after the failure, and is stopped: rank 0 failed: RaisedError: a bad file."
+    assert set(filter(None, capfd.readouterr().err.splitlines())) == {line}  # once for each look of the thread
 
 
 class SlowStore:
