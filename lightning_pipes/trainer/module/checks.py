@@ -150,7 +150,9 @@ def _copies(module: pl.LightningModule, full: nn.Module) -> list[str]:
 
 
 def warn_about_small_batch(rows: int, stages: int, pieces: int, asked: int) -> None:
-    """Warn of a batch with fewer samples than there are stages; log where it makes fewer micro-batches than `asked`.
+    """Warn of a batch with fewer samples than there are stages, and log if it is cut into fewer micro-batches than
+    `asked`. With one micro-batch nothing is cut, and samples are not counted: a batch of a class of its own counts as
+    one sample.
 
     Args:
         pieces: micro-batches that it is cut into.
@@ -161,7 +163,7 @@ def warn_about_small_batch(rows: int, stages: int, pieces: int, asked: int) -> N
             f"A batch of {rows} sample{'s' * (rows > 1)} is cut into {pieces} micro-batch{'es' * (pieces > 1)}, "
             f"fewer than {asked}"
         )
-    if rows < stages:
+    if rows < stages and asked > 1:
         rank_zero_warn(
             f"a batch of {rows} sample{'s' * (rows > 1)} can't keep {stages} stages busy; use a batch_size of several "
             "samples for each stage"

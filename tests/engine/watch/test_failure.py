@@ -111,16 +111,15 @@ def test_a_blocked_rank_is_stopped_with_one_line(
     """The error of the user may have many lines, which were printed where it was raised."""
     stopped = threading.Event()
     monkeypatch.setattr(failure, "GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(failure.os, "_exit", lambda status: stopped.set())
-    monkeypatch.setattr(failure.process_exit, "claim_final_wait", lambda: False)
+    monkeypatch.setattr("os._exit", lambda status: stopped.set())
+    monkeypatch.setattr("lightning_pipes.engine.watch.process_exit.claim_final_wait", lambda: False)
     others = threading.enumerate()
     watch = FailureWatch(store_on_loopback(0, timedelta(seconds=20)), 0, 1, enforce=True)
-    threads = [thread for thread in threading.enumerate() if thread not in others]
+    watchdog = next(t for t in threading.enumerate() if t not in others and t.name.endswith("watchdog"))
     watch.report_failure(RaisedError("a bad file.\nDo one of these:\n(1) load another"))
     assert stopped.wait(scale_timeout(20.0))
     watch.close()
-    for thread in threads:
-        thread.join(scale_timeout(20.0))
+    watchdog.join()
     line = "[rank 0] is still blocked 0 s after the failure, and is stopped: rank 0 failed: RaisedError: a bad file."
     assert set(filter(None, capfd.readouterr().err.splitlines())) == {line}  # once for each look of the thread
 
