@@ -19,6 +19,11 @@ def quiet_about_training(ranks: list[Found]) -> None:
     assert [text for found in ranks for text in found["warnings"] if "differ" in text or "mix" in text] == []
 
 
+def warned_on_rank_0(ranks: list[Found], what: str) -> None:
+    """Asserts that the output of rank 0 has a warning, also if another rank found it, and no other output has it."""
+    assert [any(what in text for text in found["warnings"]) for found in ranks] == [True] + [False] * (len(ranks) - 1)
+
+
 steps = partial(row, "Steps")
 steps("self.log of constants, numbers of samples, sums and means, by each reduce_fx", module=s.LogsReduced)
 steps(
@@ -125,6 +130,7 @@ steps(
     module=s.MixesSamples,
     warned="training_step computes what enters self.model from several samples together",
     reason="mix them in on_after_batch_transfer, which gets all samples",
+    check=lambda ranks, plain: warned_on_rank_0(ranks, "what enters self.model"),
 )
 steps(
     "a module cut by units: a loss that compares samples with each other",
