@@ -416,6 +416,9 @@ def make_run(
     _log.debug("setup: stages and engine")
     settings = context.settings
     seed = replica_seed(settings.seed, context.ranks.grid.replica)
+    ruled_out = setup.ruled_out_weights
+    if ruled_out is None and settings.check_loss and setup.path == WHOLE:
+        ruled_out = frozenset()  # logged values are weighed even if the loss could not be compared
     return PipelineRun(
         context.trainer,
         context.ranks,
@@ -428,7 +431,7 @@ def make_run(
         settings.check_loss and not setup.explain_uncompared_loss(local_layers.holdings),
         make_training_loop,
         settings.relocation,
-        setup.ruled_out_weights,
+        ruled_out,
     )
 
 

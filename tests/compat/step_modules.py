@@ -50,7 +50,7 @@ class LogsSpread(Lit):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
         self.log("spread", batch[0].std(), **BOTH)
-        return {"loss": loss, "most": batch[0].max()}
+        return {"loss": loss, "most": batch[0].max(), "sorted": batch[1].sort().values}
 
 
 class LogsLater(Lit):
@@ -62,7 +62,7 @@ class LogsLater(Lit):
 
 
 class ReturnsNumbers(Lit):
-    """Ints, flags, counts and words beside the loss."""
+    """Ints, flags, counts, words, shapes and lists besides the loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -80,6 +80,9 @@ class ReturnsNumbers(Lit):
             "classes": torch.bincount(y, minlength=3),
             "by_class": torch.zeros(3, 3, dtype=torch.long).index_put((y, logits.argmax(1)), torch.tensor(1), True),
             "nested": {"rows": len(x), "mean": float(logits.detach().mean())},
+            "shape": x.shape,
+            "numbers": x[:, 0].tolist(),
+            "first": float(x[0, 0]),
         }
 
 

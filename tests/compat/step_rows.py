@@ -25,20 +25,31 @@ def warned_on_rank_0(ranks: list[Found], what: str) -> None:
 
 
 steps = partial(row, "Steps")
-steps("self.log of constants, numbers of samples, sums and means, by each reduce_fx", module=s.LogsReduced)
-steps(
-    "self.log of what is no mean, sum or extreme over samples",
-    module=s.LogsSpread,
-    warned="so that they differ from one process: outputs['most'], self.log('spread')",
-    reason="a warning names the values",
-)
+BY_UNITS = {"module": "", "microbatches": 3}
+for where, strategy in (("", {}), (", by units", BY_UNITS)):
+    steps(
+        f"self.log of constants, numbers of samples, sums and means, by each reduce_fx{where}",
+        module=s.LogsReduced,
+        strategy=strategy,
+    )
+    steps(
+        f"self.log of what is no mean, sum or extreme over samples{where}",
+        module=s.LogsSpread,
+        strategy=strategy,
+        warned="so that they differ from one process: outputs['most'], outputs['sorted'], self.log('spread')",
+        reason="a warning names the values",
+    )
+    steps(
+        f"numbers, words, counts, shapes and lists in the dict that training_step returns{where}",
+        module=s.ReturnsNumbers,
+        strategy=strategy,
+    )
 steps(
     "self.log of a number that is 0 in the first batches",
     module=s.LogsLater,
     warned="self.log('events') of LogsLater.training_step was 0 in all batches that were compared",
     reason="a warning names the value in the first batch in which it is not",
 )
-steps("numbers, words, counts and tables in the dict that training_step returns", module=s.ReturnsNumbers)
 LAST = {2: [3], 4: [1, 2, 3]}
 steps("auxiliary losses that layers pass along, of each sample", module=partial(s.PassesLosses, True))
 steps(

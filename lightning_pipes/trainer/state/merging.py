@@ -129,7 +129,7 @@ class ValueMerger:
                 break
         if whole is not None:
             self._separate_sums(path, candidates, whole)
-        elif last == TOTAL and chosen == SUM and not _close(candidates[SUM], candidates[TOTAL]):
+        elif last == TOTAL and chosen == SUM and not are_close(candidates[SUM], candidates[TOTAL]):
             self._warn(
                 path,
                 f"{self._owner} sets {format_path(path)} to a sum over samples in each micro-batch. Batches so far "
@@ -137,8 +137,8 @@ class ValueMerger:
                 "assumed; else the value differs from one process. Keep means, or set PipelineStrategy(microbatches=1)",
             )
         name = chosen if chosen in candidates else next(iter(candidates))
-        if whole is not None and not _close(candidates[name], whole):
-            fitting = next((other for other, value in candidates.items() if _close(value, whole)), None)
+        if whole is not None and not are_close(candidates[name], whole):
+            fitting = next((other for other, value in candidates.items() if are_close(value, whole)), None)
             if fitting is not None:
                 if path in self._guessed:
                     self._warn(
@@ -166,7 +166,7 @@ class ValueMerger:
 
     def _separate_sums(self, path: Path, candidates: Mapping[str, Any], whole: Any) -> None:
         """Note whether the value of a whole batch leaves open if a sum begins anew with each batch."""
-        fitting = {name for name in (SUM, TOTAL) if name in candidates and _close(candidates[name], whole)}
+        fitting = {name for name in (SUM, TOTAL) if name in candidates and are_close(candidates[name], whole)}
         if len(fitting) == 2 and (path in self.ambiguous or path not in self._how):
             self.ambiguous.add(path)
         elif fitting:
@@ -241,7 +241,7 @@ def _are_columns(lists: Sequence[Sequence[Any]], rows: Sequence[int]) -> bool:
 
 
 def _fits_any(whole: Any, candidates: Iterable[tuple[str, Any]]) -> bool:
-    return any(_close(value, whole) for _, value in candidates)
+    return any(are_close(value, whole) for _, value in candidates)
 
 
 def have_equal_values(a: Any, b: Any) -> bool:
@@ -261,14 +261,16 @@ def have_equal_values(a: Any, b: Any) -> bool:
         return False
 
 
-def _close(a: Any, b: Any) -> bool:
+def are_close(a: Any, b: Any, relative: float = _RELATIVE) -> bool:
+    """Return whether two values are equal up to rounding; `relative` is what rounding may do at least."""
+    relative = max(relative, _RELATIVE)
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or a.shape != b.shape:
             return False
         a, b = (t.detach().to_dense().double().cpu() for t in (a, b))
-        return bool(torch.allclose(a, b, rtol=_RELATIVE, atol=_RELATIVE * float(b.abs().max()) if b.numel() else 0.0))
+        return bool(torch.allclose(a, b, rtol=relative, atol=relative * float(b.abs().max()) if b.numel() else 0.0))
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
-        return abs(a - b) <= _RELATIVE * max(abs(a), abs(b))
+        return abs(a - b) <= relative * max(abs(a), abs(b))
     return have_equal_values(a, b)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,18 +175,33 @@ def _add_up(values: Sequence[Any], shares: Sequence[float]) -> Any:
 def returned_calls(extras: Mapping[str, Any]) -> list[LogCall]:
     """Return the values that a step returns beside its loss, as log calls without a reduction."""
     found, _ = pytree.tree_flatten_with_path(dict(extras))
-    return [LogCall(f"outputs{pytree.keystr(path)}", value, {"reduce_fx": ""}) for path, value in found]
+    return [LogCall(returned_key(pytree.keystr(path))[0], value, {"reduce_fx": ""}) for path, value in found]
+
+
+def returned_key(path: str) -> LogKey:
+    """Return the key of a value that a step returns, by its path in the dict."""
+    return f"outputs{path}", 1
 
 
 def merge_returned(
-    extras: Sequence[Mapping[str, Any]], spans: Sequence[Span], shares: Mapping[LogKey, Sequence[float]]
+    extras: Sequence[Mapping[str, Any]],
+    spans: Sequence[Span],
+    shares: Mapping[LogKey, Sequence[float]],
+    joined_lists: Collection[str] = (),
 ) -> dict[str, Any]:
     """Merge the values that a step returned beside its loss over micro-batches.
 
     Tensors and lists over samples are joined, and what has shares adds up by them. Of the rest numbers with a fraction
     are averaged, equal words and flags are one, and else there is a list with an entry for each micro-batch.
+
+    Args:
+        joined_lists: names of lists that a whole batch has shown to be joined.
     """
-    lists = {name: joined for name in extras[0] if (joined := _join_lists([e.get(name) for e in extras], spans))}
+    lists = {}
+    for name in extras[0]:
+        joined = _join_lists([each.get(name) for each in extras], spans, name in joined_lists)
+        if joined:
+            lists[name] = joined
     if lists:
         others = [{name: value for name, value in each.items() if name not in lists} for each in extras]
         merged_others = merge_returned(others, spans, shares)
@@ -196,7 +211,7 @@ def merge_returned(
         return {name: [each.get(name) for each in extras] for name in extras[0]}
     merged = [
         _merge_returned_parts(
-            [value for _, value in leaves], spans, shares.get((f"outputs{pytree.keystr(leaves[0][0])}", 1))
+            [value for _, value in leaves], spans, shares.get(returned_key(pytree.keystr(leaves[0][0])))
         )
         for leaves in zip(*found, strict=True)
     ]
@@ -204,15 +219,20 @@ def merge_returned(
     return result
 
 
-def _join_lists(parts: Sequence[Any], spans: Sequence[Span]) -> list[Any] | None:
+def _join_lists(parts: Sequence[Any], spans: Sequence[Span], is_joined: bool) -> list[Any] | None:
     """Return the entries of lists that have one for each sample; None if they are other values.
 
-    Lists of numbers that are as long as micro-batches of one size may be any lists. They are not joined.
+    Lists of numbers that are as long as micro-batches of one size may be any lists. They are joined only if a whole
+    batch has shown that they are.
     """
     rows = [span.rows for span in spans]
-    if len(parts) == 1 or not all(isinstance(p, list) and len(p) == n for p, n in zip(parts, rows, strict=True)):
+    if len(parts) == 1 or not all(isinstance(part, list) for part in parts):
         return None
     entries = [entry for part in parts for entry in part]
+    if is_joined:
+        return entries
+    if [len(part) for part in parts] != rows:
+        return None
     return entries if len({*rows}) > 1 or all(isinstance(entry, str) for entry in entries) else None
 
 

@@ -23,6 +23,8 @@ from lightning_pipes.trainer.module.batches import make_cutter
 from lightning_pipes.trainer.step.logs import LogCall, LogKey, number_calls
 
 SAMPLES, SUMS, OWN = "samples", "1: it is a sum", "microbatch_weight"
+FIRST = "the first micro-batch"
+"""By what values are merged that the first sample makes, such as `x[0, 0]`."""
 EXTREME = "the largest or smallest"
 """By what values are merged that are logged with reduce_fx="max" or "min"; no weights."""
 IGNORED = -100
@@ -126,13 +128,14 @@ class BatchWeights:
     """The weights of one batch's micro-batches.
 
     Args:
-        every: all candidates.
+        every: all candidates, and that of values that the first sample makes.
         found: those that are possible, the likeliest first.
         spans: of the micro-batches.
         logs: names of the candidates by which logged and returned values are weighed.
         ambiguous: values for which several of them are possible.
         request_comparison: called with log calls of such values that would tell.
         undecided: whether candidates that disagree are to be distinguished by this batch.
+        joined_lists: names of returned lists that have the entries of all micro-batches in a row.
         sums: adds up numbers over replicas and returns what waits for that; None without replicas.
         replicas: how many there are.
     """
@@ -146,6 +149,7 @@ class BatchWeights:
         logs: Mapping[LogKey, str],
         ambiguous: Collection[LogKey],
         request_comparison: Callable[[Iterable[LogCall]], None],
+        joined_lists: Collection[str],
         sums: Sums | None,
         replicas: int,
     ) -> None:
@@ -153,6 +157,7 @@ class BatchWeights:
         self.found = found
         self.chosen = found[0]
         self.undecided = undecided
+        self.joined_lists = joined_lists
         self.logs, self.ambiguous, self.request_comparison = logs, ambiguous, request_comparison
         self.spans, self._replicas = spans, replicas
         self._totals: list[float] = []
@@ -226,6 +231,7 @@ class LossWeights:
     Attributes:
         name: by what micro-batches are weighed; empty before the first batch.
         ruled_out: names of candidates that don't make the loss.
+        joined_lists: names of returned lists that whole batches have shown to be those of micro-batches in a row.
     """
 
     MOST_BATCHES, MOST_FOR_LOGS, MOST_AGAIN = 5, 3, 16
@@ -238,6 +244,7 @@ class LossWeights:
         self._batches_left = self.MOST_BATCHES if compares else 0
         self._sums, self._replicas = sums, replicas
         self.ruled_out: set[str] = set()
+        self.joined_lists: set[str] = set()
         self._log_batches_left = self.MOST_FOR_LOGS if compares else 0
         self._extra_batches_left = self.MOST_AGAIN if compares else 0
         self._logs: dict[LogKey, set[str]] = {}
@@ -257,6 +264,7 @@ class LossWeights:
         if len(spans) < 2 and self._sums is None:
             return None
         found = find_candidates(self._module, batch, rows, spans)
+        every = [*found, WeightAmounts(FIRST, lambda span: float(span.start == 0), 1.0)]
         left = [each for each in found if each.name not in self.ruled_out]
         left = left or [each for each in found if each.name == SAMPLES]
         if not self._batches_left:
@@ -264,15 +272,16 @@ class LossWeights:
         if self._ambiguous and self._module.current_epoch != self._epoch:  # its number may be logged, which was 0
             self._compare_next_batch()
         self._epoch = self._module.current_epoch
-        undecided = candidates_differ(left, spans) or (self._log_batches_left > 0 and self._logs_disagree(found, spans))
+        undecided = candidates_differ(left, spans) or (self._log_batches_left > 0 and self._logs_disagree(every, spans))
         made = BatchWeights(
-            found,
+            every,
             left,
             spans,
             undecided,
-            self._likeliest_for_logs(found),
+            self._likeliest_for_logs(every),
             self._ambiguous,
             self._request_comparison,
+            self.joined_lists,
             self._sums,
             self._replicas,
         )

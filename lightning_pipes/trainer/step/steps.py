@@ -237,7 +237,8 @@ class TrainingBatch:
         logged = merge([o.logged for o in results], [s.rows for s in spans], of_logs)
         if not results[0].extras:
             return loss, logged
-        return {"loss": loss, **merge_returned([o.extras for o in results], spans, of_logs)}, logged
+        joined_lists = () if self.weights is None else self.weights.joined_lists
+        return {"loss": loss, **merge_returned([o.extras for o in results], spans, of_logs, joined_lists)}, logged
 
 
 @dataclass
@@ -268,13 +269,25 @@ class EvaluationBatch:
 
 @dataclass
 class WholeBatch(EvaluationBatch):
-    """A second run of a training batch, as one micro-batch, to compare the values that the step leaves in the module.
+    """A second run of a training batch, to compare the values that its step leaves in the module, logs and returns.
 
     Attributes:
+        rows: samples of the batch.
+        samples: lists that have an entry for each sample.
+        leaves_values: whether the values that the step leaves in the module are those of the whole batch.
         failure: why the step could not run to its end; empty if it could. Known on the last stage.
+        results: the results of the step, on the last stage.
     """
 
+    rows: int = 0
+    samples: frozenset[Path] = frozenset()
+    leaves_values: bool = True
     failure: str = ""
+    results: dict[Span, StepResult] = field(default_factory=dict)
+
+    def select_samples(self, span: Span) -> Any:
+        """Return the samples `span` of the batch."""
+        return self.batch if span.rows == self.rows else take_samples(self.batch, span, self.rows, samples=self.samples)
 
 
 class _Shapes(NamedTuple):

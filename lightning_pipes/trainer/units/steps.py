@@ -23,7 +23,7 @@ from lightning_pipes.trainer.ranks.holdings import Holdings
 from lightning_pipes.trainer.state.left_values import LeftValues
 from lightning_pipes.trainer.state.module_state import ModuleState
 from lightning_pipes.trainer.step.logs import LogCall, recorded
-from lightning_pipes.trainer.step.steps import EvaluationBatch, Steps, WholeBatch
+from lightning_pipes.trainer.step.steps import EvaluationBatch, StepResult, Steps, WholeBatch, loss_of
 from lightning_pipes.trainer.step.weight_changes import explain_repetition
 from lightning_pipes.trainer.units.batch_end import BatchEnd, DeferredLoss
 from lightning_pipes.trainer.units.cut import UnitCut
@@ -192,27 +192,31 @@ class UnitSteps(Steps):
         data = item.data
         with data.context(), self._cut.show_weights(), self.state.generators.microbatch(item.number, span):
             stage.seed_user_code(item, span, BEFORE_LAYERS)
-            batch = copy_batch(data.batch) if stage.number < self._final else data.batch
+            batch = data.select_samples(span) if isinstance(data, WholeBatch) else data.batch
+            batch = copy_batch(batch) if stage.number < self._final or isinstance(data, WholeBatch) else batch
             return self._run_lazily(stage.number, stage, item, span, data.step, batch, received)
 
     def _compare_stage(self, stage: Stage, item: Item, span: Span, received: Any) -> Any:
-        """Run a whole training batch, and note the values that the step leaves.
+        """Run a training batch once more, and note the values that the step leaves, logs and returns.
 
         A failure is passed to the next stage, and does not end the training.
         """
+        data: WholeBatch = item.data
         failure, last = "" if received is None else received[1].failure, stage.number == self._stages - 1
         out = None
         if not failure:
             self.state.restore_state(everything=True)
             try:
-                with recorded(self._module):
+                with recorded(self._module) as logged:
                     out = self._evaluate_step(stage, item, span, received)
+                if last and out is not None:
+                    data.results[span] = StepResult(*loss_of(out), logged)
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
         if not last:
             return ((), Trace(failure=failure)) if failure else out
-        item.data.failure = failure
-        if not failure:
+        data.failure = data.failure or failure
+        if not failure and data.leaves_values:
             draws = self._lazy[self._key(stage.number, item)].n_draws or self.state.generators.last
             self.state.note_whole_batch(is_exact=not draws)
         return None

@@ -22,7 +22,7 @@ from lightning_pipes.trainer.watchers.replanning import (
 )
 from lightning_pipes.trainer.watchers.same_batch import SameBatch
 from lightning_pipes.trainer.watchers.sample_check import SampleCheck
-from lightning_pipes.trainer.watchers.whole_batch import WholeBatchState
+from lightning_pipes.trainer.watchers.whole_batch import WholeBatchValues
 
 
 class OneStep(Watcher):
@@ -186,7 +186,7 @@ def default_watchers(
         if uncompared and not run.user_steps.ends_whole:
             watchers.append(UncomparedLoss(run, uncompared))
         if by_units and not run.user_steps.ends_whole and not run.is_asynchronous and run.user_steps.joint is None:
-            watchers.append(WholeBatchState(run))
+            watchers.append(WholeBatchValues(run))
         samples = None if by_units else SampleCheck(run)
         if samples is not None:
             watchers.append(samples)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -31,19 +31,17 @@ from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_due
 from lightning_pipes.trainer.module.batches import copy_batch, join, take_samples
 from lightning_pipes.trainer.module.layouts import Layout, guess_layouts, join_tensors
 from lightning_pipes.trainer.module.unchanged import keep_unchanged
-from lightning_pipes.trainer.step.logs import LogCall, LogKey, number_calls, recorded, returned_calls
+from lightning_pipes.trainer.step.logs import recorded
 from lightning_pipes.trainer.step.loss_weights import (
-    EXTREME,
     SUMS,
     BatchWeights,
     LossWeights,
     WeighsMicrobatches,
     candidates_differ,
     find_candidates,
-    parts_differ,
-    usual_weights,
 )
-from lightning_pipes.trainer.step.steps import BatchCopy, loss_of, run_stage, why_no_room
+from lightning_pipes.trainer.step.steps import BatchCopy, StepResult, loss_of, run_stage, why_no_room
+from lightning_pipes.trainer.watchers.logged_values import LoggedValues, Losses, find_weights
 from lightning_pipes.trainer.watchers.sample_check import SampleCheck
 
 LABELLED_BATCHES = 20
@@ -56,20 +54,6 @@ _MOST = 1e4
 
 class _NotComparableError(Exception):
     """Why the two losses say nothing."""
-
-
-class _Losses(NamedTuple):
-    """Losses of a whole batch and its parts, with their types, the types of their inputs, and their logs."""
-
-    whole: float
-    parts: dict[Span, float]
-    kind: torch.dtype
-    types: set[torch.dtype]
-    logged: dict[Span | None, list[LogCall]]
-
-    def are_different(self, share: Callable[[Span], float], size: float = 0.0) -> bool:
-        """Return whether the parts add up to something else than the whole; `size` is that of losses before."""
-        return parts_differ(self.whole, self.parts, share, self.kind, self.types, size)
 
 
 class UncomparedLoss(Watcher):
@@ -131,7 +115,7 @@ class LossCheck(Watcher):
         self._again: set[int] = set()
         self._is_other = False
         self._size = 0.0
-        self._warned: set[LogKey] = set()
+        self._values = LoggedValues(self._module, weights)
 
     def around_batch(self, step: TrainingStep) -> None:
         """Have the batch kept if it is the first that is cut, or candidates disagree on it."""
@@ -182,28 +166,9 @@ class LossCheck(Watcher):
                 f"micro-batches are weighed by {' or by '.join(each.name for each in likely[:3])}. The first is taken, "
                 "until a later batch decides. Give the module microbatch_weight(batch) to set the weight"
             )
-        self._weights.weigh_logs(weights, self._weights_of_logs(losses, weights))
+        self._weights.weigh_logs(weights, find_weights(losses, weights))
 
-    @staticmethod
-    def _weights_of_logs(losses: _Losses, weights: BatchWeights) -> dict[LogKey, tuple[str, set[str]]]:
-        """Return the usual weights of each logged or returned value, and the candidates by which it adds up."""
-        parts = {span: dict(number_calls(losses.logged[span])) for span in losses.parts}
-        found = {}
-        for key, call in number_calls(losses.logged[None]):
-            of_parts = {span: calls.get(key) for span, calls in parts.items()}
-            numbers = _numbers(call, of_parts)
-            if numbers is None:
-                continue
-            of_it = losses._replace(whole=numbers[0], parts=numbers[1])
-            names = {each.name for each in weights.every if not of_it.are_different(each.loss_share)}
-            if call.reduction_name in ("max", "min"):
-                extreme = (max if call.reduction_name == "max" else min)(of_it.parts.values())
-                made = of_it._replace(parts={Span(0, 1): extreme})
-                names |= set() if made.are_different(lambda _: 1.0) else {EXTREME}
-            found[key] = usual_weights(call), names
-        return found
-
-    def _distort_losses(self, stage: Stage, item: Item, kept: BatchCopy | None) -> _Losses:
+    def _distort_losses(self, stage: Stage, item: Item, kept: BatchCopy | None) -> Losses:
         """Return the losses that copies of the first micro-batch make with the labels of all."""
         if kept is None or kept.left_out or kept.inside:  # labels went into the layers, with their samples
             raise _NotComparableError("the loss tells it afterwards only")
@@ -234,7 +199,7 @@ class LossCheck(Watcher):
             return
         first, self._waits = self._waits, False
         try:
-            parts = {span: (result.loss.item(), result.log_calls) for span, result in data.results.items()}
+            parts = dict(data.results)
             if kept.left_out:
                 raise _NotComparableError(kept.left_out)
             if kept.parts.keys() != parts.keys():
@@ -247,7 +212,10 @@ class LossCheck(Watcher):
         again = item.number in self._again
         self._again.discard(item.number)
         if data.weights is not None and not again:
-            self._weigh_logs(data.weights, losses, lambda: self._losses(stage, item, kept, x, kept.parts, parts))
+            wrong = self._values.weigh_values(data.weights, losses)
+            if wrong:
+                second = self._losses(stage, item, kept, x, kept.parts, parts)
+                self._values.warn_of_values(wrong, losses, second.results[None])
         self._size = max(self._size, abs(losses.whole))  # a loss that has become small has the rounding of a large one
         if losses.are_different(share, self._size):
             self._is_other = True
@@ -270,9 +238,9 @@ class LossCheck(Watcher):
         stage: Stage,
         item: Item,
         kept: BatchCopy,
-        parts: Mapping[Span, tuple[float, list[LogCall]]],
+        parts: Mapping[Span, StepResult],
         share: Callable[[Span], float],
-    ) -> tuple[BatchCopy, Any, _Losses]:
+    ) -> tuple[BatchCopy, Any, Losses]:
         """Return the losses of a batch whose micro-batches are joined in the form that makes the loss of the whole.
 
         If no form does, the first one counts with which the step can run. The values of the micro-batches are returned
@@ -312,27 +280,7 @@ class LossCheck(Watcher):
                 return [(plain, known)]
         return [(kept, None), *((plain, layouts) for layouts in guess_layouts(values, order))]
 
-    def _weigh_logs(self, weights: BatchWeights, losses: _Losses, again: Callable[[], _Losses]) -> None:
-        """Weigh logged and returned values by the weights that reproduce them; warn where none does."""
-        found = self._weights_of_logs(losses, weights)
-        self._weights.weigh_logs(weights, found)
-        wrong = {key for key, (_, names) in found.items() if not names} - self._warned
-        if not wrong:
-            return
-        once, twice = (dict(number_calls(each.logged[None])) for each in (losses, again()))
-        # What differs between two runs is a time, or what else no two runs have in common.
-        wrong = {key for key in wrong if key in twice and _are_equal(once[key], twice[key])}
-        self._warned |= wrong
-        if wrong:
-            names = ", ".join(once[key].call_text for key in sorted(wrong))
-            rank_zero_warn(
-                f"{type(self._module).__name__}.training_step gives values that are no mean, sum or extreme over "
-                f"samples, so that they differ from one process: {names}. They are made of those of "
-                f"{len(losses.parts)} micro-batches. Log a torchmetrics.Metric, or set "
-                "PipelineStrategy(microbatches=1). PipelineStrategy(check_loss=False) leaves this comparison out"
-            )
-
-    def _later(self, losses: _Losses, weights: BatchWeights | None) -> str:
+    def _later(self, losses: Losses, weights: BatchWeights | None) -> str:
         """Return the weights of later batches, if the training loss of the first one decides them."""
         fitting = (
             set() if weights is None else {e.name for e in weights.found if not losses.are_different(e.loss_share)}
@@ -355,11 +303,11 @@ class LossCheck(Watcher):
         kept: BatchCopy,
         x: Any,
         entering: Mapping[Span, Any],
-        parts: Mapping[Span, tuple[float, list[LogCall]]],
-    ) -> _Losses:
+        parts: Mapping[Span, StepResult],
+    ) -> Losses:
         """Compute the losses of a whole batch and its parts from the outputs of layers.
 
-        The losses of `parts` are known, with their logs.
+        The results of `parts` are known.
 
         Raises:
             _NotComparableError: they can't be compared.
@@ -369,10 +317,10 @@ class LossCheck(Watcher):
         if crowded:
             raise _NotComparableError(crowded)
         with keep_unchanged(self._module, skip=None if kept.inside else self._cut.proxy):
-            logged: dict[Span | None, list[LogCall]] = {}
+            results: dict[Span | None, StepResult] = {}
             drew = False
 
-            def loss(span: Span | None) -> torch.Tensor:
+            def run(span: Span | None) -> None:
                 nonlocal drew
                 if span is None:
                     batch, given, rows = kept.batch, x, kept.rows
@@ -381,7 +329,7 @@ class LossCheck(Watcher):
                     given, rows = entering[span], span.rows
                 left = self._steps.left.merge_values(kept.left) if span is None else kept.left.get(span, {})
                 of_part = replace(item, rows=rows, training=False)
-                with recorded(self._module) as logged[span]:
+                with recorded(self._module) as logged:
                     value, extras, drew_too = self._loss(
                         stage,
                         of_part,
@@ -391,33 +339,30 @@ class LossCheck(Watcher):
                         kept.inside,
                         left,
                     )
-                logged[span] += returned_calls(extras)
+                results[span] = StepResult(value, extras, logged)
                 drew = drew or drew_too
-                return value
-
-            def loss_of_part(span: Span) -> float:
-                if span not in parts:
-                    return loss(span).item()
-                value, logged[span] = parts[span]
-                return value
 
             if not kept.inside:
-                whole = loss(None)
+                run(None)
                 if parts and not drew:
                     self._steps.state.note_whole_batch()
-                found = {span: loss_of_part(span) for span in sorted(entering)}
+                for span in sorted(entering):
+                    if span in parts:
+                        results[span] = parts[span]
+                    else:
+                        run(span)
                 if not drew:
-                    return _Losses(whole.item(), found, whole.dtype, self._types(whole, x), logged)
+                    return Losses.from_results(results, self._types(x))
             drew = False
             # Random numbers of a whole batch are others than those of its parts. Without dropout there may be none.
             with self._evaluating(kept.inside):
-                whole = loss(None)
-                found = {span: loss(span).item() for span in sorted(entering)}
+                for each in (None, *sorted(entering)):
+                    run(each)
             if drew:
                 raise _NotComparableError(
                     "training_step draws random numbers around the layers, which for a whole batch are others"
                 )
-            return _Losses(whole.item(), found, whole.dtype, self._types(whole, x), logged)
+            return Losses.from_results(results, self._types(x))
 
     def _loss(
         self,
@@ -454,36 +399,12 @@ class LossCheck(Watcher):
                 part.training = False
         yield
 
-    def _types(self, loss: torch.Tensor, x: Any) -> set[torch.dtype]:
+    def _types(self, x: Any) -> set[torch.dtype]:
         with self._steps.step_context():
             kind = self._device.type
             cast = {torch.get_autocast_dtype(kind)} if torch.is_autocast_enabled(kind) else set()
-        return {loss.dtype, *(t.dtype for t in tensors_in(x) if t.is_floating_point()), *cast}
+        return {*(t.dtype for t in tensors_in(x) if t.is_floating_point()), *cast}
 
 
 def _by_rows(rows: int, span: Span) -> float:
     return span.rows / rows
-
-
-def _are_equal(call: LogCall, other: LogCall) -> bool:
-    numbers = _numbers(call, {None: other})
-    return numbers is not None and numbers[0] == numbers[1][None]
-
-
-def _numbers(whole: LogCall, parts: Mapping[Any, LogCall | None]) -> tuple[float, dict[Any, float]] | None:
-    """Return the values of a log call for a whole batch and its parts; None if they are no numbers, or are joined.
-
-    Of larger tensors it is a sum with random weights, which is linear in them.
-    """
-    calls = [whole, *parts.values()]
-    values = [None if call is None else call.value for call in calls]
-    numbers = [float(value) for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
-    if len(numbers) < len(values):
-        tensors = [value for value in values if isinstance(value, torch.Tensor) and not value.is_complex()]
-        if len(tensors) < len(values) or any(t.shape != tensors[0].shape or t.dtype is torch.bool for t in tensors):
-            return None
-        weights = torch.ones(1, dtype=torch.float64)
-        if tensors[0].numel() != 1:
-            weights = torch.rand(tensors[0].numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        numbers = [float((t.detach().cpu().double().reshape(-1) * weights).sum()) for t in tensors]
-    return numbers[0], dict(zip(parts, numbers[1:], strict=True))

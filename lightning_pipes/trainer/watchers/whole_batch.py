@@ -1,30 +1,36 @@
-"""Comparison of the values that a step leaves in the module for a whole batch and for its micro-batches."""
+"""Comparison of what a step leaves in the module, logs and returns for a whole batch and for its micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_pipes.engine.allocator import trimmed_heap
 from lightning_pipes.engine.compute.spans import Item
-from lightning_pipes.ir import Kind
+from lightning_pipes.ir import Kind, Span
 from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.loop.watcher import TrainingStep, Watcher, is_due
 from lightning_pipes.trainer.module.batches import copy_batch, move_batch
 from lightning_pipes.trainer.module.capture import named_step
 from lightning_pipes.trainer.module.unchanged import keep_unchanged
-from lightning_pipes.trainer.step.steps import HOST, WholeBatch
+from lightning_pipes.trainer.step.logs import LogKey, number_calls
+from lightning_pipes.trainer.step.steps import HOST, StepResult, WholeBatch
+from lightning_pipes.trainer.watchers.logged_values import LoggedValues, Losses
 
 
-class WholeBatchState(Watcher):
+class WholeBatchValues(Watcher):
     """Runs a batch once more as one micro-batch through all stages of a module that is cut by units.
 
-    What the step leaves in the module then decides how the values of micro-batches are merged: as means, sums, lists of
-    samples and others. Batches 0, 1, 2, 4, 8, ... run again, forward only and without a trace. Collective.
+    What the step leaves in the module, logs and returns then decides how the values of micro-batches are merged: as
+    means, sums, lists of samples and others. Batches 0, 1, 2, 4, 8, ..., and the first batches of epochs 0, 1, 2, 4, 8,
+    ..., run again, forward only and without a trace.
+    If logged or returned values fit no way of merging, the batch and its micro-batches run again in evaluation mode,
+    because dropout and statistics of batches make other numbers of a whole batch. Collective.
     """
 
     def __init__(self, run: PipelineRun) -> None:
@@ -32,14 +38,16 @@ class WholeBatchState(Watcher):
         self._batches = 0
         self._copy: Any = None
         self._has_warned = False
+        weights = run.loss_weights if len(run.last_stage_ranks) == 1 else None
+        self._values = None if weights is None else LoggedValues(run.cut.module, weights)
 
     def around_batch(self, step: TrainingStep) -> None:
         """Keep a copy of the batch if it is due and if it is cut."""
         self._copy = None
-        spans = self._run.engine.plan.spans(Kind.F, 0)
-        if len(spans) < 2 or spans[1].start >= step.rows:
+        if self._count_parts(step) < 2:
             return
-        if is_due(self._batches):
+        begins_epoch = step.batch_idx == 0 and is_due(self._run.trainer.current_epoch)
+        if is_due(self._batches) or begins_epoch:  # the number of an epoch may be logged
             self._copy = move_batch(copy_batch(step.batch), HOST)
         self._batches += 1
 
@@ -48,6 +56,36 @@ class WholeBatchState(Watcher):
         run, batch, self._copy = self._run, self._copy, None
         if batch is None:
             return
+        whole, wrong = self._run_again(step, batch), set[LogKey]()
+        if self._values is not None and step.weights is not None and whole.results:
+            losses = self._losses(whole.results[Span(0, step.rows)], step.results)
+            wrong = self._values.weigh_values(step.weights, losses)
+        if run.control.broadcast(bool(wrong), run.last_rank):
+            self._evaluate_values(step, batch, wrong)
+        if whole.failure:
+            self._warn_of_failure(step, whole.failure)
+
+    def _evaluate_values(self, step: TrainingStep, batch: Any, wrong: set[LogKey]) -> None:
+        """Weigh values that fit nothing by results in evaluation mode, and warn of values that fit nothing then."""
+        counts = (1, self._count_parts(step), 1)
+        once, parts, again = (self._run_again(step, batch, evaluate=True, parts=count) for count in counts)
+        if self._values is None or step.weights is None:
+            return
+        whole, failure = Span(0, step.rows), once.failure or parts.failure or again.failure
+        if failure:
+            self._warn_of_failure(step, failure)
+            return
+        losses = self._losses(once.results[whole], parts.results)
+        found = self._values.weigh_values(step.weights, losses, wrong)
+        self._values.warn_of_values(found, losses, again.results[whole])
+
+    def _count_parts(self, step: TrainingStep) -> int:
+        """Return the number of micro-batches that have samples."""
+        return sum(span.start < step.rows for span in self._run.engine.plan.spans(Kind.F, 0))
+
+    def _run_again(self, step: TrainingStep, batch: Any, evaluate: bool = False, parts: int = 1) -> WholeBatch:
+        """Run a batch once more in this number of parts, forward only and without a trace."""
+        run = self._run
         module = run.cut.module
 
         @contextmanager
@@ -56,15 +94,44 @@ class WholeBatchState(Watcher):
                 yield
 
         whole = WholeBatch(
-            context, named_step(module, "training_step"), move_data_to_device(batch, run.device), step.arguments
+            context,
+            named_step(module, "training_step"),
+            move_data_to_device(copy_batch(batch), run.device),
+            step.arguments,
+            rows=step.rows,
+            samples=step.samples,
+            leaves_values=not evaluate,
         )
         with trimmed_heap(), keep_unchanged(module, weights=False):
-            run.engine.evaluate(Item(step.number, step.rows, whole, training=False), 1)
-        if whole.failure and run.state.has_results and not self._has_warned:
+            if evaluate:  # `keep_unchanged` ends it
+                for part in module.modules():
+                    part.training = False
+            run.engine.evaluate(Item(step.number, step.rows, whole, training=False), parts)
+        return whole
+
+    def _losses(self, whole: StepResult, parts: Mapping[Span, StepResult]) -> Losses:
+        run = self._run
+        kinds = {p.dtype for p in run.cut.module.parameters() if p.is_floating_point()}
+        with run.user_steps.step_context():
+            if torch.is_autocast_enabled(run.device.type):
+                kinds.add(torch.get_autocast_dtype(run.device.type))
+        return Losses.from_results({None: whole, **parts}, kinds)
+
+    def _warn_of_failure(self, step: TrainingStep, failure: str) -> None:
+        """Warn once of values that are merged without a comparison, because a step does not run on a whole batch."""
+        run, does = self._run, list[str]()
+        if run.state.has_results:
+            does.append("sets attributes of the module")
+        if self._values is not None and step.results:
+            first = step.results[min(step.results)]
+            losses = first.logged_losses() if first.loss is not None else []
+            names = [call.call_text for key, call in number_calls(first.log_calls) if key not in losses]
+            does += [f"logs or returns {', '.join(dict.fromkeys(names))}"] if names else []
+        if does and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
-                f"{type(module).__name__}.training_step sets attributes of the module, and does not run on a whole "
-                f"batch without gradients ({whole.failure}). So their values are not compared with those of one "
+                f"{type(run.cut.module).__name__}.training_step {' and '.join(does)}, and does not run on a whole "
+                f"batch without gradients ({failure}). So these values are not compared with those of one "
                 "process: numbers that are equal in all micro-batches are assumed to be equal for the batch, and other "
                 "numbers to be means. If they are sums, set PipelineStrategy(microbatches=1)"
             )
