@@ -130,7 +130,7 @@ def _find_joined_lists(losses: Losses) -> set[str]:
     for name, whole in losses.results[None].extras.items():
         lists = [each.get(name) for each in parts]
         if isinstance(whole, list) and all(isinstance(each, list) for each in lists):
-            lengths = [len(each) for each in lists]
+            lengths = [len(each) for each in lists if each is not None]
             if len(whole) == sum(lengths) and len(whole) not in lengths:
                 found.add(name)
     return found

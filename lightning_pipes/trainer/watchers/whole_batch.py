@@ -115,7 +115,8 @@ class WholeBatchValues(Watcher):
         with run.user_steps.step_context():
             if torch.is_autocast_enabled(run.device.type):
                 kinds.add(torch.get_autocast_dtype(run.device.type))
-        return Losses.from_results({None: whole, **parts}, kinds)
+        results: list[tuple[Span | None, StepResult]] = [(None, whole), *parts.items()]
+        return Losses.from_results(dict(results), kinds)
 
     def _warn_of_failure(self, step: TrainingStep, failure: str) -> None:
         """Warn once of values that are merged without a comparison, because a step does not run on a whole batch."""
