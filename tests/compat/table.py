@@ -29,7 +29,7 @@ The runs use {columns}.
 - *warned*: other values come out, and a warning names what and why.
 - *refused*: every rank ends with an error that names the reason.
 
-`python -m tests.compat.table` runs all lines and writes this page. `make test` compares a sixth for the first
+`python -m tests.compat.table` runs all lines and writes this page. `make test` compares a tenth for the first
 column, `make test-full` all.
 """
 

@@ -12,7 +12,7 @@ from tests.compat.table import PATH, table, written
 
 
 def marked(schedule: str, ranks: int) -> list[Any]:
-    """All rows with this schedule: slow but for a sixth of them with one, and expected to fail where they say so."""
+    """All rows with this schedule: slow but for a tenth of them with one, and expected to fail where they say so."""
     cases = []
     for name, row in ROWS.items():
         slow = [] if (schedule, ranks) == COLUMNS[0] and not is_slow(name) else [pytest.mark.slow]

@@ -1,6 +1,7 @@
 """Branch and bound beside brute force."""
 
 import numpy as np
+import pytest
 
 from lightning_pipes.strategies.jap import Effort, solve_array
 from lightning_pipes.strategies.jap.problem import ArrayProblem
@@ -13,11 +14,21 @@ from tests.strategies.jap.by_hand import best_of_all, random_problem
 SIZES = [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2)]
 
 
-SMALL = [(*size, seed) for size in SIZES for seed in range(3 if size == (3, 2) else 6)]  # of that one 8100 orders each
+SMALL = [(*size, seed) for size in SIZES for seed in range(1 if size == (3, 2) else 6)]  # of that one 8100 orders each
 
 
 @for_each(("jobs", "stages", "seed"), SMALL)
 def test_branch_and_bound_finds_what_brute_force_finds(jobs, stages, seed):
+    check_optimal(jobs, stages, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_branch_and_bound_finds_what_brute_force_finds_in_8100_orders(seed):
+    check_optimal(3, 2, seed)
+
+
+def check_optimal(jobs, stages, seed):
     problem = random_problem(seed, jobs, stages, equal=seed % 3 == 0)
     best = best_of_all(problem)
     found = branch_and_bound(problem, Effort(100_000), order_by_rule(problem, "forward first"))
