@@ -16,6 +16,10 @@ TRACEBACKS = "LIGHTNING_PIPES_TRACEBACKS"
 _TRACEBACK = "Traceback (most recent call last):"
 
 
+class RemoteError(Exception):
+    """The base of errors that only repeat an error of another rank, which prints its traceback there."""
+
+
 class KnownFailure(Protocol):
     """Keeps the failure of a run, as this rank knows it, for the output of errors."""
 
@@ -67,6 +71,8 @@ def _print_exception(kind: type[BaseException], error: BaseException, traceback:
     failure = None if _failure is None else _failure.remote_failure()
     if _failure is None or shows_all_tracebacks():
         _previous(kind, error, traceback)
+    elif failure is None and isinstance(error, RemoteError):
+        print(f"{kind.__name__}: {to_one_line(str(error))}", file=sys.stderr)
     elif failure is None:
         _failure.wait_for_reports()
         _previous(kind, error, traceback)

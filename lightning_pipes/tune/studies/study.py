@@ -18,6 +18,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from lightning_pipes.arrays.array import JobArray
 from lightning_pipes.arrays.siblings.connections import CompatibilityError
 from lightning_pipes.arrays.siblings.sibling import Outcome, current_sibling
+from lightning_pipes.engine.watch.error_output import RemoteError
 from lightning_pipes.engine.watch.failure import PeerFailure
 from lightning_pipes.engine.watch.fault_points import fault_point
 from lightning_pipes.engine.watch.identity import Process
@@ -47,7 +48,7 @@ Objective = Callable[[ArrayTrial], Any]
 Callback = Callable[[Study, FrozenTrial], None]
 
 
-class StudyFailedError(PipelineError):
+class StudyFailedError(PipelineError, RemoteError):
     """The study has ended on rank 0 with an error, which the message names."""
 
 

@@ -58,6 +58,10 @@ class RaisedError(Exception):
     """What a rank of the user's raises."""
 
 
+class RepeatedError(error_output.RemoteError):
+    pass
+
+
 def printed(error: BaseException, capsys: pytest.CaptureFixture[str]) -> str:
     sys.excepthook(type(error), error, error.__traceback__)
     return capsys.readouterr().err
@@ -93,6 +97,14 @@ def test_the_failing_rank_alone_prints_a_traceback(
     assert printed(KeyError("at teardown"), capsys) == "after that: KeyError: 'at teardown'\n"
     monkeypatch.setenv(error_output.TRACEBACKS, "1")
     assert "Traceback" in printed(raised.value, capsys)
+
+
+def test_an_error_that_repeats_one_of_another_rank_is_a_line(
+    hook: None, watches: list[FailureWatch], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ranks of a study leave their pipeline in order when the objective has raised on rank 0."""
+    error_output.limit_tracebacks(watches[1])
+    assert printed(RepeatedError("the study has ended"), capsys) == "RepeatedError: the study has ended\n"
 
 
 def test_what_others_call_a_dead_rank_prints_its_own_error(
