@@ -129,7 +129,7 @@ def train(rank: int, folder: str) -> tuple[int, Any]:
     quiet()
     TIME.patch(pytest.MonkeyPatch())
     os.environ[VARIABLE] = folder
-    strategy = PipelineStrategy("1f1b", microbatches=4)
+    strategy = PipelineStrategy("1f1b", microbatches=4, check_loss=False)  # which runs the step with parts of a batch
     trainer = make_trainer(strategy=strategy, max_steps=1)
     module = LitSlow()
     trainer.fit(module, DataLoader(torch.zeros(16, 6), batch_size=16))
