@@ -1,4 +1,4 @@
-"""Dependencies between instructions, stated here only."""
+"""Dependencies between instructions. This is the only module that defines them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_pipes.ir.stream import Transfer
 
 
 class Reduction(NamedTuple):
-    """The sum of a batch's gradients on a stage over the replicas of the pipeline."""
+    """The reduction of a batch's gradients on one stage, which sums them over the replicas of the pipeline."""
 
     stage: int
     batch: int
@@ -20,14 +20,15 @@ class Reduction(NamedTuple):
 
 
 Need = Instruction | Transfer | Reduction
-"""Something that an instruction may wait for."""
+"""A condition that an instruction may wait for: an instruction, a layer transfer, or a gradient reduction."""
 
 
 def needs(i: Instruction, plan: Plan) -> list[Instruction]:
-    """Return everything that must have ended before `i` starts, on any rank.
+    """Return the instructions, on any rank, that must have ended before `i` starts.
 
-    A stage whose neighbour is on another rank needs the message, and the message what it carries; on one rank it
-    needs the neighbour's computation itself. Weights: see `Plan.versions`.
+    If neighboring stages are on different ranks, a computation needs the message from the other stage, and the message
+    needs the computation that produces its samples. If they are on the same rank, a computation directly needs the
+    computation on the neighboring stage. `Plan.versions` describes the dependencies on updates of the weights.
     """
     kind, stage, job, batch, span = i
     out = list(plan.after.get(i, ())) if plan.after else []
@@ -45,7 +46,7 @@ def needs(i: Instruction, plan: Plan) -> list[Instruction]:
         add_overlapping(Kind.F, stage)
         if stage + 1 < plan.n_stages:
             add_overlapping(*((Kind.RB, stage) if plan.is_remote_edge(stage) else (gradient, stage + 1)))
-        if batch > 0 and kind is Kind.B and plan.shared_weights:  # gradients of two batches must not mix
+        if batch > 0 and kind is Kind.B and plan.shared_weights:  # don't add the gradients of two batches
             out.append(_step_before(i, plan))
     elif kind is Kind.SF:
         add_overlapping(Kind.F, stage)
@@ -59,7 +60,7 @@ def needs(i: Instruction, plan: Plan) -> list[Instruction]:
         out.append(Instruction(Kind.I, stage, job, batch, span))
         if batch > 0 and plan.shared_weights:
             out.append(_step_before(i, plan))
-    else:  # STEP: the whole batch's gradients, after the step before it
+    else:  # a STEP needs all gradients of its batch and the previous STEP
         last = Kind.W if plan.split_backward else Kind.B
         out.extend([Instruction(last, stage, job, batch, s) for s in plan.spans(last, stage, job)])
         if batch > 0 and plan.shared_weights:
@@ -68,15 +69,16 @@ def needs(i: Instruction, plan: Plan) -> list[Instruction]:
 
 
 def _step_before(i: Instruction, plan: Plan, batches: int = 1) -> Instruction:
-    """Return the STEP of an earlier batch on the rank that runs `i`."""
+    """Return the STEP of the stage of `i`, `batches` batches earlier, on the rank that runs `i`."""
     return Instruction(Kind.STEP, i.stage, i.job, i.batch - batches, plan.step_span(i))
 
 
 class DependencyTracker:
-    """Track which of the added instructions are ready, as others complete.
+    """Track which instructions are ready while other instructions complete.
 
-    Needs that were never added count as unmet until `complete` names them, so that a rank can track its own
-    instructions and report arrivals. Finished batches can be forgotten, where nothing needs them any more.
+    A need that was never added counts as unmet until it is passed to `complete`. A rank can therefore add only its own
+    instructions and report the arrival of messages with `complete`. Use `forget_batch` to free the records of finished
+    batches.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -88,7 +90,12 @@ class DependencyTracker:
     def add(
         self, instructions: Iterable[Instruction], waits: Mapping[Instruction, Sequence[Need]] | None = None
     ) -> list[Instruction]:
-        """Add instructions and return the ones that are ready already; `waits` has further needs of some."""
+        """Add instructions and return those that are already ready.
+
+        Args:
+            instructions: the instructions to track.
+            waits: further needs of some of these instructions, in addition to the result of `needs`.
+        """
         ready = []
         for i in instructions:
             wanted: list[Need] = [*needs(i, self.plan)]
@@ -104,7 +111,7 @@ class DependencyTracker:
         return ready
 
     def complete(self, i: Need) -> list[Instruction]:
-        """Mark `i` as ended and return the instructions that become ready."""
+        """Record that `i` has ended and return the instructions that become ready as a result."""
         self._done[i.job, i.batch].add(i)
         ready = []
         for dependent in self._dependents.pop(i, ()):
@@ -115,11 +122,11 @@ class DependencyTracker:
         return ready
 
     def unmet_needs(self, i: Instruction) -> list[Instruction]:
-        """Return the instructions for which `i` still waits, by the plan."""
+        """Return the instructions that the plan requires before `i` and that have not ended."""
         return [n for n in needs(i, self.plan) if not self._is_done(n)]
 
     def forget_batch(self, job: int, batch: int) -> None:
-        """Forget a batch that has ended and that no later instruction needs."""
+        """Remove the records of a batch that has ended and that no later instruction needs."""
         self._done.pop((job, batch), None)
 
     def _is_done(self, i: Need) -> bool:
@@ -127,5 +134,5 @@ class DependencyTracker:
 
     @property
     def waiting_instructions(self) -> list[Instruction]:
-        """The added instructions that are not ready."""
+        """The instructions that were added and are not ready."""
         return list(self._waiting)

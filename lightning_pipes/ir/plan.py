@@ -1,4 +1,4 @@
-"""Plans: every decision but order, as the ranks of stages, the cuts of batches and the weight versions."""
+"""Plans, which hold every decision except the order: ranks of stages, cuts of batches, and weight versions."""
 
 from __future__ import annotations
 
@@ -15,26 +15,32 @@ Spans = tuple[Span, ...]
 _T = TypeVar("_T")
 
 MAX_STAGES = 2**12
-"""The most stages of a plan, and devices of a cluster: the limit guards against typos that fill the memory."""
+"""The maximum number of stages in a plan and of devices in a cluster. It catches typos that would fill the memory."""
 MAX_MICROBATCHES = 2**16
-"""The most micro-batches of a batch; each holds a sample at least."""
+"""The maximum number of micro-batches in a batch. Each micro-batch holds at least one sample."""
 MAX_FORWARDS = 2**18
-"""The most forwards of a batch, on all stages together: an order of more takes gigabytes and minutes."""
+"""The maximum number of forwards of a batch, summed over all stages. Ordering more takes gigabytes and minutes."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The cuts of the batches of one job, in samples: per stage forward and backward, per link and direction.
-
-    `forward_links[s]` are the messages from stage s to s + 1, `backward_links[s]` those from s to s - 1. They default
-    to what the sending stage computes.
+    """The spans into which stages and links cut each batch of one job.
 
     Attributes:
-        replicas: where stages have several ranks, the replica that computes each forward span, by stage. A backward
-            has the spans of its forward there. Empty means that the first replica computes everything.
+        rows: the number of samples in a batch.
+        forward: for each stage, the spans of its forwards.
+        backward: for each stage, the spans of its backwards. By default, they are equal to `forward`.
+        forward_links: for each stage s, the spans of the messages from stage s to stage s + 1. By default, each message
+            holds the samples of one forward of stage s.
+        backward_links: for each stage s, the spans of the messages from stage s to stage s - 1. By default, each
+            message holds the samples of one backward of stage s.
+        replicas: for each stage and each of its forward spans, the index of the replica that computes it. Stages with
+            several ranks require the same spans in forward and backward. If empty, the first replica of each stage
+            computes everything.
 
     Raises:
-        PlanError: some spans leave a gap, overlap, or end before `rows`; or there are more of them than can be ordered.
+        PlanError: if the spans of a stage or link leave a gap, overlap, or do not end at `rows`, or if there are more
+            spans than can be ordered.
     """
 
     rows: int
@@ -47,7 +53,7 @@ class Cut:
     def __post_init__(self) -> None:
         try:
             self._check()
-        except (TypeError, ValueError, AttributeError):  # which of a million spans is none is looked for only now
+        except (TypeError, ValueError, AttributeError):  # check each of up to a million entries only after an error
             check_fields(self)
             raise
 
@@ -61,7 +67,7 @@ class Cut:
         object.__setattr__(self, "backward_links", self.backward_links or self.backward)
         if self.replicas:
             self._check_replicas()
-        checked: set[int] = set()  # a thousand stages usually share one tuple
+        checked: set[int] = set()  # all stages usually share one tuple of spans
         for name in ("forward", "backward", "forward_links", "backward_links"):
             table: tuple[Spans, ...] = getattr(self, name)
             if len(table) != len(self.forward):
@@ -91,25 +97,30 @@ class Cut:
 
     @classmethod
     def even(cls, rows: int, microbatches: int, stages: int) -> Cut:
-        """Return the same even cut for all stages; fewer micro-batches where the batch has fewer samples.
+        """Return a cut of the batch into even spans, which are the same for all stages and links.
+
+        The cut has fewer than `microbatches` spans if the batch has fewer samples.
 
         Raises:
-            PlanError: no samples, micro-batches or stages, or more than can be ordered.
+            PlanError: if a number is less than 1, or if there are more forwards than can be ordered.
         """
         check_count("rows of a batch", rows)
         check_count("microbatches", microbatches)
         check_count("stages", stages, most=MAX_STAGES)
-        _check_size(1, microbatches)  # a slip of the keyboard, also where there are few rows
+        _check_size(1, microbatches)  # reject typos even if the batch has few samples
         _check_size(stages, min(rows, microbatches))
         return cls(rows, (even_spans(rows, min(rows, microbatches)),) * stages)
 
     @property
     def distinct_spans(self) -> frozenset[Spans]:
-        """The spans of all stages and links in both directions; one tuple if all of them cut a batch alike."""
+        """The distinct span tuples of all stages and links; a single one if all of them cut a batch in the same way."""
         return frozenset((*self.forward, *self.backward, *self.forward_links, *self.backward_links))
 
     def spans(self, kind: Kind, stage: int) -> Spans:
-        """Return the spans of all instructions of one kind on one stage, in order of samples; none for STEP."""
+        """Return the spans of all instructions of one kind on one stage, in the order of samples.
+
+        A STEP has no spans, so the result for it is empty.
+        """
         match kind:
             case Kind.F:
                 return self.forward[stage]
@@ -130,7 +141,7 @@ class Cut:
 def _is_uniform(cut: Cut) -> bool:
     first = cut.forward[0]
     tables = (cut.forward, cut.backward, cut.forward_links, cut.backward_links)
-    different = {id(spans): spans for table in tables for spans in table}  # a thousand stages usually share one tuple
+    different = {id(spans): spans for table in tables for spans in table}  # all stages usually share one tuple
     return all(spans == first for spans in different.values())
 
 
@@ -152,29 +163,34 @@ def _check_size(stages: int, microbatches: int) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a schedule orders.
+    """Everything that a schedule needs to order the work of a window.
 
     Attributes:
-        ranks: the rank that holds each stage; neighbours on one rank hand over without a message.
-        jobs: how each job's batches are cut; one job unless siblings share the pipeline.
-        batches: batches per job in a finite window.
-        versions: weight versions that may live on a stage at once; 1 means that a batch's forward waits for the
-            update of the batch before it, v allows it to run v - 1 updates early.
-        shared_weights: all batches of a job read and update the same weights; where they do not, as with subnets,
-            `after` says which batch waits for which, and `versions` is not used.
-        limits: most samples that a stage may hold between F and B; empty means no limit.
-        split_backward: backward runs as I and W instead of B.
-        recompute: stages that keep only their input and run forward again before backward; empty means none.
-        replicas: the ranks of each stage where stages have several, each of them with its share of the samples; the
-            first one is that in `ranks`. `Cut.replicas` says which of them computes a span. Empty means one each.
-        whole_forward: stages whose forwards run in one piece even where backward is cut finer: they keep their input,
-            and each backward runs forward again for its own samples. Elsewhere such a forward runs once for each
-            backward that its samples belong to. Empty means none. See `ir.lowering`.
-        layers: the layers of each stage, as spans of layer numbers; empty if it was not asked for.
-        after: what an instruction waits for besides its data, for orders that a paper demands.
+        ranks: the rank that holds each stage. Neighboring stages on the same rank exchange no messages.
+        jobs: the cut of each job's batches. There is one job unless siblings share the pipeline.
+        batches: the number of batches per job in a finite window.
+        versions: the number of weight versions that may exist on each stage at the same time. With 1, the forward of a
+            batch waits for the update of the previous batch. With v, the forward may run v - 1 updates early.
+        shared_weights: whether all batches of a job read and update the same weights. If they do not, as with subnets,
+            `after` defines which batch waits for which, and `versions` is ignored.
+        limits: for each stage, the maximum number of samples that it may hold between F and B. If empty, there is no
+            limit.
+        split_backward: whether the backward runs as I and W instead of B.
+        recompute: for each stage, whether it keeps only its input and runs the forward again before the backward. If
+            empty, no stage does this.
+        layers: the layers of each stage, as spans of layer numbers. It is empty if the layers were not specified.
+        after: additional instructions that an instruction waits for, besides its data dependencies. Use it for orders
+            that a paper requires.
+        whole_forward: for each stage, whether each forward runs in one piece even if the backward is cut more finely.
+            Such a stage keeps its input, and each backward runs the forward of its own samples again. On other stages,
+            the forward runs in one piece for each backward that its samples belong to. If empty, no stage does this.
+            See `ir.lowering`.
+        replicas: for each stage, all of its ranks, if stages have several ranks and share out the samples among them.
+            The first rank is the one in `ranks`. `Cut.replicas` specifies which of them computes a span. If empty, each
+            stage has one rank.
 
     Raises:
-        PlanError: the fields contradict each other.
+        PlanError: if the fields contradict each other.
     """
 
     ranks: tuple[int, ...]
@@ -254,10 +270,10 @@ class Plan:
         return self._hash
 
     def __getstate__(self) -> dict[str, object]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}  # without what was worked out here
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # without cached properties
 
     @cached_property
-    def _hash(self) -> int:  # plans are looked up at every step, and hold thousands of spans
+    def _hash(self) -> int:  # cached because plans hold thousands of spans and are looked up in every step
         return hash(tuple(getattr(self, f.name) for f in fields(self) if f.name != "after"))
 
     @classmethod
@@ -270,7 +286,19 @@ class Plan:
         layers: Sequence[Span] = (),
         recompute: Sequence[bool] = (),
     ) -> Plan:
-        """Return a plan of one batch of `rows` samples (default: one a micro-batch), cut the same on all stages."""
+        """Return a plan of one batch, cut evenly and in the same way on all stages.
+
+        Args:
+            stages: the number of stages.
+            microbatches: the number of micro-batches; fewer are used if the batch has fewer samples.
+            rows: the number of samples in the batch. The default is one sample per micro-batch.
+            ranks: the rank of each stage. By default, stage s is on rank s.
+            layers: the layers of each stage, see `Plan.layers`.
+            recompute: whether each stage recomputes its activations, see `Plan.recompute`.
+
+        Raises:
+            PlanError: if the arguments do not fit together or exceed a limit.
+        """
         check_count("microbatches", microbatches)
         cut = Cut.even(microbatches if rows is None else rows, microbatches, stages)
         where = tuple(range(stages)) if ranks is None else _tuple_from_sequence("ranks", ranks)
@@ -285,7 +313,7 @@ class Plan:
 
     @property
     def n_stages(self) -> int:
-        """The number of stages, over all ranks."""
+        """The number of stages on all ranks together."""
         return len(self.ranks)
 
     @cached_property
@@ -295,12 +323,12 @@ class Plan:
 
     @cached_property
     def ranks_of_stages(self) -> tuple[tuple[int, ...], ...]:
-        """All ranks of each stage."""
+        """For each stage, all ranks that hold it."""
         return self.replicas or tuple((rank,) for rank in self.ranks)
 
     @cached_property
     def compute_kinds(self) -> tuple[Kind, ...]:
-        """The kinds of computations of a micro-batch: the forward, and the backward whole or split."""
+        """The kinds of computations that a micro-batch needs: the forward, and the full or the split backward."""
         return (Kind.F, Kind.I, Kind.W) if self.split_backward else (Kind.F, Kind.B)
 
     def rank_of(self, i: Instruction) -> int:
@@ -310,7 +338,7 @@ class Plan:
         return self.replicas[i.stage][self.replica_of(i)]
 
     def replica_of(self, i: Instruction) -> int:
-        """Return the replica of its stage that runs `i`: the one that computes its samples.
+        """Return the index of the replica that runs `i`, which is the replica that computes its samples.
 
         The STEP of replica r has the empty span r:r.
         """
@@ -330,11 +358,11 @@ class Plan:
         return Span(replica, replica)
 
     def target_rank(self, send: Instruction) -> int:
-        """Return the rank that `send` goes to."""
+        """Return the rank that receives the message of `send`."""
         return self.rank_of(receive_of(send))
 
     def local_spans(self, kind: Kind, stage: int, rank: int, job: int = 0) -> Spans:
-        """Return the spans of all instructions of one kind on one stage that `rank` runs for one batch."""
+        """Return the spans of all instructions of one kind on one stage that `rank` runs for one batch of `job`."""
         spans = self.spans(kind, stage, job)
         if not self.replicas:
             return spans
@@ -342,7 +370,7 @@ class Plan:
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
-        """The stages that each rank holds, ascending."""
+        """For each rank, the stages that it holds in ascending order."""
         where = self.ranks_of_stages
         return tuple(tuple(s for s, ranks in enumerate(where) if rank in ranks) for rank in range(self.n_ranks))
 
@@ -352,23 +380,23 @@ class Plan:
 
     @cached_property
     def uniform_jobs(self) -> tuple[bool, ...]:
-        """Whether all stages and links cut the batches in the same way, for each job."""
+        """For each job, whether all stages and links cut its batches in the same way."""
         return tuple(map(_is_uniform, self.jobs))
 
     def is_remote_edge(self, stage: int) -> bool:
-        """Return whether `stage` and `stage + 1` are on different ranks, so that they exchange messages."""
+        """Return whether `stage` and `stage + 1` are on different ranks and therefore exchange messages."""
         return self.ranks[stage] != self.ranks[stage + 1]
 
     @cached_property
     def directed_links(self) -> tuple[tuple[int, int, Kind], ...]:
-        """Every (source rank, destination rank, SF or SB) with messages, in the same order on all ranks."""
+        """All (source rank, destination rank, SF or SB) that carry messages. The order is the same on all ranks."""
         where = self.ranks_of_stages
         edges = [s for s in range(self.n_stages - 1) if self.is_remote_edge(s)]
         pairs = {(a, b) for s in edges for a in where[s] for b in where[s + 1]}
         return tuple(sorted([(a, b, Kind.SF) for a, b in pairs] + [(b, a, Kind.SB) for a, b in pairs]))
 
     def overlapping_spans(self, kind: Kind, stage: int, job: int, span: Span) -> Spans:
-        """Return the spans of `kind` on `stage` that share samples with `span`."""
+        """Return the spans of `kind` on `stage` that have samples in common with `span`."""
         key = (kind, stage, job, span)
         found = self._overlaps.get(key)
         if found is None:
