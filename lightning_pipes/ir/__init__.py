@@ -1,6 +1,7 @@
-"""The work of a pipeline as data: plans, instructions, programs and their dependencies.
+"""The intermediate representation of a pipeline: plans, instructions, programs and their dependencies.
 
-Standard library only. Everything but the clock is frozen; state lives in the engine and in the simulator.
+This package uses only the standard library. All of its data is frozen, except for the clock. State that changes during
+a run lives in the engine and in the simulator.
 """
 
 from lightning_pipes.ir.checks import (

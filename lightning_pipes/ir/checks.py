@@ -1,7 +1,7 @@
-"""Validate values from outside: an error names the value, what was needed and what was got.
+"""Validation of values from outside. Each error names the value, the expected value, and the actual value.
 
-Without a check a number given as text fails ten calls later in another library, NaN passes every comparison that it
-should fail, and True counts as 1.
+Without these checks, a number that is passed as text fails ten calls later in another library, NaN silently passes
+comparisons that it should fail, and True counts as 1.
 """
 
 from __future__ import annotations
@@ -19,53 +19,55 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 
 class PipelineError(RuntimeError):
-    """Base of every error that lightning_pipes raises on its own account."""
+    """Base class of all errors that lightning_pipes defines."""
 
 
 class PlanError(PipelineError):
-    """A plan can't be made or carried out: stages, spans, memory or versions do not fit."""
+    """A plan can't be made or executed, because its stages, spans, memory or versions do not fit."""
 
 
 class InputError(PlanError):
-    """Something that was given can't be used: a setting, an argument, a file, a number, a unit, a name.
+    """An input can't be used, such as a setting, an argument, a file, a number, a unit or a name.
 
-    It is a PlanError, so that one `except` catches all that is wrong before anything runs.
+    It derives from PlanError, so that a single `except` catches every error that is found before anything runs.
     """
 
 
 class ProgramError(PipelineError):
-    """A program is not a correct order of its plan: something is missing, twice, unpaired or too early."""
+    """A program is not a correct order of its plan: an instruction is missing, duplicated, unpaired or too early."""
 
 
 class DeadlockError(ProgramError):
-    """Every rank waits for another one; the message lists which rank waits for what."""
+    """All ranks wait for each other. The message lists the instructions that each rank waits for."""
 
 
 _T = TypeVar("_T")
 _SHOWN = 80
-"""Characters of a value that an error shows."""
+"""The maximum number of characters of a value in an error message."""
 _hints: dict[type, Mapping[str, Any]] = {}
 _PLAIN = frozenset({int, bool, str, NoneType})
 
 
 def short_repr(value: object) -> str:
-    """Return the repr of a value for error messages, at most 80 characters long."""
+    """Return the repr of a value for error messages, shortened to at most 80 characters."""
     try:
         text = repr(value)
-    except Exception as error:  # an int of more digits than Python prints, or a user's own __repr__
+    except Exception as error:  # an int with more digits than Python prints, or an error in a user's __repr__
         text = f"<{type(value).__name__}: {type(error).__name__}>"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 4]} ..."
 
 
 def check_count(what: str, value: object, hint: str = "", most: int | None = None) -> int:
-    """Return `value` as an int, at least 1 and at most `most`.
+    """Return `value` as an int after checking that it is at least 1 and at most `most`.
 
     Args:
-        what: the name of the value, for the error.
-        hint: text at the end of the error.
+        what: the name of the value in the error message.
+        value: the value to check.
+        hint: text to append to the error message.
+        most: the maximum. If None, there is no maximum.
 
     Raises:
-        InputError: it is no whole number, less than one, or more than `most`.
+        InputError: if the value is not a whole number, less than 1, or more than `most`.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise InputError(f"{what} must be a whole number, got {short_repr(value)}{hint}")
@@ -80,13 +82,17 @@ def check_count(what: str, value: object, hint: str = "", most: int | None = Non
 def check_number(
     what: str, value: object, needs: str = "a number", fits: Callable[[float], bool] = math.isfinite, hint: str = ""
 ) -> float:
-    """Return `value`, a number for which `fits` holds; NaN never fits.
+    """Return `value` after checking that it is a number for which `fits` returns True. NaN is never accepted.
 
     Args:
-        needs: the condition in words, for the error.
+        what: the name of the value in the error message.
+        value: the value to check.
+        needs: the condition in words, as it appears in the error message.
+        fits: the condition. By default, the number must be finite.
+        hint: text to append to the error message.
 
     Raises:
-        InputError: it is no number, or does not fit.
+        InputError: if the value is not a number, or if it does not meet the condition.
     """
     if not _is_number(value) or not fits(value):  # type: ignore[arg-type]
         raise InputError(f"{what} must be {needs}, got {short_repr(value)}{hint}")
@@ -94,13 +100,16 @@ def check_number(
 
 
 def check_type(what: str, value: object, hint: Any) -> Any:
-    """Return `value` if it has the type `hint`; lists become tuples where `hint` is a tuple.
+    """Return `value` after checking that it has the type `hint`. Lists become tuples if `hint` is a tuple.
 
-    `hint` may be a type of settings and files: numbers, texts, booleans, None, their unions, literals, tuples, lists,
-    sequences, mappings, functions and classes. NaN is not a number, True not a whole number.
+    Args:
+        what: the name of the value in the error message.
+        value: the value to check. NaN is not accepted as a number, and True is not accepted as a whole number.
+        hint: a type that is used in settings and files: numbers, strings, booleans, None, unions of them, literals,
+            tuples, lists, sequences, mappings, functions and classes.
 
     Raises:
-        InputError: it has another type; the message names the part.
+        InputError: if the value has another type. The message names the part that is wrong.
     """
     made, wrong = _read(what, value, hint)
     if wrong:
@@ -109,13 +118,14 @@ def check_type(what: str, value: object, hint: Any) -> Any:
 
 
 def check_fields(made: Any, entries: bool = True) -> None:
-    """Check every field of a dataclass by its type; to be called first in `__post_init__`.
+    """Check the type of every field of a dataclass. Call it first in `__post_init__`.
 
     Args:
-        entries: check the entries of tuples and mappings too, of which there may be a million.
+        made: the dataclass instance. Lists are replaced by tuples if the field is a tuple.
+        entries: whether to check the entries of tuples and mappings too. There may be a million of them.
 
     Raises:
-        InputError: a field has another type.
+        InputError: if a field has another type.
     """
     for name, hint in field_types(type(made)).items():
         value = getattr(made, name)
@@ -128,7 +138,7 @@ def check_fields(made: Any, entries: bool = True) -> None:
 
 
 def field_types(kind: type) -> Mapping[str, Any]:
-    """Return the types of the fields of a dataclass, by name."""
+    """Return the types of the fields of a dataclass by name."""
     if kind not in _hints:
         known = get_type_hints(kind)
         _hints[kind] = {field.name: known[field.name] for field in fields(kind) if field.init}
@@ -136,7 +146,7 @@ def field_types(kind: type) -> Mapping[str, Any]:
 
 
 def type_name(hint: Any) -> str:
-    """Return a type in words."""
+    """Return a description of a type in words."""
     origin, of = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         *first, last = [type_name(each) for each in of]
@@ -157,7 +167,7 @@ def type_name(hint: Any) -> str:
 
 
 def _holds(hint: Any, kind: type) -> bool:
-    """Return whether values of the type `hint` may be of the class `kind`."""
+    """Return whether values of the type `hint` may be instances of the class `kind`."""
     origin = get_origin(hint)
     return isinstance(origin, type) and issubclass(kind, origin)
 
@@ -167,12 +177,12 @@ def _is_number(value: object) -> bool:
         return False
     try:
         return not math.isnan(value)
-    except OverflowError:  # a whole number beyond all floats
+    except OverflowError:  # an int that is too large for a float
         return False
 
 
 def _read(what: str, value: Any, hint: Any) -> tuple[Any, str]:
-    """Return the converted value and the reason for which it is refused; empty if it is accepted."""
+    """Return the converted value and the reason for rejecting it. The reason is empty if the value is accepted."""
     origin, of = get_origin(hint), get_args(hint)
     if hint is Any or isinstance(hint, TypeVar):
         return value, ""
@@ -209,7 +219,7 @@ def _read_one_of(what: str, value: Any, hint: Any, of: Sequence[Any]) -> tuple[A
         reasons.append(wrong)
     inner = [wrong for each, wrong in zip(of, reasons, strict=True) if each is not NoneType]
     if len(inner) == 1 and value is not None and not inner[0].startswith(f"{what} must be"):
-        return value, inner[0]  # only one of them can be meant, and a part of it is wrong
+        return value, inner[0]  # only this type can be intended, and a part of the value is wrong
     return value, f"{what} must be {type_name(hint)}, got {short_repr(value)}"
 
 
@@ -247,10 +257,15 @@ def _read_mapping(what: str, value: Any, hint: Any) -> tuple[Any, str]:
 
 
 def lookup_name(things: Mapping[str, _T], name: str, what: str) -> _T:
-    """Return the entry `name`; capitals do not matter.
+    """Return the entry of `things` called `name`, ignoring case.
+
+    Args:
+        things: the entries by name.
+        name: the name to look up.
+        what: the kind of entry in the error message.
 
     Raises:
-        InputError: there is none; lists all names, and suggests a close one.
+        InputError: if there is no such entry. The message lists all names and suggests a similar one.
     """
     check_type(what, name, str)
     folded = {each.casefold(): each for each in things}
@@ -262,10 +277,10 @@ def lookup_name(things: Mapping[str, _T], name: str, what: str) -> _T:
 
 
 def read_object(path: str | Path) -> dict[str, Any]:
-    """Return the one object in a file.
+    """Return the JSON object that a file contains.
 
     Raises:
-        InputError: there is no such file, or it holds no object.
+        InputError: if the file can't be read or does not contain a JSON object.
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -279,13 +294,16 @@ def read_object(path: str | Path) -> dict[str, Any]:
 def check_json_fields(
     what: str, found: object, kinds: Mapping[str, Any], optional: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return the checked entries of a JSON object. Lists become tuples where the type is a tuple.
+    """Return the entries of a JSON object after checking their types. Lists become tuples if the type is a tuple.
 
     Args:
-        optional: names of fields that may be absent.
+        what: the name of the object in the error message.
+        found: the object.
+        kinds: the type of each field.
+        optional: the names of fields that may be absent.
 
     Raises:
-        InputError: an entry is absent, unknown or of another type; names it.
+        InputError: if an entry is absent, unknown or of another type. The message names the entry.
     """
     entries = check_type(what, found, dict[str, Any])
     lacking = [name for name in kinds if name not in entries and name not in optional]

@@ -1,16 +1,14 @@
-"""Lower programs: add transfers between ranks, and find the passes of layers and the concatenations in a plan.
+"""Lowering of programs: the transfers between ranks, the passes through layers, and the concatenations of samples.
 
-Passes through the layers where forward and backward of a stage cut a batch differently.
-
-Autograd frees a graph when it has been differentiated. So samples that belong to different forwards, or to different
-backwards, need graphs of their own:
+The forwards and backwards of a stage may cut a batch differently. Autograd frees a graph when the graph has been
+differentiated. Samples that belong to different forwards, or to different backwards, therefore need separate graphs:
 
     F   |        0:4        |        one forward, or one for each graph
         | 0:1 | 1:2 |  2:4  |        three graphs
     B   | 0:1 | 1:2 |  2:4  |
 
-And where a stage computes on other samples than a message holds, these are cut, which copies nothing, or joined, which
-does.
+If a stage computes on other samples than a message holds, its samples are either cut, which copies nothing, or
+concatenated, which copies them.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ from lightning_pipes.ir.program import Program, Row, remember_results
 def lower(program: Program, plan: Plan) -> Program:
     """Return the program with its transfers.
 
-    A receive stands right before its first use, a send right after the computation that completes its message.
-
-    Sends never block, so no order of them can deadlock. Lowering a lowered program returns it unchanged.
+    Each receive is placed directly before its first use. Each send is placed directly after the computation that
+    completes its message. Because sends never block, no order of sends can deadlock. If the program already contains
+    transfers, it is returned unchanged.
 
     Raises:
-        ProgramError: the program has not as many rows as the plan has ranks.
+        ProgramError: if the number of rows of the program differs from the number of ranks of the plan.
     """
     if program.n_ranks != plan.n_ranks:
         raise ProgramError(f"the program has {program.n_ranks} rows, the plan {plan.n_ranks} ranks")
@@ -49,7 +47,7 @@ def lower(program: Program, plan: Plan) -> Program:
 
 
 def sends_after(i: Instruction, plan: Plan) -> list[Instruction]:
-    """Return the messages, if any, to which the computation `i` contributes samples."""
+    """Return the sends whose messages contain samples of the computation `i`. The result may be empty."""
     kind, stage, job, batch, span = i
     if kind is Kind.F and stage + 1 < plan.n_stages and plan.is_remote_edge(stage):
         send = Kind.SF
@@ -63,7 +61,7 @@ def sends_after(i: Instruction, plan: Plan) -> list[Instruction]:
 def _lower_row(row: Row, plan: Plan) -> Row:
     out: list[Instruction] = []
     received: set[Instruction] = set()
-    parts_left: dict[Instruction, int] = {}  # computations that a message still waits for
+    parts_left: dict[Instruction, int] = {}  # number of computations that a message still waits for
     for i in row:
         if i.kind is not Kind.STEP:
             for n in needs(i, plan):
@@ -82,7 +80,7 @@ def _lower_row(row: Row, plan: Plan) -> Row:
 
 
 def batch_instructions(plan: Plan, rank: int, job: int, batch: int) -> list[Instruction]:
-    """Return all instructions of one batch on one rank, transfers included, in no particular order."""
+    """Return all instructions of one batch on one rank, including transfers, in no particular order."""
     out: list[Instruction] = []
     for stage in plan.stages[rank]:
         kinds = [*plan.compute_kinds]
@@ -103,9 +101,9 @@ class Pass(NamedTuple):
     """One pass through the layers of a stage, forward or backward.
 
     Attributes:
-        rows: its samples.
-        recompute: whether the stage keeps only what it received for these samples, so that backward runs their
-            forward again.
+        rows: the number of samples.
+        recompute: whether the stage keeps only its input for these samples, so that the backward runs their forward
+            again.
     """
 
     rows: int
@@ -113,16 +111,19 @@ class Pass(NamedTuple):
 
 
 def graph_spans(i: Instruction, plan: Plan) -> Spans:
-    """Return the samples of the forward or backward `i`, one span for each autograd graph."""
+    """Return the samples of the forward or backward `i`, with one span for each autograd graph."""
     cut = plan.jobs[i.job]
-    if cut.forward[i.stage] is cut.backward[i.stage]:  # as nearly always
+    if cut.forward[i.stage] is cut.backward[i.stage]:  # the usual case
         return (i.span,)
     others = plan.overlapping_spans(Kind.B if i.kind is Kind.F else Kind.F, i.stage, i.job, i.span)
     return tuple(Span(max(i.span.start, o.start), min(i.span.stop, o.stop)) for o in others)
 
 
 def layer_passes(i: Instruction, plan: Plan) -> tuple[Pass, ...]:
-    """Return the passes of the computation `i` in order; see `Plan.recompute` and `Plan.whole_forward`."""
+    """Return the passes of the computation `i` in order.
+
+    `Plan.recompute` and `Plan.whole_forward` determine the passes of a stage.
+    """
     if i.kind is Kind.STEP:
         return (Pass(0, False),)
     again = bool(plan.recompute) and plan.recompute[i.stage]
@@ -139,11 +140,11 @@ def layer_passes(i: Instruction, plan: Plan) -> tuple[Pass, ...]:
 
 
 class Concat(NamedTuple):
-    """The numbers of samples that a computation copies to concatenate them.
+    """The numbers of samples that a computation copies in order to concatenate them.
 
     Attributes:
-        inputs: samples that arrive in smaller parts than the computation needs.
-        outputs: samples that are computed in smaller parts than the message sends.
+        inputs: the number of samples that arrive in smaller parts than the computation needs.
+        outputs: the number of samples that are computed in smaller parts than the message holds.
     """
 
     inputs: int
@@ -154,7 +155,7 @@ _NOTHING = Concat(0, 0)
 
 
 def count_concatenated(i: Instruction, plan: Plan) -> Concat:
-    """Return the samples that the computation `i` concatenates: its inputs, and messages that it completes."""
+    """Return the samples that the computation `i` concatenates in its inputs and in the messages that it completes."""
     forward = i.kind is Kind.F
     if plan.uniform_jobs[i.job] or not (forward or i.kind is Kind.B or i.kind is Kind.I):
         return _NOTHING
@@ -172,12 +173,15 @@ def count_concatenated(i: Instruction, plan: Plan) -> Concat:
 
 
 def run_spans(i: Instruction, plan: Plan) -> Spans:
-    """Return the samples of every pass of a computation."""
+    """Return the samples of every pass of a computation, in order."""
     return (i.span,) if i.kind is Kind.F and len(layer_passes(i, plan)) == 1 else graph_spans(i, plan)
 
 
 def _parts_from(source: int, i: Instruction, part: Span, plan: Plan) -> Sequence[Span]:
-    """Return the parts in which samples of `i` come from the stage `source`: of messages, or as it computed them."""
+    """Return the parts in which the samples of `part` arrive from the stage `source`.
+
+    If the stages are on different ranks, the parts are messages. Otherwise, they are the passes on the stage `source`.
+    """
     if plan.is_remote_edge(min(source, i.stage)):
         return plan.overlapping_spans(Kind.SF if i.kind is Kind.F else Kind.SB, source, i.job, part)
     spans = plan.overlapping_spans(i.kind, source, i.job, part)
@@ -186,12 +190,12 @@ def _parts_from(source: int, i: Instruction, part: Span, plan: Plan) -> Sequence
 
 
 def cost_key(i: Instruction, plan: Plan) -> CostKey:
-    """Return a key that computations of one kind, stage, job and batch share if they cost the same."""
+    """Return a key that is equal for computations of the same kind, stage, job and batch that have the same cost."""
     return i.span.rows if plan.uniform_jobs[i.job] else (layer_passes(i, plan), count_concatenated(i, plan))
 
 
 def cost_classes(kind: Kind, stage: int, plan: Plan) -> list[tuple[Instruction, int]]:
-    """Return one instruction of job 0 for each class of equal cost, and the size of the class."""
+    """Return one instruction of job 0 for each class of instructions with equal cost, and the size of the class."""
     spans = plan.spans(kind, stage)
     if kind not in COMPUTE or plan.uniform_jobs[0]:
         return [(Instruction(kind, stage, span=span), count) for span, count in _sizes(spans)]
@@ -202,6 +206,6 @@ def cost_classes(kind: Kind, stage: int, plan: Plan) -> list[tuple[Instruction, 
 
 @lru_cache(maxsize=64)
 def _sizes(spans: Spans) -> tuple[tuple[Span, int], ...]:
-    """Return a span of every size, and the number of spans of that size."""
+    """Return one span of each size and the number of spans of that size."""
     counts = Counter(span.rows for span in spans)
     return tuple((span, counts[rows]) for rows, span in {span.rows: span for span in spans}.items())

@@ -1,4 +1,4 @@
-"""Programs: the instructions of every rank in their order."""
+"""Programs, which hold the ordered instructions of every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rows = tuple[Row, ...]
 
 _Made = TypeVar("_Made")
 MAX_REMEMBERED = 2**19
-"""The most instructions of all programs whose results a function remembers; each takes some hundred bytes."""
+"""The maximum number of instructions in all programs whose results a function caches, at some hundred bytes each."""
 _TOKEN = re.compile(
     r"(?:j(?P<job>\d+):)?(?P<kind>STEP|SF|RF|SB|RB|F|B|I|W)(?P<stage>\d+)(?:\.(?P<n>\d+))?(?:@(?P<batch>\d+))?"
 )
@@ -30,10 +30,20 @@ _COLUMNS = ("part", "rank", "kind", "stage", "job", "batch", "start", "stop")
 
 @dataclass(frozen=True)
 class Program:
-    """One row of instructions per rank: `head`, then `cycle` as often as batches come, then `tail`.
+    """The instructions of each rank, split into three parts with one row per rank.
 
-    A finite window has a head only. In an endless one the head serves the first batches, every further batch runs the
-    cycle once with its batch numbers one higher, and the tail finishes what is in flight.
+    Each rank runs its row of `head`, then its row of `cycle` as often as further batches arrive, and finally its row of
+    `tail`. A program for a finite window has only a head. In a program for an endless window, the head serves the first
+    batches. Each further batch runs the cycle once, with batch numbers that increase by one. The tail finishes the
+    batches that are still in flight.
+
+    Attributes:
+        head: the instructions that run first.
+        cycle: the instructions that run once for each further batch. It is empty for a finite window.
+        tail: the instructions that run at the end. It is empty for a finite window.
+
+    Raises:
+        ProgramError: if the parts have different numbers of rows.
     """
 
     head: Rows
@@ -50,38 +60,38 @@ class Program:
     def __hash__(self) -> int:
         return self._hash
 
-    def __getstate__(self) -> dict[str, Rows]:  # without the hash: strings hash differently elsewhere
+    def __getstate__(self) -> dict[str, Rows]:  # without the hash, because other processes hash strings differently
         return {"head": self.head, "cycle": self.cycle, "tail": self.tail}
 
     @cached_property
-    def _hash(self) -> int:  # programs are looked up at every step, and hold thousands of instructions
+    def _hash(self) -> int:  # cached because programs are looked up in every step and hold thousands of instructions
         return hash((self.head, self.cycle, self.tail))
 
     @property
     def n_ranks(self) -> int:
-        """The number of rows."""
+        """The number of ranks, which is the number of rows."""
         return len(self.head)
 
     @property
     def is_endless(self) -> bool:
-        """Whether batches can be added without end."""
+        """Whether the program accepts any number of batches."""
         return bool(self.cycle)
 
     @cached_property
     def size(self) -> int:
-        """The number of instructions in all its parts."""
+        """The number of instructions in all parts."""
         return sum(map(len, (*self.head, *self.cycle, *self.tail)))
 
     @cached_property
     def head_batches(self) -> int:
-        """The number of batches of each job that the head begins."""
+        """The number of batches of each job that start in the head."""
         return max((i.batch + 1 for row in self.head for i in row if i.kind is Kind.F), default=0)
 
     def unroll(self, batches: int) -> Program:
-        """Return the finite program of `batches` batches; the program itself where it has no cycle."""
+        """Return the finite program that runs `batches` batches. A program without a cycle is returned unchanged."""
         if not self.is_endless:
             return self
-        shift = max(0, batches - self.head_batches)  # fewer batches: those of the head that are left out, dropped
+        shift = max(0, batches - self.head_batches)  # surplus batches of the head are removed below
         rows = []
         for rank, head in enumerate(self.head):
             row = list(head)
@@ -92,9 +102,10 @@ class Program:
         return Program(tuple(rows))
 
     def to_lines(self) -> list[str]:
-        """Return one line a rank, head only: `F2.0` is the forward on stage 2 of the first span of its batch.
+        """Return the head as one line of text per rank.
 
-        Spans are numbered among those of the same kind, stage, job and batch that the program holds.
+        In this form, `F2.0` is the forward of the first span of its batch on stage 2. Spans are numbered among the
+        spans of the same kind, stage, job and batch in the program.
         """
         number = self._span_numbers
         return [" ".join(self._token(i, number) for i in row) for row in self.head]
@@ -122,20 +133,27 @@ class Program:
 
     @classmethod
     def parse(cls, lines: Iterable[str], plan: Plan) -> Program:
-        """Return the program of the lines that `to_lines()` returns; the plan gives the samples of each number.
+        """Return the program that is described by lines in the format of `to_lines`.
+
+        Args:
+            lines: one line per rank.
+            plan: the plan that defines the samples of each numbered span.
 
         Raises:
-            ProgramError: a token can't be read or names a stage or span that the plan does not have.
+            ProgramError: if a token can't be read, or if it names a stage, job or span that the plan does not have.
         """
         return cls(tuple(tuple(_read_token(token, plan) for token in line.split()) for line in lines))
 
     def iter_instructions(self) -> Iterator[Instruction]:
-        """Yield every instruction of the head, rank after rank."""
+        """Yield all instructions of the head, rank by rank."""
         for row in self.head:
             yield from row
 
     def to_csv(self) -> str:
-        """Return one line an instruction with its span in samples; `from_csv` reads it back without a plan."""
+        """Return the program as CSV, with one line per instruction and spans in samples.
+
+        `from_csv` can read the result without a plan.
+        """
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(_COLUMNS)
@@ -146,10 +164,10 @@ class Program:
 
     @classmethod
     def from_csv(cls, text: str) -> Program:
-        """Return the program that `to_csv` wrote.
+        """Return the program from CSV text that was written by `to_csv`.
 
         Raises:
-            ProgramError: the columns or a value are not those that `to_csv` writes.
+            ProgramError: if the columns differ from the columns of `to_csv`, or if a value can't be read.
         """
         reader = csv.DictReader(io.StringIO(text))
         if tuple(reader.fieldnames or ()) != _COLUMNS:
@@ -171,9 +189,10 @@ class Program:
 
 
 def remember_results(most: int) -> Callable[[Callable[[Program, Plan], _Made]], Callable[[Program, Plan], _Made]]:
-    """Decorate a function of a program and its plan, so that it remembers its last results.
+    """Return a decorator that caches the latest results of a function of a program and its plan.
 
-    It remembers `most` of them, fewer where the programs are large (`MAX_REMEMBERED`), and always the last one.
+    The cache holds at most `most` results, and fewer if the programs together have more than `MAX_REMEMBERED`
+    instructions. It always keeps the latest result.
     """
 
     def add_memory(function: Callable[[Program, Plan], _Made]) -> Callable[[Program, Plan], _Made]:
@@ -202,7 +221,7 @@ def remember_results(most: int) -> Callable[[Callable[[Program, Plan], _Made]], 
 
 
 def shift_batches(row: Sequence[Instruction], batches: int) -> Row:
-    """Return the same instructions, `batches` batches later."""
+    """Return the instructions of `row` with batch numbers that are higher by `batches`."""
     return tuple(i._replace(batch=i.batch + batches) for i in row) if batches else tuple(row)
 
 

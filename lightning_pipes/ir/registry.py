@@ -1,4 +1,4 @@
-"""Look up installed schedules by name, in the entry point group `lightning_pipes.schedules`."""
+"""Find installed schedules by name in the entry point group `lightning_pipes.schedules`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ GROUP = "lightning_pipes.schedules"
 
 @cache
 def installed_schedules() -> Mapping[str, EntryPoint]:
-    """Return the entry points of all distributions by name, sorted."""
+    """Return the schedule entry points of all installed distributions, sorted by name."""
     return {e.name: e for e in sorted(entry_points(group=GROUP), key=lambda e: e.name)}
 
 
 def schedule_factory(name: str) -> Any:
-    """Return the class or function that makes the schedule `name` from its settings.
+    """Return the class or function that creates the schedule `name` from its settings.
 
     Raises:
-        PlanError: no such schedule is installed; lists what there is.
+        PlanError: if no such schedule is installed. The message lists the installed schedules.
     """
     name = check_type("schedule", name, str)
     found = installed_schedules().get(name)
@@ -37,10 +37,11 @@ def schedule_factory(name: str) -> Any:
 
 
 def make_schedule(name: str, **settings: Any) -> Schedule | Policy:
-    """Return the schedule `name` with its settings.
+    """Return the schedule `name`, created with the given settings.
 
     Raises:
-        PlanError: no such schedule is installed, or it does not take these settings; lists what there is.
+        PlanError: if no such schedule is installed, if it does not accept these settings, or if the result is neither a
+            Schedule nor a Policy. The message lists the valid names.
     """
     factory = schedule_factory(name)
     try:
@@ -57,7 +58,7 @@ def make_schedule(name: str, **settings: Any) -> Schedule | Policy:
 
 
 def _unknown(factory: Any, settings: Mapping[str, Any]) -> str:
-    """Return a sentence on the first unknown setting; empty where all are known."""
+    """Return a sentence about the first unknown setting, or an empty string if all settings are known."""
     try:
         known = inspect.signature(factory).parameters
     except (TypeError, ValueError):

@@ -1,8 +1,8 @@
-"""Walk through a program in a valid order, without looking up the needs of each micro-batch.
+"""Walk through a program in a valid order without computing the needs of each micro-batch.
 
-Where every stage, direction and link cuts a batch alike, micro-batches do not mix before the STEP: what the first one
-needs, every other needs likewise. So `ir.needs` is asked once a kind and stage, which makes a walk through a large
-program more than ten times faster.
+If all stages, directions and links cut a batch in the same way, micro-batches are independent of each other until the
+STEP, and all micro-batches have equivalent needs. It is therefore enough to call `ir.needs` once per kind and stage of
+a batch. This makes a walk through a large program more than ten times faster.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from lightning_pipes.ir.program import Program
 
 
 class IrregularError(Exception):
-    """The program can't run, or the plan is not regular; a check of each instruction finds the reason."""
+    """The program can't run or its plan is not regular. A check of each instruction finds the reason."""
 
 
 class Unit:
     """All micro-batches of one kind, stage, job and batch.
 
     Attributes:
-        key: that kind, stage, job and batch.
-        ran: 1 for each micro-batch that has run, in the order of the plan's spans; 0 for the others.
-        own: those units of the same rank whose micro-batch must have run before.
-        whole: those whose micro-batches must all have run before, as the gradients of a STEP.
-        foreign: those of other ranks whose micro-batch must have run before, to send its message.
-        note: whatever the caller keeps with it; None at first.
+        key: the kind, stage, job and batch.
+        ran: one byte per micro-batch, in the order of the plan's spans: 1 if the micro-batch has run, otherwise 0.
+        own: the `ran` of units on the same rank that must have run the same micro-batch before.
+        whole: the `ran` of units that must have run all micro-batches before, such as the gradients before a STEP.
+        foreign: the `ran` of units on other ranks that must have run the same micro-batch before, so that its message
+            can be sent.
+        note: a value that the caller may attach to the unit. It is None at first.
     """
 
     __slots__ = ("foreign", "key", "note", "own", "ran", "whole")
@@ -43,21 +44,25 @@ class Unit:
 
 
 def is_regular(program: Program, plan: Plan) -> bool:
-    """Return whether `walk_program` supports the program."""
+    """Return whether `walk_program` supports this program and plan."""
     return not plan.after and not plan.replicas and all(plan.uniform_jobs) and program.n_ranks == plan.n_ranks
 
 
 def walk_program(program: Program, plan: Plan) -> Iterator[tuple[int, Instruction, Unit, int]]:
-    """Yield the rank, the instruction, its unit and its number there, each after all of its needs.
+    """Yield the instructions of a program in a valid order, each after all of its needs.
 
     Args:
-        program: finite, without transfers; see `is_regular`.
+        program: a finite program without transfers that `is_regular` accepts.
+        plan: the plan of the program.
+
+    Yields:
+        The rank, the instruction, its unit, and the index of its micro-batch in the unit.
 
     Raises:
-        IrregularError: an instruction belongs to another plan or rank, is there twice, or never runs.
+        IrregularError: if an instruction belongs to another plan or rank, occurs twice, or can never run.
     """
     units: dict[tuple[Kind, int, int, int], Unit] = {}
-    known: dict[tuple[Kind, int, int, int], Unit] = {}  # those whose needs are known
+    known: dict[tuple[Kind, int, int, int], Unit] = {}  # units whose needs are already in the lists
     where = plan.ranks
     numbers = [{span: n for n, span in enumerate(cut.forward[0])} for cut in plan.jobs]
 
@@ -71,7 +76,7 @@ def walk_program(program: Program, plan: Plan) -> Iterator[tuple[int, Instructio
         if i.kind not in COMPUTE or not 0 <= i.stage < plan.n_stages or not 0 <= i.job < len(numbers):
             raise IrregularError
         unit = find_unit(i)
-        for n in {n[:4]: n for n in needs(i, plan)}.values():  # a STEP needs all micro-batches of a kind
+        for n in {n[:4]: n for n in needs(i, plan)}.values():  # a STEP needs all micro-batches; keep one per unit
             if n.kind in RECEIVES:
                 unit.foreign += [find_unit(sent).ran for sent in needs(send_of(n), plan)]
             elif n.span == i.span:
@@ -82,7 +87,7 @@ def walk_program(program: Program, plan: Plan) -> Iterator[tuple[int, Instructio
         return unit
 
     awake = list(range(program.n_ranks - 1, -1, -1))
-    sleepers: dict[tuple[int, int], list[int]] = {}  # ranks that wait, by id of `ran` and micro-batch
+    sleepers: dict[tuple[int, int], list[int]] = {}  # waiting ranks, by id of `ran` and micro-batch
     next_ = [0] * program.n_ranks
     while awake:
         rank = awake.pop()
@@ -94,7 +99,7 @@ def walk_program(program: Program, plan: Plan) -> Iterator[tuple[int, Instructio
             ran = unit.ran
             n = numbers[job].get(span, -1) if kind is not Kind.STEP else 0 if span == NO_SPAN else -1
             if n < 0 or ran[n] or where[stage] != rank:
-                raise IrregularError  # no such micro-batch, twice, or elsewhere
+                raise IrregularError  # unknown micro-batch, duplicate, or wrong rank
             for others in unit.foreign:
                 if not others[n]:
                     sleepers.setdefault((id(others), n), []).append(rank)
@@ -102,7 +107,7 @@ def walk_program(program: Program, plan: Plan) -> Iterator[tuple[int, Instructio
             else:
                 for others in unit.own:
                     if not others[n]:
-                        raise IrregularError  # its own rank runs later what it needs
+                        raise IrregularError  # the same rank runs a need later in its row
                 for others in unit.whole:
                     if 0 in others:
                         raise IrregularError

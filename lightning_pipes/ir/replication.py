@@ -1,12 +1,12 @@
-"""Stages with several ranks: the samples of a micro-batch are shared out among the replicas of a stage.
+"""Replicated stages, whose ranks share out the samples of each micro-batch.
 
     micro-batch     |     0:4     |     4:8     |
     stage 0, rank 0 | 0:2 |       | 4:6 |
              rank 1       | 2:4 |       | 6:8 |
     stage 1, rank 2 |     0:4     |     4:8     |
 
-A schedule orders whole micro-batches on one rank for each stage. Then every rank of a stage gets that order for its own
-samples. A message goes from one rank to one other: it holds the samples that both compute.
+A schedule orders whole micro-batches with one rank per stage. Each rank of a replicated stage then runs this order for
+its own samples. A message goes from one rank to one other rank and holds the samples that both of them compute.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from lightning_pipes.ir.plan import Cut, Plan, Spans
 from lightning_pipes.ir.program import Program, Row
 
 Seconds = Sequence[Sequence[float]]
-"""By stage, the seconds of a sample on each of its ranks; only their proportions count."""
+"""For each stage, the seconds per sample on each of its ranks. Only the ratios between these values matter."""
 
 
 def share_rows(rows: int, seconds: Sequence[float], given: Sequence[int] = (), least: int = 0) -> tuple[int, ...]:
-    """Return how many of `rows` samples each replica gets, so that the last one ends as early as possible.
+    """Return the number of samples that each replica gets, chosen so that the last replica ends as early as possible.
 
-    Shares are in proportion to 1 / seconds, as near as whole samples allow (DynPipe, S V-B1).
+    Shares are proportional to 1 / seconds, as closely as whole samples allow (DynPipe, S V-B1).
 
     Args:
-        seconds: of a sample on each replica.
-        given: samples of earlier micro-batches of the batch that each has; the shares add up to the whole batch's.
-        least: samples that each replica gets, where there are as many.
+        rows: the number of samples to share out.
+        seconds: the seconds per sample on each replica.
+        given: the number of samples that each replica has from earlier micro-batches of the same batch. The function
+            balances the sums over the batch.
+        least: the minimum number of samples per replica. It is ignored if `rows` is too small for it.
 
     Raises:
-        InputError: no replicas, or seconds that are not above 0.
+        InputError: if there are no replicas, or if a value in `seconds` is not positive and finite.
     """
     check_count("rows", rows)
     if not seconds or not all(0 < each < math.inf for each in seconds):
@@ -50,7 +52,7 @@ def share_rows(rows: int, seconds: Sequence[float], given: Sequence[int] = (), l
 
 
 def list_shares(plan: Plan) -> list[list[int]]:
-    """Return, by stage, how many samples of a batch each of its ranks has."""
+    """Return the number of samples of a batch that each rank computes, as one list per stage."""
     cut = plan.jobs[0]
     found = [[0] * len(ranks) for ranks in plan.ranks_of_stages]
     for stage, spans in enumerate(cut.forward):
@@ -60,16 +62,18 @@ def list_shares(plan: Plan) -> list[list[int]]:
 
 
 def replicate_plan(plan: Plan, degrees: Sequence[int], seconds: Seconds = (), least: int = 0) -> Plan:
-    """Return the plan with `degrees` ranks for its stages, which are numbered from the first stage on.
+    """Return the plan with several ranks per stage, numbered consecutively from the first stage.
 
     Args:
-        plan: one with a rank for each stage, which cuts a batch in the same way on all of them.
-        seconds: of a sample on each rank of each stage; by default they are equally fast.
-        least: samples of each micro-batch that each rank gets, where there are as many. An order that does not flush
-            needs one: the first forward of a batch says which weights it reads, and ranks of a stage read the same.
+        plan: a plan with one rank per stage in which all stages cut a batch in the same way.
+        degrees: the number of ranks of each stage.
+        seconds: the seconds per sample on each rank of each stage. By default, all ranks are equally fast.
+        least: the minimum number of samples of each micro-batch per rank, if the micro-batch is large enough. Schedules
+            that do not flush need at least one: the first forward of a batch determines the weight version that the
+            batch reads, and all ranks of a stage must read the same version.
 
     Raises:
-        PlanError: the plan is not of this kind, or degrees are not one number for each stage.
+        PlanError: if the plan has another form, or if `degrees` does not have one entry per stage.
     """
     if plan.ranks != tuple(range(plan.n_stages)) or len(degrees) != plan.n_stages:
         raise PlanError(
@@ -95,7 +99,7 @@ def _replicate_cut(cut: Cut, seconds: Seconds, least: int) -> Cut:
 
 
 def _share_spans(spans: Spans, seconds: Sequence[float], least: int) -> list[tuple[Span, int]]:
-    """Return the parts of micro-batches with the replica that computes each."""
+    """Return the parts of each micro-batch with the replica that computes each part."""
     given = [0] * len(seconds)
     out = []
     for span in spans:
@@ -107,26 +111,27 @@ def _share_spans(spans: Spans, seconds: Sequence[float], least: int) -> list[tup
 
 
 def _refine(a: Spans, b: Spans) -> Spans:
-    """Return the largest spans that each lie within one span of `a` and one of `b`."""
+    """Return the largest spans that each lie within a single span of `a` and a single span of `b`."""
     return tuple(Span(*ends) for ends in pairwise(sorted({0, *(span.stop for span in (*a, *b))})))
 
 
 def replicate_program(program: Program, plan: Plan) -> Program:
-    """Return the program, ordered for one rank a stage, for the ranks that `replicate_plan` has given the plan.
+    """Return the program for a plan with replicated stages, given a program with one rank per stage.
 
     Args:
-        program: without transfers, which `lower` adds.
+        program: a program without transfers, ordered for one rank per stage. `lower` adds the transfers later.
+        plan: the plan that `replicate_plan` returned.
     """
     parts = {}
     for part in ("head", "cycle", "tail"):
         rows: Sequence[Row] = getattr(program, part)
-        stages = zip(rows, plan.replicas, strict=False)  # without rows where the part is empty
+        stages = zip(rows, plan.replicas, strict=False)  # an empty part has no rows
         parts[part] = tuple(tuple(_own_part(row, plan, rank)) for row, ranks in stages for rank in ranks)
     return Program(**parts)
 
 
 def _own_part(row: Row, plan: Plan, rank: int) -> Iterator[Instruction]:
-    """Yield the part of a stage's instructions that falls to `rank`."""
+    """Yield the instructions of `row` for the samples that `rank` computes."""
     for i in row:
         replica = plan.replicas[i.stage].index(rank)
         if i.kind is Kind.STEP:

@@ -1,4 +1,4 @@
-"""The base classes of schedules: they order a plan, in advance (Schedule) or while running (Policy)."""
+"""Base classes of schedules, which order a plan in advance (Schedule) or at run time (Policy)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_pipes.ir.stream import LayerUse, LayerVersion
 
 
 class ScheduleTraits:
-    """The properties of a schedule or a policy besides its order; each has a default that a class may override.
+    """Properties that schedules and policies have besides their order. Each has a default that a class may override.
 
     Attributes:
-        name: the name by which users choose it.
-        flushes: whether all stages end a batch before the next one begins; where they do not its window is endless.
+        name: the name by which users choose the schedule.
+        flushes: whether all stages finish a batch before the next batch starts. If not, the window is endless.
     """
 
     name: ClassVar[str]
@@ -27,67 +27,73 @@ class ScheduleTraits:
 
     @property
     def tunes_online(self) -> bool:
-        """Whether a run changes to other candidates of its planner while it trains."""
+        """Whether a run may switch to other candidates of its planner during training."""
         return False
 
     @property
     def splits_backward(self) -> bool:
-        """Whether backward runs as I and W."""
+        """Whether the backward runs as I and W."""
         return False
 
     @property
     def predicts_weights(self) -> bool:
-        """Whether forwards read weights that are extrapolated by momentum to the update of their batch."""
+        """Whether forwards use predicted weights, extrapolated with the momentum to the update of their batch."""
         return False
 
     def place_stages(self, n_ranks: int) -> tuple[int, ...]:
-        """Return the rank of each stage; by default one stage a rank, in order."""
+        """Return the rank of each stage. By default, each rank has one stage, in order."""
         return tuple(range(n_ranks))
 
     def weight_versions(self, plan: Plan) -> tuple[int, ...]:
-        """Return the number of weight versions that may live on each stage; by default one."""
+        """Return the number of weight versions that may exist on each stage at the same time. The default is one."""
         return (1,) * plan.n_stages
 
     @classmethod
     def list_variants(cls, n_ranks: int, microbatches: int) -> Sequence[Schedule | Policy]:
-        """Return the variants that a search over schedules tries.
+        """Return the variants of this schedule that a search over schedules tries.
 
-        By default this is the schedule with its default settings. A schedule that does not flush has none, for it gives
-        another result than one process.
+        By default, the only variant is the schedule with its default settings. A schedule that does not flush has no
+        variants by default, because its results differ from training in a single process.
         """
         return [cls()] if cls.flushes else []  # type: ignore[list-item]  # a subclass is a Schedule or a Policy
 
     def make_planner(self) -> object:
-        """Return the `planning.Planner` that cuts batches for this schedule; None for the default one, which cuts
-        evenly.
+        """Return the `planning.Planner` that cuts batches for this schedule, or None for the default planner.
 
-        Typed as an object, for this layer knows nothing of costs; `planning.planner_of` checks it.
+        The default planner cuts batches evenly. The return type is `object` because this layer does not depend on
+        costs; `planning.planner_of` checks the type.
         """
         return None
 
 
 class Schedule(ScheduleTraits, ABC):
-    """A fixed order: it turns a plan into a program. A subclass is frozen, and its fields are its settings."""
+    """A schedule with a fixed order, which turns a plan into a program.
+
+    Subclasses are frozen dataclasses, and their fields are the settings of the schedule.
+    """
 
     @abstractmethod
     def program(self, plan: Plan) -> Program:
-        """Return every compute instruction of the plan's window, one row a rank; `lower` adds transfers.
+        """Return all compute instructions of the plan's window, with one row per rank.
+
+        The result contains no transfers; `lower` adds them.
 
         Raises:
-            PlanError: the schedule can't order such a plan.
+            PlanError: if the schedule can't order this plan.
         """
 
 
 @dataclass(frozen=True)
 class RankView:
-    """The state of one rank when a policy has to choose.
+    """The state of one rank when a policy picks an instruction.
 
     Attributes:
         rank: the rank.
-        last: its last instruction, None at the start.
-        in_flight: samples between F and B, by stage; stages of other ranks are absent.
-        uses: in an endless window the layers that the batches in flight use, by batch.
-        versions: in an endless window the versions of this rank's layers, by name; absent until first stepped.
+        last: the last instruction of the rank, or None at the start.
+        in_flight: for each stage of this rank, the number of samples between F and B.
+        uses: in an endless window, the layers that each batch in flight uses.
+        versions: in an endless window, the versions of this rank's layers by name. Layers that have not been stepped
+            are absent.
     """
 
     rank: int
@@ -98,63 +104,86 @@ class RankView:
 
 
 class Policy(ScheduleTraits, ABC):
-    """An order that is not fixed in advance: a policy picks the next instruction of a rank.
+    """A schedule whose order is not fixed in advance: it picks the next instruction of each rank at run time.
 
-    Frozen and without memory of its own, so that simulator and executor ask the same question and get the same
-    answer.
+    Policies are frozen and hold no state, so that the simulator and the executor get the same result for the same
+    arguments.
 
-    Where it does not flush, batches come without end. Each has a `LayerUse`, or else uses all layers.
-    A forward is ready when the layers that its batch uses on the stage have the versions that earlier batches leave. So
-    the weights are those of one batch after another, in whatever order instructions are picked.
+    If a policy does not flush, its window is endless. Each batch then either has a `LayerUse` or uses all layers. A
+    forward is ready when the layers that its batch uses on the stage have the versions that earlier batches leave.
+    Therefore, the weights are the same as if the batches ran one after another, in whatever order the policy picks
+    instructions.
     """
 
     @property
     def depth(self) -> int:
-        """The most batches in flight on a rank, from the oldest to the newest; used where the policy does not flush."""
+        """The maximum number of batches in flight on a rank, counted from the oldest to the newest.
+
+        It is used only if the policy does not flush.
+        """
         return 1
 
     @property
     def is_endless(self) -> bool:
-        """Whether batches can be added without end."""
+        """Whether the window accepts any number of batches."""
         return not self.flushes
 
     @property
     def moves_layers_by_batch(self) -> bool:
-        """Whether `cut` is called: batches that do not flush may then have other stages than the plan's."""
+        """Whether a batch of an endless window may have other stages than the plan.
+
+        If so, `cut` is called for each batch.
+        """
         return False
 
     def cut(self, use: LayerUse, cost: Callable[[str], float], plan: Plan) -> tuple[Span, ...] | None:
-        """Return the layers of each stage for a batch, as spans of layer numbers; None for those of the plan.
+        """Return the layers of each stage for one batch, or None to use the stages of the plan.
 
-        A layer then moves to the rank that runs it, with its optimizer state, see `Ledger.batch_transfers`. Every rank
-        calls it and must get the same result: it may not depend on anything that happens while batches run.
+        A layer moves with its optimizer state to the rank that runs it, see `Ledger.batch_transfers`. Every rank calls
+        this method and must get the same result. The result must therefore not depend on anything that happens while
+        batches run.
 
         Args:
-            use: the layers of the batch, by the stages of the plan.
-            cost: returns the seconds of a layer of `use` by its name, in any unit.
+            use: the layers of the batch, assigned to the stages of the plan.
+            cost: a function that returns the duration of a layer of `use` by its name, in any unit.
+            plan: the plan of the window.
+
+        Returns:
+            The layers of each stage, as spans of layer numbers.
         """
         return None
 
     @abstractmethod
     def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
-        """Return one of `ready`, or None to wait for more.
+        """Return one of the instructions in `ready`, or None to wait for more.
 
-        `ready` holds the compute instructions of this rank whose needs are met, sorted by `ready_key`: B, I, W and
-        STEP before F, then by batch, job, stage and span; it is never empty. Returning None although nothing is on
-        its way is a deadlock, and reported.
+        Args:
+            ready: the compute instructions of this rank whose needs are met; never empty. They are sorted by
+                `ready_key`: B, I, W and STEP before F, then by batch, job, stage and span.
+            view: the state of the rank.
+            plan: the plan of the window.
+
+        Returns:
+            The instruction that the rank runs next. Returning None while nothing is in flight is a deadlock and raises
+            an error.
         """
 
 
 def ready_key(i: Instruction) -> tuple[bool, int, int, int, tuple[int, int], str]:
-    """Return the sorting key of `i` among the instructions that a policy may pick."""
+    """Return the key by which instructions are sorted before a policy picks one of them."""
     return i.kind is Kind.F, i.batch, i.job, i.stage, i.span, i.kind
 
 
 def check_one_batch(plan: Plan, name: str, split_backward: bool = False) -> None:
-    """Refuse a plan for a schedule that orders one batch of one job between two flushes.
+    """Check that a plan has one batch of one job between two flushes.
+
+    Args:
+        plan: the plan to check.
+        name: the name of the schedule in the error message.
+        split_backward: whether the schedule runs the backward as I and W.
 
     Raises:
-        PlanError: the plan has several jobs, several batches, or a backward that is split where it should not be.
+        PlanError: if the plan has several jobs or several batches, or if its `split_backward` has another value.
     """
     if len(plan.jobs) > 1 or plan.batches > 1 or plan.split_backward != split_backward:
         backwards = "backwards in two parts (I and W)" if split_backward else "full backwards (B)"
@@ -165,10 +194,10 @@ def check_one_batch(plan: Plan, name: str, split_backward: bool = False) -> None
 
 
 def check_placement(plan: Plan, schedule: Schedule) -> None:
-    """Refuse a plan that does not have its stages where the schedule places them.
+    """Check that the stages of a plan are on the ranks on which the schedule places them.
 
     Raises:
-        PlanError: the plan has other ranks.
+        PlanError: if the ranks differ.
     """
     wanted = schedule.place_stages(plan.n_ranks)
     if plan.ranks != wanted:
@@ -176,10 +205,10 @@ def check_placement(plan: Plan, schedule: Schedule) -> None:
 
 
 def check_one_stage_a_rank(plan: Plan, name: str) -> None:
-    """Refuse a plan for a schedule that runs one stage a rank, with the same spans forward and backward.
+    """Check that each rank of a plan has one stage, and that each stage has the same spans in forward and backward.
 
     Raises:
-        PlanError: a rank has several stages, or a stage's backward is cut otherwise than its forward.
+        PlanError: if a rank has several stages, or if the backward of a stage is cut differently from its forward.
     """
     if plan.n_ranks != plan.n_stages:
         raise PlanError(
@@ -192,11 +221,11 @@ def check_one_stage_a_rank(plan: Plan, name: str) -> None:
 
 
 def check_stream(policy: Policy, plan: Plan) -> None:
-    """Refuse a plan for an endless window of a policy.
+    """Check that a plan suits the endless window of a policy.
 
     Raises:
-        PlanError: it has several jobs, weight versions, an order of its own, or less room than batches under way may
-            take.
+        PlanError: if the plan has several jobs, several weight versions, an order of its own in `after`, or limits that
+            are too low for the batches in flight.
     """
     check_count(f"depth of {policy.name}", policy.depth)
     needed = policy.depth * plan.jobs[0].rows
@@ -215,7 +244,7 @@ def check_stream(policy: Policy, plan: Plan) -> None:
 
 
 def adapt_plan(plan: Plan, schedule: Schedule | Policy) -> Plan:
-    """Return `plan` with the backward and the weight versions that the schedule needs."""
+    """Return the plan with the `split_backward` and the weight versions that the schedule needs."""
     if plan.split_backward != schedule.splits_backward:
         plan = replace(plan, split_backward=schedule.splits_backward)
     return plan if schedule.flushes else replace(plan, versions=tuple(schedule.weight_versions(plan)))
@@ -223,13 +252,16 @@ def adapt_plan(plan: Plan, schedule: Schedule | Policy) -> Plan:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule that picks the ready instruction with the least `ready_key`; forwards only while their stage has room.
+    """A rule that picks the ready instruction with the smallest `ready_key`.
+
+    Forwards are picked only if their stage has room.
 
     Attributes:
-        limits: most samples that each stage may hold between F and B, besides the plan's own limits; empty means none.
-        alternate: where a forward and something else are both ready, take the sort that did not run last, a forward at
-            the start; otherwise forwards come last.
-        weights_last: whether weight gradients (W) wait until there is nothing else to run.
+        limits: for each stage, the maximum number of samples between F and B, in addition to the limits of the plan. If
+            empty, there is no further limit.
+        alternate: whether forwards alternate with other instructions. If a forward and another instruction are both
+            ready, the forward is picked unless the last instruction was a forward. If False, forwards are picked last.
+        weights_last: whether weight gradients (W) wait until nothing else is ready.
     """
 
     limits: tuple[int, ...] = ()
@@ -251,14 +283,14 @@ class Rule:
 
 
 class RulePolicy(Policy):
-    """A policy that a `Rule` describes."""
+    """A policy that is defined by a `Rule`."""
 
     @abstractmethod
     def rule(self, plan: Plan) -> Rule:
         """Return the rule that orders `plan`.
 
         Raises:
-            PlanError: it can't order such a plan.
+            PlanError: if the policy can't order this plan.
         """
 
     def pick(self, ready: Sequence[Instruction], view: RankView, plan: Plan) -> Instruction | None:
@@ -266,10 +298,14 @@ class RulePolicy(Policy):
 
 
 def eligible_instructions(ready: Iterable[Instruction], fits: Callable[[Instruction], bool]) -> tuple[Instruction, ...]:
-    """Return the instructions of `ready`, sorted by `ready_key`, that a policy may pick.
+    """Return the ready instructions that a policy may pick.
 
-    An instruction that does not fit holds back the later ones of its kind on its stage, so that gradients are summed in
-    the order of samples.
+    An instruction that does not fit also holds back the later instructions of its kind on its stage, so that gradients
+    are summed in the order of samples.
+
+    Args:
+        ready: instructions, sorted by `ready_key`.
+        fits: returns whether an instruction may run now.
     """
     out: list[Instruction] = []
     held_back: set[tuple[Kind, int]] = set()
@@ -283,5 +319,5 @@ def eligible_instructions(ready: Iterable[Instruction], fits: Callable[[Instruct
 
 
 def has_room(forward: Instruction, in_flight: dict[int, int], limits: Sequence[int]) -> bool:
-    """Return whether the stage of `forward` may hold its samples too."""
+    """Return whether the stage of `forward` can hold its samples in addition to the samples in flight."""
     return in_flight[forward.stage] + forward.span.rows <= limits[forward.stage]

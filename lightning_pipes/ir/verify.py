@@ -1,4 +1,4 @@
-"""Verify that a program is a correct order of its plan, before it runs; draw a deadlock."""
+"""Verification that a program is a correct order of its plan before it runs, and drawings of deadlocks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from lightning_pipes.ir.program import Program
 from lightning_pipes.ir.regular import IrregularError, Unit, is_regular, walk_program
 
 COLUMNS = 6
-"""The number of steps that are drawn."""
+"""The number of steps that a drawing shows."""
 
 
 def deadlock_error(
     done: Iterable[Instruction], stuck: Mapping[int, Instruction], plan: Plan, why: str = ""
 ) -> DeadlockError:
-    """Return the error for ranks that wait for each other, with a drawing of the finished instructions.
+    """Return an error for ranks that wait for each other, with a drawing of the finished instructions.
 
     Args:
-        done: finished instructions, in a valid order.
+        done: the finished instructions, in a valid order.
         stuck: the next instruction of each rank that has not finished.
-        why: a sentence on the reason, where one is known.
+        plan: the plan of the program.
+        why: a sentence that explains the reason, if it is known.
     """
     ran = dict.fromkeys(done)
     waits = []
@@ -38,10 +39,11 @@ def deadlock_error(
 
 
 def draw_grid(done: Iterable[Instruction], plan: Plan) -> str:
-    """Return a row for each rank and a column for each of the last steps.
+    """Return a drawing of the latest steps, with one row per rank and one column per step.
 
     Args:
-        done: finished instructions, in a valid order. Receives may be left out where sends are there.
+        done: the finished instructions, in a valid order. Receives may be omitted if their sends are included.
+        plan: the plan of the program.
     """
     steps: dict[Instruction, int] = {}
     last = [-1] * plan.n_ranks
@@ -50,7 +52,7 @@ def draw_grid(done: Iterable[Instruction], plan: Plan) -> str:
         if i.kind in COMPUTE:
             last[rank] = steps[i] = 1 + max(last[rank], before)
         else:
-            steps[i] = before  # messages take no step of their own
+            steps[i] = before  # a message does not occupy a step
     first = max(0, max(last) + 1 - COLUMNS)
     cells = {(plan.rank_of(i), step): str(i) for i, step in steps.items() if i.kind in COMPUTE and step >= first}
     columns = range(first, max(last) + 1)
@@ -63,7 +65,7 @@ def draw_grid(done: Iterable[Instruction], plan: Plan) -> str:
 
 
 def _sent(i: Instruction, steps: Mapping[Instruction, int]) -> int:
-    """Return the step after which a message was sent; -1 where `i` is no receive, or was not sent."""
+    """Return the step after which the message of the receive `i` was sent, or -1 if there is no such message."""
     return steps.get(send_of(i), -1) if i.kind in RECEIVES else -1
 
 
@@ -71,12 +73,12 @@ _WAY_OUT = "this is a program of another plan; make one by schedule.program(plan
 
 
 def check_program_matches_plan(program: Program, plan: Plan) -> None:
-    """Refuse a finite program with instructions that the plan does not have, or has on another rank.
+    """Check that every instruction of a finite program belongs to the plan and is on the rank that the plan assigns.
 
-    Missing instructions are not looked for.
+    Missing instructions are not detected.
 
     Raises:
-        ProgramError: there is one; the message names it, and what the plan has instead.
+        ProgramError: if an instruction does not match. The message names it and the corresponding entry of the plan.
     """
     if program.n_ranks != plan.n_ranks:
         raise ProgramError(f"the program has {program.n_ranks} rows, the plan {plan.n_ranks} ranks; {_WAY_OUT}")
@@ -99,7 +101,7 @@ def check_program_matches_plan(program: Program, plan: Plan) -> None:
 
 
 def describe_absent_needs(program: Program, plan: Plan, waiting: Collection[Instruction]) -> str:
-    """Return a sentence on the needs of `waiting` that no rank runs; empty if every need is in the program."""
+    """Return a sentence about the needs of `waiting` that no rank runs, or an empty string if there are none."""
     there = set(program.iter_instructions())
     never = [n for i in waiting for n in needs(i, plan) if (send_of(n) if n.kind in RECEIVES else n) not in there]
     if not never:
@@ -128,13 +130,13 @@ def _describe_cut(i: Instruction, plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class ProgramStats:
-    """Statistics of a verified program, per stage.
+    """Statistics of a verified program. Each attribute has one entry per stage.
 
     Attributes:
-        peak_spans: most forward spans held at once between F and B.
-        peak_rows: most samples held at once between F and B.
-        versions: most weight versions that live at once.
-        staleness: most updates that a stage makes between a batch's F and its STEP, that one not counted.
+        peak_spans: the maximum number of forward spans between F and B at the same time.
+        peak_rows: the maximum number of samples between F and B at the same time.
+        versions: the maximum number of weight versions that exist at the same time.
+        staleness: the maximum number of updates between the first F of a batch and its STEP, not counting that STEP.
     """
 
     peak_spans: tuple[int, ...]
@@ -144,14 +146,22 @@ class ProgramStats:
 
 
 def verify(program: Program, plan: Plan, batches: int | None = None) -> ProgramStats:
-    """Check that a program is complete, paired, free of deadlock and within versions and limits.
+    """Check that a program is complete, paired, free of deadlocks, and within the limits of its plan.
 
-    An endless program is unrolled to `batches` batches, by default three more than its head begins.
+    Args:
+        program: the program to check.
+        plan: the plan that the program orders.
+        batches: the number of batches to which an endless program is unrolled. The default is three more than the
+            number of batches that start in its head.
+
+    Returns:
+        The statistics of the program.
 
     Raises:
-        ProgramError: an instruction is missing, twice, on the wrong rank, or a message is sent but not received.
-        DeadlockError: ranks wait for each other.
-        PlanError: a stage needs more weight versions or holds more samples than the plan allows.
+        ProgramError: if an instruction is missing, duplicated or on the wrong rank, or if a message is sent but not
+            received.
+        DeadlockError: if ranks wait for each other.
+        PlanError: if a stage needs more weight versions or holds more samples than the plan allows.
     """
     least = plan.batches
     if program.is_endless:
@@ -179,9 +189,10 @@ def verify(program: Program, plan: Plan, batches: int | None = None) -> ProgramS
 
 
 def _regular_stats(program: Program, plan: Plan, least: int) -> ProgramStats | None:
-    """Return the statistics of a correct program of a regular plan without transfers; None for any other one.
+    """Return the statistics of a correct program of a regular plan without transfers, or None for any other program.
 
-    Transfers follow from complete computations: see `lower`. A stage's facts follow from the order of its rank alone.
+    Transfers need no check because `lower` derives them from the computations. The statistics of a stage depend only on
+    the order of its rank.
     """
     if not is_regular(program, plan):
         return None
@@ -219,7 +230,7 @@ def _regular_stats(program: Program, plan: Plan, least: int) -> ProgramStats | N
 def _required_units(
     units: Collection[tuple[Kind, int, int, int]], plan: Plan, least: int
 ) -> set[tuple[Kind, int, int, int]]:
-    """Return the (kind, stage, job, batch) keys of a complete program with these units."""
+    """Return the (kind, stage, job, batch) keys of the complete program that contains these units."""
     kinds = (Kind.F, Kind.I, Kind.W, Kind.STEP) if plan.split_backward else (Kind.F, Kind.B, Kind.STEP)
     batches = [least] * len(plan.jobs)
     for _, _, job, batch in units:
@@ -250,7 +261,7 @@ def _check_complete(program: Program, plan: Plan, least: int) -> None:
     for rank, row in enumerate(program.head):
         wanted = Counter(i for job, batch in sorted(batches) for i in batch_instructions(plan, rank, job, batch))
         got = Counter(row)
-        for i in sorted(got - wanted, key=lambda i: i.kind not in COMPUTE):  # its transfers follow from it
+        for i in sorted(got - wanted, key=lambda i: i.kind not in COMPUTE):  # computations before their transfers
             why = "comes more than once" if i in wanted else "does not belong there"
             raise ProgramError(f"rank {rank}: {i} {why}")
         for i in wanted - got:
@@ -258,7 +269,7 @@ def _check_complete(program: Program, plan: Plan, least: int) -> None:
 
 
 def _run(program: Program, plan: Plan) -> list[Instruction]:
-    """Return one order in which all ranks together can run the program."""
+    """Return one valid order in which the ranks can run the program together."""
     done: dict[Instruction, None] = {}
     at = [0] * program.n_ranks
     moved = True
@@ -277,12 +288,12 @@ def _run(program: Program, plan: Plan) -> list[Instruction]:
 
 @dataclass
 class _Ends:
-    """The weight versions that live on each stage, as batches begin and end there.
+    """The weight versions that exist on each stage while batches begin and end there.
 
     Attributes:
-        versions, staleness: by stage, as in `ProgramStats`.
-        updates: by stage and job.
-        read: by stage, (job, batch) -> oldest version in use.
+        versions, staleness: for each stage, as in `ProgramStats`.
+        updates: for each stage, the number of updates per job.
+        read: for each stage, the version that each batch in flight reads, by (job, batch).
     """
 
     versions: list[int]
@@ -307,7 +318,7 @@ class _Ends:
 
 
 def _most_of_ranks(order: list[Instruction], plan: Plan) -> ProgramStats:
-    """Return the statistics of each stage, on its rank with the most."""
+    """Return the statistics of each stage, as the maximum over its ranks."""
     if not plan.replicas:
         return _compute_stats(order, plan)
     rows: list[list[Instruction]] = [[] for _ in range(plan.n_ranks)]
@@ -323,8 +334,8 @@ def _most_of_ranks(order: list[Instruction], plan: Plan) -> ProgramStats:
 def _compute_stats(order: list[Instruction], plan: Plan) -> ProgramStats:
     n = plan.n_stages
     peak_spans, peak_rows = [0] * n, [0] * n
-    held: list[dict[Instruction, int]] = [{} for _ in range(n)]  # forward -> samples without backward yet
-    rows = [0] * n  # of all of those
+    held: list[dict[Instruction, int]] = [{} for _ in range(n)]  # samples that each forward holds
+    rows = [0] * n  # number of samples in `held`
     ends = _Ends.from_plan(plan)
     for i in order:
         s = i.stage

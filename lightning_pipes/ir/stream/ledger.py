@@ -1,16 +1,18 @@
-"""Dependencies between batches that use different layers: weights are those of one batch after another.
+"""Dependencies between batches that use different layers.
 
-batch   0: layers 0 3      stage 0  F0     F1      B1  B0  STEP0 F2     two batches that share nothing overlap,
-        1: layers 1 4      stage 1      F0 B0 STEP0 F1 B1 STEP1     F2  the third waits for the layers that it
-        2: layers 0 4                                                   shares with them, stage by stage
+The weights are the same as if the batches ran one after another. Batches without common layers overlap. In the
+following example, batch 2 waits on each stage for the layers that it shares with batches 0 and 1:
 
-Copies of layers on several ranks: the newest one, and the transfers that they need.
+    batch 0: layers 0 3      stage 0  F0     F1      B1  B0  STEP0 F2
+    batch 1: layers 1 4      stage 1      F0 B0 STEP0 F1 B1 STEP1     F2
+    batch 2: layers 0 4
 
-The home of a layer is the rank of its stage in the plan. A batch with a cut of its own may use it on another rank,
-which gets the newest copy from the rank that has it: layer mirroring (Zhao et al. 2022, ASPLOS, S4.2), by versions, and
-only where a batch uses them.
+Layers may have copies on several ranks. The home of a layer is the rank of its stage in the plan. A batch with a cut of
+its own may use the layer on another rank, which then receives the newest copy from the rank that holds it. This is
+layer mirroring (Zhao et al. 2022, ASPLOS, S4.2), based on versions and only for the ranks on which a batch uses the
+layer:
 
-    batch 0 steps layer 5 on rank 0   STEP0 ->.                       in order of batches, on any rank
+    batch 0 steps layer 5 on rank 0   STEP0 ->.
     batch 1 steps it on rank 1                 `-> F1 .. STEP1 ->.
     batch 2 reads it on rank 0                                    `-> F2
 """
@@ -32,10 +34,13 @@ class Transfer(NamedTuple):
     """The transfer of a layer from one rank to another, for a batch that uses it there.
 
     Attributes:
-        name: the layer's.
-        batch: the first that uses it there; -1 stands for the end of the window.
-        source, target: the ranks.
-        after: the STEP whose result it is, on `source`; None where nothing has stepped the layer in this window.
+        name: the name of the layer.
+        batch: the first batch that uses the layer on the target; -1 is the end of the window.
+        source: the rank that sends the layer.
+        target: the rank that receives the layer.
+        after: the STEP on `source` that produced the transferred version, or None if no batch has stepped the layer in
+            this window.
+        job: the job of the batch.
     """
 
     name: str
@@ -48,16 +53,17 @@ class Transfer(NamedTuple):
 
 @dataclass
 class Copy:
-    """The copy of a layer on one rank, as the next batch that uses it there finds it.
+    """The copy of a layer on one rank, in the state in which the next batch on that rank uses it.
 
     Attributes:
-        rank: the rank that has it.
-        stage, batch: its last use.
-        version: the batch that stepped it last; -1 at the beginning of the window.
-        stepper: the STEP of that batch.
-        readers: STEPs of later batches that only read it, on this rank.
-        before: STEPs of batches that use the copy that it replaces.
-        transfer: the transfer that brings it; None where it was stepped on this rank.
+        rank: the rank that holds the copy.
+        stage: the stage that used the copy last.
+        batch: the batch that used the copy last.
+        version: the batch that stepped the layer last; -1 if no batch has stepped it in this window.
+        stepper: the STEP of the batch in `version`.
+        readers: the STEPs of later batches on this rank that only read the copy.
+        before: the STEPs of batches that use the previous copy on this rank, which this copy replaces.
+        transfer: the transfer that brings the copy to this rank, or None if the layer was stepped here.
     """
 
     rank: int
@@ -81,12 +87,15 @@ class Layer:
 
     @property
     def ranks(self) -> Iterable[int]:
-        """The ranks that have, or had, a copy."""
+        """The ranks that have or had a copy."""
         return self._copies.keys()
 
     def fetch_copy(self, rank: int, stage: int, batch: int) -> tuple[Copy, Transfer | None]:
-        """Return the newest copy, on a rank where a batch uses it, and the transfer that brings it, if one is
-        needed."""
+        """Return the newest version of the layer as a copy on `rank`, where a batch uses it.
+
+        Returns:
+            The copy, and the transfer that brings it to the rank, or None if no transfer is needed.
+        """
         old, newest = self._copies.get(rank), self.newest
         if old is not None and old.version == newest.version:
             return old, None
@@ -97,20 +106,20 @@ class Layer:
         return copy, transfer
 
     def mark_stepped(self, copy: Copy, step: Instruction) -> None:
-        """Mark the copy as the newest one, as of `step`."""
+        """Record that `step` has updated the copy, which makes it the newest one."""
         copy.version, copy.stepper = step.batch, step
         copy.readers, copy.before, copy.transfer = set(), set(), None
         self.newest = copy
 
     def is_stale(self, rank: int, pending: set[Instruction]) -> bool:
-        """Return whether a rank away from home no longer needs its copy."""
+        """Return whether `rank` holds an outdated copy that no pending STEP needs. The home keeps its copy."""
         copy = self._copies.get(rank)
         if rank == self.home or copy is None or copy.version == self.newest.version:
             return False
         return copy.stepper not in pending and not (copy.readers | copy.before) & pending
 
     def return_transfer(self) -> Transfer | None:
-        """Return the transfer of the newest copy to its home; None if it is there."""
+        """Return the transfer of the newest copy to its home, or None if it is already there."""
         home, newest = self._copies[self.home], self.newest
         if home.version == newest.version:
             return None
@@ -118,10 +127,16 @@ class Layer:
 
 
 def check_names(batch: int, name: str, rank: int, others: Iterable[Layer]) -> None:
-    """Refuse a layer on a rank if another rank has one of its parts, or the layer that contains it.
+    """Check that no other rank has a layer that shares parameters with the layer `name`.
+
+    Args:
+        batch: the number of the batch, used in the error message.
+        name: the name of the layer that the batch uses.
+        rank: the rank on which the batch uses the layer.
+        others: the layers that contain this layer or are parts of it.
 
     Raises:
-        PlanError: such a layer is on another rank.
+        PlanError: if such a layer is on another rank.
     """
     for other in others:
         elsewhere = sorted({other.home, *other.ranks} - {rank})
@@ -134,14 +149,14 @@ def check_names(batch: int, name: str, rank: int, others: Iterable[Layer]) -> No
 
 
 class StaleReads:
-    """Layers that batches read in an older version, each batch in a copy of its own.
+    """Layers that batches read in an older version. Each batch reads its own copy.
 
-    A forward waits for the STEP whose result it reads, and STEPs wait for each other.
+    A forward waits for the STEP whose result it reads, and each STEP waits for the previous STEP.
     """
 
     def __init__(self) -> None:
-        self._steps: dict[str, deque[Instruction]] = {}  # from the last one on that has been read
-        self._read: dict[str, int] = {}  # by the batch before: what this batch has left
+        self._steps: dict[str, deque[Instruction]] = {}  # by layer, from the STEP whose result was read last
+        self._read: dict[str, int] = {}  # by layer, the batch whose result the previous batch read
         self._ranks: dict[str, int] = {}
 
     def keys(self) -> Set[str]:
@@ -151,10 +166,19 @@ class StaleReads:
     def enter(
         self, name: str, step: Instruction, delay: Delayed, rank: int
     ) -> tuple[set[Instruction], set[Instruction]]:
-        """Return the STEPs that the next batch's forwards wait for, and those for its own `step`.
+        """Add the next batch that reads the layer, and return the STEPs that it waits for.
+
+        Args:
+            name: the name of the layer.
+            step: the STEP of the batch.
+            delay: the delay with which the batch reads the layer.
+            rank: the rank on which the batch uses the layer.
+
+        Returns:
+            The STEPs that the forwards of the batch wait for, and the STEPs that its own `step` waits for.
 
         Raises:
-            PlanError: it would read an older version than the batch before, or a copy on another rank.
+            PlanError: if the batch reads an older version than the previous batch, or reads the layer on another rank.
         """
         read = step.batch - delay.by
         steps = self._steps.setdefault(name, deque())
@@ -178,15 +202,15 @@ class StaleReads:
 
 
 Waits = Mapping[Instruction, tuple[Instruction, ...]]
-"""Other instructions for which one waits, besides its data."""
+"""For each instruction, other instructions that it waits for besides its data dependencies."""
 
 
 class LayerVersion(NamedTuple):
     """The version of a layer.
 
     Attributes:
-        times: the number of optimizer steps that it has seen.
-        batch: the batch that stepped it last.
+        times: the number of optimizer steps that have updated the layer.
+        batch: the batch that updated the layer last.
     """
 
     times: int
@@ -196,16 +220,19 @@ class LayerVersion(NamedTuple):
 class Ledger:
     """A record of the layers that the batches of a window use, in the order in which batches enter.
 
-    A layer that was used on one rank can't be used on another, where it would be another copy, until a batch has a cut
-    of its own: from then on layers go where batches use them, see `batch_transfers`.
+    A layer that was used on one rank can't be used on another, because the other rank would have a separate copy. This
+    changes when a batch enters with its own cut: from then on, layers move to the ranks on which batches use them, see
+    `batch_transfers`.
 
     Args:
+        plan: the plan of the window.
         stages: the stages whose instructions are tracked.
 
     Attributes:
-        uses: the layers of the batches in flight, by batch.
-        follows: for each of them the batches that were in flight when it came, and precede it at some layer.
-        versions: the version of each layer that was stepped so far.
+        uses: the layers that each batch in flight uses.
+        follows: for each batch in flight, the batches that were in flight when it entered and precede it in at least
+            one layer.
+        versions: the version of each layer that has been stepped.
     """
 
     def __init__(self, plan: Plan, stages: Iterable[int]) -> None:
@@ -217,18 +244,23 @@ class Ledger:
         self._home = {n: s for s, span in enumerate(plan.layers) for n in range(*span)}
         self._layers: dict[str, Layer] = {}
         self._late = StaleReads()
-        self._parts: dict[str, set[str]] = defaultdict(set)  # of each name, those that begin with it
+        self._parts: dict[str, set[str]] = defaultdict(set)  # by name, the names of its parts
         self._pending: set[Instruction] = set()
         self._travel = False
         self._transfers: dict[int, list[Transfer]] = {}
         self._incoming: dict[tuple[int, int], list[Transfer]] = {}
 
     def enter(self, batch: int, use: LayerUse) -> Waits:
-        """Add batch number `batch`, the next one, and return the further needs of its instructions.
+        """Add the next batch and return the additional needs of its instructions.
+
+        Args:
+            batch: the number of the batch.
+            use: the layers that the batch uses.
 
         Raises:
-            PlanError: a layer is on another rank than for a batch before, and none had a cut of its own; or `use` is
-                for other stages or other layers; or one is read late and was not before, or the other way round.
+            PlanError: if the batch uses a layer on another rank than earlier batches although no batch has had its own
+                cut; if `use` is for other stages or layers; or if the batch reads a layer with a delay that earlier
+                batches read without one, or the other way around.
         """
         self._check(batch, use)
         self._transfers[batch] = []
@@ -249,23 +281,23 @@ class Ledger:
         return waits
 
     def batch_transfers(self, batch: int) -> Sequence[Transfer]:
-        """Return the transfers of layers that a batch in flight needs, between any ranks."""
+        """Return the layer transfers between any ranks that a batch in flight needs."""
         return self._transfers[batch]
 
     def incoming_transfers(self, batch: int, stage: int) -> Sequence[Transfer]:
-        """Return the transfers of layers that the batch uses on `stage`; its forwards wait until they arrive."""
+        """Return the transfers of layers that the batch uses on `stage`. Its forwards wait for these transfers."""
         return self._incoming.get((batch, stage), ())
 
     def is_stale(self, name: str, rank: int) -> bool:
-        """Return whether a rank away from the layer's home no longer needs its copy."""
+        """Return whether a rank other than the home of the layer no longer needs its copy."""
         return self._layers[name].is_stale(rank, self._pending)
 
     def is_pending(self, step: Instruction) -> bool:
-        """Return whether a STEP of `stages` is still to run."""
+        """Return whether a STEP on the tracked stages has not run yet."""
         return step in self._pending
 
     def return_transfers(self) -> list[Transfer]:
-        """Return the transfers that bring all layers to the ranks of the plan when all batches have run."""
+        """Return the transfers that bring all layers back to the ranks of the plan after all batches have run."""
         found = (self._layers[name].return_transfer() for name in sorted(self._layers))
         return [transfer for transfer in found if transfer is not None]
 
@@ -285,8 +317,12 @@ class Ledger:
     def expected_order(self, begun: Iterable[int]) -> list[int]:
         """Return the batches in flight in the order in which a stage will probably run them.
 
-        Those that it has `begun`, in that order, come back one after the other; another one begins when the last of
-        those that it follows is back, and takes as long.
+        The estimate assumes that the batches in `begun` finish one after another in their order. Each other batch
+        begins when the last of the batches that it follows has finished, and then takes as many turns as there are
+        batches in `begun`.
+
+        Args:
+            begun: the batches that the stage has begun, in their order.
         """
         back = {batch: turn for turn, batch in enumerate(begun)}
         takes, turns = len(back), dict(back)
@@ -316,7 +352,7 @@ class Ledger:
                 )
 
     def _before(self, batch: int, stage: int, use: LayerUse) -> tuple[set[Instruction], set[Instruction]]:
-        """Return the needs of the batch's forwards on a stage, and of its STEP."""
+        """Return the STEPs that the batch's forwards on a stage wait for, and the STEPs that its own STEP waits for."""
         rank, late, stepped = self._plan.ranks[stage], dict(use.delays), use.stepped_layers(stage)
         reads: set[Instruction] = set()
         writes: set[Instruction] = set()
@@ -336,7 +372,7 @@ class Ledger:
         return reads, writes
 
     def _overlapping(self, batch: int, name: str, rank: int, stage: int) -> list[Copy]:
-        """Return the copies on this rank of a layer, of the layers that contain it, and of its own parts."""
+        """Return the copies on the stage's rank of the layer, of the layers that contain it, and of its parts."""
         layers = [self._layers[other] for other in sorted(self._names(name)) if other in self._layers]
         if not self._travel:
             for layer in layers:
@@ -399,18 +435,22 @@ class Ledger:
 
 
 def unroll_stream(plan: Plan, uses: Sequence[LayerUse], depth: int) -> Plan:
-    """Return `plan` with the first batches of an endless window as a finite one: to simulate, verify and draw.
+    """Return a finite plan of the first batches of an endless window, in order to simulate, verify or draw it.
 
-    On each rank batch n + depth waits until batch n and all before it have run.
+    Args:
+        plan: the plan of the endless window.
+        uses: the layers of each batch.
+        depth: the maximum number of batches in flight. On each rank, batch n + depth waits until batch n and all
+            earlier batches have run.
 
     Raises:
-        PlanError: see `Ledger.enter`.
+        PlanError: for the same reasons as `Ledger.enter`.
     """
     ledger = Ledger(plan, range(plan.n_stages))
     after: dict[Instruction, tuple[Instruction, ...]] = {}
     for batch, use in enumerate(uses):
         after |= ledger.enter(batch, use)
-        left = range(max(0, batch - 2 * depth + 1), batch - depth + 1)  # those before left when the last of these came
+        left = range(max(0, batch - 2 * depth + 1), batch - depth + 1)  # batches before these have finished by then
         for stage, rank in enumerate(plan.ranks):
             over = tuple(STEP(s, batch=n) for n in left for s in plan.stages[rank])
             for span in plan.spans(Kind.F, stage) if over else ():

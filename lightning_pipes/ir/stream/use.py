@@ -1,4 +1,4 @@
-"""The layers that a batch uses, and their stages."""
+"""The layers that a batch uses, and the stages that run them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_pipes.ir.plan import Plan
 
 
 class Delayed(NamedTuple):
-    """A layer is stepped by a batch that reads an older version of it.
+    """A delayed read: the batch steps a layer but reads an older version of it.
 
     Attributes:
-        by: batch i reads, forward and backward, what batch i - `by` of the window has left, or the window's first
-            version if there is no such batch.
+        by: the delay in batches. The forward and backward of batch i read the version that batch i - `by` of the window
+            leaves, or the first version of the window if there is no such batch.
     """
 
     by: int
@@ -27,18 +27,21 @@ class Delayed(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerUse:
-    """The layers that a batch uses, by name: "5" is the model's layer number 5, "5.2" the part of it called 2.
+    """The layers that a batch uses, by name.
+
+    The name "5" is the layer with number 5 of the model, and "5.2" is its part with the name 2.
 
     Attributes:
-        layers: those of each stage.
-        steps: those of them that the batch steps; None means all. The others are read as they are, get no gradients
-            from it, and must not change in its forward; several batches may do so at once.
-        delays: those of them that it reads late, sorted by name, and by how much.
-        cut: the numbers of the model's layers that each stage runs for this batch; None means those of the plan.
+        layers: the names of the layers on each stage.
+        steps: the names of the layers that the batch steps; None means all of its layers. The batch reads its other
+            layers without computing their gradients, and its forward must not change them. Several batches may read
+            such a layer at the same time.
+        delays: the names of the layers that the batch reads with a delay, and their delays, sorted by name.
+        cut: the numbers of the model's layers that each stage runs for this batch; None means the layers of the plan.
 
     Raises:
-        PlanError: it steps what it does not use, or reads late what it does not step; or `cut` leaves layers out, or
-            runs them in another order.
+        PlanError: if the batch steps a layer that it does not use, or delays the read of a layer that it does not step,
+            or if `cut` omits layers or changes their order.
     """
 
     layers: tuple[frozenset[str], ...]
@@ -76,12 +79,17 @@ class LayerUse:
         delays: Mapping[str, Delayed] | None = None,
         cut: Sequence[Span] | None = None,
     ) -> LayerUse:
-        """Return the use of layers by name, each on the stage that has its number.
+        """Return the use of the named layers, with each layer on the stage that contains its number.
 
-        `layers` has the layers of the stages, as in a plan; a `cut` of the batch replaces them.
+        Args:
+            names: the names of the layers.
+            layers: the layers of each stage, as in `Plan.layers`. A `cut` replaces them.
+            steps: the names of the layers that the batch steps; None means all.
+            delays: the delays of layers that the batch reads with a delay, by name.
+            cut: the layers of each stage for this batch; None means the layers of the plan.
 
         Raises:
-            PlanError: no stage has one of them.
+            PlanError: if no stage contains one of the layers, or for the same reasons as the constructor.
         """
         layers = layers if cut is None else cut
         stages: list[set[str]] = [set() for _ in layers]
@@ -98,26 +106,26 @@ class LayerUse:
 
     @classmethod
     def from_plan(cls, plan: Plan) -> LayerUse:
-        """Return the use of all layers; one a stage if the plan has no layer numbers."""
+        """Return the use of all layers. If the plan has no layer numbers, each stage counts as one layer."""
         layers = plan.layers or [Span(s, s + 1) for s in range(plan.n_stages)]
         return cls(tuple(frozenset(map(str, range(*span))) for span in layers))
 
     def with_cut(self, cut: Sequence[Span]) -> LayerUse:
-        """Return the same layers on the stages of another cut.
+        """Return the same layers, assigned to the stages of another cut.
 
         Raises:
-            PlanError: it leaves layers out.
+            PlanError: if the cut omits one of the layers.
         """
         return LayerUse.from_names((n for names in self.layers for n in names), (), self.steps, dict(self.delays), cut)
 
     @cached_property
     def fingerprint(self) -> int:
-        """A checksum of the layers, steps, delays and cut, the same in every process."""
+        """A checksum of the layers, steps, delays and cut. It is the same in every process."""
         steps = None if self.steps is None else sorted(self.steps)
         return zlib.crc32(repr(([sorted(names) for names in self.layers], steps, self.delays, self.cut)).encode())
 
     def stepped_layers(self, stage: int) -> frozenset[str]:
-        """Return the layers that the batch steps on `stage`."""
+        """Return the names of the layers on `stage` that the batch steps."""
         return self.layers[stage] if self.steps is None else self.layers[stage] & self.steps
 
 
