@@ -1,4 +1,7 @@
-"""Costs of a plan: seconds and bytes of stages and links. The order of execution belongs to `sim`."""
+"""Costs of a plan: the seconds and bytes of its stages and links.
+
+The order of execution is simulated in the package `sim`.
+"""
 
 from lightning_pipes.cost.cluster import Cluster, Device
 from lightning_pipes.cost.deployment import Deployment

@@ -1,4 +1,4 @@
-"""Clusters: devices and the links between them."""
+"""Clusters, which consist of devices and the links between them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from lightning_pipes.ir import MAX_STAGES, InputError, check_count, check_fields
 
 @dataclass(frozen=True)
 class Device:
-    """A device that one rank computes on.
+    """The device of one rank.
 
     Attributes:
-        memory: bytes that stages may use; None for no limit.
-        speed: relative to the device that costs were measured on; 2 takes half the time.
-        host: devices of one host are joined by the cluster's inner link.
+        memory: the number of bytes that stages may use, or None if there is no limit.
+        speed: the speed relative to the device on which the costs were measured. A device with speed 2 takes half the
+            time.
+        host: the name of the host. Devices on the same host are connected by the link `Cluster.inside`.
 
     Raises:
-        InputError: a speed that is not positive and finite, or less than no memory.
+        InputError: if the speed is not positive and finite, or if the memory is negative.
     """
 
     memory: int | None = None
@@ -38,19 +39,20 @@ class Device:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices in the order of ranks, and the links between them.
+    """The devices of all ranks, in the order of ranks, and the links between them.
 
     Attributes:
-        inside: the link between two devices of one host, in either direction.
-        between: the link between two hosts, in either direction.
-        links: exceptions, by (from rank, to rank); each direction separately.
-        shared: whether all messages that leave a host share one wire, its network card. By default every pair of
-            devices has its own `between`.
+        devices: the device of each rank.
+        inside: the link between two devices on the same host, in each direction.
+        between: the link between two devices on different hosts, in each direction.
+        links: exceptions from `inside` and `between` for single directions, by (source rank, target rank).
+        shared: whether all messages that leave a host share one wire, the network card of the host. By default, each
+            pair of devices on different hosts has its own link.
         regime: the name of the regime of messages in flight; see `cost.Regime`.
 
     Raises:
-        InputError: no devices, more devices than a plan can have stages, an exception for a missing rank, or an
-            unknown regime.
+        InputError: if there are no devices, if `links` contains a rank that does not exist, or if the regime is
+            unknown.
     """
 
     devices: tuple[Device, ...]
@@ -74,10 +76,17 @@ class Cluster:
     def from_counts(
         cls, hosts: int, devices_per_host: int, memory: int | None = None, inside: Link = FREE, between: Link = FREE
     ) -> Cluster:
-        """Create a cluster of equal devices; consecutive devices share a host.
+        """Create a cluster of equal devices in which consecutive devices share a host.
+
+        Args:
+            hosts: the number of hosts.
+            devices_per_host: the number of devices on each host.
+            memory: the number of bytes of each device, or None if there is no limit.
+            inside: the link between two devices on the same host.
+            between: the link between two devices on different hosts.
 
         Raises:
-            InputError: no hosts or no devices, or more devices than a plan can have stages.
+            InputError: if there are no hosts or devices, or more devices than a plan can have stages.
         """
         hosts = check_count("hosts", hosts, most=MAX_STAGES)
         check_count("devices_per_host", devices_per_host, most=MAX_STAGES // hosts)
@@ -85,7 +94,7 @@ class Cluster:
         return cls(tuple(Device(memory, host=name) for name in names), inside, between)
 
     def link_between(self, source: int, target: int) -> Link:
-        """Return the link from rank `source` to rank `target`."""
+        """Return the link from rank `source` to rank `target`, in the regime of the cluster."""
         host, other = self.devices[source].host, self.devices[target].host
         link = self.inside if host == other else self.between
         if self.shared and host != other:
@@ -94,7 +103,7 @@ class Cluster:
 
 
 LinkSettings = Mapping[str, str | float]
-"""`bandwidth` and `latency`, such as "12.5GB/s" and "10us"."""
+"""The settings `bandwidth` and `latency` of a link, such as "12.5GB/s" and "10us"."""
 
 
 def make_cluster(
@@ -104,15 +113,19 @@ def make_cluster(
     inside: LinkSettings | None = None,
     between: LinkSettings | None = None,
 ) -> Cluster:
-    """Create a cluster of equal devices on equal hosts; consecutive devices share a host.
+    """Create a cluster of equal devices on equal hosts from settings. Consecutive devices share a host.
 
     Args:
-        memory: bytes of a device, such as "16GiB"; None for no limit.
-        inside: the link between two devices of one host; free by default.
-        between: the link between two devices of different hosts; free by default.
+        hosts: the number of hosts.
+        devices_per_host: the number of devices on each host.
+        memory: the size of each device's memory, such as "16GiB" or a number of bytes. None means that there is no
+            limit.
+        inside: the link between two devices on the same host. By default, its messages take no time.
+        between: the link between two devices on different hosts. By default, its messages take no time.
 
     Raises:
-        InputError: no hosts or devices, or an unknown unit; names the setting.
+        InputError: if there are no hosts or devices, or if a setting is unknown or can't be read. The message names the
+            setting.
     """
     size = None if memory is None else parse_setting("memory", parse_bytes, memory)
     return Cluster.from_counts(hosts, devices_per_host, size, _link("inside", inside), _link("between", between))

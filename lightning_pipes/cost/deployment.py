@@ -1,4 +1,4 @@
-"""Equal pipelines side by side: the devices of each, and the cost of averaging their gradients."""
+"""Deployments of equal pipelines as replicas: their devices, and the cost of averaging their gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_pipes.ir import InputError, check_count, check_fields, check_type
 
 Array = npt.NDArray[np.float64]
 BUCKET_BYTES = 25 * 2**20
-"""Gradients leave in pieces of this size, as the engine sends them."""
+"""The size of a bucket of gradients in bytes. The engine sends gradients in buckets of this size."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,13 @@ class Deployment:
     """Replicas of a pipeline on a cluster.
 
     Attributes:
-        pipeline: the devices of one pipeline in the order of its ranks; where replicas differ, the worst of each.
-        replicas: the number of pipelines that train the same weights, each on its own samples.
-        rings: for each rank, the slowest link of its ring with the same rank of the other replicas.
+        pipeline: the devices of one pipeline in the order of its ranks. If the replicas differ, each rank has the worst
+            values of all replicas.
+        replicas: the number of pipelines that train the same weights, each with its own samples.
+        rings: for each rank, the slowest link in the ring that connects it to the same rank of the other replicas.
 
     Raises:
-        InputError: no replicas, or rings that are not one for each rank.
+        InputError: if there are no replicas, or if there are several and `rings` does not have one entry per rank.
     """
 
     pipeline: Cluster
@@ -45,14 +46,18 @@ class Deployment:
 
     @classmethod
     def from_cluster(cls, cluster: Cluster, ranks: int, replicas: int = 1, neighbours: str = "ranks") -> Deployment:
-        """Create `replicas` pipelines of `ranks` devices each, on the first devices of `cluster`.
+        """Create `replicas` pipelines of `ranks` devices each on the first devices of a cluster.
 
         Args:
-            neighbours: the meaning of consecutive devices. "ranks" of one pipeline, as the engine places them, keep
-                messages inside hosts and send gradients between hosts; "replicas" of one rank do the opposite.
+            cluster: the cluster.
+            ranks: the number of ranks in each pipeline.
+            replicas: the number of pipelines.
+            neighbours: the placement of consecutive devices. With "ranks", they are ranks of the same pipeline, as the
+                engine places them: messages stay inside hosts, and gradients are sent between hosts. With "replicas",
+                they are replicas of the same rank, which has the opposite effect.
 
         Raises:
-            InputError: too few devices, or an unknown value of `neighbours`.
+            InputError: if the cluster has too few devices, or if the value of `neighbours` is unknown.
         """
         check_type("cluster", cluster, Cluster)
         check_count("ranks", ranks)
@@ -72,9 +77,13 @@ class Deployment:
         return cls(_worst_pipeline(cluster, pipelines), replicas, tuple(rings))
 
     def all_reduce_seconds(self, rank: int, size: Array) -> Array:
-        """Return the seconds in which a ring averages `size` bytes of gradients of `rank`.
+        """Return the duration of a ring all-reduce of the gradients of one rank, in seconds.
 
-        Of n devices each sends (n - 1) / n of the bytes twice, in 2(n - 1) messages for each bucket.
+        In a ring of n devices, each device sends (n - 1) / n of the bytes twice, in 2(n - 1) messages per bucket.
+
+        Args:
+            rank: the rank.
+            size: the bytes of the gradients; an array of any shape.
         """
         if self.replicas == 1:
             return np.zeros_like(size)
@@ -82,20 +91,27 @@ class Deployment:
         return 2 * (n - 1) * (link.send_seconds(size / n) + count_buckets(size) * link.latency)
 
     def exposed_seconds(self, rank: int, size: Array, backward: Array) -> Array:
-        """Return the seconds of the all-reduce that backward does not hide. Buckets leave during `backward` seconds,
-        except the last one."""
+        """Return the part of the all-reduce that the backward does not hide, in seconds.
+
+        All buckets except the last one are sent during the backward.
+
+        Args:
+            rank: the rank.
+            size: the bytes of the gradients; an array of any shape.
+            backward: the seconds of the backward that overlap with the all-reduce, in the same shape.
+        """
         whole = self.all_reduce_seconds(rank, size)
         last = whole / np.maximum(count_buckets(size), 1)
         return np.maximum(last, whole - np.maximum(backward, 0.0) * (1 - 1 / np.maximum(count_buckets(size), 1)))
 
 
 def count_buckets(size: Array) -> Array:
-    """Return the number of buckets for gradients of `size` bytes."""
+    """Return the number of buckets for `size` bytes of gradients."""
     return np.ceil(np.asarray(size, float) / BUCKET_BYTES)
 
 
 def as_deployment(cluster: Cluster | Deployment) -> Deployment:
-    """Return `cluster` as one pipeline; return a deployment unchanged."""
+    """Return a cluster as a deployment of one pipeline. A deployment is returned unchanged."""
     return cluster if isinstance(cluster, Deployment) else Deployment(cluster)
 
 
@@ -109,7 +125,7 @@ def _slowest_link(links: Iterable[Link]) -> Link:
 
 
 def _worst_pipeline(cluster: Cluster, pipelines: Sequence[Sequence[int]]) -> Cluster:
-    """Return the first pipeline. Where replicas differ, it has the least memory, speed and links of all."""
+    """Return the first pipeline, with the smallest memory, speed and links of all replicas on each rank."""
     devices = []
     for places in zip(*pipelines, strict=True):
         those = [cluster.devices[place] for place in places]
@@ -125,9 +141,9 @@ def _worst_pipeline(cluster: Cluster, pipelines: Sequence[Sequence[int]]) -> Clu
 
 
 def _find_differing_pairs(cluster: Cluster, pipelines: npt.NDArray[np.intp]) -> list[tuple[int, int]]:
-    """Return the pairs of ranks with links that may differ between pipelines, or from the links of their hosts."""
+    """Return the pairs of ranks whose links may differ between pipelines or from the links of their hosts."""
     ranks = pipelines.shape[1]
-    asked = np.full((ranks, ranks), cluster.regime != Regime.ASYNCHRONOUS)  # otherwise wires have names of their own
+    asked = np.full((ranks, ranks), cluster.regime != Regime.ASYNCHRONOUS)  # other regimes name the wires by rank
     names = {device.host: number for number, device in enumerate(cluster.devices)}
     hosts = np.array([names[device.host] for device in cluster.devices])[pipelines]
     inside = np.equal(hosts[:, :, None], hosts[:, None, :]).sum(axis=0)

@@ -1,4 +1,4 @@
-"""Tables of seconds by number of rows, and the costs of one layer by them; bytes that ranks hold."""
+"""The costs of one layer as tables by number of rows, and the bytes that ranks hold."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from lightning_pipes.cost.links import LONGEST
 from lightning_pipes.ir import InputError, Instruction, Kind, Plan, check_fields, check_number, layer_passes, short_repr
 
 Table = tuple[tuple[int, float], ...]
-"""(rows, seconds), rows ascending."""
+"""Pairs of (rows, seconds) or (rows, bytes), with rows in ascending order."""
 
 
 def at_rows(table: Table, rows: int) -> float:
-    """Return `table` at `rows`: linear, also beyond its ends, and never negative; 0 for an empty table."""
+    """Return the value of a table at `rows`.
+
+    The value is interpolated linearly, and extrapolated linearly beyond both ends of the table. It is never negative.
+    The value of a table with a single entry is constant, and the value of an empty table is 0.
+    """
     if not table:
         return 0.0
     if len(table) == 1:
@@ -26,15 +30,15 @@ def at_rows(table: Table, rows: int) -> float:
     right = min(max(bisect_left(table, (rows, -1.0)), 1), len(table) - 1)
     (x0, y0), (x1, y1) = table[right - 1], table[right]
     if rows == x1:
-        return y1  # exact: no rounding by the line through it
+        return y1  # exact, without rounding errors from the interpolation
     return max(0.0, y0 + (y1 - y0) * (rows - x0) / (x1 - x0))
 
 
 def to_nanoseconds(seconds: float) -> int:
-    """Return the nearest whole number of nanoseconds.
+    """Return a duration rounded to whole nanoseconds.
 
     Raises:
-        InputError: the time is too long to simulate.
+        InputError: if the duration is too long to simulate.
     """
     if not seconds < LONGEST:
         raise InputError(f"{seconds:g} s is too long to simulate; check the units, and look for a slow link")
@@ -42,7 +46,15 @@ def to_nanoseconds(seconds: float) -> int:
 
 
 def check_table(what: str, table: Table) -> None:
-    """Raise InputError unless rows ascend and times are finite and not negative; `what` names the table."""
+    """Check that the rows of a table ascend and that its times are finite and not negative.
+
+    Args:
+        what: the name of the table, used in the error message.
+        table: the table to check.
+
+    Raises:
+        InputError: if they do not.
+    """
     rows = [r for r, _ in table]
     if not table or rows != sorted(set(rows)) or not all(0 <= t < math.inf for _, t in table):
         raise InputError(
@@ -51,8 +63,11 @@ def check_table(what: str, table: Table) -> None:
 
 
 def check_tables(seconds: object) -> None:
-    """Raise InputError where an entry of `seconds` has another form than a table by kind and stage; the error shows the
-    right form."""
+    """Check that `seconds` maps pairs of kind and stage to tables.
+
+    Raises:
+        InputError: if a key or a value has another form. The message shows the correct form.
+    """
     if not isinstance(seconds, Mapping):
         return
     for key, table in seconds.items():
@@ -74,24 +89,28 @@ _TIMES = ("forward", "backward", "input_backward", "weight_backward")
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One layer's seconds and bytes. Tables are ((rows, value), ...), rows ascending; empty means none.
+    """The seconds and bytes of one layer. Tables have the form ((rows, value), ...), with rows in ascending order.
 
     Attributes:
-        forward: seconds.
-        backward: seconds of the full backward.
-        input_backward: seconds of the gradients of inputs alone (I); empty where it was not measured.
-        weight_backward: seconds of the gradients of weights alone (W).
-        step: seconds of its share of the optimizer step.
-        weight_bytes: bytes of its parameters and buffers.
-        gradient_bytes: bytes of the gradients of its parameters.
-        optimizer_bytes: bytes of its optimizer state.
-        saved: bytes that it keeps from forward to backward, without weights and without tensors of an earlier layer.
-        keeps_input: whether it keeps its input too, which an earlier layer of the same stage counts.
-        output: bytes of its output, and of the gradient of its output.
-        working: temporary bytes while it runs, the larger of forward and backward.
+        name: the name of the layer.
+        forward: the seconds of the forward.
+        backward: the seconds of the full backward.
+        input_backward: the seconds of the backward for input gradients only (I). It is empty if this was not measured.
+        weight_backward: the seconds of the backward for weight gradients only (W). It is empty if this was not
+            measured.
+        step: the seconds of the layer's share of the optimizer step.
+        weight_bytes: the bytes of the parameters and buffers.
+        gradient_bytes: the bytes of the gradients of the parameters.
+        optimizer_bytes: the bytes of the optimizer state.
+        saved: the bytes that the layer keeps from forward to backward, without weights and without tensors of earlier
+            layers.
+        keeps_input: whether the layer also keeps its input. If an earlier layer is on the same stage, that layer counts
+            these bytes.
+        output: the bytes of the output, which are also the bytes of the gradient of the output.
+        working: the temporary bytes while the layer runs, as the maximum over forward and backward.
 
     Raises:
-        InputError: a negative or infinite number, or rows that do not ascend.
+        InputError: if a number is negative or infinite, or if the rows of a table do not ascend.
     """
 
     name: str
@@ -127,10 +146,12 @@ class LayerProfile:
                 check_number(f"{where}: {name}", value, "finite and not negative", lambda x: 0 <= x < math.inf)
 
     def seconds_of(self, kind: Kind) -> Table:
-        """Return the seconds of F, B, I or W; for a layer without weights, I is all of B.
+        """Return the table of the seconds of F, B, I or W.
+
+        For a layer without gradients, I takes the time of the full backward, and W takes no time.
 
         Raises:
-            InputError: I or W, which were not measured.
+            InputError: if the kind is I or W, and the profile has no times for it.
         """
         if kind is Kind.F:
             return self.forward
@@ -147,7 +168,7 @@ class LayerProfile:
         return table
 
     def scaled(self, factor: float) -> LayerProfile:
-        """Return this layer with forward and backward times multiplied by `factor`."""
+        """Return this layer with all forward and backward times multiplied by `factor`."""
         times: dict[str, Any] = {
             name: tuple((rows, value * factor) for rows, value in getattr(self, name)) for name in _TIMES
         }
@@ -155,31 +176,32 @@ class LayerProfile:
 
     @staticmethod
     def mean_of(parts: Sequence[LayerProfile]) -> LayerProfile:
-        """Return the first of several profiles of one layer, with the mean seconds of all."""
+        """Return the first of several profiles of the same layer, with its seconds replaced by the mean of all
+        profiles."""
         means: dict[str, Any] = {name: _mean_table([getattr(p, name) for p in parts]) for name in _TIMES}
         return replace(parts[0], step=sum(p.step for p in parts) / len(parts), **means)
 
 
 def sum_tables(tables: Iterable[Table]) -> Table:
-    """Return the sum of tables at all rows that any of them has; linear between them, as each table is."""
+    """Return the sum of tables, with one entry for each number of rows that occurs in any of them."""
     given = [table for table in tables if table]
     rows = sorted(set(chain.from_iterable((r for r, _ in table) for table in given)))
     return tuple((r, sum(at_rows(table, r) for table in given)) for r in rows) or ((1, 0.0),)
 
 
 def per_row(table: Table) -> float:
-    """Return the bytes per row at the largest number of rows of the table."""
+    """Return the bytes per row, computed from the entry of the table with the most rows."""
     return table[-1][1] / max(table[-1][0], 1) if table else 0.0
 
 
 def _mean_table(tables: Sequence[Table]) -> Table:
-    """Return the means of the tables that have entries; these have the same rows."""
+    """Return the mean of the tables that are not empty. These must have the same rows."""
     given = [table for table in tables if table]
     return tuple((at[0][0], sum(value for _, value in at) / len(at)) for at in zip(*given, strict=True))
 
 
 class StageByteCosts(Protocol):
-    """Bytes of stages and messages; `CostModel` documents each."""
+    """The bytes of stages and messages. `CostModel` documents each property."""
 
     @property
     def forward_bytes(self) -> tuple[float, ...]: ...
@@ -204,8 +226,19 @@ class StageByteCosts(Protocol):
 
 
 def held_bytes(of: StageByteCosts, i: Instruction, plan: Plan) -> tuple[int, int]:
-    """Return the bytes of activations that `i` allocates at its start, and the bytes that it frees at its end. A
-    forward in several passes allocates its peak. A backward starts with all activations that it recomputes."""
+    """Return the bytes of activations that `i` allocates when it starts and frees when it ends.
+
+    A forward with several passes allocates the peak of all passes. A backward starts with all activations that it
+    recomputes.
+
+    Args:
+        of: the bytes of the stages.
+        i: the computation.
+        plan: the plan of the computation.
+
+    Returns:
+        The bytes allocated at the start and the bytes freed at the end.
+    """
     if i.kind is Kind.STEP or not (of.activation_bytes or of.working_bytes):
         return 0, 0
     s = i.stage
@@ -230,8 +263,11 @@ def held_bytes(of: StageByteCosts, i: Instruction, plan: Plan) -> tuple[int, int
 
 
 def resident_bytes(of: StageByteCosts, rank: int, plan: Plan) -> int:
-    """Return the bytes that `rank` holds throughout: weights of every version that the plan allows, gradients,
-    optimizer states and messages that wait at their receiver."""
+    """Return the bytes that `rank` holds all the time.
+
+    They include the weights in every version that the plan allows, gradients, optimizer states, and messages that wait
+    at their receiver.
+    """
     stages = plan.stages[rank]
     weights = sum(of.weight_bytes[s] * plan.versions[s] for s in stages) if of.weight_bytes else 0
     states = sum(of.state_bytes[s] for s in stages) if of.state_bytes else 0

@@ -1,4 +1,4 @@
-"""Links between ranks: how messages move, and what ranks and wires do meanwhile."""
+"""Links between ranks: the duration of messages, and what ranks and wires can do at the same time."""
 
 from __future__ import annotations
 
@@ -17,31 +17,34 @@ from lightning_pipes.ir.checks import lookup_name
 Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
 
 LONGEST = 1e9
-"""The longest time in seconds, thirty years. Sums of many such times must fit 64 bits of nanoseconds."""
+"""The longest allowed time in seconds, about thirty years. Sums of many such times must fit into 64 bits of
+nanoseconds."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two devices: it moves one message at a time, in the order in which they were sent.
+    """One direction of a connection between two devices. It moves one message at a time, in the order of sending.
 
-    A shaped link is a token bucket, as in Linux's tbf and cloud machines with credits. An idle link collects up to
-    `burst` bytes of tokens. It sends at `peak` while it has tokens, and at `bandwidth` afterwards. The bucket is full
-    at the start.
+    A link with a `burst` is a token bucket, like Linux's tbf and cloud machines with network credits. An idle link
+    collects up to `burst` bytes of tokens. It sends at `peak` while it has tokens, and at `bandwidth` afterwards. The
+    bucket is full at the start.
 
     Attributes:
-        bandwidth: bytes per second of sustained sending; infinite for a link that costs nothing.
-        latency: seconds from the last byte sent to the last byte received. It does not occupy the link.
+        bandwidth: the bytes per second of sustained sending. It is infinite for a link whose messages take no time.
+        latency: the seconds from the last byte sent to the last byte received. The link is free during this time.
         burst: the size of the bucket in bytes; 0 for a link without a bucket.
-        peak: bytes per second while the bucket has tokens.
-        max_in_flight: messages in flight at once, where bytes move only after a receive is posted. It is the number of
-            receives posted ahead; one is posted again as soon as a message arrives, and the sender learns of it after
-            `latency`. 0 means any number. It limits only links with latency.
-        wire: links with one wire name share the hardware that moves their messages, such as the network card of a
-            host. They take turns in the order in which messages are complete. Without a name a link has its own wire.
-        blocking: whether the sender computes only after the last byte has left it.
+        peak: the bytes per second while the bucket has tokens.
+        max_in_flight: the maximum number of messages in flight on transports that move bytes only after a receive was
+            posted. It is the number of receives that are posted ahead. A receive is posted again as soon as a message
+            arrives, and the sender is notified after `latency`. 0 means that there is no limit. The setting only
+            affects links with latency.
+        wire: the name of the hardware that moves the messages, such as the network card of a host. Links with the same
+            name take turns in the order in which their messages become ready. A link without a name has its own wire.
+        blocking: whether the sender can't compute until the last byte of a message has left it.
 
     Raises:
-        InputError: a bandwidth that is not positive, a peak below it, or a negative latency, burst or number.
+        InputError: if the bandwidth is not positive, if the peak is lower than the bandwidth, or if the latency, burst
+            or number of messages is negative or too large.
     """
 
     bandwidth: float = math.inf
@@ -62,41 +65,49 @@ class Link:
             raise InputError(f"a link's latency, and burst / bandwidth, are below {LONGEST:g} s; got {self}")
 
     def send_seconds(self, size: Amount) -> Amount:
-        """Return the seconds that a message of `size` bytes occupies the link at its bandwidth, without latency."""
+        """Return the seconds that a message of `size` bytes occupies the link at its bandwidth, without the latency."""
         return size / self.bandwidth
 
     def least_send_seconds(self, size: float) -> float:
-        """Return the seconds that a message of `size` bytes occupies the link at least, where its bucket is full."""
+        """Return the seconds that a message of `size` bytes occupies the link if the bucket is full.
+
+        This is the shortest possible time.
+        """
         return max(size / self.peak, (size - self.burst) / self.bandwidth, 0.0)
 
     def message_seconds(self, size: Amount) -> Amount:
-        """Return the seconds from the start of a message of `size` bytes to its arrival, at the link's bandwidth."""
+        """Return the seconds from the start of a message of `size` bytes to its arrival, at the bandwidth of the link.
+        """
         return self.send_seconds(size) + self.latency
 
     @property
     def burst_seconds(self) -> float:
-        """Seconds at `bandwidth` that a full bucket of `burst` bytes is worth."""
+        """The seconds that sending `burst` bytes takes at `bandwidth`."""
         return self.burst / self.bandwidth
 
     @property
     def peak_ratio(self) -> float:
-        """Ratio of a message's time at `peak` to its time at `bandwidth`, from 0 to 1."""
+        """The ratio of a message's duration at `peak` to its duration at `bandwidth`, from 0 to 1."""
         return 0.0 if self.peak == math.inf else self.bandwidth / self.peak
 
 
 FREE = Link()
-"""A link on which every message takes no time."""
+"""A link whose messages take no time."""
 
 
 def unused_link_warnings(
     plan: Plan, links: Mapping[tuple[int, int], Link], link: Link, sized: Collection[Kind]
 ) -> Iterator[str]:
-    """Yield a warning about links between ranks that are no neighbours, and one about a bandwidth for messages without
-    bytes.
+    """Yield warnings about link settings that have no effect on a plan.
+
+    There is one warning about links between ranks that exchange no messages, and one about a bandwidth for messages
+    whose number of bytes is unknown.
 
     Args:
-        links: exceptions from `link`, by (from rank, to rank).
-        sized: the sends, SF or SB, whose bytes or seconds are known.
+        plan: the plan.
+        links: exceptions from `link`, by (source rank, target rank).
+        link: the link between all other ranks.
+        sized: the kinds of sends, SF or SB, whose bytes or seconds are known.
     """
     joined = {(a, b) for a, b, _ in plan.directed_links}
     unused = sorted(pair for pair in links if pair not in joined)
@@ -123,19 +134,20 @@ def _short_list(pairs: list[tuple[int, int]]) -> str:
 
 
 class Regime(StrEnum):
-    """How messages and computations delay each other. The link alone decides how long a message takes.
+    """The way in which messages and computations delay each other.
 
-    NCCL's point-to-point is nearest to the last three. Where no message takes time, they are all one.
+    The duration of a single message depends only on its link. NCCL's point-to-point communication is closest to the
+    last three regimes. If no message takes time, all regimes are equivalent.
     """
 
     ASYNCHRONOUS = "asynchronous"
-    """Ranks compute while they send, and each direction of a link has a wire of its own."""
+    """Ranks compute while they send, and each direction of a link has its own wire."""
     BLOCKING = "blocking"
-    """A rank that sends computes on when the last byte has left it."""
+    """A rank that sends continues to compute only after the last byte has left it."""
     SHARED = "shared"
     """Ranks compute while they send, and the two directions between two ranks take turns on one wire."""
     BLOCKING_SHARED = "blocking_shared"
-    """Both: a rank waits for its sends, and sends wait for messages in the other direction."""
+    """Ranks wait for their sends, and the two directions between two ranks take turns on one wire."""
 
     @property
     def is_blocking(self) -> bool:
@@ -144,7 +156,7 @@ class Regime(StrEnum):
 
     @property
     def shares_wire(self) -> bool:
-        """Whether both directions share a wire."""
+        """Whether both directions between two ranks share a wire."""
         return self in (Regime.SHARED, Regime.BLOCKING_SHARED)
 
     @property
@@ -154,12 +166,15 @@ class Regime(StrEnum):
 
     @property
     def description(self) -> str:
-        """One sentence about the regime, without its full stop."""
+        """A sentence that describes the regime, without the period at its end."""
         return _DESCRIPTIONS[self]
 
     def apply_to(self, link: Link, source: int, target: int) -> Link:
-        """Return the link from one rank to another in this regime. Settings of the link stay: one that blocks still
-        blocks, and one with a named wire keeps it."""
+        """Return the link from one rank to another in this regime.
+
+        The settings of the link itself are kept: a blocking link remains blocking, and a link with a named wire keeps
+        its wire.
+        """
         if self is Regime.ASYNCHRONOUS:
             return link
         wire = f"between ranks {min(source, target)} and {max(source, target)}" if self.shares_wire else ""
@@ -183,17 +198,23 @@ FREE_LINKS = "links that take no time"
 
 
 def regime_named(name: str) -> Regime:
-    """Return the regime of that name.
+    """Return the regime called `name`.
 
     Raises:
-        InputError: there is none; lists all names.
+        InputError: if there is no such regime. The message lists all names.
     """
     return name if isinstance(name, Regime) else lookup_name({each.value: each for each in Regime}, name, "regime")
 
 
 def regime_of(there: Link, back: Link) -> Regime:
-    """Return the regime of two ranks, given the links of both directions as `Costs.link_between` returns them. Where
-    only one of them blocks, the first one decides."""
+    """Return the regime of two ranks, given the links in both directions.
+
+    If only one of the links is blocking, the first one is decisive.
+
+    Args:
+        there: the link in one direction, as returned by `Costs.link_between`.
+        back: the link in the other direction.
+    """
     shares = bool(there.wire) and there.wire == back.wire
     return {
         (False, False): Regime.ASYNCHRONOUS,
@@ -204,5 +225,8 @@ def regime_of(there: Link, back: Link) -> Regime:
 
 
 def describe_regimes(regimes: Iterable[Regime]) -> str:
-    """Return the regimes in words: one, several where links differ, none where no message takes time."""
+    """Return a description of one or several regimes in words.
+
+    If there are no regimes, because no message takes time, the description says so.
+    """
     return " and ".join(each.label for each in regimes) or FREE_LINKS

@@ -24,29 +24,36 @@ from lightning_pipes.ir import (
 )
 
 Latency = Callable[[Instruction, Plan], int]
-"""Nanoseconds of a send's time in which it does not occupy its link."""
+"""A function that returns the part of a send's duration, in nanoseconds, during which the send does not occupy its
+link."""
 
 
 @runtime_checkable
 class RecordedTimeline(Protocol):
-    """A recorded run from which a model can be measured, such as a `Timeline`."""
+    """A recorded run, such as a `Timeline`, from which a cost model can be measured."""
 
     @property
     def plan(self) -> Plan:
-        """The plan that ran."""
+        """The plan that was executed."""
 
     @property
     def events(self) -> Sequence[tuple[int, Instruction, int, int]]:
-        """(rank, instruction, start, end) in nanoseconds; sends from the start of the transfer to its arrival."""
+        """Tuples of (rank, instruction, start, end) in nanoseconds.
+
+        A send lasts from the start of the transfer to its arrival.
+        """
 
 
 class Measurement(NamedTuple):
-    """Numbers derived from timelines.
+    """Statistics of recorded timelines.
 
     Attributes:
-        seconds: medians by kind and stage, at the recorded numbers of rows.
-        scatter: by kind and stage, the time of each operation as a multiple of the median of its size.
-        overhead: the median of seconds between a computation being ready and its start; None where unknown.
+        seconds: by kind and stage, the median seconds for each recorded number of rows. If only one number of rows was
+            recorded, the table also has 0 seconds at 0 rows, except for a STEP.
+        scatter: by kind and stage, the duration of each operation as a multiple of the median of operations with the
+            same passes.
+        overhead: the median seconds from the moment at which a computation becomes ready to its start, or None if this
+            is unknown.
     """
 
     seconds: Mapping[tuple[Kind, int], Table]
@@ -55,7 +62,12 @@ class Measurement(NamedTuple):
 
     @classmethod
     def from_timelines(cls, timelines: Iterable[RecordedTimeline], latency: Latency) -> Measurement:
-        """Return the numbers of `timelines`."""
+        """Return the statistics of the given timelines.
+
+        Args:
+            timelines: the recorded runs.
+            latency: returns the nanoseconds to subtract from the duration of a send.
+        """
         computed: list[tuple[Instruction, int, Plan]] = []
         sent: dict[tuple[Kind, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         by_passes: dict[tuple[Kind, int], dict[tuple[Pass, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -85,12 +97,12 @@ class Measurement(NamedTuple):
 
 
 def operation_seconds(timeline: RecordedTimeline, latency: Latency) -> dict[Instruction, float]:
-    """Return the seconds of each operation of a timeline."""
+    """Return the seconds of each operation of a timeline, without the latency of sends."""
     return {i: took / 1e9 for i, took in _occupancy_ns(timeline, latency)}
 
 
 def _occupancy_ns(timeline: RecordedTimeline, latency: Latency) -> Iterable[tuple[Instruction, int]]:
-    """Yield the nanoseconds that each computation occupies its rank, and each message its link."""
+    """Yield the nanoseconds that each computation occupies its rank and that each message occupies its link."""
     for _, i, start, end in timeline.events:
         if i.kind in COMPUTE:
             yield i, end - start
@@ -106,10 +118,16 @@ def _ratios_to_median(times: Sequence[float]) -> list[float]:
 def times_of_passes(
     computed: Iterable[tuple[Instruction, float, Plan]],
 ) -> dict[tuple[Kind, int], dict[int, list[float]]]:
-    """Return the nanoseconds of single passes, by kind and stage, then by rows.
+    """Return the nanoseconds of single passes through the layers.
 
-    Passes share the time of their computation in proportion to their samples. The recomputed forward of a backward is
-    subtracted, as the median of recorded forwards.
+    If a computation has several passes, its duration is divided in proportion to their samples. If a backward
+    recomputes a forward, the median duration of the recorded forwards is subtracted.
+
+    Args:
+        computed: tuples of (computation, nanoseconds, plan).
+
+    Returns:
+        The durations by kind and stage, then by rows.
     """
     found: dict[tuple[Kind, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     later: list[tuple[Instruction, float, tuple[Pass, ...]]] = []
@@ -135,8 +153,14 @@ def times_of_passes(
 
 
 def dispatch_delays(timeline: RecordedTimeline, of: Set[Kind] = COMPUTE) -> list[int]:
-    """Return the nanoseconds between a computation becoming ready (inputs there, rank free) and its start, for
-    computations of the kinds `of`."""
+    """Return the nanoseconds from the moment at which each computation becomes ready to its start.
+
+    A computation is ready when its inputs have arrived and its rank is free.
+
+    Args:
+        timeline: the recorded run.
+        of: the kinds of computations to include.
+    """
     arrivals = {i: end for _, i, _, end in timeline.events if i.kind in SENDS}
     free: dict[int, int] = {}
     found = []
@@ -150,17 +174,18 @@ def dispatch_delays(timeline: RecordedTimeline, of: Set[Kind] = COMPUTE) -> list
 
 
 class InputQueue(NamedTuple):
-    """The inputs that waited at one stage when its rank turned to them (Ada-Grouper, S4.4).
+    """The queue of inputs at one stage, observed whenever its rank is free for the next computation (Ada-Grouper,
+    S4.4).
 
-    A rank turns to a computation when it has ended the one before. If the queue is empty then, the rank stalls.
+    A rank becomes free when the previous computation ends. If the queue is empty at this moment, the rank stalls.
 
     Attributes:
         kind: F for activations, B for gradients.
-        stage: the stage that consumes them.
-        lengths: inputs that had arrived and were not consumed, at each launch.
-        stalled: nanoseconds that the rank waited at each launch.
-        steady: the numbers of launches between the stage's first backward and its last forward, where the pipeline
-            neither fills nor drains.
+        stage: the stage that consumes the inputs.
+        lengths: for each launch, the number of inputs that have arrived and are not yet consumed.
+        stalled: for each launch, the nanoseconds that the rank waited for the input.
+        steady: the indices of the launches between the first backward and the last forward of the stage, when the
+            pipeline neither fills nor drains.
     """
 
     kind: Kind
@@ -171,12 +196,12 @@ class InputQueue(NamedTuple):
 
     @property
     def slack(self) -> int | None:
-        """The shortest queue of the steady launches; None where there are none."""
+        """The length of the shortest queue among the steady launches, or None if there are no steady launches."""
         return min((self.lengths[n] for n in self.steady), default=None)
 
     @property
     def empty(self) -> int:
-        """The number of launches that found no input."""
+        """The number of launches that found an empty queue."""
         return self.lengths.count(0)
 
     @property
@@ -186,7 +211,7 @@ class InputQueue(NamedTuple):
 
 
 def input_queues(timeline: RecordedTimeline) -> tuple[InputQueue, ...]:
-    """Return the queues of arrived inputs of every stage that receives, by direction and stage."""
+    """Return the input queues of all stages that receive messages, sorted by direction and stage."""
     plan, arrived = timeline.plan, defaultdict[tuple[Kind, int], list[int]](list)
     arrivals = {i: end for _, i, _, end in timeline.events if i.kind in SENDS}
     for i, end in arrivals.items():

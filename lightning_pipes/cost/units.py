@@ -1,4 +1,4 @@
-"""Parses and writes sizes, rates and times such as "16GiB", "12.5GB/s" and "10us"."""
+"""Parsing and formatting of sizes, rates and times such as "16GiB", "12.5GB/s" and "10us"."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_pipes.ir import InputError, short_repr
 
 _T = TypeVar("_T")
 MAX_VALUE = 1e30
-"""The largest value of any unit. A larger value, or a value below its reciprocal, is taken for a typo."""
+"""The largest accepted value in any unit. Larger values, and values below its reciprocal, are treated as typos."""
 _POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
 _BYTES = {f"{prefix}B": Fraction(1000**power) for prefix, power in _POWERS.items()} | {
     f"{prefix.upper()}iB": Fraction(1024**power) for prefix, power in _POWERS.items() if prefix
@@ -25,10 +25,12 @@ _NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|inf)\s*([A-Za-
 
 
 def parse_bytes(value: str | float) -> int:
-    """Return whole bytes: `"16GiB"` is 16 * 2**30, `"16GB"` 16e9; a number is bytes.
+    """Return a size in bytes, as a whole number.
+
+    `"16GiB"` is 16 * 2**30 bytes and `"16GB"` is 16e9 bytes. A number without a unit is a number of bytes.
 
     Raises:
-        InputError: anything else, a negative or an infinite size.
+        InputError: if the value can't be read, or if it is negative or infinite.
     """
     found = _number(value, _BYTES, "a size", "16GiB")
     if not math.isfinite(found):
@@ -37,10 +39,13 @@ def parse_bytes(value: str | float) -> int:
 
 
 def parse_rate(value: str | float) -> float:
-    """Return bytes per second: `"12.5GB/s"` equals `"100Gbit/s"`; a number is bytes per second, `"inf"` is free.
+    """Return a rate in bytes per second.
+
+    `"12.5GB/s"` and `"100Gbit/s"` are equal. A number without a unit is a number of bytes per second, and `"inf"` means
+    that transfers take no time.
 
     Raises:
-        InputError: anything else, or a rate that is not positive.
+        InputError: if the value can't be read, or if it is not positive.
     """
     found = _number(value, _RATES, "a rate", "12.5GB/s")
     if not found:
@@ -49,10 +54,12 @@ def parse_rate(value: str | float) -> float:
 
 
 def parse_seconds(value: str | float) -> float:
-    """Return seconds: `"10us"` is 1e-5; a number is seconds.
+    """Return a time in seconds.
+
+    `"10us"` is 1e-5 seconds. A number without a unit is a number of seconds.
 
     Raises:
-        InputError: anything else, or a negative or infinite time.
+        InputError: if the value can't be read, or if it is negative or infinite.
     """
     found = _number(value, _SECONDS, "a time", "10us")
     if not math.isfinite(found):
@@ -61,10 +68,15 @@ def parse_seconds(value: str | float) -> float:
 
 
 def parse_setting(name: str, parse: Callable[[Any], _T], value: Any) -> _T:
-    """Return `value` parsed by `parse`, one of the functions above; errors begin with the name of the setting.
+    """Return the value of a setting after parsing it.
+
+    Args:
+        name: the name of the setting, which begins the error message.
+        parse: one of the parsing functions of this module.
+        value: the value to parse.
 
     Raises:
-        InputError: it can't be read.
+        InputError: if the value can't be read.
     """
     try:
         return parse(value)
@@ -73,7 +85,7 @@ def parse_setting(name: str, parse: Callable[[Any], _T], value: Any) -> _T:
 
 
 def _text(value: object) -> str:
-    """Return the text of a possible number with a unit; empty where it can't be one."""
+    """Return the text of a value that may be a number with a unit, or an empty string if it can't be one."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -93,15 +105,15 @@ def _number(value: str | float, units: Mapping[str, Fraction], what: str, exampl
         )
     if match[1].endswith("inf"):
         return math.inf
-    if not MAX_VALUE > float(match[1]) > 1 / MAX_VALUE:  # as a fraction it might have a billion digits
+    if not MAX_VALUE > float(match[1]) > 1 / MAX_VALUE:  # such a fraction might have a billion digits
         if float(match[1]):
             raise InputError(f"{short_repr(value)} is not {what} between {1 / MAX_VALUE:g} and {MAX_VALUE:g}")
         return 0.0
-    return float(Fraction(match[1]) * (units[unit] if unit else 1))  # a fraction, so that 10us is 1e-5 to the last bit
+    return float(Fraction(match[1]) * (units[unit] if unit else 1))  # a fraction, so that 10us is exactly 1e-5
 
 
 def seconds_text(nanoseconds: float) -> str:
-    """`1.62 s`, `20 ms`, `5.5 us`, `3 ns`: three digits, whatever the size."""
+    """Return a duration as text with three significant digits, such as `1.62 s`, `20 ms`, `5.5 us` or `3 ns`."""
     for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
         if abs(nanoseconds) >= size:
             return (
@@ -111,7 +123,7 @@ def seconds_text(nanoseconds: float) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """`1.5 GiB`, `20 MiB`, `512 bytes`: three digits, whatever the size."""
+    """Return a size as text with three significant digits, such as `1.5 GiB`, `20 MiB` or `512 bytes`."""
     for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(size) >= factor:
             return f"{size / factor:.3g} {unit}" if size < 1000 * factor else f"{size / factor:.0f} {unit}"

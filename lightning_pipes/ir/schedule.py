@@ -111,8 +111,8 @@ class Policy(ScheduleTraits, ABC):
 
     If a policy does not flush, its window is endless. Each batch then either has a `LayerUse` or uses all layers. A
     forward is ready when the layers that its batch uses on the stage have the versions that earlier batches leave.
-    Therefore, the weights are the same as if the batches ran one after another, in whatever order the policy picks
-    instructions.
+    Therefore, the weights are the same as if the batches ran one after another. They do not depend on the order in
+    which the policy picks instructions.
     """
 
     @property
