@@ -176,8 +176,7 @@ class LayerProfile:
 
     @staticmethod
     def mean_of(parts: Sequence[LayerProfile]) -> LayerProfile:
-        """Return the first of several profiles of the same layer, with its seconds replaced by the mean of all
-        profiles."""
+        """Return the first of several profiles of the same layer, with the mean seconds of all profiles."""
         means: dict[str, Any] = {name: _mean_table([getattr(p, name) for p in parts]) for name in _TIMES}
         return replace(parts[0], step=sum(p.step for p in parts) / len(parts), **means)
 

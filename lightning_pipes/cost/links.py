@@ -17,8 +17,7 @@ from lightning_pipes.ir.checks import lookup_name
 Amount = TypeVar("Amount", float, npt.NDArray[np.float64])
 
 LONGEST = 1e9
-"""The longest allowed time in seconds, about thirty years. Sums of many such times must fit into 64 bits of
-nanoseconds."""
+"""The maximum time in seconds, about thirty years. Sums of many such times must fit into 64 bits of nanoseconds."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,7 @@ class Link:
         return max(size / self.peak, (size - self.burst) / self.bandwidth, 0.0)
 
     def message_seconds(self, size: Amount) -> Amount:
-        """Return the seconds from the start of a message of `size` bytes to its arrival, at the bandwidth of the link.
-        """
+        """Return the seconds from the start of a message of `size` bytes to its arrival, at the link's bandwidth."""
         return self.send_seconds(size) + self.latency
 
     @property

@@ -24,8 +24,7 @@ from lightning_pipes.ir import (
 )
 
 Latency = Callable[[Instruction, Plan], int]
-"""A function that returns the part of a send's duration, in nanoseconds, during which the send does not occupy its
-link."""
+"""A function that returns the nanoseconds of a send during which it does not occupy its link."""
 
 
 @runtime_checkable
@@ -174,10 +173,10 @@ def dispatch_delays(timeline: RecordedTimeline, of: Set[Kind] = COMPUTE) -> list
 
 
 class InputQueue(NamedTuple):
-    """The queue of inputs at one stage, observed whenever its rank is free for the next computation (Ada-Grouper,
-    S4.4).
+    """The queue of inputs at one stage, at each moment when its rank becomes free (Ada-Grouper, S4.4).
 
-    A rank becomes free when the previous computation ends. If the queue is empty at this moment, the rank stalls.
+    A rank becomes free for the next computation when the previous computation ends. If the queue is empty at this
+    moment, the rank stalls.
 
     Attributes:
         kind: F for activations, B for gradients.

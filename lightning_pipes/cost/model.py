@@ -1,4 +1,4 @@
-"""Seconds of each instruction, and the bytes that it moves and holds."""
+"""The cost model: the duration of each instruction, and the bytes that it moves and holds."""
 
 from __future__ import annotations
 
@@ -44,35 +44,40 @@ from lightning_pipes.ir import (
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds and bytes of every stage and link.
+    """The seconds and bytes of all stages and links.
 
     Attributes:
-        seconds: by (kind, stage), seconds at some numbers of rows: linear between them, along the outermost two
-            beyond them, the same for any rows where there is one entry only. Times are not proportional to rows. A STEP
-            has 0 rows and takes no time where it is absent; an SF or SB here overrides bytes over bandwidth.
-        forward_bytes: bytes per row from stage s to s + 1; empty means none.
-        backward_bytes: bytes per row from stage s + 1 back to s; empty means none.
-        links: exceptions from `link`, by (from rank, to rank).
-        link: between all other ranks, each direction.
-        activation_bytes: bytes per row that stage s holds from the start of F to the end of B (or W); empty means none.
-            A stage that recomputes holds its input instead, and the activations during backward; stage 0 reads its
-            input from the batch.
-        weight_bytes: bytes of stage s per job and weight version.
-        state_bytes: bytes of stage s per job, however many versions: gradients and optimizer; empty means none.
-        working_bytes: bytes per row that stage s needs while it computes, on top of what it keeps; empty means none.
-        waiting_messages: messages that lie with their receiver before they are needed, of each stage and direction.
-        overhead: seconds that a rank spends before each computation once its inputs are there.
-        joining: seconds per byte of samples that a computation joins from several parts, see `ir.count_concatenated`:
-            where stages and links cut a batch in different ways.
+        seconds: for each (kind, stage), the seconds at some numbers of rows. Values are interpolated between them, and
+            extrapolated along the two outermost entries. If there is only one entry, the time is the same for any
+            number of rows. Times need not be proportional to rows. A STEP has 0 rows, and it takes no time if it is
+            absent. Entries for SF and SB take precedence over bytes divided by the bandwidth.
+        forward_bytes: the bytes per row from each stage s to stage s + 1. If empty, there are none.
+        backward_bytes: the bytes per row from stage s + 1 to each stage s. If empty, there are none.
+        links: exceptions from `link`, by (source rank, target rank).
+        link: the link between all other ranks, in each direction.
+        activation_bytes: the bytes per row that each stage holds from the start of F to the end of B (or W). If empty,
+            there are none. A stage that recomputes holds its input instead, and the activations during the backward.
+            Stage 0 reads its input from the batch.
+        weight_bytes: the bytes of the weights of each stage, per job and weight version.
+        state_bytes: the bytes of the gradients and the optimizer state of each stage, per job. They do not depend on
+            the number of versions. If empty, there are none.
+        working_bytes: the bytes per row that each stage needs while it computes, in addition to the bytes that it
+            keeps. If empty, there are none.
+        waiting_messages: for each stage and direction, the number of messages that wait at their receiver before they
+            are needed.
+        overhead: the seconds that a rank spends before each computation after the inputs have arrived.
+        joining: the seconds per byte of samples that a computation concatenates from several parts, which happens if
+            stages and links cut a batch in different ways. See `ir.count_concatenated`.
         regime: the name of the regime of messages in flight; see `cost.Regime`.
-        each: seconds of single operations in place of `seconds`, for micro-batches or batches that differ from others
-            of their size. For a backward with its recomputation, for a send the time that it occupies its link.
-        scatter: by (kind, stage), recorded times as multiples of `seconds`. Simulations are deterministic and ignore
-            it; `sim.draw_spread` samples from it.
+        each: the seconds of single operations, which replace `seconds` for micro-batches or batches that differ from
+            others of the same size. The value for a backward includes its recomputation. The value for a send is the
+            time that it occupies its link.
+        scatter: for each (kind, stage), recorded times as multiples of `seconds`. Simulations are deterministic and
+            ignore this attribute; `sim.draw_spread` samples from it.
 
     Raises:
-        InputError: a negative or infinite number, rows that do not ascend, tables of different lengths, or an unknown
-            regime.
+        InputError: if a number is negative or infinite, if rows do not ascend, if sequences have the wrong length, or
+            if the regime is unknown.
     """
 
     seconds: Mapping[tuple[Kind, int], Table] = field(hash=False)
@@ -94,7 +99,7 @@ class CostModel:
     def __post_init__(self) -> None:
         try:
             self._check()
-        except (TypeError, ValueError, AttributeError):  # searches make thousands: entries are looked at only now
+        except (TypeError, ValueError, AttributeError):  # checking all entries is slow, so do it only after an error
             check_tables(self.seconds)
             check_fields(self)
             raise
@@ -141,13 +146,24 @@ class CostModel:
         overhead: float = 0.0,
         regime: str = Regime.ASYNCHRONOUS,
     ) -> CostModel:
-        """Create a model of equal stages: seconds of a forward, a backward (I and W take half each) and a step.
+        """Create a model of equal stages. I and W take half of the backward each.
 
-        The times hold for any micro-batch; with `rows` they hold for that many rows, and others take proportionally
-        long. `message_bytes` and `activation_bytes` are per row.
+        Args:
+            stages: the number of stages.
+            forward: the seconds of a forward.
+            backward: the seconds of a full backward.
+            step: the seconds of an optimizer step.
+            rows: the number of rows for which `forward` and `backward` hold. The times of other sizes are proportional
+                to their rows. If None, the times hold for any number of rows.
+            message_bytes: the bytes per row of a message in either direction.
+            link: the link between all ranks.
+            activation_bytes: the bytes of activations per row.
+            weight_bytes: the bytes of weights per stage.
+            overhead: the seconds before each computation.
+            regime: the name of the regime of messages in flight.
 
         Raises:
-            InputError: no stages, or what `CostModel` refuses.
+            InputError: if there are no stages, or if another argument is invalid.
         """
         check_count("stages", stages, most=MAX_STAGES)
         if rows is not None:
@@ -180,14 +196,19 @@ class CostModel:
     def from_timelines(
         cls, timelines: RecordedTimeline | Iterable[RecordedTimeline], base: CostModel | None = None
     ) -> CostModel:
-        """Return medians of recorded times by (kind, stage, rows), with transfers and the overhead of computations.
+        """Return a model of median recorded times by (kind, stage, rows), including transfers and overhead.
 
-        A kind recorded with one number of rows only is taken as proportional to rows, except STEP. The rest comes from
-        `base`: bytes, links (their latency is subtracted from the transfers), and kinds that did not run. Where
-        transfers were recorded, links have no bucket, because the recorded times include its effect.
+        If a kind was recorded with only one number of rows, its time is assumed to be proportional to the rows, except
+        for a STEP. If transfers were recorded, the links of the model have no bucket, because the recorded times
+        include its effect.
+
+        Args:
+            timelines: one or several recorded runs.
+            base: the model that provides everything else: bytes, links, and the times of kinds that did not run. The
+                latency of its links is subtracted from the recorded transfers.
 
         Raises:
-            InputError: nothing was recorded.
+            InputError: if the timelines contain no events.
         """
         base = base or cls({})
         given = [timelines] if isinstance(timelines, RecordedTimeline) else [*timelines]
@@ -202,11 +223,12 @@ class CostModel:
         return replace(base, seconds=seconds, scatter=scatter, overhead=overhead)
 
     def with_recorded_times(self, timeline: RecordedTimeline) -> CostModel:
-        """Return this model with the recorded seconds of each operation of `timeline`. Other operations keep their
-        seconds; the overhead of computations becomes the mean of the timeline.
+        """Return this model with the recorded seconds of each operation of a timeline.
 
-        Medians hide rare slow operations, for which the pipeline waits. A simulation of the same order with this model
-        therefore shows the part of the timeline that the model explains.
+        Other operations keep their seconds. The overhead becomes the mean overhead of the timeline.
+
+        Medians hide rare slow operations for which the pipeline waits. A simulation of the same order with the returned
+        model therefore shows which part of the timeline the model explains.
         """
         waited = dispatch_delays(timeline)
         overhead = fmean(waited) / 1e9 if waited else self.overhead
@@ -216,8 +238,14 @@ class CostModel:
         return to_nanoseconds(self._link_of_send(i, plan).latency)
 
     def on_cluster(self, cluster: Cluster, ranks: tuple[int, ...]) -> CostModel:
-        """Return this model on `cluster`, for stages placed on `ranks`: with the links of the cluster, and times
-        divided by the speeds of its devices."""
+        """Return this model for stages that are placed on devices of a cluster.
+
+        The result has the links of the cluster, and its times are divided by the speeds of the devices.
+
+        Args:
+            cluster: the cluster.
+            ranks: the rank of each stage.
+        """
         pairs = {(a, b) for a, b in (*pairwise(ranks), *pairwise(ranks[::-1])) if a != b}
         scaled = {
             (kind, stage): tuple((rows, seconds / cluster.devices[ranks[stage]].speed) for rows, seconds in table)
@@ -231,14 +259,14 @@ class CostModel:
 
     @cached_property
     def n_stages(self) -> int:
-        """Number of stages that have times."""
+        """The number of stages that have times."""
         return max((stage + 1 for _, stage in self.seconds), default=0)
 
     def seconds_at(self, kind: Kind, stage: int, rows: int = 0) -> float:
-        """Return the seconds of one computation, or of one send on its link where that is given or measured.
+        """Return the seconds of a computation, or of a send whose time on its link is given or measured.
 
         Raises:
-            InputError: the model has no times of this kind on this stage.
+            InputError: if the model has no times of this kind on this stage.
         """
         table = self.seconds.get((kind, stage))
         if table is None:
@@ -250,12 +278,14 @@ class CostModel:
 
     @property
     def overhead_ns(self) -> int:
-        """Nanoseconds that a rank spends before each computation."""
+        """The nanoseconds that a rank spends before each computation."""
         return to_nanoseconds(self.overhead)
 
     def duration_ns(self, i: Instruction, plan: Plan) -> int:
-        """Return the nanoseconds of the computation `i`, summed over its passes; a backward includes its
-        recomputation."""
+        """Return the nanoseconds of the computation `i`, summed over its passes.
+
+        The duration of a backward includes its recomputation.
+        """
         if self.each and i in self.each:
             return to_nanoseconds(self.each[i])
         found = 0
@@ -268,9 +298,7 @@ class CostModel:
     def _concat_ns(self, i: Instruction, plan: Plan) -> int:
         forward = i.kind is Kind.F
         table = self.forward_bytes if forward else self.backward_bytes
-        links = (
-            (i.stage - 1, i.stage) if forward else (i.stage, i.stage - 1)
-        )  # from which it takes, and to which it goes
+        links = (i.stage - 1, i.stage) if forward else (i.stage, i.stage - 1)  # edges of the inputs and of the outputs
         size = sum(
             rows * table[link] for rows, link in zip(count_concatenated(i, plan), links, strict=True) if rows and table
         )
@@ -287,8 +315,7 @@ class CostModel:
         return {}
 
     def transfer_ns(self, i: Instruction, plan: Plan) -> tuple[int, int]:
-        """Return the nanoseconds that the send `i` occupies its link at the link's bandwidth, and the latency after
-        that."""
+        """Return the nanoseconds that the send `i` occupies its link at the link's bandwidth, and its latency."""
         link = self._link_of_send(i, plan)
         if self.each and i in self.each:
             return to_nanoseconds(self.each[i]), to_nanoseconds(link.latency)
@@ -303,20 +330,21 @@ class CostModel:
         return self.links.get((plan.rank_of(i), plan.target_rank(i)), self.link)
 
     def link_between(self, source: int, target: int) -> Link:
-        """Return the link from rank `source` to rank `target`, in the model's regime."""
+        """Return the link from rank `source` to rank `target` in the regime of the model."""
         return Regime(self.regime).apply_to(self.links.get((source, target), self.link), source, target)
 
     @property
     def per_instruction(self) -> bool:
-        """Whether operations of one size may differ in cost."""
+        """Whether operations of the same size may have different costs."""
         return bool(self.each)
 
     def check(self, plan: Plan) -> None:
-        """Refuse a plan with more stages than the model, and warn of settings that no message of the plan uses. The
-        simulator calls this.
+        """Check that the model covers all stages of a plan, and warn about settings that no message of the plan uses.
+
+        The simulator calls this method.
 
         Raises:
-            InputError: the plan has more stages.
+            InputError: if the plan has more stages than the model.
         """
         n = self.n_stages
         if n < plan.n_stages:
@@ -334,46 +362,55 @@ class CostModel:
                 warnings.warn(sentence, stacklevel=2)
 
     def memory_change(self, i: Instruction, plan: Plan) -> tuple[int, int]:
-        """Return the bytes that `i` allocates at its start, and the bytes that it frees at its end; see
-        `cost.layer.held_bytes`."""
+        """Return the bytes that `i` allocates when it starts and frees when it ends; see `cost.layer.held_bytes`."""
         return held_bytes(self, i, plan)
 
     def resident_bytes(self, rank: int, plan: Plan) -> int:
-        """Return the bytes that `rank` holds throughout; see `cost.layer.resident_bytes`."""
+        """Return the bytes that `rank` holds all the time; see `cost.layer.resident_bytes`."""
         return resident_bytes(self, rank, plan)
 
 
 class Costs(Protocol):
-    """Costs that a simulation reads, in integer nanoseconds and bytes. `CostModel` is enough for most. Implement your
-    own where costs depend on more than kind, stage and rows, such as on the batch. The simulator caches the answers of
-    an object, so create another object for other costs."""
+    """The costs that a simulation reads, in integer nanoseconds and bytes.
+
+    `CostModel` is sufficient for most uses. Implement this protocol if costs depend on more than the kind, stage and
+    rows, for example on the batch. The simulator caches the results of an object, so create a new object for other
+    costs.
+    """
 
     @property
     def overhead_ns(self) -> int:
-        """Nanoseconds that a rank spends before each computation."""
+        """The nanoseconds that a rank spends before each computation."""
 
     def duration_ns(self, i: Instruction, plan: Plan) -> int:
-        """Return the nanoseconds of the computation `i`, all of its `ir.layer_passes`. Equal kind, stage, job, batch
-        and `ir.cost_key` mean equal cost."""
+        """Return the nanoseconds of the computation `i`, summed over its `ir.layer_passes`.
+
+        Computations with the same kind, stage, job, batch and `ir.cost_key` must have the same cost.
+        """
 
     def transfer_ns(self, i: Instruction, plan: Plan) -> tuple[int, int]:
-        """Return the nanoseconds that the send `i` occupies its link at the link's bandwidth, and the nanoseconds from
-        then to its arrival."""
+        """Return the nanoseconds that the send `i` occupies its link at the link's bandwidth, and its latency.
+
+        The latency is the time from then to the arrival of the message.
+        """
 
     def link_between(self, source: int, target: int) -> Link:
-        """Return the link from rank `source` to rank `target`, for all that `transfer_ns` does not cover."""
+        """Return the link from rank `source` to rank `target`, for all properties that `transfer_ns` does not cover."""
 
     def memory_change(self, i: Instruction, plan: Plan) -> tuple[int, int]:
-        """Return the bytes that the computation `i` allocates at its start, and the bytes that it frees at its end."""
+        """Return the bytes that the computation `i` allocates when it starts and frees when it ends."""
 
     def resident_bytes(self, rank: int, plan: Plan) -> int:
-        """Return the bytes that `rank` holds throughout."""
+        """Return the bytes that `rank` holds all the time."""
 
 
 @runtime_checkable
 class PerInstructionCosts(Protocol):
-    """Costs that may differ between operations of one size; the simulator then asks for each operation."""
+    """Costs that may differ between operations of the same size.
+
+    The simulator then requests the cost of each operation separately.
+    """
 
     @property
     def per_instruction(self) -> bool:
-        """Whether operations of one size may differ in cost."""
+        """Whether operations of the same size may have different costs."""

@@ -1,4 +1,7 @@
-"""Profiles: the costs of each layer, measured on a device or computed from shapes. Stages are sums of layers."""
+"""Profiles of models: the costs of each layer, measured on a device or computed from shapes.
+
+The costs of a stage are the sums of the costs of its layers.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +22,32 @@ from lightning_pipes.ir import MAX_STAGES, InputError, Kind, Span, check_fields,
 from lightning_pipes.ir.checks import check_json_fields, field_types, read_object
 
 FORMAT = 1
-"""Of the file; raised when a reader of an older one would misread it."""
+"""The version of the file format. It is increased when a reader of an older version would misread the file."""
 MAX_LAYERS = MAX_STAGES
-"""A plan can't have more stages than this, so more layers are of no use."""
+"""The maximum number of layers. A plan can't have more stages than this, so more layers would have no use."""
 LEAST_ROWS = "least_rows"
-"""In a profile's notes: the fewest samples on which the model ran, where fewer failed."""
+"""The key of a profile's notes for the smallest number of samples on which the model ran, if fewer samples failed."""
 _NOTHING_BEFORE, _NOTHING_AFTER = (LayerProfile(name, ((1, 0.0),), ((1, 0.0),)) for name in ("before", "after"))
 
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """The layers of a model, in order.
+    """The costs of the layers of a model, in order.
 
     Attributes:
-        before: the code that the first stage runs before the layers; its output is their input.
+        layers: the costs of each layer.
+        before: the code that the first stage runs before the layers. Its output is the input of the first layer.
         after: the code that the last stage runs after the layers, such as the loss.
-        overhead: seconds that a rank spends before each computation.
-        joining: seconds per byte of samples that are joined from parts; see `CostModel`.
-        widened: bytes of gradients on their way between replicas, as a multiple of those in memory: 2 for half
-            precision, which the engine sums in float32.
+        overhead: the seconds that a rank spends before each computation.
+        joining: the seconds per byte of samples that are concatenated from parts; see `CostModel`.
+        widened: the bytes of gradients in messages between replicas, as a multiple of their bytes in memory. It is 2
+            for half precision, because the engine sums gradients in float32.
         device: the name of the measured device, for display.
         source: the origin of the numbers: "measured", or the formula.
+        notes: further information about the profile, such as `LEAST_ROWS`.
 
     Raises:
-        InputError: no layers.
+        InputError: if there are no layers or more than `MAX_LAYERS`, or if a number is out of range.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -64,25 +69,28 @@ class ModelProfile:
         check_number("widened", self.widened, "finite and above 0", lambda x: 0 < x < math.inf)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields alone: hosts without a secret accept no arrays of prices, which each makes itself."""
+        """Return only the fields, without cached arrays.
+
+        Hosts without a shared secret do not accept pickled arrays, so each process computes its own.
+        """
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @property
     def has_split(self) -> bool:
-        """Whether both parts of the backward of every layer with weights were measured."""
+        """Whether both parts of the backward were measured for every layer with weights."""
         parts = (self.before, *self.layers, self.after)
         return all(part.input_backward and part.weight_backward for part in parts if part.gradient_bytes)
 
     @property
     def least_rows(self) -> int:
-        """The fewest samples of a micro-batch on which the model is known to run."""
+        """The smallest number of samples in a micro-batch with which the model is known to run."""
         return int(self.notes.get(LEAST_ROWS, 1))
 
     def seconds(self, kind: Kind, layer: int, rows: int) -> float:
-        """Return the seconds of one computation of a layer; STEP has no rows.
+        """Return the seconds of one computation of a layer. `rows` has no effect on a STEP.
 
         Raises:
-            InputError: I or W, which were not measured.
+            InputError: if the kind is I or W, and it was not measured.
         """
         found = self.layers[layer]
         if kind is Kind.STEP:
@@ -91,7 +99,7 @@ class ModelProfile:
 
     @cached_property
     def layer_arrays(self) -> LayerArrays:
-        """All numbers as arrays."""
+        """The seconds and bytes of all layers as arrays."""
         parts = (self.before, *self.layers, self.after)
         return LayerArrays(
             {kind: [part.seconds_of(kind) for part in parts] for kind in self.timed_kinds},
@@ -108,12 +116,19 @@ class ModelProfile:
 
     @cached_property
     def timed_kinds(self) -> tuple[Kind, ...]:
-        """The computations with rows that have measured seconds."""
+        """The kinds of computations with rows whose seconds were measured."""
         return (Kind.F, Kind.B, Kind.I, Kind.W) if self.has_split else (Kind.F, Kind.B)
 
     def stage_costs(self, layers: Sequence[Span], speeds: Sequence[float] = ()) -> CostModel:
-        """Return the seconds and bytes of the stages that `layers` defines. `speeds` divide the times of each stage.
-        Links are free until `CostModel.on_cluster` sets them."""
+        """Return the cost model of stages that consist of the given layers.
+
+        Messages take no time until `CostModel.on_cluster` sets the links.
+
+        Args:
+            layers: the layers of each stage.
+            speeds: the speed of each stage's device, by which its times are divided. By default, the times are
+                unchanged.
+        """
         columns = self.layer_arrays
         seconds = {
             (kind, stage): table
@@ -137,11 +152,18 @@ class ModelProfile:
         )
 
     def edge_bytes(self, cut: int) -> float:
-        """Return the bytes per row that pass between layer `cut - 1` and layer `cut`."""
+        """Return the bytes per row that are sent between layer `cut - 1` and layer `cut`."""
         return per_row(self.layers[cut - 1].output if cut else self.before.output)
 
     def activation_bytes(self, layers: Sequence[Span], stage: int) -> int:
-        """Return the bytes per row that a stage keeps from F to B, with its input where its first layer keeps it."""
+        """Return the bytes per row that a stage keeps from F to B.
+
+        They include the input of the stage if its first layer keeps it.
+
+        Args:
+            layers: the layers of each stage.
+            stage: the number of the stage.
+        """
         span = layers[stage]
         kept = sum(per_row(layer.saved) for layer in self.layers[span.start : span.stop])
         if stage == 0:
@@ -153,8 +175,13 @@ class ModelProfile:
         return round(kept)
 
     def scaled(self, factors: Sequence[float], before: float = 1.0, after: float = 1.0) -> ModelProfile:
-        """Return this profile with scaled times: each layer by its factor, and the code `before` and `after` the
-        layers."""
+        """Return this profile with scaled times.
+
+        Args:
+            factors: the factor of each layer.
+            before: the factor of the code before the layers.
+            after: the factor of the code after the layers.
+        """
         layers = tuple(layer.scaled(factor) for layer, factor in zip(self.layers, factors, strict=True))
         return replace(self, layers=layers, before=self.before.scaled(before), after=self.after.scaled(after))
 
@@ -164,8 +191,10 @@ class ModelProfile:
 
     @staticmethod
     def mean_of(profiles: Sequence[ModelProfile]) -> ModelProfile:
-        """Return the first of several profiles of the same layers, with the mean seconds of all. A part that one
-        profile did not measure stays empty."""
+        """Return the first of several profiles of the same layers, with the mean seconds of all profiles.
+
+        Profiles that did not measure a time are left out of its mean.
+        """
         return replace(
             profiles[0],
             layers=tuple(map(LayerProfile.mean_of, zip(*(p.layers for p in profiles), strict=True))),
@@ -174,15 +203,15 @@ class ModelProfile:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
+        """Return the profile as data that can be written as JSON."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> ModelProfile:
-        """Return the profile of `to_dict`, after a round trip through JSON.
+        """Return the profile from the result of `to_dict`, also after a round trip through JSON.
 
         Raises:
-            InputError: `found` is damaged, or no profile.
+            InputError: if `found` is damaged or not a profile.
         """
         kinds = {"format": int, **field_types(cls), "layers": list[Any], "before": Any, "after": Any}
         parts = check_json_fields("profile", found, kinds, optional=_defaults(cls) | {"format"})
@@ -192,15 +221,15 @@ class ModelProfile:
         return cls(**parts)
 
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON."""
+        """Write the profile to a JSON file."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> ModelProfile:
-        """Read a profile that `save` wrote.
+        """Return the profile from a file that `save` wrote.
 
         Raises:
-            InputError: the file is no profile, or of a format that this version does not read.
+            InputError: if the file is not a profile, or if it has a format that this version can't read.
         """
         try:
             found = read_object(path)
@@ -216,7 +245,7 @@ def _layer(where: str, found: object) -> LayerProfile:
 
 
 def _defaults(kind: type) -> frozenset[str]:
-    """Return the names of fields that have a default."""
+    """Return the names of the fields that have a default."""
     return frozenset(f.name for f in fields(kind) if f.default is not MISSING or f.default_factory is not MISSING)
 
 
@@ -224,11 +253,13 @@ Array = npt.NDArray[np.float64]
 
 
 class LayerArrays:
-    """Seconds and bytes of a model's parts: the code before the layers, the layers, the code after them.
+    """The seconds and bytes of a model's parts as arrays.
+
+    The parts are the code before the layers, the layers, and the code after the layers.
 
     Args:
-        seconds: by kind, a table of each part.
-        numbers: by name, a number of each part.
+        seconds: for each kind, a table of each part.
+        numbers: for each name, a number of each part.
     """
 
     def __init__(self, seconds: Mapping[Kind, Sequence[Table]], numbers: Mapping[str, Sequence[float]]) -> None:
@@ -243,17 +274,25 @@ class LayerArrays:
         self._at: dict[tuple[Kind, int], Array] = {}
 
     def stage_tables(self, kind: Kind, layers: Sequence[Span], speeds: Sequence[float]) -> list[Table]:
-        """Return the seconds of each stage that `layers` defines. A table has all rows that any part has; it is linear
-        between them, as each part is."""
+        """Return the table of the seconds of each stage.
+
+        The tables have an entry for every number of rows that occurs in the table of any part. They are linear between
+        entries, like the tables of the parts.
+
+        Args:
+            kind: the kind of computation.
+            layers: the layers of each stage.
+            speeds: the speed of each stage's device. If empty, all speeds are 1.
+        """
         sums = _reduce_by_stage(self._seconds[kind], layers, np.add) / np.array(speeds or [1.0] * len(layers))[:, None]
         return [tuple(zip(self._rows, row, strict=True)) for row in sums.tolist()]
 
     def stage_sums(self, name: str, layers: Sequence[Span]) -> list[float]:
-        """Return the sum of a number over each stage."""
+        """Return the sum of a number over the parts of each stage."""
         return list(_reduce_by_stage(self._numbers[name], layers, np.add).tolist())
 
     def stage_maxima(self, name: str, layers: Sequence[Span]) -> list[float]:
-        """Return the largest number of each stage."""
+        """Return the maximum of a number over the parts of each stage."""
         return list(_reduce_by_stage(self._numbers[name], layers, np.maximum).tolist())
 
     def layer_values(self, name: str) -> Array:
@@ -261,7 +300,7 @@ class LayerArrays:
         return self._numbers[name][1:-1]
 
     def seconds_at(self, kind: Kind, rows: int) -> Array:
-        """Return the seconds of each part for one number of rows."""
+        """Return the seconds of each part for the given number of rows."""
         known = self._at.get((kind, rows))
         if known is None:
             known = self._at[kind, rows] = np.array([at_rows(table, rows) for table in self._tables[kind]])
@@ -269,8 +308,11 @@ class LayerArrays:
 
 
 def _reduce_by_stage(values: Array, layers: Sequence[Span], join: np.ufunc) -> Array:
-    """Reduce the parts of each stage by `join`. The first stage includes the part before the layers, the last stage the
-    part after them. An empty stage gives zeros."""
+    """Reduce the values of the parts of each stage with `join`.
+
+    The first stage includes the part before the layers, and the last stage the part after them. The result of an empty
+    stage is 0.
+    """
     starts = np.array([span.start + 1 for span in layers])
     stops = np.array([span.stop + 1 for span in layers])
     starts[0], stops[-1] = 0, len(values)

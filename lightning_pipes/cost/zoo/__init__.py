@@ -1,4 +1,4 @@
-"""Models and devices by name, and formulas for the cost of the models' layers on the devices."""
+"""Named models and devices, and formulas for the costs of the models' layers on the devices."""
 
 from lightning_pipes.cost.zoo.models import MODELS, ZooModel, named_model
 from lightning_pipes.cost.zoo.profiles import CHIPS, OPTIMIZERS, Chip, named_profile

@@ -1,4 +1,4 @@
-"""The models of the papers by name, and the blocks that they are made of, in symbols."""
+"""Named models from papers and the blocks that they consist of, as functions of symbolic tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ from lightning_pipes.ir.checks import lookup_name
 
 
 def token_embedding(vocabulary: int, width: int, *, kinds: int = 0, norm: bool = False, dropout: float = 0.0) -> Layer:
-    """Return embeddings of tokens and of their positions, and of `kinds` of tokens, such as BERT's two sentences."""
+    """Return a layer of token and position embeddings.
+
+    Args:
+        vocabulary: the number of tokens in the vocabulary.
+        width: the width of the embeddings.
+        kinds: the number of kinds of tokens with an embedding, such as the two sentences of BERT. 0 means none.
+        norm: whether a layer norm follows.
+        dropout: the dropout probability.
+    """
 
     def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
         indices = _single_tensor(x)
@@ -44,12 +52,20 @@ def transformer_block(
     fused: bool = True,
     dropout: float = 0.0,
 ) -> Layer:
-    """Return attention and two matrix products with GELU between them, each with a residual connection and a norm.
+    """Return a transformer block.
+
+    It consists of attention and a feed-forward part, which has two matrix products with GELU between them. Each part
+    has a residual connection and a layer norm.
 
     Args:
-        feed_forward: width between the two matrix products, in widths.
-        norm_first: the norm stands before each part, as in GPT-2, or after the sum, as in GPT-1 and BERT.
-        fused: queries, keys and values come from one matrix product, or from three.
+        width: the width of the block.
+        heads: the number of attention heads.
+        causal: whether tokens attend only to themselves and earlier tokens.
+        feed_forward: the width between the two matrix products, as a multiple of `width`.
+        norm_first: whether the norm comes before each part, as in GPT-2, or after the residual sum, as in GPT-1 and
+            BERT.
+        fused: whether queries, keys and values are computed by one matrix product instead of three.
+        dropout: the dropout probability.
     """
 
     def attend(tape: ShapeTape, x: SymbolicTensor) -> SymbolicTensor:
@@ -72,8 +88,13 @@ def transformer_block(
 
 
 def vocabulary_head(vocabulary: int, *, copied: bool, norm: bool = True) -> Layer:
-    """Return a norm, and the scores of all tokens of the vocabulary; with `copied` the matrix is that of the
-    embedding."""
+    """Return a layer that computes the scores of all tokens in the vocabulary.
+
+    Args:
+        vocabulary: the number of tokens in the vocabulary.
+        copied: whether the matrix is tied to the embedding.
+        norm: whether a layer norm comes first.
+    """
 
     def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
         y = _single_tensor(x)
@@ -83,7 +104,12 @@ def vocabulary_head(vocabulary: int, *, copied: bool, norm: bool = True) -> Laye
 
 
 def bert_heads(vocabulary: int, *, copied: bool) -> Layer:
-    """Return the scores of masked tokens, and the score of the second sentence following the first."""
+    """Return the two heads of BERT: the scores of masked tokens, and the scores of next-sentence prediction.
+
+    Args:
+        vocabulary: the number of tokens in the vocabulary.
+        copied: whether the matrix of the first head is tied to the embedding.
+    """
 
     def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
         y = _single_tensor(x)
@@ -97,8 +123,14 @@ def bert_heads(vocabulary: int, *, copied: bool) -> Layer:
 
 
 def conv_block(channels: int, kernel: int = 3, *, norm: bool = False, pool: bool = False) -> Layer:
-    """Return a convolution that keeps height and width, an optional batch norm, ReLU, and optional pooling to half the
-    size."""
+    """Return a convolution that keeps height and width, followed by ReLU.
+
+    Args:
+        channels: the number of output channels.
+        kernel: the height and width of the kernel.
+        norm: whether a batch norm comes before the ReLU.
+        pool: whether max pooling to half the height and width comes last.
+    """
 
     def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
         y = tape.conv2d(_single_tensor(x), channels, kernel, padding=kernel // 2, bias=not norm)
@@ -109,7 +141,13 @@ def conv_block(channels: int, kernel: int = 3, *, norm: bool = False, pool: bool
 
 
 def classifier_head(*widths: int, pooled: int, dropout: float = 0.0) -> Layer:
-    """Return average pooling to `pooled` by `pooled`, and matrix products with ReLU and dropout between them."""
+    """Return average pooling followed by matrix products, with ReLU and dropout between them.
+
+    Args:
+        widths: the output width of each matrix product.
+        pooled: the height and width after pooling.
+        dropout: the dropout probability.
+    """
 
     def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
         y = tape.average_pool2d(_single_tensor(x), pooled)
@@ -122,7 +160,7 @@ def classifier_head(*widths: int, pooled: int, dropout: float = 0.0) -> Layer:
 
 
 def resnet_stem(channels: int = 64) -> Layer:
-    """Return a 7 by 7 convolution and pooling, to a quarter of height and width."""
+    """Return a 7 by 7 convolution and max pooling, which together reduce height and width to a quarter."""
 
     def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
         y = tape.relu(tape.batch_norm(tape.conv2d(_single_tensor(x), channels, 7, stride=2, padding=3, bias=False)))
@@ -132,8 +170,15 @@ def resnet_stem(channels: int = 64) -> Layer:
 
 
 def bottleneck_block(channels: int, *, stride: int = 1, expansion: int = 4) -> Layer:
-    """Return a residual block of three convolutions; the middle one is 3 by 3 and has the stride. The shortcut has a
-    convolution too where the shape changes."""
+    """Return a residual block of three convolutions.
+
+    The second convolution is 3 by 3 and has the stride. The shortcut has a convolution if the block changes the shape.
+
+    Args:
+        channels: the number of channels between the convolutions.
+        stride: the stride of the block.
+        expansion: the number of output channels, as a multiple of `channels`.
+    """
 
     def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
         y = start = _single_tensor(x)
@@ -148,8 +193,14 @@ def bottleneck_block(channels: int, *, stride: int = 1, expansion: int = 4) -> L
 
 
 def unet_down(channels: int, *, pool: bool = True) -> Layer:
-    """Return one step down of a U-Net. It passes its inputs on beside its output, so that skip connections travel along
-    the edges between stages."""
+    """Return one step down of a U-Net.
+
+    It returns its inputs in addition to its output, so that skip connections travel along the edges between stages.
+
+    Args:
+        channels: the number of output channels.
+        pool: whether max pooling comes first.
+    """
 
     def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
         if not pool:
@@ -161,7 +212,7 @@ def unet_down(channels: int, *, pool: bool = True) -> Layer:
 
 
 def unet_up(channels: int) -> Layer:
-    """Return one step up of a U-Net; it consumes the last skip connection of its inputs."""
+    """Return one step up of a U-Net, which consumes the last skip connection among its inputs."""
 
     def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
         if isinstance(x, SymbolicTensor):
@@ -174,7 +225,7 @@ def unet_up(channels: int) -> Layer:
 
 
 def pixel_scores(classes: int) -> Layer:
-    """Return a score of every class for each pixel."""
+    """Return a layer that computes the score of each class for each pixel."""
 
     def run(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
         return tape.conv2d(_single_tensor(x), classes, 1)
@@ -183,7 +234,7 @@ def pixel_scores(classes: int) -> Layer:
 
 
 def cross_entropy(tape: ShapeTape, x: SymbolicTensors) -> SymbolicTensors:
-    """Return the loss of all input scores."""
+    """Return the cross-entropy losses of all inputs."""
     scores = (x,) if isinstance(x, SymbolicTensor) else x
     return tuple(tape.cross_entropy(each) for each in scores)
 
@@ -202,13 +253,14 @@ def _single_tensor(x: SymbolicTensors) -> SymbolicTensor:
 
 @dataclass(frozen=True)
 class ZooModel:
-    """A model in symbols.
+    """A model as layers that run on symbolic tensors.
 
     Attributes:
-        about: where it is from, and the size of a sample.
-        sample: what a sample is: tokens, or (channels, height, width).
-        layers: by name, in order; between any two of them a stage may end.
-        loss: what the last stage runs after them.
+        name: the name of the model.
+        about: the source of the model and the size of a sample.
+        sample: the shape of a sample: (tokens,), or (channels, height, width).
+        layers: the layers in order, each with its name. A stage may end between any two of them.
+        loss: the layer that the last stage runs at the end.
     """
 
     name: str
@@ -218,14 +270,19 @@ class ZooModel:
     loss: Layer = cross_entropy
 
     def layer_shapes(self, itemsize: float = FLOAT32, mask_itemsize: float = 1) -> list[LayerShape]:
-        """Return the cost of each layer, and of the loss at the end."""
+        """Return the costs of each layer, followed by the costs of the loss.
+
+        Args:
+            itemsize: the bytes of an element of weights and activations.
+            mask_itemsize: the bytes of an element of a dropout mask.
+        """
         indices = len(self.sample) == 1
         x = SymbolicTensor(self.sample, INT64 if indices else itemsize, trained=False)
         return record_layers([*self.layers, ("loss", self.loss)], x, ShapeTape(itemsize, mask_itemsize))
 
     @property
     def parameters(self) -> int:
-        """Number of trained parameters; tied layers count once."""
+        """The number of trained parameters. Tied parameters count once."""
         return sum(layer.parameters - layer.copied for layer in self.layer_shapes())
 
 
@@ -233,7 +290,7 @@ def named_model(name: str) -> ZooModel:
     """Return a model by its name.
 
     Raises:
-        InputError: there is none; lists all names.
+        InputError: if there is no such model. The message lists all names.
     """
     return lookup_name(MODELS, name, "model")
 
@@ -282,7 +339,7 @@ def _bert(name: str, about: str, blocks_: int) -> ZooModel:
 
 
 def _vgg(name: str, convolutions: Sequence[int]) -> ZooModel:
-    """`convolutions`: how many there are at each of the five sizes."""
+    """Return a VGG network with the given number of convolutions at each of its five sizes."""
     layers = [
         (f"convolution {size}.{n}", conv_block(channels, pool=n == count - 1))
         for size, (count, channels) in enumerate(zip(convolutions, (64, 128, 256, 512, 512), strict=True))
@@ -293,7 +350,7 @@ def _vgg(name: str, convolutions: Sequence[int]) -> ZooModel:
 
 
 def _resnet(name: str, counts: Sequence[int]) -> ZooModel:
-    """`counts`: blocks at each of the four sizes."""
+    """Return a ResNet with the given number of blocks at each of its four sizes."""
     layers = [
         (f"block {size}.{n}", bottleneck_block(64 * 2**size, stride=2 if size and not n else 1))
         for size, count in enumerate(counts)

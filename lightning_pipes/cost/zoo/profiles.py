@@ -1,4 +1,4 @@
-"""Profiles of models on devices, both by name, for plans beyond the available hardware."""
+"""Profiles of named models on named devices, for planning on hardware that is not available."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ _LAUNCH = 5e-6
 
 @dataclass(frozen=True)
 class Chip:
-    """A device with its peak figures.
+    """A device with its peak performance.
 
     Attributes:
-        flops: at most, per second, by type of number.
-        bandwidth: of its memory, bytes per second.
-        memory: bytes.
-        share: of `flops` that large matrix products reach, 0 to 1.
-        half_flops: of a product that reaches half of that share.
-        bandwidth_share: of `bandwidth` that is reached, 0 to 1.
-        launch: seconds until an operation begins.
-        byte_masks: whether dropout keeps a byte for each element, as on GPUs, or as much as an activation.
+        name: the name of the device.
+        flops: for each data type, the peak FLOPs per second.
+        bandwidth: the peak bandwidth of the memory in bytes per second.
+        memory: the size of the memory in bytes.
+        share: the share of `flops` that large matrix products reach, from 0 to 1.
+        half_flops: the FLOPs of a product that reaches half of this share.
+        bandwidth_share: the share of `bandwidth` that is reached, from 0 to 1.
+        launch: the seconds until an operation starts.
+        byte_masks: whether a dropout mask has one byte per element, as on GPUs. Otherwise, an element of the mask is as
+            large as an element of the activation.
     """
 
     name: str
@@ -44,29 +46,35 @@ class Chip:
     byte_masks: bool = True
 
     def operation_seconds(self, operation: Operation, part: int, rows: int, dtype: str) -> float:
-        """Return the seconds of an operation for `rows` samples. Part 0 is its forward, 1 the gradients of its inputs,
-        2 those of its weights."""
+        """Return the seconds of one part of an operation.
+
+        Args:
+            operation: the operation.
+            part: 0 for the forward, 1 for the gradients of the inputs, 2 for the gradients of the weights.
+            rows: the number of samples.
+            dtype: the data type.
+        """
         if not operation.kernels[part]:
             return 0.0
         flops = operation.flops[part] * rows
         if part < _WEIGHTS:
-            whole = operation.weights if flops else 0.0  # an embedding reads some rows of its table only
+            whole = operation.weights if flops else 0.0  # an embedding reads only a few rows of its table
         else:
-            whole = 4 * operation.weights  # a gradient is written, and read and added to the sum of earlier ones
+            whole = 4 * operation.weights  # write the gradient, then read it and add it to the accumulated gradient
         moved = operation.moved[part] * rows + whole
         computing = (flops + self.half_flops) / (self.flops[dtype] * self.share) if flops else 0.0
         return self.launch * operation.kernels[part] + max(computing, self.transfer_seconds(moved))
 
     def transfer_seconds(self, size: float) -> float:
-        """Return the seconds that memory takes to read or write `size` bytes."""
+        """Return the seconds that the memory needs to read or write `size` bytes."""
         return size / (self.bandwidth * self.bandwidth_share)
 
 
 def dtype_named(name: str, chip: Chip) -> str:
-    """Return the full name of a type of numbers.
+    """Return the full name of a data type.
 
     Raises:
-        InputError: the type is unknown, or the chip has no figure for it.
+        InputError: if the data type is unknown, or if the chip has no figures for it.
     """
     check_type("dtype", name, str)
     full = _ALIASES.get(name, name)
@@ -76,7 +84,7 @@ def dtype_named(name: str, chip: Chip) -> str:
 
 
 def _gpu(name: str, float32: float, float16: float, bfloat16: float | None, gb_per_second: float, gib: int) -> Chip:
-    """Return a GPU, given teraFLOPs per second; those of its tensor cores where it has some for the type."""
+    """Return a GPU with the given teraFLOPs per second, on tensor cores if it has them for the data type."""
     tera = {"float32": float32, "float16": float16} | ({"bfloat16": bfloat16} if bfloat16 else {})
     return Chip(name, {dtype: 1e12 * most for dtype, most in tera.items()}, 1e9 * gb_per_second, gib * 2**30)
 
@@ -92,7 +100,7 @@ CHIPS = {
         _gpu("H200", 67, 989, 989, 4800, 140),
         _gpu("RTX-2080Ti", 13.4, 53.8, None, 616, 11),
         _gpu("RTX-3090", 35.6, 71, 71, 936, 24),
-        # One core at 3 GHz with two units for 8 products and sums each, and its share of the memory's bandwidth.
+        # One core at 3 GHz with two units of 8 multiply-adds each, and its share of the memory bandwidth.
         Chip("CPU-core", {"float32": 96e9}, 10e9, 4 * 2**30, half_flops=1e6, launch=3e-6, byte_masks=False),
     )
 }
@@ -102,14 +110,14 @@ def chip_named(name: str) -> Chip:
     """Return a device by its name.
 
     Raises:
-        InputError: there is none; lists all names.
+        InputError: if there is no such device. The message lists all names.
     """
     return lookup_name(CHIPS, name, "device")
 
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2}
-"""Numbers of float32 that each keeps for a parameter."""
+"""The number of float32 values that each optimizer keeps per parameter."""
 
 
 def named_profile(
@@ -120,20 +128,22 @@ def named_profile(
     optimizer: str = "adam",
     recompute: bool = False,
 ) -> ModelProfile:
-    """Return the costs of the layers of the model `name` on `device`, by formula; see `zoo.shapes` and `Chip`.
+    """Return the costs of the layers of a named model on a device, computed by formulas.
 
-    Weights, gradients and activations are of type `dtype`; what the optimizer keeps is float32, with a copy of the
-    weights where they are smaller.
+    `zoo.shapes` and `Chip` describe the formulas. Weights, gradients and activations have the data type `dtype`. The
+    optimizer keeps its state in float32, and also a float32 copy of the weights if `dtype` is smaller.
 
     Args:
-        rows: numbers of samples for which times are given; linear between them.
+        name: the name of the model.
+        device: the name of a device, or a `Chip`.
+        rows: the numbers of samples for which times are computed. Times are linear between them.
         dtype: "float32", "bfloat16" or "float16".
         optimizer: "sgd", "momentum" or "adam".
-        recompute: each layer keeps its input only and runs forward again before its backward, as with
-            `torch.utils.checkpoint` around every layer. A plan's own recompute is of whole stages.
+        recompute: whether each layer keeps only its input and runs the forward again before its backward, as with
+            `torch.utils.checkpoint` around every layer. In contrast, `Plan.recompute` applies to whole stages.
 
     Raises:
-        InputError: an unknown name; lists all names.
+        InputError: if a name is unknown. The message lists all names.
     """
     model = named_model(name)
     chip = device if isinstance(device, Chip) else chip_named(device)
@@ -176,7 +186,7 @@ def _profile(shape: LayerShape, chip: Chip, rows: Sequence[int], dtype: str, kep
         weight_backward=seconds(2),
         step=chip.transfer_seconds(
             3 * weights + 2 * state
-        ),  # a gradient is read, a weight and the state are read and written
+        ),  # read the gradient; read and write the weight and the state
         weight_bytes=weights + shape.buffer_bytes,
         gradient_bytes=weights,
         optimizer_bytes=state,
@@ -188,12 +198,12 @@ def _profile(shape: LayerShape, chip: Chip, rows: Sequence[int], dtype: str, kep
 
 
 def _recomputed(layer: LayerProfile, shape: LayerShape) -> LayerProfile:
-    """Return this layer with recomputation: it keeps its input only, and the rest during its backward."""
+    """Return a layer that keeps only its input and recomputes everything else during its backward."""
     return replace(
         layer,
         backward=sum_tables((layer.forward, layer.backward)),
         input_backward=sum_tables((layer.forward, layer.input_backward)),
         saved=tuple((r, r * shape.input) for r, _ in layer.saved),
-        keeps_input=False,  # no other layer counts the input
+        keeps_input=False,  # the input is counted in `saved`
         working=sum_tables((layer.working, layer.saved)),
     )

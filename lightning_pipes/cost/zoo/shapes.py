@@ -1,14 +1,16 @@
-"""The costs of layers derived from shapes alone: a layer runs on symbolic tensors, and a tape records its operations.
+"""The costs of layers, derived from shapes alone.
 
-What is assumed, which is what torch does:
+A layer runs on symbolic tensors, and a tape records its operations. The following assumptions match the behavior of
+torch:
 
-- FLOPs are two for each multiplication of matrix products, convolutions and attention; all else counts as bytes moved.
-- Attention is fused, as in `scaled_dot_product_attention`: it saves what it reads, its output, and a float32 logarithm
-  for each head and token, and its backward computes the scores again, which makes 2.5 times the FLOPs of its forward.
-  If it is causal it skips what is masked.
-- Matrix products, convolutions, layer and batch normalisation and GELU save their input; ReLU and tanh their output;
-  max pooling its input and an int64 for each output; dropout a mask; embedding its int64 indices; cross entropy its
-  softmax in float32.
+- Each multiplication in matrix products, convolutions and attention counts as two FLOPs. All other operations count
+  only as bytes moved.
+- Attention is fused, as in `scaled_dot_product_attention`. It saves its inputs, its output, and a float32 logarithm for
+  each head and token. Its backward computes the scores again and therefore takes 2.5 times the FLOPs of its forward.
+  Causal attention skips masked scores.
+- Matrix products, convolutions, layer and batch normalization, and GELU save their input. ReLU and tanh save their
+  output. Max pooling saves its input and an int64 for each output. Dropout saves a mask, embedding saves its int64
+  indices, and cross entropy saves its softmax in float32.
 - A tensor that is saved twice is held once.
 """
 
@@ -30,11 +32,12 @@ class SymbolicTensor:
     """A tensor without values, for one sample.
 
     Attributes:
-        shape: without axis 0, which counts samples.
-        itemsize: bytes of an element.
-        trained: whether it has a gradient.
-        storage: equal for views of one memory.
-        whole: bytes of that memory where a view shows a part of it; 0 where it shows all.
+        shape: the shape without axis 0, which is the axis of samples.
+        itemsize: the bytes of an element.
+        trained: whether the tensor has a gradient.
+        storage: the identity of the memory, which is equal for all views of the same memory.
+        whole: the bytes of the memory if the tensor is a view that may show only a part of it. 0 means that the tensor
+            uses all of its memory.
     """
 
     shape: tuple[int, ...]
@@ -45,39 +48,40 @@ class SymbolicTensor:
 
     @property
     def n_elements(self) -> int:
-        """Elements of a sample."""
+        """The number of elements per sample."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> float:
-        """Bytes of a sample."""
+        """The bytes per sample."""
         return self.n_elements * self.itemsize
 
     @property
     def storage_bytes(self) -> float:
-        """Bytes of a sample that live as long as this tensor does."""
+        """The bytes per sample of the memory that this tensor keeps alive."""
         return self.whole or self.bytes
 
     def view(self, *shape: int) -> SymbolicTensor:
-        """Return a tensor that shares this memory, in another shape or as a part of it."""
+        """Return a tensor of another shape that shares the memory of this tensor or a part of it."""
         return replace(self, shape=shape, whole=self.storage_bytes)
 
 
 SymbolicTensors = SymbolicTensor | tuple[SymbolicTensor, ...]
-"""The values that pass between layers."""
+"""The values that are passed between layers."""
 Layer = Callable[["ShapeTape", SymbolicTensors], SymbolicTensors]
-"""Runs in symbols: calls the tape's operations."""
+"""A function that runs a layer symbolically by calling operations of the tape."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """The work of one operation per sample: forward, and backward for the gradients of inputs and of weights.
+    """The work of one operation per sample: forward, gradients of the inputs, and gradients of the weights.
 
     Attributes:
-        flops: of the three.
-        moved: bytes that each of the three reads and writes, weights not counted.
-        weights: bytes of weights, which are moved however many samples there are.
-        kernels: the number of kernel launches of each.
+        name: the name of the operation.
+        flops: the FLOPs of each of the three parts.
+        moved: the bytes that each part reads and writes, without weights.
+        weights: the bytes of the weights. They are moved once, regardless of the number of samples.
+        kernels: the number of kernel launches of each part.
     """
 
     name: str
@@ -89,17 +93,19 @@ class Operation:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The cost of one layer. Bytes and FLOPs are for each sample unless they are of weights.
+    """The costs of one layer. Bytes and FLOPs are per sample, except for the bytes of weights and buffers.
 
     Attributes:
+        name: the name of the layer.
+        operations: the operations of the layer.
         parameters: the number of trained parameters.
-        copied: the number of parameters that belong to an earlier layer, as in tied embeddings.
-        buffer_bytes: bytes of buffers.
-        saved: bytes kept from forward to backward, without weights and tensors of an earlier layer.
-        keeps_input: whether it saves its input, which an earlier layer saves too.
-        input: bytes of its input.
-        output: bytes of its output.
-        transients: pairs of temporary bytes (per sample, fixed), one for each moment of forward or backward.
+        copied: the number of parameters that belong to an earlier layer, as with tied embeddings.
+        buffer_bytes: the bytes of the buffers.
+        saved: the bytes kept from forward to backward, without weights and without tensors of earlier layers.
+        keeps_input: whether the layer saves its input and an earlier layer saves it too.
+        input: the bytes of the input.
+        output: the bytes of the output.
+        transients: pairs of temporary bytes (per sample, fixed) at different moments of the forward and backward.
     """
 
     name: str
@@ -115,32 +121,32 @@ class LayerShape:
 
     @property
     def forward_flops(self) -> float:
-        """FLOPs of the forward."""
+        """The FLOPs of the forward."""
         return sum(o.flops[0] for o in self.operations)
 
     @property
     def input_flops(self) -> float:
-        """FLOPs of the gradients of inputs."""
+        """The FLOPs of the gradients of the inputs."""
         return sum(o.flops[1] for o in self.operations)
 
     @property
     def weight_flops(self) -> float:
-        """FLOPs of the gradients of weights."""
+        """The FLOPs of the gradients of the weights."""
         return sum(o.flops[2] for o in self.operations)
 
     @property
     def bytes_moved(self) -> float:
-        """Bytes that forward and backward read and write, without weights."""
+        """The bytes that the forward and backward read and write, without weights."""
         return sum(sum(o.moved) for o in self.operations)
 
     def working_bytes(self, rows: int) -> float:
-        """Return the temporary bytes while the layer runs on `rows` samples."""
+        """Return the maximum number of temporary bytes while the layer runs on `rows` samples."""
         return max((rows * by_sample + fixed for by_sample, fixed in self.transients), default=0.0)
 
 
 @dataclass(frozen=True)
 class _TapeEntry:
-    """An operation and the tensors around it, from which the lifetimes of tensors follow."""
+    """An operation with its tensors. The lifetimes of tensors are derived from these entries."""
 
     operation: Operation
     inputs: tuple[SymbolicTensor, ...]
@@ -149,16 +155,17 @@ class _TapeEntry:
 
     @property
     def passes_gradient(self) -> bool:
-        """Whether the inputs get the gradient of the output, or parts of it, unchanged."""
+        """Whether the inputs receive the gradient of the output, or parts of it, unchanged."""
         return self.operation.name in ("add", "joined")
 
 
 class ShapeTape:
-    """Operations on tensors without values; each returns its output, and is recorded.
+    """A recorder of operations on symbolic tensors. Each operation returns its output and is added to the tape.
 
     Args:
-        itemsize: bytes of an activation and of a weight.
-        mask_itemsize: bytes of an element of a dropout mask: 1 on GPUs, as much as an activation on CPUs.
+        itemsize: the bytes of an element of activations and weights.
+        mask_itemsize: the bytes of an element of a dropout mask. It is 1 on GPUs and the same as for an activation on
+            CPUs.
     """
 
     def __init__(self, itemsize: float, mask_itemsize: float = 1) -> None:
@@ -167,7 +174,10 @@ class ShapeTape:
         self._start()
 
     def record_layer(self, name: str, run: Layer, x: SymbolicTensors) -> tuple[LayerShape, SymbolicTensors]:
-        """Return the cost of `run` on the input `x`, and its output. The layers of a model share a tape, in order."""
+        """Run a layer on the input `x`, and return its costs and its output.
+
+        The layers of a model use the same tape in their order.
+        """
         before = dict(self._held)
         self._start()
         y = run(self, x)
@@ -194,7 +204,14 @@ class ShapeTape:
     # Matrix products ------------------------------------------------------------------------------------------------
 
     def linear(self, x: SymbolicTensor, width: int, bias: bool = True, copied: bool = False) -> SymbolicTensor:
-        """Multiply `x` by a matrix; `copied` marks a matrix that an earlier layer owns."""
+        """Multiply `x` by a matrix of weights.
+
+        Args:
+            x: the input of shape (..., input width).
+            width: the output width.
+            bias: whether there is a bias.
+            copied: whether the matrix belongs to an earlier layer.
+        """
         y = self._new(*x.shape[:-1], width)
         parameters = x.shape[-1] * width
         self._copied += copied * parameters
@@ -204,7 +221,7 @@ class ShapeTape:
     def conv2d(
         self, x: SymbolicTensor, channels: int, kernel: int, stride: int = 1, padding: int = 0, bias: bool = True
     ) -> SymbolicTensor:
-        """Convolve with square kernels; `x` is (channels, height, width)."""
+        """Apply a convolution with a square kernel to `x` of shape (channels, height, width)."""
         before, *size = x.shape
         y = self._new(channels, *((n + 2 * padding - kernel) // stride + 1 for n in size))
         parameters = before * channels * kernel**2
@@ -212,15 +229,23 @@ class ShapeTape:
         return self._product("conv2d", x, y, flops, parameters, channels if bias else 0)
 
     def up_conv2d(self, x: SymbolicTensor, channels: int, kernel: int = 2) -> SymbolicTensor:
-        """Convolve transposed, with the stride equal to the kernel: height and width grow by that factor."""
+        """Apply a transposed convolution to `x`, with a stride equal to the kernel size.
+
+        Height and width grow by this factor.
+        """
         before, *size = x.shape
         y = self._new(channels, *(n * kernel for n in size))
         flops = 2.0 * x.n_elements * channels * kernel**2
         return self._product("up_conv2d", x, y, flops, before * channels * kernel**2, channels)
 
     def attention(self, *qkv: SymbolicTensor, heads: int, causal: bool) -> SymbolicTensor:
-        """Compute fused attention of each token to all tokens, or to earlier ones if `causal`. `qkv` is one tensor
-        (tokens, 3 * width), or three (tokens, width)."""
+        """Apply fused attention.
+
+        Args:
+            qkv: one tensor of shape (tokens, 3 * width), or three tensors of shape (tokens, width).
+            heads: the number of attention heads.
+            causal: whether tokens attend only to themselves and earlier tokens.
+        """
         tokens, width = qkv[0].shape
         y = self._new(tokens, width // (3 if len(qkv) == 1 else 1))
         seen = (tokens + 1) / 2 if causal else tokens
@@ -248,41 +273,41 @@ class ShapeTape:
         return self._record("embedding", (indices,), y, (indices,), moved=moved, weights=vocabulary * width)
 
     def added_weights(self, x: SymbolicTensor) -> SymbolicTensor:
-        """Add trained numbers of the same shape to `x`, such as embeddings of positions."""
+        """Add trained parameters of the same shape to `x`, such as position embeddings."""
         y = self._new(*x.shape)
         return self._record("add", (x,), y, (), moved=(2 * x.bytes, 0.0, x.bytes), weights=x.n_elements)
 
     def layer_norm(self, x: SymbolicTensor) -> SymbolicTensor:
-        """Normalise over the last axis."""
+        """Normalize over the last axis."""
         y = self._new(*x.shape)
         statistics = SymbolicTensor((2, *x.shape[:-1]), FLOAT32)
         moved = (2 * x.bytes, 3 * x.bytes, 2 * x.bytes)
         return self._record("layer_norm", (x,), y, (x, statistics), moved=moved, weights=2 * x.shape[-1])
 
     def batch_norm(self, x: SymbolicTensor) -> SymbolicTensor:
-        """Normalise each channel over samples, height and width; keeps a running mean and variance."""
+        """Normalize each channel over samples, height and width. The running mean and variance are buffers."""
         y = self._new(*x.shape)
         self._buffer_bytes += 2 * FLOAT32 * x.shape[0] + INT64
         moved = (3 * x.bytes, 5 * x.bytes, 0.0)
         return self._record("batch_norm", (x,), y, (x,), moved=moved, weights=2 * x.shape[0], kernels=(2, 2, 0))
 
     def relu(self, x: SymbolicTensor) -> SymbolicTensor:
-        """Apply ReLU; saves the output."""
+        """Apply ReLU, which saves its output."""
         y = self._new(*x.shape)
         return self._record("relu", (x,), y, (y,), moved=(2 * x.bytes, 3 * x.bytes, 0.0))
 
     def tanh(self, x: SymbolicTensor) -> SymbolicTensor:
-        """Apply tanh; saves the output."""
+        """Apply tanh, which saves its output."""
         y = self._new(*x.shape)
         return self._record("tanh", (x,), y, (y,), moved=(2 * x.bytes, 3 * x.bytes, 0.0))
 
     def gelu(self, x: SymbolicTensor) -> SymbolicTensor:
-        """Apply GELU; saves the input."""
+        """Apply GELU, which saves its input."""
         y = self._new(*x.shape)
         return self._record("gelu", (x,), y, (x,), moved=(2 * x.bytes, 3 * x.bytes, 0.0))
 
     def dropout(self, x: SymbolicTensor, p: float) -> SymbolicTensor:
-        """Apply dropout; saves a mask, and does nothing for `p` = 0."""
+        """Apply dropout, which saves a mask. If `p` is 0, return `x`."""
         if not p:
             return x
         y, mask = self._new(*x.shape), SymbolicTensor(x.shape, self.mask_itemsize)
@@ -290,7 +315,10 @@ class ShapeTape:
         return self._record("dropout", (x,), y, (mask,), moved=(moved, moved, 0.0))
 
     def add(self, x: SymbolicTensor, y: SymbolicTensor) -> SymbolicTensor:
-        """Add two tensors, as at the end of a residual block; backward sums the gradients of a tensor used twice."""
+        """Add two tensors, as at the end of a residual block.
+
+        The backward sums the gradients of a tensor that is used twice.
+        """
         z = self._new(*x.shape)
         return self._record("add", (x, y), z, (), moved=(3 * x.bytes, 3 * x.bytes, 0.0))
 
@@ -300,7 +328,7 @@ class ShapeTape:
         return self._record("joined", parts, y, (), moved=(2 * y.bytes, 2 * y.bytes, 0.0))
 
     def max_pool2d(self, x: SymbolicTensor, kernel: int, stride: int, padding: int = 0) -> SymbolicTensor:
-        """Pool by maximum; saves the input and the position of each output."""
+        """Apply max pooling, which saves its input and the position of each output."""
         channels, *size = x.shape
         y = self._new(channels, *((n + 2 * padding - kernel) // stride + 1 for n in size))
         where = SymbolicTensor(y.shape, INT64)
@@ -308,13 +336,13 @@ class ShapeTape:
         return self._record("max_pool2d", (x,), y, (x, where), moved=(moved, moved, 0.0))
 
     def average_pool2d(self, x: SymbolicTensor, size: int) -> SymbolicTensor:
-        """Pool by mean to `size` by `size`; a mean over all saves nothing."""
+        """Apply average pooling to a height and width of `size`. A mean over all positions saves nothing."""
         y = self._new(x.shape[0], size, size)
         saved = () if size == 1 else (x,)
         return self._record("average_pool2d", (x,), y, saved, moved=(x.bytes + y.bytes, x.bytes + y.bytes, 0.0))
 
     def cross_entropy(self, scores: SymbolicTensor) -> SymbolicTensor:
-        """Compute the mean loss of scores; the softmax is computed and saved in float32."""
+        """Compute the mean cross-entropy loss of scores. The softmax is computed and saved in float32."""
         softmax = replace(scores, itemsize=FLOAT32, storage=object())
         moved = (scores.bytes + 2 * softmax.bytes, scores.bytes + softmax.bytes, 0.0)
         return self._record("cross_entropy", (scores,), self._new(1), (softmax,), moved=moved, kernels=(2, 2, 0))
@@ -354,8 +382,11 @@ def _as_tuple(x: SymbolicTensors) -> tuple[SymbolicTensor, ...]:
 def _transients(
     steps: Sequence[_TapeEntry], outputs: Collection[SymbolicTensor], before: Container[object]
 ) -> tuple[tuple[float, float], ...]:
-    """Return pairs of bytes (per sample, fixed) that are live beyond saved tensors and outputs at moments of forward,
-    and beyond those and the output gradients at moments of backward. Pairs below another pair are left out."""
+    """Return pairs of temporary bytes (per sample, fixed) at different moments of the forward and backward.
+
+    In the forward, these are the live bytes besides saved tensors and outputs. In the backward, the gradients of the
+    outputs are not counted either. A pair is omitted if another pair is at least as large in both values.
+    """
     found = {*_forward_moments(steps, outputs), *_backward_moments(steps, outputs, before)}
     return tuple(sorted(x for x in found if not any(x != y and x[0] <= y[0] and x[1] <= y[1] for y in found)))
 
@@ -378,11 +409,13 @@ def _forward_moments(steps: Sequence[_TapeEntry], outputs: Iterable[SymbolicTens
 def _backward_moments(
     steps: Sequence[_TapeEntry], outputs: Iterable[SymbolicTensor], before: Container[object]
 ) -> Iterator[tuple[float, float]]:
-    """Yield the live bytes at moments of backward. Saved tensors are freed at their last use, except outputs and the
-    tensors in `before`, which earlier layers saved."""
+    """Yield the live bytes at moments of the backward.
+
+    Saved tensors are freed at their last use, except outputs and the tensors in `before`, which earlier layers saved.
+    """
     kept = {t.storage for t in outputs}
     users = Counter(t.storage for step in steps for t in step.saved)
-    gradients = {storage: _Gradient(0.0) for storage in kept}  # not ours to count
+    gradients = {storage: _Gradient(0.0) for storage in kept}  # counted elsewhere
     now = 0.0
     for step in reversed(steps):
         given = gradients.pop(step.output.storage, _Gradient(0.0))
@@ -396,7 +429,7 @@ def _backward_moments(
                 made.users += step.passes_gradient
                 gradients[t.storage] = made
                 continue
-            if earlier.users > 1:  # another tensor has the same gradient: the sum needs a place of its own
+            if earlier.users > 1:  # another tensor shares this gradient, so the sum needs new memory
                 earlier.users -= 1
                 gradients[t.storage] = _Gradient(t.storage_bytes)
                 now += t.storage_bytes
@@ -413,14 +446,20 @@ def _backward_moments(
 
 @dataclass
 class _Gradient:
-    """Memory of a gradient, which several tensors share where a sum passed it on."""
+    """The memory of a gradient, which several tensors share if a sum passed it to them unchanged."""
 
     bytes: float
     users: int = 1
 
 
 def record_layers(layers: Sequence[tuple[str, Layer]], x: SymbolicTensors, tape: ShapeTape) -> list[LayerShape]:
-    """Return the cost of each of the named `layers`; `x` is the input of the first one."""
+    """Return the costs of each of the named layers.
+
+    Args:
+        layers: the layers in order, each with its name.
+        x: the input of the first layer.
+        tape: the tape that records the operations.
+    """
     found = []
     for name, run in layers:
         shape, x = tape.record_layer(name, run, x)
