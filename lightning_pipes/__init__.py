@@ -1,7 +1,8 @@
 """Pipeline parallelism for PyTorch Lightning.
 
-Importing this package imports neither torch nor lightning: Hydra loads our plugins at the start of every app in the
-environment. Names are fetched on first use, and strategies get theirs when Lightning is imported.
+Importing this package imports neither torch nor lightning, because Hydra loads the plugins of this package whenever an
+app starts in the same environment. Public names are imported on first use. The strategies are registered when Lightning
+is imported.
 """
 
 from importlib import import_module

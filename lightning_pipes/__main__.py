@@ -1,4 +1,4 @@
-"""`python -m lightning_pipes` is `lightning-pipes`."""
+"""Run the command `lightning-pipes` with `python -m lightning_pipes`."""
 
 from lightning_pipes.tune.cli import main
 

@@ -1,10 +1,11 @@
-"""Code of ours that runs in programs which never asked for us, and must not end them.
+"""Code that runs in programs that do not use this package, and that must never make them fail.
 
-A program that imports Lightning, or starts a Hydra app, where this package is installed runs some of it: the trainer
-layer is loaded as soon as Lightning is, before or after us.
+If this package is installed, some of its code runs in every program that imports Lightning or starts a Hydra app. The
+trainer layer is imported together with Lightning, regardless of which of the two packages is imported first.
 
-`Trainer(strategy="pipeline_1f1b")` and LightningCLI know a strategy only once its class exists, and Lightning has no
-entry point for strategies. So `import lightning_pipes` has to do, in any order, without importing Lightning itself.
+`Trainer(strategy="pipeline_1f1b")` and LightningCLI recognize a strategy only after its class has been defined, and
+Lightning has no entry point for strategies. Therefore, `import lightning_pipes` has to be sufficient. It has to work
+before and after the import of Lightning, and it must not import Lightning itself.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _told: set[str] = set()
 
 @contextmanager
 def harmless(what: str) -> Iterator[None]:
-    """Logs an error in the block, once, and goes on behind it.
+    """Log an exception in the block, once per message, and continue after the block.
 
     Args:
-        what: can't be used then.
+        what: the name of the feature that can't be used after an exception.
     """
     try:
         yield
-    except Exception as error:  # of any kind, or the program would end by it
+    except Exception as error:  # any exception, because it would end the program
         text = f"{what} of lightning_pipes can't be used: {type(error).__name__}: {error}"
         if text not in _told:
             _told.add(text)
@@ -45,7 +46,7 @@ _WHAT = "strategies 'pipeline_...'"
 
 
 def load_trainer_with_lightning() -> None:
-    """Import `lightning_pipes.trainer` now if Lightning is there, or else right after Lightning."""
+    """Import `lightning_pipes.trainer` now if Lightning is already imported, or otherwise right after Lightning."""
     if _LIGHTNING in sys.modules:
         _load_trainer()
     else:
@@ -53,23 +54,23 @@ def load_trainer_with_lightning() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds nothing itself; what it does is to be asked for Lightning, once."""
+    """A finder that finds no modules but is notified when Lightning is imported. It removes itself afterwards."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname != _LIGHTNING:
             return None
-        with suppress(ValueError):  # another thread has asked at the same time
+        with suppress(ValueError):  # another thread imports Lightning at the same time
             sys.meta_path.remove(self)
-        spec = None  # Python goes on to ask others
+        spec = None  # Python continues with the next finder
         with harmless(_WHAT):
             spec = _then_load_trainer(find_spec(fullname))
         return spec
 
 
 def _then_load_trainer(spec: ModuleSpec | None) -> ModuleSpec | None:
-    """Return the same, but that the trainer layer is loaded after the module."""
+    """Return the same spec, modified so that the trainer layer is imported after the module."""
     if spec is not None and spec.loader is not None:
         execute = spec.loader.exec_module
 

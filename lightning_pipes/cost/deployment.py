@@ -141,7 +141,10 @@ def _worst_pipeline(cluster: Cluster, pipelines: Sequence[Sequence[int]]) -> Clu
 
 
 def _find_differing_pairs(cluster: Cluster, pipelines: npt.NDArray[np.intp]) -> list[tuple[int, int]]:
-    """Return the pairs of ranks whose links may differ between pipelines or from the links of their hosts."""
+    """Return the pairs of ranks for which `_worst_pipeline` has to compare links.
+
+    Their links may differ between pipelines, or from the links of their hosts.
+    """
     ranks = pipelines.shape[1]
     asked = np.full((ranks, ranks), cluster.regime != Regime.ASYNCHRONOUS)  # other regimes name the wires by rank
     names = {device.host: number for number, device in enumerate(cluster.devices)}

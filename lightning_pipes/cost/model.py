@@ -263,7 +263,7 @@ class CostModel:
         return max((stage + 1 for _, stage in self.seconds), default=0)
 
     def seconds_at(self, kind: Kind, stage: int, rows: int = 0) -> float:
-        """Return the seconds of a computation, or of a send whose time on its link is given or measured.
+        """Return the seconds of a computation, or of a send with a given or measured time on its link.
 
         Raises:
             InputError: if the model has no times of this kind on this stage.

@@ -116,7 +116,7 @@ class ModelProfile:
 
     @cached_property
     def timed_kinds(self) -> tuple[Kind, ...]:
-        """The kinds of computations with rows whose seconds were measured."""
+        """The kinds of computations with rows that have measured seconds."""
         return (Kind.F, Kind.B, Kind.I, Kind.W) if self.has_split else (Kind.F, Kind.B)
 
     def stage_costs(self, layers: Sequence[Span], speeds: Sequence[float] = ()) -> CostModel:

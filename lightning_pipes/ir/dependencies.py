@@ -90,7 +90,7 @@ class DependencyTracker:
     def add(
         self, instructions: Iterable[Instruction], waits: Mapping[Instruction, Sequence[Need]] | None = None
     ) -> list[Instruction]:
-        """Add instructions and return those that are already ready.
+        """Add instructions and return the instructions among them that are ready immediately.
 
         Args:
             instructions: the instructions to track.

@@ -47,7 +47,7 @@ def lower(program: Program, plan: Plan) -> Program:
 
 
 def sends_after(i: Instruction, plan: Plan) -> list[Instruction]:
-    """Return the sends whose messages contain samples of the computation `i`. The result may be empty."""
+    """Return the sends that transmit samples of the computation `i`. The result may be empty."""
     kind, stage, job, batch, span = i
     if kind is Kind.F and stage + 1 < plan.n_stages and plan.is_remote_edge(stage):
         send = Kind.SF

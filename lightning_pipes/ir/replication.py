@@ -1,4 +1,4 @@
-"""Replicated stages, whose ranks share out the samples of each micro-batch.
+"""Replicated stages, on which several ranks share out the samples of each micro-batch.
 
     micro-batch     |     0:4     |     4:8     |
     stage 0, rank 0 | 0:2 |       | 4:6 |

@@ -104,7 +104,7 @@ class RankView:
 
 
 class Policy(ScheduleTraits, ABC):
-    """A schedule whose order is not fixed in advance: it picks the next instruction of each rank at run time.
+    """A schedule without a fixed order, which picks the next instruction of each rank at run time.
 
     Policies are frozen and hold no state, so that the simulator and the executor get the same result for the same
     arguments.

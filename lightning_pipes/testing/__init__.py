@@ -1,1 +1,4 @@
-"""Test helpers for our own and other schedules: conformance, generated problems, references, ranks as processes."""
+"""Test helpers for built-in and third-party schedules.
+
+They include a conformance suite, generated planning problems, reference gradients, and ranks that run as processes.
+"""

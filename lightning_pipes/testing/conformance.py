@@ -40,7 +40,7 @@ AnySchedule = Schedule | Policy
 
 
 def _with_every_plan(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test of a schedule on the whole grid of plans; a failure has a note with its plan."""
+    """Run a test of a schedule on the whole grid of plans, and add a note with the plan to each failure."""
 
     @wraps(test)
     def run(self: ScheduleConformance, schedule: AnySchedule) -> None:
@@ -51,19 +51,19 @@ def _with_every_plan(test: Callable[..., None]) -> Callable[..., None]:
                 error.add_note(f"with {schedule}, {p} ranks and {m} micro-batches")
                 raise
 
-    del run.__dict__["__wrapped__"]  # it takes no p and m
+    del run.__dict__["__wrapped__"]  # the wrapper does not take p and m
     return run
 
 
 class ScheduleConformance:
-    """Subclass it, name your schedules, and run pytest.
+    """A base class for the tests of schedules. Set `schedules` in a subclass and run pytest.
 
     Attributes:
-        schedules: what is tested.
-        refused: calls that have to raise PlanError, such as settings out of range.
-        ranks, microbatches: the grid of plans; fewer micro-batches than stages are a case of their own.
-        stages_per_rank: for schedules that leave the placement to the plan: stages s, s + p, ... go to rank s. Where it
-            is None, the schedule's own placement counts.
+        schedules: the schedules to test.
+        refused: calls that have to raise PlanError, for example with settings that are out of range.
+        ranks, microbatches: the grid of plans. It includes plans with fewer micro-batches than stages.
+        stages_per_rank: the number of stages per rank, for schedules that leave the placement to the plan. The stages
+            s, s + p, ... of p ranks are placed on rank s. If None, the schedule places the stages.
     """
 
     schedules: ClassVar[Sequence[AnySchedule]] = ()
@@ -73,7 +73,7 @@ class ScheduleConformance:
     stages_per_rank: ClassVar[int | None] = None
 
     def plan(self, schedule: AnySchedule, ranks: int, microbatches: int) -> Plan:
-        """Return the plan to order; override it for a schedule that needs more than even spans."""
+        """Return the plan to order. Override this method for a schedule that needs more than even spans."""
         if self.stages_per_rank is None:
             where = schedule.place_stages(ranks)
         else:
@@ -81,17 +81,23 @@ class ScheduleConformance:
         return adapt_plan(Plan.even(len(where), microbatches, ranks=where), schedule)
 
     def most_held(self, schedule: AnySchedule, plan: Plan, stage: int) -> int:
-        """Return the most micro-batches that `stage` may hold between F and B; by default all of them."""
+        """Return the maximum number of micro-batches that `stage` may hold between F and B.
+
+        By default, it may hold all of them.
+        """
         return len(plan.spans(Kind.F, stage)) * len(plan.jobs) * plan.batches
 
     def order(self, schedule: AnySchedule, plan: Plan) -> Program:
-        """Return the order of the schedule; for a policy, its order if everything takes equally long."""
+        """Return the order of the schedule.
+
+        The order of a policy is simulated with the same duration for all instructions.
+        """
         if isinstance(schedule, Schedule):
             return schedule.program(plan)
         return simulate(schedule, plan, CostModel.uniform(plan.n_stages, 1e-6, 1e-6)).program()
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """Run every test with every schedule, and with every plan where it takes one."""
+        """Parametrize each test with every schedule, and with every plan if the test takes one."""
         names = metafunc.fixturenames
         if "p" in names:
             cases = list(product(self.schedules, self.ranks, self.microbatches))
@@ -110,7 +116,7 @@ class ScheduleConformance:
 
     @_with_every_plan
     def test_every_stage_goes_through_the_samples_in_order(self, schedule: AnySchedule, p: int, m: int) -> None:
-        """Gradients are then summed in the same order as without a pipeline."""
+        """Check the order of samples, so that gradients are summed in the same order as without a pipeline."""
         program = _finite(self.order(schedule, self.plan(schedule, p, m)))
         last: dict[tuple[Kind, int, int, int], Span] = {}
         for i in program.iter_instructions():
@@ -121,7 +127,11 @@ class ScheduleConformance:
 
     @_with_every_plan
     def test_simulates(self, schedule: AnySchedule, p: int, m: int) -> None:
-        """Nothing ends before its slowest rank and longest micro-batch could, nor after everything in turn."""
+        """Check the bounds of the simulated time.
+
+        A step takes at least as long as its busiest rank and as the first micro-batch, and at most as long as all
+        events in sequence.
+        """
         plan = self.plan(schedule, p, m)
         costs = random_costs(plan, seed=100 * p + m)
         program = _finite(self.order(schedule, plan))
@@ -147,7 +157,7 @@ class ScheduleConformance:
 
     @_with_every_plan
     def test_gradients_equal_those_without_a_pipeline(self, schedule: AnySchedule, p: int, m: int) -> None:
-        """Real tensors through the engine, all ranks in this process, the last batch short."""
+        """Run the engine on real tensors, with all ranks in this process, for full and for shorter batches."""
         from lightning_pipes.testing.reference import gradients_alone, gradients_in_a_pipeline
 
         plan = self.plan(schedule, p, m)
@@ -156,7 +166,7 @@ class ScheduleConformance:
             gradients_in_a_pipeline(plan, order, rows).assert_equal(gradients_alone(plan, rows))
 
     def test_is_a_value(self, schedule: AnySchedule) -> None:
-        """Frozen, hashable, equal to its copies, and sent to other processes."""
+        """Check that the schedule is frozen, hashable, equal to its copies, and picklable."""
         copied = pickle.loads(pickle.dumps(schedule))
         assert copied == schedule
         assert hash(copied) == hash(schedule)
@@ -167,8 +177,11 @@ class ScheduleConformance:
 
     @pytest.mark.parametrize("oddity", ["neighbours", "backwards", "spans", "split", "jobs", "batches", "reversed"])
     def test_orders_odd_plans_or_refuses(self, schedule: AnySchedule, oddity: str) -> None:
-        """A plan that the schedule can't order raises PlanError, or is reported as a deadlock where a policy holds too
-        much back; whatever it does order is right."""
+        """Check that unusual plans are either ordered correctly or rejected.
+
+        A schedule that can't order a plan raises PlanError. A policy that holds back too many instructions may cause a
+        DeadlockError instead.
+        """
         plan = _odd(self.plan(schedule, 2, 4), oddity)
         refusals = PlanError if isinstance(schedule, Schedule) else (PlanError, DeadlockError)
         try:

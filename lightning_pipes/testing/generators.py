@@ -1,4 +1,4 @@
-"""Small plans and costs for tests, and random planning problems with exhaustive answers."""
+"""Small plans and costs for tests, and random planning problems that can be solved exhaustively."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from lightning_pipes.sim.shown.record import RunRecord
 
 
 def tiny_plan(stages: int, microbatches: int, ranks: Sequence[int] | None = None) -> Plan:
-    """Return one job and one batch with one sample a micro-batch, and one stage a rank unless `ranks` is given."""
+    """Return a plan of one job and one batch, with one sample per micro-batch.
+
+    Each rank has one stage unless `ranks` is given.
+    """
     return Plan.even(stages, microbatches, ranks=ranks)
 
 
@@ -40,14 +43,20 @@ def uniform(
     activation_bytes: int = 0,
     ranks: Sequence[int] | None = None,
 ) -> tuple[Plan, CostModel]:
-    """Return a tiny plan with equal stages, in integer nanoseconds, so that simulated times are exact.
+    """Return a tiny plan with equal stages, and its costs in integer nanoseconds, so that simulated times are exact.
 
     Args:
-        f: a forward.
-        b: a backward; split, W takes `w`, by default b // 2, and I the rest.
-        link: how long a message occupies its link.
-        latency: how much later it arrives.
-        activation_bytes: held by each sample.
+        stages: the number of stages.
+        microbatches: the number of micro-batches.
+        f: the nanoseconds of a forward.
+        b: the nanoseconds of a full backward.
+        w: the nanoseconds of W; I takes the rest of `b`. The default is b // 2.
+        step: the nanoseconds of an optimizer step.
+        link: the nanoseconds that a message occupies its link.
+        latency: the nanoseconds from then to its arrival.
+        overhead: the nanoseconds before each computation.
+        activation_bytes: the bytes of activations per sample.
+        ranks: the rank of each stage. By default, stage s is on rank s.
     """
     plan = tiny_plan(stages, microbatches, ranks)
     w = b // 2 if w is None else w
@@ -68,8 +77,13 @@ def random_spans(rng: random.Random, rows: int) -> tuple[Span, ...]:
 
 
 def random_plan(seed: int, *, unequal: bool = True, split_backward: bool = False) -> Plan:
-    """Return one job and batch on up to five stages; with `unequal`, every stage, direction and link has spans of its
-    own."""
+    """Return a random plan of one job and one batch on up to five stages.
+
+    Args:
+        seed: the seed of the random numbers.
+        unequal: whether every stage, direction and link has different spans.
+        split_backward: whether the backward runs as I and W.
+    """
     rng = random.Random(seed)
     stages, rows = rng.randint(1, 5), rng.randint(1, 8)
 
@@ -84,7 +98,11 @@ def random_plan(seed: int, *, unequal: bool = True, split_backward: bool = False
 
 
 def random_costs(plan: Plan, seed: int, *, limit: int = 20) -> CostModel:
-    """Return integer nanoseconds up to `limit` for everything, including zero; affine in rows; with latencies."""
+    """Return random costs in whole nanoseconds. They are affine in rows, and links have a latency.
+
+    The fixed part of each duration, its part per row, and the latency are less than `limit` nanoseconds and may be
+    zero.
+    """
     rng = random.Random(seed)
     compute = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.SF, Kind.SB)
     seconds = {}
@@ -97,7 +115,7 @@ def random_costs(plan: Plan, seed: int, *, limit: int = 20) -> CostModel:
 
 
 class PlanningProblem(NamedTuple):
-    """A planning problem: train batches of `rows` samples on all devices of a cluster, as fast as possible."""
+    """The problem of training on all devices of a cluster, with batches of `rows` samples, as fast as possible."""
 
     profile: ModelProfile
     ranks: int
@@ -106,8 +124,10 @@ class PlanningProblem(NamedTuple):
 
 
 def random_problem(seed: int) -> PlanningProblem:
-    """Return a random problem: a model with times not proportional to rows, and a cluster with tight memory and unequal
-    devices."""
+    """Return a random planning problem.
+
+    The times of the model are not proportional to rows. The cluster has little memory and devices of different speeds.
+    """
     rng = np.random.default_rng(seed)
     ranks, rows = int(rng.choice([2, 3, 4])), int(rng.choice([8, 12, 16, 30]))
     layers = []
@@ -130,7 +150,7 @@ def random_problem(seed: int) -> PlanningProblem:
                 output=((1, size // 10),),
             )
         )
-    if rng.random() < 1 / 3:  # many partitions are equally good then
+    if rng.random() < 1 / 3:  # equal layers, so that many partitions are equally good
         layers = layers[:1] * len(layers)
     memory = int(
         sum(x.weight_bytes * 4 for x in layers) / ranks
@@ -143,8 +163,11 @@ def random_problem(seed: int) -> PlanningProblem:
 
 
 def every_fit(problem: PlanningProblem) -> Iterator[Fit]:
-    """Yield the fits of all installed schedules in all variants, with 1, 2, 4, 8, ... micro-batches and one per sample,
-    with and without recomputation."""
+    """Yield the fits of all variants of all installed schedules.
+
+    Each variant is tried with 1, 2, 4, 8, ... micro-batches and with one micro-batch per sample, with and without
+    recomputation.
+    """
     p = problem
     for schedule in installed_variants(p.ranks, p.rows):
         for m in sorted({*(2**n for n in range(p.rows.bit_length())), p.rows}):
@@ -161,8 +184,14 @@ FAST = Link(bandwidth=2e9)
 
 
 def make_layer(name: str, milliseconds: float, rows: int, fixed: float = 0.0) -> LayerProfile:
-    """Return a layer with a forward of `milliseconds` for `rows` rows, `fixed` of them for any number of rows; its
-    backward takes twice as long."""
+    """Return the profile of a layer with a backward that takes twice as long as its forward.
+
+    Args:
+        name: the name of the layer.
+        milliseconds: the duration of a forward of `rows` rows.
+        rows: the number of rows of this forward.
+        fixed: the part of `milliseconds` that does not depend on the number of rows.
+    """
 
     def make_table(factor: float) -> tuple[tuple[int, float], ...]:
         return tuple((r, factor * 1e-3 * (fixed + (milliseconds - fixed) * r / rows)) for r in sorted({1, rows}))
@@ -192,10 +221,21 @@ def record_of(
     known: bool = True,
     **settings: object,
 ) -> RunRecord:
-    """Return a run of layers with these milliseconds of forward for `rows` rows, the rows of a micro-batch.
+    """Return the record of a simulated run.
 
-    What was "measured" is what was predicted with every time 2 % longer, and the replay takes the times of that. Layers
-    are counted evenly to stages unless `cuts` gives the first layers of stages; they are `known` or not.
+    The measured timeline is a simulation in which every time is 2 % longer than predicted. The replayed timeline uses
+    costs that are measured from it.
+
+    Args:
+        milliseconds: the duration of each layer's forward for one micro-batch.
+        ranks: the number of ranks.
+        microbatches: the number of micro-batches.
+        schedule: the name of the schedule.
+        rows: the number of samples in a micro-batch.
+        cuts: the first layer of each stage after stage 0. By default, all stages have about the same number of layers.
+        link: the link between ranks.
+        known: whether the record contains the profile of the layers.
+        settings: the settings of the schedule.
     """
     made = make_schedule(schedule, **settings)
     where = made.place_stages(ranks)

@@ -1,10 +1,10 @@
-"""Neighbours that really compete with a training: processes pinned to a core, and quotas. Linux.
+"""Processes that compete with a training run for a core, and quotas for processes. Linux only.
 
-    with Neighbour("spin", core=1):              # another process on that core: work there takes about twice as long
-    with Neighbour("memory", 0.5, processes=2):  # two, anywhere, each at work for half of the time
+    with Neighbour("spin", core=1):              # one process on this core: work there takes about twice as long
+    with Neighbour("memory", 0.5, processes=2):  # two processes on any core, each working for half of the time
     with Quota(0.5):                             # this process gets half of a core (root)
 
-A neighbour ends with the context, and with the process that opened it, however that ends.
+The processes end with the context. They also end if the process that opened the context ends for any reason.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Self
 from lightning_pipes.ir import PlanError, check_count, check_number, check_type
 
 PERIOD, LONG_PERIOD = 0.02, 2.0
-"""Seconds of one turn of work and rest, and of that of `bursts`."""
+"""The seconds of one period of work and rest, and the seconds of a period of `bursts`."""
 _GROUPS = Path("/sys/fs/cgroup")
 _QUOTA_PERIOD = 10_000
-"""Microseconds: as short as steps are, so that each is throttled equally."""
+"""The period of quotas in microseconds. It is as short as a step, so that all steps are throttled equally."""
 _numbers = count()
 
 
@@ -42,7 +42,7 @@ def _matmul() -> Callable[[], object]:
 
 
 def _memory() -> Callable[[], object]:
-    """Copy far more than any cache holds."""
+    """Copy more memory than any cache holds."""
     import numpy as np
 
     source, target = np.ones(2**24, np.float32), np.empty(2**24, np.float32)
@@ -57,7 +57,7 @@ def _memory() -> Callable[[], object]:
 
 
 def _cache() -> Callable[[], object]:
-    """Read random places of a table that fits a cache."""
+    """Read random elements of a table that fits into a cache."""
     import numpy as np
 
     random = np.random.default_rng(0)
@@ -84,22 +84,26 @@ KINDS: dict[str, Callable[[], Callable[[], object]]] = {
     "calls": _calls,
     "bursts": _spin,
 }
-"""By name, how to make a piece of work of less than a millisecond. `bursts` are seconds of it, and seconds of rest."""
+"""The kinds of work by name. Each function returns another function, which does work for less than a millisecond.
+
+`bursts` works for seconds and then rests for seconds.
+"""
 
 
 class Neighbour:
-    """Processes that compete for a core, its caches or the memory, while the context is open. The context opens when
-    they are at work.
+    """Processes that compete for a core, its caches or the memory while the context is open.
+
+    Entering the context waits until all processes are working.
 
     Args:
-        kind: of `KINDS`.
-        intensity: the share of the time in which each is at work, above 0 and at most 1.
-        core: where they are pinned to; by default they run where the system has them.
-        processes: how many.
-        nice: how much more polite than others each is, 0 to 19.
+        kind: the kind of work, a key of `KINDS`.
+        intensity: the share of the time in which each process works, above 0 and at most 1.
+        core: the core to which the processes are pinned. By default, the system chooses cores.
+        processes: the number of processes.
+        nice: the increment of the niceness of each process, from 0 to 19.
 
     Raises:
-        PlanError: an argument that makes no sense here.
+        PlanError: if an argument is invalid on this machine.
     """
 
     def __init__(
@@ -118,7 +122,7 @@ class Neighbour:
 
     @property
     def pids(self) -> list[int]:
-        """The processes, while the context is open."""
+        """The process ids. The list is empty while the context is not open."""
         return [process.pid for process in self._processes]
 
     def __enter__(self) -> Self:
@@ -147,16 +151,18 @@ class Neighbour:
 
 
 class Quota:
-    """A limit on the cores of a process with its threads and children, or a weight against other processes, while the
-    context is open. Needs root.
+    """A limit on the cores of a process, its threads and its children, or a weight relative to other processes.
+
+    The quota is in effect while the context is open. It needs root.
 
     Args:
-        cores: seconds of computing in a second, above 0; None is without a limit.
-        process: its number; by default the caller.
-        weight: how much of a core it gets beside others, 1 to 10000, where 100 is usual.
+        cores: the seconds of computing per second, above 0. None means that there is no limit.
+        process: the process id. The default is the calling process.
+        weight: the weight of the process if other processes compete for the same core, from 1 to 10000. The usual
+            weight is 100.
 
     Raises:
-        PlanError: no sensible number of cores, or weight; quotas can't be set here.
+        PlanError: if `cores` or `weight` is out of range, or if quotas can't be set on this machine.
     """
 
     def __init__(self, cores: float | None, process: int | None = None, weight: int = 100) -> None:
@@ -185,18 +191,18 @@ class Quota:
         return self
 
     def __exit__(self, *args: object) -> None:
-        with suppress(ProcessLookupError):  # it has ended
+        with suppress(ProcessLookupError):  # the process has ended
             (self._before / "cgroup.procs").write_text(str(self._process))
         while True:
             try:
                 self._group.rmdir()
                 return
-            except OSError:  # a process that ends is still in it
+            except OSError:  # a process in the group has not ended yet
                 time.sleep(PERIOD)
 
 
 def why_no_quota() -> str | None:
-    """Return the reason why quotas can't be set on this machine; None where they can."""
+    """Return the reason why quotas can't be set on this machine, or None if they can be set."""
     home = _home()
     if not (home / "cgroup.procs").exists():
         return f"there are no control groups in {home}"
@@ -214,12 +220,12 @@ def why_no_quota() -> str | None:
 
 
 def _home() -> Path:
-    """Return the group that contains all others."""
+    """Return the control group that contains all other groups."""
     return _GROUPS / "cpu" if (_GROUPS / "cpu" / "cgroup.procs").exists() else _GROUPS
 
 
 def _group_of(process: int) -> Path:
-    """Return the current group of a process."""
+    """Return the current control group of a process."""
     for line in Path(f"/proc/{process}/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         found = _home() / path.lstrip("/")

@@ -1,10 +1,11 @@
-"""Runs a function on several ranks, each a process of its own, with a deadline.
+"""Run a function on several ranks, each in a separate process, with a deadline.
 
-Processes are forked from one server that has torch and Lightning loaded already: importing them costs seconds each
-time. Ranks see the environment that torchrun makes, and a store that the caller hosts, so no port is guessed.
+The processes are forked from a server that has already imported torch and Lightning, because these imports take
+seconds. Ranks get the same environment as with torchrun. The caller hosts their store, so that no port has to be
+guessed.
 
-Processes with interpreters of their own are found by a token in their environment. They end as a user's do, which
-forked ones that leave by `os._exit` do not.
+Processes with separate interpreters are identified by a token in their environment. They end like the processes of
+users, unlike forked processes, which exit with `os._exit`.
 """
 
 from __future__ import annotations
@@ -37,16 +38,17 @@ from lightning_pipes.engine.watch import heartbeat
 
 
 def scale_timeout(seconds: float, least: float = 4.0) -> float:
-    """Return `seconds` of a quiet machine as a limit for slow and busy ones.
+    """Return a time limit for slow and busy machines, given the `seconds` that are enough on a quiet machine.
 
-    The factor is twice the number of runnable processes per core, now or in the last minutes, from `least` to 20.
+    The factor is twice the number of runnable processes per core, now or in the last minutes, but at least `least` and
+    at most 20.
     """
     waiting = max(os.getloadavg()) / (os.cpu_count() or 1)
     return seconds * min(max(least, 2 * waiting), 20.0)
 
 
-# A store looks up the name of every client that connects, and answers no request meanwhile. A name server that loses
-# one query in fifty would delay one test in ten by five seconds.
+# A store looks up the name of every client that connects, and does not answer requests during this time. With a name
+# server that loses one query in fifty, one test in ten would take five seconds longer.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 PRELOAD = [
@@ -59,7 +61,7 @@ PRELOAD = [
     "omegaconf",
     "pytest",
 ]
-"""Modules that ranks find loaded; one that is not installed is left out."""
+"""The modules that the server imports for the ranks. Modules that are not installed are skipped."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,12 @@ class RankResult:
     """The result of one rank.
 
     Attributes:
-        value: what the function returned; None where it did not.
-        error: the traceback of what it raised, or how the process ended otherwise; empty if it returned.
-        seconds: from the start of all ranks to the end of this one.
+        rank: the rank.
+        value: the return value of the function, or None if it did not return.
+        error: the traceback of the exception, or a description of how the process ended. It is empty if the function
+            returned.
+        exitcode: the exit code of the process, or None if it was killed at the deadline.
+        seconds: the seconds from the start of all ranks to the end of this rank.
     """
 
     rank: int
@@ -80,27 +85,32 @@ class RankResult:
 
 
 class RanksFailedError(AssertionError):
-    """A rank raised, died or missed the deadline; the message holds every traceback."""
+    """A rank raised an exception, died, or missed the deadline. The message contains every traceback."""
 
 
 def run_ranks(
     fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, env: dict[str, str] | None = None
 ) -> list[Any]:
-    """Return the values that `fn(rank, *args)` returns on each of `n` processes, by rank.
+    """Run `fn(rank, *args)` in `n` processes and return the results by rank.
 
-    `fn` is found by its module and name, values are pickled.
+    Args:
+        fn: the function. Processes find it by its module and name.
+        n: the number of processes.
+        args: further arguments. Arguments and return values are pickled.
+        timeout: the time limit in seconds. It is longer on a busy machine, see `scale_timeout`.
+        env: additional environment variables of all ranks.
 
     Raises:
-        RanksFailedError: any rank did not return within `timeout` seconds, or longer on a busy machine.
+        RanksFailedError: if a rank did not return within the time limit.
     """
     return returned_values(watch_ranks(fn, n, *args, timeout=timeout, env=env))
 
 
 def returned_values(results: Sequence[RankResult]) -> list[Any]:
-    """Return the values that ranks returned.
+    """Return the values that the ranks returned.
 
     Raises:
-        RanksFailedError: any of them did not.
+        RanksFailedError: if a rank did not return.
     """
     if any(o.error for o in results):
         raise RanksFailedError(
@@ -112,8 +122,10 @@ def returned_values(results: Sequence[RankResult]) -> list[Any]:
 def watch_ranks(
     fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0, env: dict[str, str] | None = None
 ) -> list[RankResult]:
-    """Return the result of each of `n` processes that run `fn(rank, *args)`; nothing is raised and no process
-    survives."""
+    """Run `fn(rank, *args)` in `n` processes and return the result of each process.
+
+    Failures of ranks do not raise an exception, and no process survives. The arguments are the same as for `run_ranks`.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -207,12 +219,12 @@ def _rank_main(
     die_with_parent()
     threading.Thread(target=_die_with_starter, name="owner", daemon=True).start()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Locks of other kinds, such as those of progress bars, have names in the file system until an orderly end.
+    # With other start methods, locks (for example of progress bars) leave files behind if a process is killed.
     multiprocessing.set_start_method("fork", force=True)
     launched = {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
     os.environ.update(rank_environment(rank, n, "127.0.0.1", port) | launched | env)
     torch.set_num_threads(1)
-    gc.freeze()  # loaded modules are no garbage, and scanning them at the end takes a second
+    gc.freeze()  # loaded modules are not garbage, and scanning them at exit takes a second
     with open(stacks, "w") as file:
         faulthandler.dump_traceback_later(max(timeout - 3.0, timeout / 2), file=file)
         value, error, status = None, "", 0
@@ -221,7 +233,7 @@ def _rank_main(
         except BaseException as raised:
             error, status = traceback.format_exc(), _status(raised)
         try:
-            pipe.send_bytes(pickle.dumps((value, error)))  # by value: `send` would pass tensors by shared memory
+            pipe.send_bytes(pickle.dumps((value, error)))  # `send` would use shared memory for tensors
         except Exception:
             pipe.send_bytes(pickle.dumps((None, f"the result can't be sent: {traceback.format_exc()}")))
         faulthandler.cancel_dump_traceback_later()
@@ -231,18 +243,21 @@ def _rank_main(
         heartbeat.stop_heartbeat()
     sys.stdout.flush()
     sys.stderr.flush()
-    if error:  # end like a separate interpreter, which must not wait for dead peers either
+    if error:  # exit like a separate interpreter, without waiting for dead peers
         ctypes.pythonapi.Py_Exit(status)
     os._exit(0)
 
 
 def _status(raised: BaseException) -> int:
-    """Return the exit status of an interpreter that ends with an exception."""
+    """Return the exit status of an interpreter that ends with this exception."""
     return raised.code if isinstance(raised, SystemExit) and isinstance(raised.code, int) else 1
 
 
 def _die_with_starter() -> None:
-    """End this process with the process that runs the ranks; the fork server lives as long as any rank."""
+    """Kill this process when the process that started the ranks ends.
+
+    `die_with_parent` is not sufficient, because the parent is the fork server, which lives as long as any rank.
+    """
     starter = multiprocessing.parent_process()
     assert starter is not None
     wait([starter.sentinel])
@@ -250,8 +265,14 @@ def _die_with_starter() -> None:
 
 
 def rank_environment(rank: int, n: int, address: str, port: int) -> dict[str, str]:
-    """Return the environment that torchrun gives each of `n` ranks; the store is on the first rank, at `address` and
-    `port`."""
+    """Return the environment variables that torchrun sets for one of `n` ranks.
+
+    Args:
+        rank: the rank.
+        n: the number of ranks.
+        address: the address of the store, which is on the first rank.
+        port: the port of the store.
+    """
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -267,22 +288,22 @@ def rank_environment(rank: int, n: int, address: str, port: int) -> dict[str, st
 
 
 def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent ends; do nothing on other systems."""
+    """Request that Linux kills this process when its parent ends. Do nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 TOKEN = "LIGHTNING_PIPES_RUN"
-"""The environment variable that all processes of a run inherit."""
+"""The name of an environment variable that all processes of a run inherit."""
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PET_", "LIGHTNING_PIPES_")
 _LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 _CLONE_NEWNS = 0x20000
 
 
 def run_environment(token: str, temporary: Path) -> dict[str, str]:
-    """Return the whole environment of a run's first process, without variables of another launcher.
+    """Return the complete environment of the first process of a run, without the variables of other launchers.
 
-    One thread a process, so that sums are the same whatever starts it.
+    Each process uses one thread, so that sums do not depend on the launcher.
     """
     own = {
         name: value
@@ -292,14 +313,14 @@ def run_environment(token: str, temporary: Path) -> dict[str, str]:
     return own | {
         TOKEN: token,
         "TMPDIR": str(temporary),
-        "TORCHINDUCTOR_CACHE_DIR": str(temporary.parent),  # made by the import of torch
+        "TORCHINDUCTOR_CACHE_DIR": str(temporary.parent),  # created when torch is imported
         "OMP_NUM_THREADS": "1",
         "RES_OPTIONS": "timeout:1 attempts:1",
     }
 
 
 def find_processes(token: str) -> dict[int, dict[str, str]]:
-    """Return the environment of each living process that was started with this token."""
+    """Return the environment of each living process that was started with this token, by process id."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -314,12 +335,18 @@ def find_processes(token: str) -> dict[int, dict[str, str]]:
 
 
 def rank_of(env: Mapping[str, str]) -> int:
-    """Return the rank of the process with that environment, on one host."""
+    """Return the rank of the process with the given environment, for runs on one host."""
     return int(env.get("RANK", env.get("LOCAL_RANK", "0")))
 
 
 def wait_until(ready: Callable[[], object], seconds: float, every: float = 0.1) -> bool:
-    """Return whether `ready()`, which is asked `every` so many seconds, became true within `seconds`."""
+    """Wait until `ready()` returns a true value, and return whether this happened in time.
+
+    Args:
+        ready: the condition.
+        seconds: the time limit.
+        every: the seconds between two calls of `ready`.
+    """
     until = time.monotonic() + seconds
     while not ready():
         if time.monotonic() > until:
@@ -329,7 +356,7 @@ def wait_until(ready: Callable[[], object], seconds: float, every: float = 0.1) 
 
 
 def end_all(token: str) -> None:
-    """End all remaining processes of a run. Processes with `faulthandler` enabled print their stacks."""
+    """End all remaining processes of a run. Processes that have enabled `faulthandler` print their stacks."""
     for number, seconds in ((signal.SIGABRT, 3.0), (signal.SIGKILL, 30.0)):
         for pid in find_processes(token):
             with suppress(ProcessLookupError):
@@ -340,8 +367,10 @@ def end_all(token: str) -> None:
 
 
 def isolate_shared_memory() -> bool:
-    """Give this process and its children an empty /dev/shm of their own. Return whether that succeeded: it needs root
-    on Linux."""
+    """Give this process and its children a separate, empty /dev/shm, and return whether this succeeded.
+
+    It requires root on Linux.
+    """
     libc = ctypes.CDLL(None)
     if os.geteuid() != 0 or not hasattr(libc, "unshare") or libc.unshare(_CLONE_NEWNS):
         return False
@@ -350,5 +379,5 @@ def isolate_shared_memory() -> bool:
 
 
 def list_entries(*folders: Path) -> set[str]:
-    """Return the names of all entries of some folders."""
+    """Return the paths of all entries of the given folders."""
     return {str(path) for folder in folders for path in folder.iterdir()}

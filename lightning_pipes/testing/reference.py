@@ -1,4 +1,4 @@
-"""The same training without a pipeline, for comparison."""
+"""Reference gradients of training without a pipeline, for comparison with the engine."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ class Gradients:
     values: Mapping[tuple[int, int, str], torch.Tensor]
 
     def assert_equal(self, other: Gradients) -> None:
-        """Check equality up to rounding, because samples' gradients may be summed in another order.
+        """Check that all gradients are equal up to rounding.
+
+        Rounding errors occur because the gradients of samples may be summed in another order.
 
         Raises:
-            AssertionError: they are not; names the parameter.
+            AssertionError: if a gradient differs. The message names the parameter.
         """
         assert self.values.keys() == other.values.keys()
         for key, value in self.values.items():
@@ -59,7 +61,7 @@ def _gradients(models: list[list[nn.Linear]]) -> Gradients:
 
 
 def gradients_alone(plan: Plan, rows: int) -> Gradients:
-    """Return the gradients of one layer a stage over all batches of the plan, computed batch by batch."""
+    """Return the gradients of a model with one layer per stage, computed batch by batch without a pipeline."""
     models = [_layers(plan, job) for job in range(len(plan.jobs))]
     for job, layers in enumerate(models):
         for number in range(plan.batches):
@@ -69,7 +71,10 @@ def gradients_alone(plan: Plan, rows: int) -> Gradients:
 
 
 def gradients_in_a_pipeline(plan: Plan, order: Program | Policy, rows: int) -> Gradients:
-    """Return the same gradients through the engine, with all ranks in this process; weights stay unchanged."""
+    """Return the same gradients as computed by the engine, with all ranks in this process.
+
+    The weights are not changed.
+    """
     models = [_layers(plan, job) for job in range(len(plan.jobs))]
 
     def run_body(stage: Stage, item: Item, span: Span, received: Any) -> Any:
@@ -89,10 +94,13 @@ def gradients_in_a_pipeline(plan: Plan, order: Program | Policy, rows: int) -> G
 
 
 class Loopback:
-    """One engine per rank; each makes progress while it can.
+    """The engines of all ranks in one process. Each engine makes progress as long as it can.
 
     Args:
-        stages: what each rank holds.
+        plan: the plan.
+        order: the program or policy.
+        stages: returns the stages of a rank.
+        seed: the seed of the engines.
     """
 
     def __init__(
@@ -104,12 +112,12 @@ class Loopback:
         ]
 
     def inject(self, make: Callable[[], Item]) -> None:
-        """Add a batch on every rank; `make` is called once for each."""
+        """Add a batch on every rank. `make` is called once per rank."""
         for engine in self.engines:
             engine.inject(make())
 
     def progress(self) -> None:
-        """Run until no rank can run anything."""
+        """Run until no rank can run another instruction."""
         while sum(engine.progress(wait=False) for engine in self.engines):
             pass
 
@@ -117,17 +125,17 @@ class Loopback:
         """Run all remaining instructions and close the window.
 
         Raises:
-            AssertionError: the ranks wait for each other.
+            AssertionError: if the ranks wait for each other.
         """
         for engine in self.engines:
             engine.end_window()
         self.progress()
-        self.progress()  # layers on other ranks return when all ranks have sent them
+        self.progress()  # layers return to their ranks after all ranks have sent them
         for rank, engine in enumerate(self.engines):
             assert engine.is_satisfied, f"rank {rank} still waits, and so do all others"
             engine.drain()
 
     def adopt(self, plan: Plan, order: Program | Policy) -> None:
-        """Adopt another plan or order for the next window, on every rank."""
+        """Adopt another plan and order for the next window on every rank."""
         for engine in self.engines:
             engine.adopt(plan, order)
