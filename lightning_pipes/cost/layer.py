@@ -148,7 +148,7 @@ class LayerProfile:
     def seconds_of(self, kind: Kind) -> Table:
         """Return the table of the seconds of F, B, I or W.
 
-        For a layer without gradients, I takes the time of the full backward, and W takes no time.
+        For a layer without gradients of weights, I takes the time of the full backward, and W takes no time.
 
         Raises:
             InputError: if the kind is I or W, and the profile has no times for it.

@@ -113,7 +113,7 @@ def _number(value: str | float, units: Mapping[str, Fraction], what: str, exampl
 
 
 def seconds_text(nanoseconds: float) -> str:
-    """Return a duration as text with three significant digits, such as `1.62 s`, `20 ms`, `5.5 us` or `3 ns`."""
+    """Return a duration as text with about three significant digits, such as `1.62 s`, `20 ms`, `5.5 us` or `3 ns`."""
     for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
         if abs(nanoseconds) >= size:
             return (
@@ -123,7 +123,7 @@ def seconds_text(nanoseconds: float) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """Return a size as text with three significant digits, such as `1.5 GiB`, `20 MiB` or `512 bytes`."""
+    """Return a size as text with about three significant digits, such as `1.5 GiB`, `20 MiB` or `512 bytes`."""
     for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(size) >= factor:
             return f"{size / factor:.3g} {unit}" if size < 1000 * factor else f"{size / factor:.0f} {unit}"

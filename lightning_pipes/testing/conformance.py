@@ -1,8 +1,10 @@
 """The test suite that every schedule passes.
 
-class TestMine(ScheduleConformance):
-    schedules = [Mine(), Mine(depth=3)]
-    refused = [lambda: Mine(depth=0)]
+To use it, derive a test class from `ScheduleConformance`:
+
+    class TestMine(ScheduleConformance):
+        schedules = [Mine(), Mine(depth=3)]
+        refused = [lambda: Mine(depth=0)]
 """
 
 from __future__ import annotations

@@ -264,7 +264,7 @@ class ShapeTape:
         kernels = (1, int(x.trained), 2 if bias else 1)
         return self._record(name, (x,), y, (x,), (flops, back, flops), moved, weights + bias, kernels)
 
-    # Everything else ------------------------------------------------------------------------------------------------
+    # Other operations -----------------------------------------------------------------------------------------------
 
     def embedding(self, indices: SymbolicTensor, vocabulary: int, width: int) -> SymbolicTensor:
         """Look up a row of a table for each index."""
@@ -347,7 +347,7 @@ class ShapeTape:
         moved = (scores.bytes + 2 * softmax.bytes, scores.bytes + softmax.bytes, 0.0)
         return self._record("cross_entropy", (scores,), self._new(1), (softmax,), moved=moved, kernels=(2, 2, 0))
 
-    # Notes ----------------------------------------------------------------------------------------------------------
+    # Recording ------------------------------------------------------------------------------------------------------
 
     def _new(self, *shape: int) -> SymbolicTensor:
         if min(shape) < 1:

@@ -450,7 +450,7 @@ def unroll_stream(plan: Plan, uses: Sequence[LayerUse], depth: int) -> Plan:
     after: dict[Instruction, tuple[Instruction, ...]] = {}
     for batch, use in enumerate(uses):
         after |= ledger.enter(batch, use)
-        left = range(max(0, batch - 2 * depth + 1), batch - depth + 1)  # batches before these have finished by then
+        left = range(max(0, batch - 2 * depth + 1), batch - depth + 1)  # batches before these are already done
         for stage, rank in enumerate(plan.ranks):
             over = tuple(STEP(s, batch=n) for n in left for s in plan.stages[rank])
             for span in plan.spans(Kind.F, stage) if over else ():
