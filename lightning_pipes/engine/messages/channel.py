@@ -1,8 +1,9 @@
-"""One direction between two ranks, for one purpose, over its own process group.
+"""Sends and receives messages in one direction between two ranks, over a dedicated gloo process group.
 
-Gloo moves bytes only after the receiver has posted a receive, and a message must fit the posted buffer. So receives are
-posted ahead, in slots. Each arriving piece announces the size of the slot posted in its place. A message larger than
-the posted slots is cut into pieces. A steady stream takes one slot a message.
+Gloo transfers bytes only after the receiver has posted a receive, and each message must fit into the posted buffer. The
+receiver therefore posts several receives, called slots, in advance. Each piece that arrives also announces the size of
+the slot that replaces it. A message that is larger than the posted slots is split into pieces. In a steady stream,
+every message fits into one slot.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from lightning_pipes.ir.clock import read_nanoseconds
 
 
 def record_stream_use(stream: Any, tree: Any) -> None:
-    """Register `stream` as a user of the tensors of `tree`, which another stream created.
+    """Record that `stream` uses the tensors of `tree`, which were allocated on another stream.
 
-    The allocator then reuses their memory only after `stream` is done. Otherwise the creating stream could reuse it as
-    soon as Python drops them, while queued kernels still read them.
+    The caching allocator then reuses their memory only after the work queued on `stream` has finished. Without this
+    call, the allocating stream could reuse the memory as soon as Python drops the tensors, while queued kernels still
+    read them.
     """
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
@@ -44,9 +46,10 @@ def record_stream_use(stream: Any, tree: Any) -> None:
 
 
 class StageIn:
-    """Copies trees of tensors to a device; on the CPU they stay unchanged.
+    """Copies the tensors of a tree to a device. On the CPU, the tensors are returned unchanged.
 
-    The computing thread must create it: its stream is the one that will use them.
+    The thread that runs the computation must create this object, because the stream that is current at that time is
+    recorded as the user of the copied tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,7 +59,7 @@ class StageIn:
         self._user = torch.cuda.current_stream(device) if on_gpu else None
 
     def __call__(self, tree: Any) -> Any:
-        """Return `tree` with its tensors on the device, after their arrival."""
+        """Copy the tensors of `tree` to the device, wait for the copies, and return the tree."""
         if self._stream is None:
             return tree
         with torch.cuda.stream(self._stream):
@@ -69,31 +72,36 @@ class StageIn:
 
 
 POSTED = 4
-"""Receives posted ahead. Fewer cost up to 1.9 times the step time on slow links, more gain nothing."""
+"""Number of receives that are posted in advance. With fewer, steps took up to 1.9 times as long on slow links; more
+did not help."""
 FIRST_SLOT = 4096
-"""Bytes of the first receives, while the sizes of messages are unknown."""
+"""Size in bytes of the first receives, which are posted before the sizes of messages are known."""
 RELEASE_SECONDS = 0.01
-"""How long a sent tensor may be kept after it was delivered."""
+"""How long a sent tensor may be kept alive after its delivery, in seconds."""
 
-_PIECE = struct.Struct("<q q q q")  # bytes of this slot's successor, of the whole message, offset, bytes in this piece
+# Bytes of the slot that replaces this one, bytes of the whole message, offset of this piece, bytes of this piece.
+_PIECE = struct.Struct("<q q q q")
 _GOODBYE = -1
 SENDER, RECEIVER = 0, 1
-"""The two ranks of a channel's group."""
+"""Ranks of the two ends within the process group of a channel."""
 
 
 class Work(Protocol):
-    """A send or receive in flight. Call `wait` exactly once, and never with a timeout, which would close the
-    connection. Dropping an unfinished send loses the message."""
+    """A send or receive in flight.
+
+    Call `wait` exactly once, and never pass a timeout, because a timeout would close the connection. Dropping a send
+    before it has finished loses the message.
+    """
 
     def wait(self) -> bool: ...
 
 
 class Outbox:
-    """The sending end.
+    """The sending end of a channel.
 
-    `send` returns once gloo has the bytes, or for tensors on a GPU once their copy is enqueued. A thread keeps them
-    alive until delivery. It wakes only now and then, because a wake-up for each message would cost the computing thread
-    more than the message itself.
+    `send` returns as soon as gloo has taken the bytes or, for tensors on a GPU, as soon as their copy is enqueued. A
+    background thread keeps the tensors alive until they are delivered. The thread wakes up only from time to time,
+    because waking it for each message would cost the computing thread more than sending the message.
     """
 
     def __init__(
@@ -106,7 +114,7 @@ class Outbox:
     ):
         self._group, self._lost = group, lost
         self._encoder = Encoder(pinned_bytes if device.type == "cuda" else pageable_bytes, seal=seal)
-        self._slots = deque([FIRST_SLOT] * POSTED)  # sizes of the receives that the peer has posted, or will next
+        self._slots = deque([FIRST_SLOT] * POSTED)  # sizes of the receives that the peer has posted or will post next
         self._slot = FIRST_SLOT
         self._stager = _StageOut(device, self._post, lost) if device.type == "cuda" else None
         self._unfinished: deque[tuple[Work, torch.Tensor, Wire | None]] = deque()
@@ -117,7 +125,7 @@ class Outbox:
         self._thread.start()
 
     def send(self, key: tuple[int, Instruction], tree: object, flags: tuple[bool, ...] = ()) -> None:
-        """Start to send one message; messages arrive in the order of these calls."""
+        """Start sending one message. Messages arrive in the order of the calls."""
         wire, tensors = self._encoder.encode(key, tree, flags, read_nanoseconds())
         if self._stager is None:
             wire.copy_tensors(tensors)
@@ -126,7 +134,10 @@ class Outbox:
             self._stager.send(wire, tensors)
 
     def close(self, failed: bool) -> None:
-        """Send an end mark for each receive that the peer has posted, and wait for delivery."""
+        """Send one end mark for each receive that the peer has posted, and wait until the marks are delivered.
+
+        After a failure, no end marks are sent, and the wait is short.
+        """
         if self._stager is not None:
             self._stager.close(failed)
         if not failed:
@@ -147,8 +158,8 @@ class Outbox:
             self._post_piece(buffer, wire.bytes, size, 0, wire)
             return
         at = 0
-        while at < size:  # only while the peer's slots are still too small
-            piece = buffer[at : at + self._slots[0]].clone()  # its first FRONT_BYTES are overwritten
+        while at < size:  # happens only until the peer has posted slots of the new size
+            piece = buffer[at : at + self._slots[0]].clone()  # the first FRONT_BYTES of the piece are overwritten
             self._post_piece(piece, piece.numpy().data, size, at, None)
             at += piece.numel() - FRONT_BYTES
 
@@ -159,7 +170,7 @@ class Outbox:
         try:
             work: Work = self._group.send([buffer], RECEIVER, 0)  # type: ignore[attr-defined]
         except RuntimeError as error:
-            self._lost(error)  # reports the lost peer; raises nothing
+            self._lost(error)  # reports the lost peer and does not raise
             raise
         self._unfinished.append((work, buffer, wire))
         if not self._has_work.is_set():
@@ -183,7 +194,8 @@ class Outbox:
 
 
 class _StageOut:
-    """Copies tensors from the GPU to pinned memory on a stream of its own, and posts them when the copy has ended."""
+    """Copies tensors from the GPU to pinned memory on a separate stream, and posts each message after its copy has
+    finished."""
 
     def __init__(
         self, device: torch.device, post: Callable[[Wire], None], lost: Callable[[BaseException], None]
@@ -218,7 +230,10 @@ class _StageOut:
 
 
 class Inbox:
-    """The receiving end: a thread waits for each posted receive in turn and delivers whole messages."""
+    """The receiving end of a channel.
+
+    A thread waits for the posted receives in order, and delivers each message once it is complete.
+    """
 
     def __init__(
         self,
@@ -240,7 +255,7 @@ class Inbox:
         self._thread.start()
 
     def close(self, failed: bool) -> None:
-        """Wait until the peer has closed its end too, or for a while after a failure."""
+        """Wait until the peer has closed its end. After a failure, wait for one second at most."""
         self._thread.join(timeout=1.0 if failed else 10.0)
 
     def _post(self, size: int) -> None:
@@ -256,7 +271,7 @@ class Inbox:
                 work.wait()
                 arrived = read_nanoseconds()
                 successor, size, offset, piece = _PIECE.unpack_from(buffer.numpy().data, 0)
-                if size == _GOODBYE:  # the other posted receives get one each
+                if size == _GOODBYE:  # each of the other posted receives gets an end mark too
                     continue
                 if piece < size:
                     if offset == 0:
@@ -272,6 +287,7 @@ class Inbox:
                 self._deliver(message._replace(tree=self._stage_in(message.tree)))
                 del message
                 del buffer
-                self._post(successor)  # after delivery: three more are posted, and the rank may wait for this message
+                # Deliver first: the rank may be waiting for this message, and three more receives are still posted.
+                self._post(successor)
         except Exception as error:
             self._lost(error)

@@ -1,7 +1,8 @@
-"""Measures the network between neighbours: times of messages, offsets of clocks, and bytes that wait to be sent.
+"""Measures the network between neighboring ranks: message times, clock offsets, and bytes that wait to be sent.
 
-Times are end to end, with copies, serialisation and waking up. For offsets, a message has stamps of its sender's and
-its receiver's clock. Send queues of this process's TCP connections tell whether messages wait for the network.
+Message times are end-to-end times, which include copies, serialization, and the wake-up of the receiver. Clock offsets
+are computed from the time stamps of the sender and of the receiver that each message carries. The send queues of the
+TCP connections of this process show whether messages are waiting for the network.
 """
 
 from __future__ import annotations
@@ -42,19 +43,28 @@ def measure_links(
     repeats: int = REPEATS,
     device: torch.device | None = None,
 ) -> dict[tuple[int, int], Link]:
-    """Return the measured links from this rank, by (from rank, to rank).
+    """Measure the links from this rank to its neighbors.
 
-    A collective call of all ranks of the pipeline, between windows. A message of each size goes there and a small one
-    comes back, so clocks need not agree; a link is what fits the medians best: half a small message's round trip is
-    its latency.
+    This is a collective call of all ranks of the pipeline, and must be made between windows. For each size, one rank
+    sends a message and its peer answers with a small one, so that only the sender's clock is read. Half of the round
+    trip of a small message is its one-way time, and is subtracted from the round trips of the other messages. The link
+    is a fit of the median times.
 
     Args:
-        sizes: bytes of the messages.
+        plan: the plan, which defines the neighboring ranks.
+        rank: the pipeline rank of the caller.
+        transport: the transport of this rank.
+        sizes: the sizes of the messages, in bytes.
+        repeats: the number of round trips for each size.
+        device: the device of the messages that are sent; the CPU by default.
+
+    Returns:
+        The measured links by (source rank, destination rank).
     """
     found: dict[tuple[int, int], Link] = {}
     edges = [s for s in range(plan.n_stages - 1) if plan.is_remote_edge(s)]
-    pairs = {(plan.ranks[s], plan.ranks[s + 1]): s for s in reversed(edges)}  # one edge for each pair of neighbours
-    for phase in (0, 1):  # neighbours of one phase have no rank in common
+    pairs = {(plan.ranks[s], plan.ranks[s + 1]): s for s in reversed(edges)}  # one edge per pair of neighbors
+    for phase in (0, 1):  # the pairs of one phase have no rank in common
         for (low, high), s in pairs.items():
             if s % 2 != phase or rank not in (low, high):
                 continue
@@ -69,17 +79,27 @@ def measure_links(
 
 
 def fit_link(seconds: Mapping[int, float]) -> Link:
-    """Return the link that fits the seconds of messages, by bytes; the smallest one's time is all latency."""
+    """Fit a link to measured message times.
+
+    The time of the smallest message is taken as the latency. The bandwidth is a least-squares fit of the additional
+    time to the additional bytes of larger messages.
+
+    Args:
+        seconds: one-way times in seconds, by message size in bytes.
+
+    Returns:
+        The link. Its bandwidth is infinite if larger messages did not take longer.
+    """
     smallest = min(seconds)
     latency = seconds[smallest]
     extra = [(size - smallest, t - latency) for size, t in seconds.items() if size > smallest]
-    moved = sum(size * t for size, t in extra)  # least squares through the origin: the large ones count
+    moved = sum(size * t for size, t in extra)  # least squares through the origin, dominated by large messages
     return Link(sum(size * size for size, _ in extra) / moved if moved > 0 else float("inf"), max(latency, 0.0))
 
 
 @dataclass(frozen=True)
 class _Exchange:
-    """Messages `there`, and small ones `back`, named by the instructions that receive them."""
+    """Exchanges messages `there` and small replies `back`, which are named by the instructions that receive them."""
 
     transport: Transport
     there: Instruction
@@ -89,7 +109,7 @@ class _Exchange:
     device: torch.device | None
 
     def measure_trips(self, peer: int) -> dict[int, float]:
-        """Return the seconds of a message one way, by bytes."""
+        """Return the one-way time of a message in seconds, by size in bytes."""
         trips: dict[int, list[float]] = {}
         for number, size in self._rounds():
             message = self._message(size)
@@ -102,7 +122,7 @@ class _Exchange:
         return {_SMALL: small, **{size: median(trips[size]) - small for size in self.sizes}}
 
     def answer_trips(self, peer: int) -> None:
-        """Answer every message of the other end's `measure_trips`."""
+        """Answer all messages that `measure_trips` sends on the peer."""
         reply = self._message(_SMALL)
         for number, _ in self._rounds():
             self.transport.mailbox.wait((-number, self.there))
@@ -113,44 +133,55 @@ class _Exchange:
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def _rounds(self) -> list[tuple[int, int]]:
-        """Return numbers of messages and their sizes. Sizes alternate, so that a disturbance affects all of them."""
+        """Return the number and size of each message. Sizes alternate, so that a disturbance affects all of them."""
         numbers = count(1)
         every = (_SMALL, *self.sizes)
         return [(next(numbers), size) for _ in range(self.repeats + 1) for size in every][len(every) :]
 
 
 def clock_id() -> str:
-    """Return a name for the monotonic clock of this process: processes with the same name share a clock. Empty if
-    unknown."""
+    """Return an identifier of the monotonic clock of this process.
+
+    Processes with the same identifier share a clock. The result is empty if the clock can't be identified, as on
+    systems other than Linux.
+    """
     if sys.platform != "linux":
         return ""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     try:
         return f"{boot}/{os.stat('/proc/self/ns/time').st_ino}"
-    except OSError:  # a kernel without namespaces of time
+    except OSError:  # the kernel does not have time namespaces
         return boot
 
 
 def measure_offsets(
     plan: Plan, rank: int, transport: Transport, repeats: int = REPEATS, name: str | None = None
 ) -> dict[int, int]:
-    """Return the nanoseconds to add to each neighbour's stamps to convert them to this rank's clock; 0 for a shared
-    clock.
+    """Measure the offset between the clock of this rank and the clocks of its neighbors.
 
-    A collective call of all ranks of the pipeline, between windows. As in NTP, the fastest of several round trips of
-    tiny messages counts. The error is half the difference between its two directions. Messages with data would not
-    do, because they take unequally long where links differ.
+    This is a collective call of all ranks of the pipeline, and must be made between windows. As in NTP, the offset is
+    taken from the fastest of several round trips of tiny messages, and its error is half the difference between the
+    times of the two directions. Messages with data are unsuitable, because their times in the two directions differ if
+    the links differ.
 
     Args:
-        name: the name of this rank's clock, by default `clock_id()`.
+        plan: the plan, which defines the neighboring ranks.
+        rank: the pipeline rank of the caller.
+        transport: the transport of this rank.
+        repeats: the number of round trips for each neighbor.
+        name: the identifier of the clock of this rank, by default `clock_id()`.
+
+    Returns:
+        For each neighbor, the nanoseconds to add to its time stamps to convert them to the clock of this rank. The
+        offset is 0 if both ranks share a clock.
     """
     offsets: dict[int, int] = {}
     edges = {
         (plan.ranks[s], plan.ranks[s + 1]): s for s in reversed(range(plan.n_stages - 1)) if plan.is_remote_edge(s)
     }
     mine = clock_id() if name is None else name
-    for phase in (0, 1):  # neighbours of one phase have no rank in common
+    for phase in (0, 1):  # the pairs of one phase have no rank in common
         for (low, high), stage in edges.items():
             if stage % 2 != phase or rank not in (low, high):
                 continue
@@ -165,7 +196,7 @@ def measure_offsets(
 
 
 class _ClockExchange(NamedTuple):
-    """Tiny messages `there` and `back`, named by the instructions that receive them."""
+    """Exchanges tiny messages `there` and `back`, which are named by the instructions that receive them."""
 
     transport: Transport
     there: Instruction
@@ -181,7 +212,7 @@ class _ClockExchange(NamedTuple):
             reply = self._wait(number, self.back)
             theirs, arrived = reply.tree
             if theirs and theirs == self.clock:
-                break  # the same one: both know
+                break  # both ends see that they share a clock
             took = (reply.arrived - sent) - (reply.sent - int(arrived))
             if best is None or took < best:
                 best, found = took, (sent + reply.arrived - int(arrived) - reply.sent) // 2
@@ -205,15 +236,15 @@ class _ClockExchange(NamedTuple):
 
 
 SCAN_SECONDS = 0.5
-"""Seconds between two scans for connections: most are made at the start."""
+"""Seconds between two scans for connections. Most connections are made at the start of a run."""
 _BYTES_ACKED = 120
-"""Where in Linux's tcp_info."""
+"""Offset of `tcpi_bytes_acked` in the struct tcp_info of Linux, in bytes."""
 
 
 class SocketQueues:
-    """All TCP connections of this process, including gloo's private ones.
+    """The send queues of all TCP connections of this process, including the private connections of gloo.
 
-    Systems other than Linux report nothing, so nothing waits there.
+    On systems other than Linux, no connections are found, and all counts are 0.
     """
 
     def __init__(self) -> None:
@@ -221,11 +252,11 @@ class SocketQueues:
         self._looked = -SCAN_SECONDS
 
     def unsent_bytes(self) -> int:
-        """Return the bytes that were sent and are not acknowledged by the other end yet."""
+        """Return the number of bytes that were sent and that the other ends have not acknowledged yet."""
         return sum(map(_waiting, self._scan()))
 
     def acknowledged_bytes(self) -> int:
-        """Return the bytes that the other ends have acknowledged so far."""
+        """Return the number of bytes that the other ends have acknowledged so far."""
         return sum(map(_acknowledged, self._scan()))
 
     def _scan(self) -> list[int]:
@@ -236,7 +267,7 @@ class SocketQueues:
 
 
 def _waiting(descriptor: int) -> int:
-    with suppress(OSError):  # closed meanwhile, or something else by now
+    with suppress(OSError):  # the descriptor may have been closed or reused since the scan
         (size,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, b"\0\0\0\0"))
         return int(size)
     return 0
@@ -251,7 +282,7 @@ def _acknowledged(descriptor: int) -> int:
 
 
 def _connections() -> dict[int, int]:
-    """Return descriptors by inode; scanning duplicates some of them."""
+    """Return one descriptor per TCP connection, by inode, because the scan itself duplicates some descriptors."""
     found: dict[int, int] = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):

@@ -1,7 +1,7 @@
-"""Channels between processes of one host: tensors lie in shared memory, and a socket notifies the receiver.
+"""Channels between processes of one host. Tensors are written to shared memory, and a socket notifies the receiver.
 
-A message costs one copy into memory that both ends map, and one small write. The write wakes the receiver itself,
-without a thread in between. `LocalTransport` connects the ranks of one host.
+A message costs one copy into memory that both processes map, and one small write to a Unix socket. The write wakes the
+receiving thread directly, without an intermediate thread. `LocalTransport` connects ranks that run on the same host.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from lightning_pipes.engine.watch.trust import ForgedError, same_user
 from lightning_pipes.ir import Instruction, Kind, PipelineError, Plan
 from lightning_pipes.ir.clock import read_nanoseconds
 
-_RING = struct.Struct("<i i q q")  # kind of notice, number of the slot, its bytes, the sender's clock
+_RING = struct.Struct("<i i q q")  # kind of notice, number of the slot, bytes of the slot, time on the sender's clock
 _FRESH, _AGAIN, _DROP, _GOODBYE = range(4)
-HELLO = struct.Struct("<i")  # the sender's global rank
+HELLO = struct.Struct("<i")  # global rank of the sender
 _FREE, _TAKEN = 0, 1
 GREETING_SECONDS = 60.0
-"""How long a peer may take to answer that listens, or has connected."""
+"""Maximum time for a listening peer to accept a connection, and for a connected peer to send its rank, in seconds."""
 
 
 class LocalMailbox(Mailbox):
-    """A mailbox that fetches messages on its owner's thread while the owner waits."""
+    """A mailbox whose messages are read from the sockets by the thread that owns the mailbox, while it waits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class LocalMailbox(Mailbox):
         self.watch_descriptor(self._woken, self._drain_waker)
 
     def watch_descriptor(self, descriptor: int, reader: Callable[[], None]) -> None:
-        """Call `reader` whenever `descriptor` can be read."""
+        """Call `reader` whenever `descriptor` is readable."""
         self._readers[descriptor] = reader
         self._poll.register(descriptor, select.POLLIN)
 
@@ -69,12 +69,12 @@ class LocalMailbox(Mailbox):
         self._wake()
 
     def _wake(self) -> None:
-        with self._closing, suppress(OSError):  # closed, the number may belong to another file
+        with self._closing, suppress(OSError):  # once the descriptor is closed, another file may get its number
             if not self._closed:
                 os.write(self._waker, b"!")
 
     def fetch_messages(self, seconds: float = 0.0) -> None:
-        """Read all arrived messages; wait up to `seconds` if there are none."""
+        """Read all messages that have arrived. If there are none, wait up to `seconds` for the first one."""
         for descriptor, _ in self._poll.poll(1000 * seconds):
             reader = self._readers.get(descriptor)
             if reader is not None:
@@ -95,12 +95,12 @@ class LocalMailbox(Mailbox):
         self.fetch_messages(seconds)
 
     def check(self) -> None:
-        """Raise the reported failure, if any."""
+        """Raise the reported failure if there is one."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Close the descriptors; no wait may follow."""
+        """Close the descriptors. The mailbox can't be waited for afterwards."""
         with self._closing:
             self._closed = True
             os.close(self._woken)
@@ -112,10 +112,17 @@ class LocalMailbox(Mailbox):
 
 
 def connect_to(name: str, rank: int) -> socket.socket:
-    """Return a connection of global rank `rank` to the listener `name`, in non-blocking mode.
+    """Connect global rank `rank` to the listener `name`.
+
+    Args:
+        name: the address of the listener, as in `PeerListener.name`.
+        rank: the global rank of the caller, which is sent to the listener.
+
+    Returns:
+        The connection, in non-blocking mode.
 
     Raises:
-        ForgedError: another user listens there.
+        ForgedError: the listening process belongs to another user.
     """
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -132,24 +139,24 @@ def connect_to(name: str, rank: int) -> socket.socket:
 
 
 def _map_memory(descriptor: int, size: int) -> torch.Tensor:
-    """Return the memory of one message, mapped by both ends."""
+    """Map the shared memory of one message."""
     return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
 
 
 class LocalOutbox:
-    """The sending end. `send` copies the tensors and returns."""
+    """The sending end of a channel. `send` copies the tensors to shared memory and returns."""
 
     def __init__(self, name: str, rank: int, mailbox: LocalMailbox, lost: Callable[[BaseException], None]) -> None:
         self._mailbox, self._lost = mailbox, lost
         self._encoder = Encoder(self._allocate, self._forget)
-        self._slots: dict[int, int] = {}  # address of a wire's bytes -> number of its slot
-        self._descriptors: dict[int, tuple[int, int]] = {}  # number -> descriptor and bytes, until the peer has it
+        self._slots: dict[int, int] = {}  # address of the bytes of a wire -> number of its slot
+        self._descriptors: dict[int, tuple[int, int]] = {}  # number of each slot not sent yet -> descriptor, bytes
         self._count = 0
         self._in_flight: deque[Wire] = deque()
         self._socket = connect_to(name, rank)
 
     def send(self, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
-        """Send one message; messages arrive in the order of these calls."""
+        """Send one message. Messages arrive in the order of the calls."""
         while self._in_flight and self._in_flight[0].bytes[0] == _FREE:
             self._encoder.release(self._in_flight.popleft())
         wire, tensors = self._encoder.encode(key, tree, flags, read_nanoseconds())
@@ -165,7 +172,7 @@ class LocalOutbox:
             os.close(fresh[0])
 
     def close(self, failed: bool) -> None:
-        """Send an end mark to the peer."""
+        """Send an end mark to the peer unless the run has failed, and close the connection."""
         if not failed:
             self._notify_peer(_GOODBYE, 0)
         self._socket.close()
@@ -182,7 +189,7 @@ class LocalOutbox:
         return tensor
 
     def _forget(self, wire: Wire) -> None:
-        """Release a slot that neither end needs any longer."""
+        """Release a slot that is no longer used by either end."""
         number = self._slots.pop(wire.address)
         descriptor, _ = self._descriptors.pop(number, (-1, 0))
         if descriptor >= 0:
@@ -200,7 +207,7 @@ class LocalOutbox:
                     if sent == len(data):
                         return
                     data, rights = data[sent:], []
-                except BlockingIOError:  # hundreds of messages wait unread: read ours meanwhile
+                except BlockingIOError:  # the peer has hundreds of unread messages: read our own in the meantime
                     self._mailbox.check()
                     self._mailbox.fetch_messages(0.001)
         except OSError as error:
@@ -210,7 +217,7 @@ class LocalOutbox:
 
 
 class LocalInbox:
-    """The receiving end, read by the mailbox's owner."""
+    """The receiving end of a channel, which is read by the thread that owns the mailbox."""
 
     def __init__(self, connection: socket.socket, mailbox: LocalMailbox, lost: Callable[[BaseException], None]) -> None:
         self._socket, self._mailbox, self._lost = connection, mailbox, lost
@@ -258,7 +265,7 @@ class LocalInbox:
                 self._slots[number] = ReceiveBuffer(_map_memory(descriptors[0], size))
                 os.close(descriptors[0])
             slot = self._slots[number]
-            message = self._decoder.decode_copy(slot, rung)  # it was complete when the notice was sent
+            message = self._decoder.decode_copy(slot, rung)  # the message was complete when the notice was sent
             slot.bytes[0] = _FREE
             self._mailbox.put(message)
 
@@ -273,7 +280,11 @@ _RECEIVED = {Kind.SF: Kind.RF, Kind.SB: Kind.RB}
 
 
 def host_id() -> str:
-    """Return a name that processes have in common if they can share memory and a socket; empty where none can."""
+    """Return an identifier of the host, which is equal for processes that can share memory and sockets.
+
+    Such processes run in the same network namespace of one machine, under the same user. The result is empty on systems
+    other than Linux, on which sharing is not supported.
+    """
     if sys.platform != "linux":
         return ""
     with open("/proc/sys/kernel/random/boot_id") as file:
@@ -282,7 +293,7 @@ def host_id() -> str:
 
 
 class PeerListener:
-    """A socket to which the peers of one rank connect."""
+    """A socket that accepts the connections of the peers of one rank."""
 
     def __init__(self) -> None:
         self.name = f"\0lightning_pipes-{secrets.token_hex(16)}"
@@ -291,13 +302,17 @@ class PeerListener:
         self._socket.listen(64)
 
     def accept_peer(self, watch: FailureWatch, awaited: Sequence[int]) -> tuple[int, socket.socket]:
-        """Return the next peer's global rank and its connection.
+        """Accept the connection of the next peer. Connections of other users are closed.
 
         Args:
-            awaited: the ranks that have not connected yet.
+            watch: the failure watch of the run.
+            awaited: the global ranks that have not connected yet.
+
+        Returns:
+            The global rank of the peer, and its connection.
 
         Raises:
-            PeerFailure: another rank failed meanwhile, or none of these connected within the run's timeout.
+            PeerFailure: another rank failed, or no awaited rank connected within the timeout of the run.
         """
         self._socket.settimeout(0.5)
         deadline = time.monotonic() + watch.setup_seconds
@@ -309,7 +324,7 @@ class PeerListener:
                 if time.monotonic() > deadline:
                     watch.report_late_ranks(awaited)
                 continue
-            if not same_user(connection):  # messages are unpickled, so other users may not send any
+            if not same_user(connection):  # messages are unpickled, so other users must not be able to send them
                 connection.close()
                 continue
             connection.settimeout(GREETING_SECONDS)
@@ -321,12 +336,12 @@ class PeerListener:
 
 
 class LocalTransport:
-    """One channel per neighbour and direction, all on one host, with tensors in ordinary memory."""
+    """A transport for ranks on one host with tensors in CPU memory. It has one channel per neighbor and direction."""
 
     def __init__(self, plan: Plan, rank: int, global_ranks: Sequence[int], watch: FailureWatch, store: PrefixStore):
         mailbox = self.mailbox = LocalMailbox()
         self._watch = watch
-        self._out: dict[tuple[int, Kind], LocalOutbox] = {}  # by rank and what it receives
+        self._out: dict[tuple[int, Kind], LocalOutbox] = {}  # by destination rank and kind of its receive
         self._in: list[LocalInbox] = []
         watch.on_failure(mailbox.fail_waiters)
         mine = global_ranks[rank]

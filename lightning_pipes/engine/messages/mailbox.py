@@ -1,4 +1,4 @@
-"""Received messages that wait for their use."""
+"""Stores received messages until they are used."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from lightning_pipes.engine.messages.message import Message
 from lightning_pipes.ir import Instruction
 
 POLL_SECONDS = 1.0
-"""The longest uninterrupted wait; Ctrl-C takes effect in between."""
+"""Longest uninterrupted wait, in seconds. Ctrl-C takes effect between two waits."""
 Key = tuple[int, Instruction]
-"""A window's number and the instruction that receives."""
+"""The number of a window, and the instruction that receives the message."""
 
 
 class Mailbox:
-    """Messages by key, filled by other threads.
+    """Stores received messages by key. Other threads add the messages.
 
-    A rank waits here for everything, so that a failure anywhere can wake it.
+    A rank waits for all events in its mailbox, so that a failure on any rank can wake it.
     """
 
     def __init__(self) -> None:
         self._messages: dict[Key, Message] = {}
         self._unseen: dict[Key, None] = {}
-        self._changes: SimpleQueue[None] = SimpleQueue()  # one entry after each change, without its content
+        self._changes: SimpleQueue[None] = SimpleQueue()  # one entry for each change; the entries carry no data
         self._error: BaseException | None = None
         self._notified = False
 
     def put(self, message: Message) -> None:
-        """Add a message that has arrived."""
+        """Add a message that has arrived, and wake the waiting rank."""
         self._messages[message.key] = message
         self._unseen[message.key] = None
         self._changes.put(None)
 
     def fail_waiters(self, error: BaseException) -> None:
-        """Raise `error` in every current and future waiter."""
+        """Raise `error` in all current and future waits."""
         self._error = self._error or error
         self._changes.put(None)
 
     def notify(self) -> None:
-        """Wake a rank that waits for news, after something has arrived by another way, such as a bulk transfer."""
+        """Wake the waiting rank after data has arrived through another channel, such as a bulk transfer."""
         self._notified = True
         self._changes.put(None)
 
@@ -49,27 +49,33 @@ class Mailbox:
         return key in self._messages
 
     def arrival_time(self, key: Key) -> int:
-        """Return when the message arrived, in nanoseconds of the monotonic clock; 0 if it has not arrived."""
+        """Return the time at which the message arrived, in nanoseconds of the monotonic clock, or 0 if it has not
+        arrived."""
         message = self._messages.get(key)
         return 0 if message is None else message.arrived
 
     def take_message(self, key: Key) -> Message | None:
-        """Remove and return the message, or return None if it has not arrived."""
+        """Remove and return the message. Return None if it has not arrived."""
         self._unseen.pop(key, None)
-        if not self._changes.empty():  # a rank that never has to wait must not pile up rings
+        if not self._changes.empty():  # otherwise, the queue of a rank that never has to wait would keep growing
             self._changes.get_nowait()
         return self._messages.pop(key, None)
 
     def take_new(self, window: int) -> list[Instruction]:
-        """Return the receives of window `window` with messages that arrived since the last call, without those already
-        taken. Those of other windows stay."""
+        """Return the receives of one window whose messages have arrived since the last call.
+
+        Receives whose message was already taken are left out. The new messages of other windows remain new.
+
+        Args:
+            window: the number of the window.
+        """
         found = [key for key in tuple(self._unseen) if key[0] == window]
         for key in found:
             del self._unseen[key]
         return [i for _, i in found]
 
     def wait_any(self, seconds: float) -> None:
-        """Wait until any message has arrived, or for `seconds`.
+        """Wait up to `seconds` until any message arrives.
 
         Raises:
             PeerFailure: a rank has failed.
@@ -89,7 +95,10 @@ class Mailbox:
             self.wait_any(POLL_SECONDS)
 
     def wait_new(self, window: int) -> list[Instruction]:
-        """Wait until a message of the window or a notification has arrived; return `take_new`.
+        """Wait until a new message of the window or a notification arrives, and return the result of `take_new`.
+
+        Args:
+            window: the number of the window.
 
         Raises:
             PeerFailure: a rank has failed.
@@ -101,17 +110,21 @@ class Mailbox:
 
 
 class Transport(Protocol):
-    """Moves trees between the ranks of one pipeline."""
+    """Sends trees of tensors and plain values between the ranks of one pipeline."""
 
     @property
     def mailbox(self) -> Mailbox:
-        """The mailbox for messages from other ranks."""
+        """The mailbox that receives the messages from other ranks."""
 
     def send(self, rank: int, key: Key, tree: object, flags: tuple[bool, ...] = ()) -> None:
-        """Start to send a tree to another pipeline rank, and return at once.
+        """Start sending a tree to another rank, and return without waiting for its delivery.
 
-        `key` names its receive; `flags` tells for each tensor whether the sender wants its gradient.
+        Args:
+            rank: the pipeline rank of the receiver.
+            key: the window, and the instruction that receives the tree.
+            tree: tensors and plain values.
+            flags: for each tensor of the tree, whether the sender needs its gradient.
         """
 
     def close(self) -> None:
-        """Close all channels; both ends must call it."""
+        """Close all channels. Both ends of each channel must call this method."""

@@ -1,7 +1,7 @@
-"""One message as bytes: a fixed header, a description of its leaves, and the tensors themselves.
+"""The binary format of messages: a fixed header, a description of the leaves, and the tensors.
 
-Gloo checks neither size nor order, so a message carries everything that its receiver must know and check. The structure
-of the tree is sent once per channel and signature, and referred to by number afterwards.
+Gloo checks neither sizes nor order, so each message carries all information that its receiver needs to interpret and
+check it. The structure of a tree is sent once per channel and signature. Later messages refer to it by number.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ _HEADER = struct.Struct("<8s q q 6i i i q")  # magic, window, sent_ns, instructi
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"LPIPE01\0"
 ALIGN = 64
-"""Tensors start at multiples of this many bytes, so that they can be used where they lie."""
+"""Alignment of tensors in a message, in bytes. It allows the receiver to use the tensors in place."""
 FRONT_BYTES = ALIGN
-"""Bytes in front of every message that belong to the channel."""
+"""Number of bytes in front of each message that are reserved for the channel."""
 _EXTRA = FRONT_BYTES + HEADER_BYTES
 _SPARE, _POOLS = 8, 8
-"""Wires kept for one kind of message, and kinds of messages for which any are."""
+"""Maximum number of spare wires for each kind of message, and maximum number of kinds for which spare wires are
+kept."""
 
 
 class Message(NamedTuple):
     """A message that has arrived.
 
     Attributes:
-        key: window and receiving instruction.
-        tree: tensors on the receiver's device and plain values.
-        flags: for each tensor of the tree, in order, whether the sender wants its gradient.
-        sent, posted, arrived: nanoseconds of the monotonic clock; `posted` is the time of the receive's posting.
+        key: the window, and the instruction that receives the message.
+        tree: tensors on the device of the receiver, and plain values.
+        flags: for each tensor of the tree, in order, whether the sender needs its gradient.
+        sent, posted, arrived: the times at which the message was sent, its receive was posted, and the message arrived,
+            in nanoseconds of the monotonic clock.
     """
 
     key: tuple[int, Instruction]
@@ -58,9 +60,9 @@ class Signature:
     """The structure of a tree without its values.
 
     Attributes:
-        spec: the structure; None for a single tensor.
-        leaves: shape and type of each tensor, None for a plain value.
-        flags: for each tensor, whether its gradient is wanted.
+        spec: the structure, or None for a single tensor.
+        leaves: the shape and dtype of each tensor, and None for each plain value.
+        flags: for each tensor, whether the sender needs its gradient.
     """
 
     spec: Any
@@ -68,18 +70,18 @@ class Signature:
     flags: tuple[bool, ...]
 
     def to_bytes(self, seal: Seal | None) -> bytes:
-        """Serialise the signature, with the structure as a tree of numbers."""
+        """Serialize the signature. The structure is written as a tree of numbers."""
         skeleton = None if self.spec is None else pytree.tree_unflatten(range(len(self.leaves)), self.spec)
         return dumps((skeleton, self.leaves, self.flags), seal)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, seal: Seal | None) -> Signature:
-        """Return the signature that `to_bytes` wrote."""
+        """Deserialize a signature that was written by `to_bytes`."""
         skeleton, leaves, flags = loads(data, seal)
         return cls(None if skeleton is None else pytree.tree_structure(skeleton), leaves, flags)
 
     def build_tree(self, tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> Any:
-        """Return the tree of these tensors and plain values."""
+        """Build a tree with this structure from its tensors and plain values."""
         if self.spec is None:
             return tensors[0]
         tensor, value = iter(tensors), iter(values)
@@ -87,12 +89,12 @@ class Signature:
 
     @cached_property
     def tensor_offsets(self) -> list[int]:
-        """Offset of each tensor among the tensors' bytes."""
+        """Offset of each tensor from the first one, in bytes."""
         return self._layout[0]
 
     @cached_property
     def bytes(self) -> int:
-        """Size of the tensors."""
+        """Total size of the tensors in bytes, including their alignment."""
         return self._layout[1]
 
     @cached_property
@@ -105,12 +107,12 @@ class Signature:
 
 
 class Wire:
-    """The bytes of one message: FRONT_BYTES for the channel, the header, plain values, and the tensors."""
+    """The bytes of one message: `FRONT_BYTES` for the channel, the header, the plain values, and the tensors."""
 
     def __init__(self, kind: tuple[int, int], signature: Signature, allocate: Callable[[int], torch.Tensor]) -> None:
         body = kind[1]
         self.kind = kind
-        with torch.inference_mode(False):  # it may be filled again outside
+        with torch.inference_mode(False):  # the buffer may be filled again outside of inference mode
             self.buffer = allocate(body + signature.bytes)
             described = filter(None, signature.leaves)
             self.places = [
@@ -120,25 +122,26 @@ class Wire:
         self.address = self.buffer.data_ptr()
 
     def copy_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the tensors, which must not be part of a graph, to their places."""
+        """Copy the tensors, which must be detached from any autograd graph, to their places in the buffer."""
         for place, tensor in zip(self.places, tensors, strict=True):
             place.copy_(tensor, non_blocking=True)
 
 
 def pageable_bytes(size: int) -> torch.Tensor:
-    """Return bytes in ordinary memory."""
+    """Allocate bytes in pageable memory."""
     return torch.empty(size, dtype=torch.uint8)
 
 
 def pinned_bytes(size: int) -> torch.Tensor:
-    """Return bytes in pinned memory, for tensors that come from a GPU."""
+    """Allocate bytes in pinned memory, for tensors that are copied from a GPU."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 class FrozenLeaf:
-    """A leaf of messages whose content never changes after it was sent.
+    """Base class for leaves of messages whose content does not change after they were sent.
 
-    Consecutive messages often carry the same object, which is then serialized, and loaded by the receiver, only once.
+    Consecutive messages often contain the same object. It is then serialized by the sender and deserialized by the
+    receiver only once.
     """
 
 
@@ -147,7 +150,7 @@ def _are_frozen(leaves: Sequence[Any]) -> bool:
 
 
 class Encoder:
-    """The sending end of one channel. Released wires are reused for a steady stream.
+    """The sending end of one channel. It reuses the wires that are released after delivery.
 
     Args:
         allocate: allocates the bytes of a wire.
@@ -167,14 +170,25 @@ class Encoder:
         self._known: dict[Any, tuple[int, Signature]] = {}
         self._last_frozen: tuple[list[Any], bytes] = [], b""
         self._pools: OrderedDict[tuple[int, int], list[Wire]] = OrderedDict()
-        self._lock = threading.Lock()  # wires may be given back by another thread
+        self._lock = threading.Lock()  # another thread may release wires
 
     def encode(
         self, key: tuple[int, Instruction], tree: Any, flags: tuple[bool, ...], sent: int
     ) -> tuple[Wire, Sequence[torch.Tensor]]:
-        """Return a wire that is complete except for the tensors, and the tensors that belong there."""
+        """Encode a message except for the content of its tensors.
+
+        Args:
+            key: the window, and the instruction that receives the message.
+            tree: tensors and plain values.
+            flags: for each tensor of the tree, whether the sender needs its gradient.
+            sent: the current time in nanoseconds of the monotonic clock.
+
+        Returns:
+            The wire, which is complete except for the tensors, and the tensors to be copied to it with
+            `Wire.copy_tensors`.
+        """
         described: tuple[tuple[torch.Size, torch.dtype] | None, ...]
-        if isinstance(tree, torch.Tensor):  # by far the most common, and worth a short way
+        if isinstance(tree, torch.Tensor):  # a fast path for the most common case
             spec, tensors, values, described = None, [tree], b"", ((tree.shape, tree.dtype),)
         else:
             leaves, spec = pytree.tree_flatten(tree)
@@ -200,7 +214,8 @@ class Encoder:
         return wire, tensors
 
     def _serialize(self, leaves: list[Any]) -> bytes:
-        """Return the leaves as bytes; those of the last message, if it had the same objects and they are frozen."""
+        """Serialize the leaves. If they are frozen and identical to the leaves of the last message, return the same
+        bytes again."""
         last, known = self._last_frozen
         if len(leaves) == len(last) and all(map(is_, leaves, last)):
             return known
@@ -210,7 +225,7 @@ class Encoder:
         return values
 
     def release(self, wire: Wire) -> None:
-        """Keep a delivered wire for another message, or drop it."""
+        """Keep a delivered wire for another message, or drop it if enough spare wires of its kind exist."""
         with self._lock:
             pool = self._pools.get(wire.kind)
             keep = pool is not None and len(pool) < _SPARE
@@ -220,24 +235,28 @@ class Encoder:
             self._drop(wire)
 
     def _wire(self, kind: tuple[int, int], signature: Signature) -> Wire:
-        """Return a wire for messages of this kind: a signature's number, and the bytes before the tensors."""
+        """Return a wire for messages of one kind, reusing a spare one if possible.
+
+        The kind consists of the number of the signature and the number of bytes before the tensors.
+        """
         evicted: list[Wire] = []
         with self._lock:
             pool = self._pools.setdefault(kind, [])
             self._pools.move_to_end(kind)
-            if len(self._pools) > _POOLS:  # shapes that change all the time must not pile up memory
+            if len(self._pools) > _POOLS:  # bounds the memory if shapes change all the time
                 evicted = self._pools.popitem(last=False)[1]
-            wire = pool.pop() if pool else None  # the one used last is still in the caches
+            wire = pool.pop() if pool else None  # the most recently used wire may still be in the CPU caches
         for old in evicted:
             self._drop(old)
         return Wire(kind, signature, self._allocate) if wire is None else wire
 
 
 class ReceiveBuffer:
-    """Bytes in which message after message arrives.
+    """A buffer that is reused for the messages of one slot.
 
     Attributes:
-        views: the tensors in it for each kind of received message, by the number of its signature.
+        views: for each kind of message received so far, by the number of its signature, the tensors as views of the
+            buffer.
     """
 
     def __init__(self, buffer: torch.Tensor) -> None:
@@ -250,7 +269,7 @@ class Decoder:
     """The receiving end of one channel.
 
     Args:
-        seal: checks the origin of objects.
+        seal: verifies the origin of objects.
     """
 
     def __init__(self, seal: Seal | None = TRUSTED) -> None:
@@ -259,18 +278,27 @@ class Decoder:
         self._last_frozen: tuple[bytes, Sequence[Any]] = b"", ()
 
     def decode(self, buffer: torch.Tensor, posted: int, arrived: int) -> Message:
-        """Return the message in a byte tensor; its tensors are views of it.
+        """Decode the message in a byte tensor. The tensors of the message are views of the byte tensor.
+
+        Args:
+            buffer: the received bytes.
+            posted: the time at which the receive was posted, in nanoseconds.
+            arrived: the time at which the message arrived, in nanoseconds.
 
         Raises:
-            PipelineError: the bytes are no message of this version.
+            PipelineError: the bytes are not a message of this version.
         """
         return self._read(ReceiveBuffer(buffer), posted, arrived, copy=False)
 
     def decode_copy(self, slot: ReceiveBuffer, arrived: int) -> Message:
-        """Return the message in a buffer that may be overwritten afterwards.
+        """Decode the message in a buffer. The tensors are copied, so that the buffer may be overwritten afterwards.
+
+        Args:
+            slot: the buffer that contains the message.
+            arrived: the time at which the message arrived, in nanoseconds.
 
         Raises:
-            PipelineError: the bytes are no message of this version.
+            PipelineError: the bytes are not a message of this version.
         """
         return self._read(slot, 0, arrived, copy=True)
 
@@ -302,7 +330,8 @@ class Decoder:
         return Message(key, signature.build_tree(tensors, values), signature.flags, sent, posted, arrived)
 
     def _load(self, data: bytes) -> Sequence[Any]:
-        """Return the leaves in `data`; those of the last message, if it had the same bytes and they are frozen."""
+        """Deserialize the leaves. If the bytes are equal to those of the last message and its leaves are frozen,
+        return the same leaves again."""
         if data == self._last_frozen[0]:
             return self._last_frozen[1]
         leaves: Sequence[Any] = loads(data, self._seal)
@@ -311,7 +340,7 @@ class Decoder:
         return leaves
 
 
-@lru_cache(maxsize=4096)  # every batch repeats them
+@lru_cache(maxsize=4096)  # every batch uses the same instructions
 def _instruction(kind: int, stage: int, job: int, batch: int, start: int, stop: int) -> Instruction:
     return Instruction(KINDS[kind], stage, job, batch, Span(start, stop))
 

@@ -1,10 +1,9 @@
-"""All channels of one rank: over gloo, through shared memory of one host, or directly inside one process.
+"""Transports, which hold all channels of one rank: over gloo, through shared memory, or within one process.
 
-Channels from GPU to GPU: gloo carries the headers of messages, another backend the tensors.
-
-NCCL has no tags, checks no sizes and can't describe a received tensor, so a small header goes ahead through an ordinary
-channel. The receiver posts its receives when it has the header with every shape. Both ends process one channel's
-messages in the same order, as NCCL requires.
+For direct channels between GPUs, gloo carries the headers of messages, and another backend carries the tensors. NCCL
+does not support tags, does not check sizes, and can't describe a received tensor. Each message is therefore preceded by
+a small header, which is sent over an ordinary channel and contains all shapes. The receiver posts its receives when the
+header has arrived. Both ends process the messages of a channel in the same order, as NCCL requires.
 """
 
 from __future__ import annotations
@@ -38,46 +37,51 @@ CPU = torch.device("cpu")
 
 
 class Payload(Protocol):
-    """The part of a two-rank group that is used here."""
+    """The methods of a process group of two ranks that are used here."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
 
 
 DirectGroup = Callable[[PrefixStore, int], Payload]
-"""Creates one end, 0 or 1, of a group of two."""
+"""Creates one end, 0 or 1, of a process group of two ranks."""
 
 
 def nccl_group(store: PrefixStore, end: int) -> Payload:
-    """Return one end of an NCCL communicator of two ranks."""
-    nccl: Any = dist.ProcessGroupNCCL  # absent from builds without NCCL
+    """Create one end of an NCCL communicator of two ranks.
+
+    Args:
+        store: the store through which both ends meet.
+        end: 0 for the sender, 1 for the receiver.
+    """
+    nccl: Any = dist.ProcessGroupNCCL  # does not exist in builds without NCCL
     group: Payload = nccl(store, end, 2, nccl.Options())
     return group
 
 
 @dataclass(frozen=True)
 class _TensorSpec:
-    """Stands for a tensor in a header."""
+    """Describes a tensor in a header."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 class _Stream:
-    """A stream of its own on a GPU; nothing on a CPU, where the same code is tested."""
+    """A separate CUDA stream on a GPU. On a CPU, on which the same code is tested, all methods do nothing."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._user = (
             torch.cuda.current_stream(device) if on_gpu else None
-        )  # of the thread that computes, which makes it
+        )  # the stream of the computing thread, which creates this object
 
     def use_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def after_current(self) -> None:
-        """Make later work on this stream wait for work enqueued on the current stream."""
+        """Make later work on this stream wait for the work enqueued so far on the current stream."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
@@ -86,14 +90,18 @@ class _Stream:
             self._stream.synchronize()
 
     def publish_tensors(self, tree: Any) -> None:
-        """Wait for the work of this stream, and mark `tree` as used by the computing stream."""
+        """Wait for the work of this stream, and record that the stream of the computing thread uses the tensors of
+        `tree`."""
         if self._stream is not None:
             self._stream.synchronize()
             record_stream_use(self._user, tree)
 
 
 class DirectOutbox:
-    """The sending end: sends the header and enqueues the tensors; a thread keeps them until they have left."""
+    """The sending end of a direct channel.
+
+    `send` sends the header and enqueues the tensors. A background thread keeps the tensors alive until they are sent.
+    """
 
     def __init__(
         self,
@@ -112,7 +120,7 @@ class DirectOutbox:
         self._thread.start()
 
     def send(self, key: tuple[int, Instruction], tree: object, flags: tuple[bool, ...] = ()) -> None:
-        """Start to send one message; messages arrive in the order of these calls."""
+        """Start sending one message. Messages arrive in the order of the calls."""
         leaves, spec = pytree.tree_flatten(tree)
         tensors = [leaf.contiguous() for leaf in leaves if isinstance(leaf, torch.Tensor)]
         described = [_TensorSpec(v.shape, v.dtype) if isinstance(v, torch.Tensor) else v for v in leaves]
@@ -139,7 +147,8 @@ class DirectOutbox:
 
 
 class DirectInbox:
-    """The receiving end: the thread that receives a header fetches its tensors."""
+    """The receiving end of a direct channel. The thread that receives a header also receives the tensors that it
+    describes."""
 
     def __init__(
         self,
@@ -176,16 +185,26 @@ class DirectInbox:
 
 
 IDLE = timedelta(days=30)
-"""How long a posted receive may stay unanswered. A validation that does not use the pipeline may take hours, and the
-failure watch notices dead ranks."""
+"""Timeout of posted receives. It is long because a validation that does not use the pipeline may take hours, and
+because the failure watch detects dead ranks."""
 
 
 class GlooTransport:
-    """One channel per neighbour and direction, each over a gloo group of its own.
+    """A transport with one channel per neighbor and direction, each over a separate gloo group.
 
-    The groups are made from the store of the run and known to no one else: `torch.distributed.new_group` would have
-    every rank of the world take part in each. Tensors on a GPU are staged through pinned memory, so several ranks may
-    share one device; with `direct` they go from GPU to GPU over groups of that backend, and gloo carries headers only.
+    The groups are created directly from the store of the run, because every rank of the world would have to take part
+    in `torch.distributed.new_group`. Tensors on a GPU are staged through pinned memory, so several ranks may share one
+    device. With `direct`, tensors are sent from GPU to GPU over groups of that backend, and gloo carries only the
+    headers.
+
+    Args:
+        plan: the plan, whose neighboring stages are connected.
+        rank: the pipeline rank of this process.
+        global_ranks: the global rank of each pipeline rank.
+        device: the device of the tensors on this rank.
+        watch: the failure watch of the run.
+        store: a part of the store of the run.
+        direct: creates the groups for tensors; None stages tensors through host memory.
     """
 
     def __init__(
@@ -244,8 +263,11 @@ class GlooTransport:
         self._out, self._in = {}, []
 
     def _wait_for_neighbours(self) -> None:
-        """Wait until the neighbours have read everything too. A connection that one end closes while bytes are in
-        flight is reset, and the other end loses its unread bytes."""
+        """Wait until the neighbors have read everything.
+
+        If one end closes a connection while bytes are in flight, the connection is reset, and the other end loses the
+        bytes that it has not read.
+        """
         mine, neighbours = self._global_rank, sorted(self._neighbours)
         for peer in neighbours:
             self._store.set(f"closed/{mine}-{peer}", "")
@@ -254,7 +276,8 @@ class GlooTransport:
 
 
 class LoopbackTransport:
-    """Ranks in one process: a message goes through the same bytes, and is in the other's mailbox at once."""
+    """A transport for ranks in one process. Messages are encoded and decoded as usual, and put into the mailbox of
+    the receiver immediately."""
 
     def __init__(self, mailboxes: Sequence[Mailbox], rank: int) -> None:
         self.mailbox = mailboxes[rank]
@@ -270,7 +293,7 @@ class LoopbackTransport:
 
 
 KINDS = ("auto", "local", "gloo", "nccl")
-"""The transports that can be asked for."""
+"""The values that `make_transport` accepts as `kind`."""
 
 
 def make_transport(
@@ -281,15 +304,22 @@ def make_transport(
     watch: FailureWatch,
     kind: str = "auto",
 ) -> Transport:
-    """Return the transport for the placement of the ranks: a collective call of all ranks of the pipeline.
+    """Create the transport that fits the placement of the ranks.
+
+    This is a collective call of all ranks of the pipeline.
 
     Args:
-        kind: "auto" takes shared memory ("local") where all ranks are on one host and tensors in ordinary memory,
-            "nccl" where every rank has a GPU of its own, and "gloo" otherwise, which stages tensors of a GPU through
-            pinned memory. Any other name requires that transport.
+        plan: the plan, whose neighboring stages are connected.
+        rank: the pipeline rank of this process.
+        global_ranks: the global rank of each pipeline rank.
+        device: the device of the tensors on this rank.
+        watch: the failure watch of the run.
+        kind: "auto" selects "local" (shared memory) if all ranks run on the CPU of one host, "nccl" if each rank has a
+            GPU of its own, and otherwise "gloo", which stages the tensors of a GPU through pinned memory. Any other
+            name requires that transport.
 
     Raises:
-        InputError: the named transport is not available.
+        InputError: the requested transport is not available.
     """
     if plan.n_ranks == 1:
         return LoopbackTransport([Mailbox()], 0)
