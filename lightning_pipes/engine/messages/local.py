@@ -207,7 +207,7 @@ class LocalOutbox:
                     if sent == len(data):
                         return
                     data, rights = data[sent:], []
-                except BlockingIOError:  # the peer has hundreds of unread messages: read our own in the meantime
+                except BlockingIOError:  # the peer has hundreds of unread messages: read arrived messages meanwhile
                     self._mailbox.check()
                     self._mailbox.fetch_messages(0.001)
         except OSError as error:

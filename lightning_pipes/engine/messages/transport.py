@@ -73,9 +73,8 @@ class _Stream:
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._user = (
-            torch.cuda.current_stream(device) if on_gpu else None
-        )  # the stream of the computing thread, which creates this object
+        # The stream of the computing thread, which creates this object.
+        self._user = torch.cuda.current_stream(device) if on_gpu else None
 
     def use_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

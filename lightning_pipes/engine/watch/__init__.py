@@ -1,1 +1,1 @@
-"""Rendezvous of ranks, and detection of dead ones, so that no rank waits forever."""
+"""Rendezvous of ranks, and detection of failed ranks, so that no rank waits forever."""

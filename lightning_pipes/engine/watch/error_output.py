@@ -1,7 +1,8 @@
-"""Prints the traceback of a failure once: on the rank that failed first, after the others have named the failure.
+"""Prints the traceback of a failure only on the rank that failed first.
 
-Every rank of a run ends with an exception when one of them fails. The others have logged the failure in one line by
-then, and their tracebacks lead to where they happened to wait.
+When one rank of a run fails, every rank ends with an exception. The other ranks have already logged the failure in one
+line, and their own tracebacks only show where they were waiting. The traceback of the failed rank is printed after the
+other ranks have logged the failure.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from types import TracebackType
 from typing import Protocol
 
 TRACEBACKS = "LIGHTNING_PIPES_TRACEBACKS"
-"""The environment variable that makes every rank print its traceback."""
+"""The environment variable that makes all ranks print their tracebacks."""
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -21,13 +22,13 @@ class RemoteError(Exception):
 
 
 class KnownFailure(Protocol):
-    """Keeps the failure of a run, as this rank knows it, for the output of errors."""
+    """Provides the failure of a run, as this rank has recorded it, for the output of errors."""
 
     def remote_failure(self) -> str | None:
-        """Return the failure, if it was logged here as the failure of another rank; None otherwise."""
+        """Return the failure of another rank if this rank has logged one. Otherwise, return None."""
 
     def wait_for_reports(self) -> None:
-        """Wait until the other ranks have logged a failure of this rank, or can't."""
+        """Wait until the other ranks have logged the failure of this rank, or are no longer able to."""
 
 
 _failure: KnownFailure | None = None
@@ -35,7 +36,11 @@ _previous = sys.excepthook
 
 
 def limit_tracebacks(failure: KnownFailure) -> None:
-    """Print exceptions that end this process depending on the failure of its run, from now on."""
+    """Install an exception hook that prints an uncaught exception depending on the failure of the run.
+
+    Args:
+        failure: provides the failure of the run. A later call replaces it.
+    """
     global _failure, _previous
     if _failure is None:
         _previous, sys.excepthook = sys.excepthook, _print_exception
@@ -43,24 +48,26 @@ def limit_tracebacks(failure: KnownFailure) -> None:
 
 
 def is_failure_remote() -> bool:
-    """Return whether the failure by which this process ends is the failure of another rank."""
+    """Return whether another rank caused the failure by which this process ends."""
     return _failure is not None and _failure.remote_failure() is not None
 
 
 def shows_all_tracebacks() -> bool:
-    """Return whether every rank prints its traceback."""
+    """Return whether all ranks print their tracebacks."""
     return os.environ.get(TRACEBACKS, "0") not in ("", "0")
 
 
 def shorten_traceback(error: BaseException) -> None:
-    """Take the calls that raised an error from its traceback, unless all ranks show theirs. Hydra and others print
-    exceptions on their own."""
+    """Remove the traceback and the context of an error, unless all ranks print their tracebacks.
+
+    This affects code that prints exceptions without the exception hook, such as Hydra.
+    """
     if not shows_all_tracebacks():
         error.__traceback__, error.__suppress_context__ = None, True
 
 
 def to_one_line(text: str) -> str:
-    """Return the first line of a message, with the last one if it contains a traceback."""
+    """Return the first line of a message, followed by the last line if the message contains a traceback."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if len(lines) > 1 and any(_TRACEBACK in line for line in lines):
         return f"{lines[0]} {lines[-1]}"

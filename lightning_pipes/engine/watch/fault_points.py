@@ -1,6 +1,6 @@
 """Named points at which a test can inject a fault into a process.
 
-The environment of a process, which is read once, requests a fault. Nothing happens otherwise.
+A fault is requested by an environment variable, which each process reads once. Without it, the points have no effect.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 VARIABLE = "LIGHTNING_PIPES_FAULT"
-"""The environment variable with a `Fault`."""
+"""The environment variable that contains a `Fault` as JSON."""
 
 POINTS = {
     "rendezvous": "a rank is about to look for the others in the launcher's store",
@@ -66,22 +66,21 @@ POINTS = {
     "watch.closed": "it does not watch any more",
     "exit": "the interpreter ends",
 }
-"""All points with a description. The point of an instruction is its kind."""
+"""All points with their descriptions. The point of an instruction has the name of its kind."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault to inject into one process.
+    """A fault to be injected into one process.
 
     Attributes:
-        rank: the rank of the process, as its launcher numbers them.
+        rank: the rank of the process, as numbered by its launcher.
         point: a key of `POINTS`.
-        file: gets the time of the fault, of the monotonic clock. A process that finds the file gets no fault, such as
-            a restarted one.
-        nth: the number of the pass that triggers it, from 1 on.
-        act: "kill" and "stop" send SIGKILL and SIGSTOP to the process itself; "wait" only holds it up until `file` is
-            gone.
-        delay: seconds from the passing to the act; the process goes on meanwhile.
+        file: the path to which the time of the fault, on the monotonic clock, is written. If the file already exists,
+            for example because the process was restarted, the fault is not injected.
+        nth: the number of the pass of the point that triggers the fault, starting at 1.
+        act: "kill" and "stop" send SIGKILL and SIGSTOP to the process. "wait" only blocks it until `file` is removed.
+        delay: seconds between the pass and the fault. The process continues during this time.
     """
 
     rank: int
@@ -98,17 +97,17 @@ class Fault:
             raise ValueError(f"a fault can kill, stop or wait, not {self.act!r}")
 
     def to_environment(self) -> Mapping[str, str]:
-        """Return variables that processes need in their environment, for any rank."""
+        """Return the environment variables that request this fault. They may be set for all ranks."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     def trigger(self) -> None:
-        """Trigger the fault in this process, now."""
+        """Trigger the fault in this process immediately, unless `file` exists."""
         path = Path(self.file)
         if path.exists():
             return
         unnamed = path.with_name(f"{path.name}.{os.getpid()}")
         unnamed.write_text(str(time.monotonic()))
-        unnamed.rename(path)  # atomically, for processes that wait for the file
+        unnamed.rename(path)  # atomic, because other processes wait for the file
         if self.act == "wait":
             while path.exists():
                 time.sleep(0.005)
@@ -117,7 +116,7 @@ class Fault:
 
 
 class _PassCounter:
-    """Counts the passes of the point at which this process gets a fault."""
+    """Counts how often this process passes the point of its fault."""
 
     def __init__(self, fault: Fault) -> None:
         self._fault = fault
@@ -148,7 +147,7 @@ def _requested_fault() -> _PassCounter | None:
 
 
 def fault_point(name: str) -> None:
-    """Mark a point of `POINTS`: a requested fault happens here."""
+    """Mark a point of `POINTS`. If a fault is requested for it, the fault is triggered here."""
     count = _requested_fault()
     if count is not None:
         count.count_pass(name)

@@ -1,6 +1,6 @@
-"""Heartbeats: every process counts up in the store, and waiting ranks check that the count moves.
+"""Heartbeats: each process increments a counter in the store, and other ranks check that the counter increases.
 
-The store also holds the identity of each process, and the mark that it has exited.
+The store also contains the identity of each process, and a mark for each process that has exited.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ BEAT_SECONDS = 1.0
 
 
 class StallTimer:
-    """Measures how long a count has not moved, on the observer's clock, so that clocks of other hosts do not matter.
+    """Measures how long a counter has not changed. It uses the clock of the observer, so that clocks of different hosts
+    need not agree.
 
-    At most `gap` seconds count between two checks. So a process that was stopped, or suspended with all others, does
-    not take its own sleep for a stall of the others.
+    At most `gap` seconds are counted between two checks. A process that was stopped, or suspended together with all
+    others, therefore does not mistake its own suspension for a stall of another process.
     """
 
     def __init__(self, gap: float) -> None:
@@ -30,7 +31,12 @@ class StallTimer:
         self._seconds = 0.0
 
     def stalled_seconds(self, count: int, now: float) -> float:
-        """Return how long `count` has been the same, as seen at `now`, a monotonic time."""
+        """Return how long the counter has had the same value, in seconds.
+
+        Args:
+            count: the current value of the counter.
+            now: the current monotonic time in seconds.
+        """
         passed = min(now - self._looked, self._gap)
         self._seconds = self._seconds + passed if count == self._count else 0.0
         self._count, self._looked = count, now
@@ -38,11 +44,12 @@ class StallTimer:
 
 
 class Heartbeat:
-    """Counts up once a second for as long as the process lives, also between runs, where user code may take hours.
+    """Increments a counter once a second for as long as the process lives. This includes the time between runs, in
+    which user code may take hours.
 
     Attributes:
-        connection: a connection to the store for calls that are answered at once. A call that waits for a key needs
-            its own connection, because a connection serves one call at a time.
+        connection: a connection to the store for calls that return immediately. A call that waits for a key needs a
+            separate connection, because a connection serves one call at a time.
         report_connection: another connection, for reports while `connection` is blocked.
     """
 
@@ -58,16 +65,17 @@ class Heartbeat:
         self._thread.start()
 
     def count_beats(self, rank: int) -> int:
-        """Return the number of heartbeats of `rank`."""
+        """Return the number of heartbeats of `rank` so far."""
         key = _key("heart", rank)
         return int(self.connection.get(key)) if self.connection.check([key]) else 0
 
     def known_process(self, rank: int) -> Process | None:
-        """Return the process of `rank`; None where `find_process` has not found it."""
+        """Return the process of `rank` without a request to the store, or None if `find_process` has not found it
+        yet."""
         return self._processes.get(rank)
 
     def find_process(self, rank: int) -> Process | None:
-        """Return the process of `rank`; None where it is not registered yet."""
+        """Return the process of `rank`, or None if it is not registered in the store yet."""
         if rank not in self._processes and self.connection.check([_key("place", rank)]):
             process = Process.parse(self.connection.get(_key("place", rank)).decode())
             if process is not None:
@@ -75,16 +83,16 @@ class Heartbeat:
         return self._processes.get(rank)
 
     def has_exited(self, rank: int) -> bool:
-        """Return whether the interpreter of `rank` has marked its end."""
+        """Return whether the process of `rank` has reported the exit of its interpreter."""
         return bool(self.connection.check([_key("ended", rank)]))
 
     def next_run(self, rank: int) -> int:
-        """Return the number of the run that begins; the same on every rank."""
+        """Return the number of the run that begins, which is the same on all ranks."""
         self._runs[rank] += 1
         return self._runs[rank]
 
     def stop(self) -> None:
-        """Stop the heartbeat; the interpreter can end."""
+        """Stop the heartbeat, so that the interpreter can exit."""
         self._ended.set()
         self._thread.join(timeout=2.0)
 
@@ -93,11 +101,10 @@ class Heartbeat:
             for beats in itertools.count(1):
                 if self._ended.wait(BEAT_SECONDS):
                     break
-                self.connection.set(
-                    _key("heart", self._rank), str(beats)
-                )  # and not `add`: what that makes can't be signed
+                # `Store.add` is not used, because its counters can't be signed.
+                self.connection.set(_key("heart", self._rank), str(beats))
             self.connection.set(_key("ended", self._rank), "")
-        except RuntimeError:  # the store is gone, which the failure watch of a run reports
+        except RuntimeError:  # the store has ended, which the failure watch of the run reports
             return
 
 
@@ -105,7 +112,13 @@ _heartbeat: Heartbeat | None = None
 
 
 def get_heartbeat(store: Any, rank: int) -> Heartbeat:
-    """Return the heartbeat of this process, which beats in `store` from the first call on."""
+    """Return the heartbeat of this process, and start it at the first call.
+
+    Args:
+        store: the store for the heartbeat. A call with a different store stops the previous heartbeat and starts a new
+            one.
+        rank: the global rank of this process.
+    """
     global _heartbeat
     if _heartbeat is None:
         atexit.register(stop_heartbeat)
@@ -116,7 +129,7 @@ def get_heartbeat(store: Any, rank: int) -> Heartbeat:
 
 
 def stop_heartbeat() -> None:
-    """Mark the end of this process, as at the end of an interpreter."""
+    """Stop the heartbeat and report the exit of this process, as at the end of the interpreter."""
     if _heartbeat is not None:
         _heartbeat.stop()
 

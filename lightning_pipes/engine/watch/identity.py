@@ -1,7 +1,7 @@
-"""Identifies a process among all that may share a folder, store or database.
+"""Identifies a process among all processes that may share a directory, a store, or a database.
 
-A host name and a process number do not suffice: containers may share a host name and number their processes separately,
-and numbers are reused.
+A host name and a process ID are not sufficient. Containers may share a host name and have separate process IDs, and
+process IDs are reused.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import NamedTuple
 import psutil
 
 _FIRST_SPACE = "effffffc"
-"""The number that Linux gives to the PID name space of the machine itself."""
+"""The inode number of the initial PID namespace of a Linux system, in hexadecimal."""
 
 
 class Process(NamedTuple):
     """The identity of a process.
 
     Attributes:
-        machine: a hash of the host's name and, where there is one, the machine's id.
-        boot: a hash of the boot id; empty where there is none.
-        space: the PID namespace of `pid`; empty where there are none.
-        pid: its number.
-        started: its start time, in a unit of the system.
+        machine: a hash of the host name and, if it exists, the machine ID.
+        boot: a hash of the boot ID, or empty if the system does not provide one.
+        space: the PID namespace of `pid`, or empty if the system does not have namespaces.
+        pid: the process ID.
+        started: the start time of the process, in a unit of the system.
     """
 
     machine: str
@@ -45,10 +45,10 @@ class Process(NamedTuple):
 
     @classmethod
     def from_pid(cls, pid: int) -> Process:
-        """Return the identity of another process of this PID namespace.
+        """Return the identity of another process in this PID namespace.
 
         Raises:
-            ProcessLookupError: there is none.
+            ProcessLookupError: the process does not exist.
         """
         started = _start_time(pid)
         if started is None:
@@ -57,7 +57,8 @@ class Process(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Process | None:
-        """Return the process with the text form `text`; None if there is no such form."""
+        """Return the process for the text that `str(process)` returns, or None if the text does not have that
+        format."""
         parts = text.split("-")
         if len(parts) != 5 or not all(part.isdigit() for part in parts[3:]):
             return None
@@ -65,31 +66,39 @@ class Process(NamedTuple):
         return cls(machine, boot, space, int(pid), int(started))
 
     def __str__(self) -> str:
-        """Return letters, digits and hyphens."""
+        """Return the attributes, joined by hyphens. The text consists of letters, digits and hyphens."""
         return "-".join(map(str, self))
 
     def has_ended(self) -> bool:
-        """Return whether the process is known to have ended. Processes of other machines and containers are unknown. A
-        process from before the machine's last boot has ended."""
+        """Return whether the process is known to have ended.
+
+        The state of processes on other machines and in other containers is unknown, and the result is False for them. A
+        process that was started before the last boot of this machine has ended.
+        """
         machine, boot, space = _host_marks()
         if self.machine != machine or self.space != space:
             return False
         if self.boot != boot:
             return bool(self.boot and boot) and space == _FIRST_SPACE
-        with suppress(PermissionError):  # another user's process, which the system does not describe
+        with suppress(PermissionError):  # the process of another user, about which the system gives no information
             return _start_time(self.pid) != self.started
         return False
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process of this PID namespace waits for SIGCONT; unknown on systems other than Linux."""
+    """Return whether a process of this PID namespace is stopped until it receives SIGCONT.
+
+    On systems other than Linux, the result is always False.
+    """
     state = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return state[:1] == ["T"]  # a debugger's are "t"
+    return state[:1] == ["T"]  # a process that is stopped by a debugger has state "t"
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether no such process runs in this PID namespace, zombies excluded; unknown on systems other than
-    Linux."""
+    """Return whether a process does not run in this PID namespace. Zombies count as ended.
+
+    On systems other than Linux, the result is always True.
+    """
     state = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return state[:1] in ([], ["Z"], ["X"])
 
@@ -101,7 +110,7 @@ def _process(pid: int) -> Process:
 
 @cache
 def _host_marks() -> tuple[str, str, str]:
-    """Return the marks that all processes of this PID namespace share."""
+    """Return the attributes that all processes of this PID namespace share: `machine`, `boot` and `space`."""
     machine = _short(f"{socket.gethostname()}/{_read('/etc/machine-id')}")
     boot = _read("/proc/sys/kernel/random/boot_id")
     space = ""
@@ -121,12 +130,12 @@ def _read(path: str) -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """Return the start time of a process; None if it has ended, also as a zombie.
+    """Return the start time of a process, or None if it has ended or is a zombie.
 
     Raises:
         PermissionError: the system denies access.
     """
-    if sys.platform == "linux":  # psutil's times move with the clock of the machine
+    if sys.platform == "linux":  # the times of psutil change when the clock of the machine is set
         with suppress(FileNotFoundError, ProcessLookupError):
             state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             return None if state in "ZX" else int(rest[18])

@@ -1,9 +1,9 @@
-"""Ends a process that has given up waiting for others, and makes calls that may never return.
+"""Ends a process that has given up waiting for other ranks, and makes calls that may never return.
 
-Gloo's threads wait for an abandoned collective until its timeout, half an hour later. Destroying its group waits for
-them, and the end of the interpreter destroys all objects. Also, a thread may return from a call of torch while the
-interpreter ends, for example when the other rank ends at the same time. Python (before 3.14) then unwinds the thread,
-and C++ aborts the process.
+After a collective was abandoned, the threads of gloo wait for it until its timeout, which is half an hour. The
+destructor of the process group waits for these threads, and the interpreter destroys all objects when it exits. In
+addition, a call of torch may return to a Python thread while the interpreter exits, for example when the other rank
+exits at the same time. Python versions before 3.14 then unwind the thread, and the C++ runtime aborts the process.
 """
 
 from __future__ import annotations
@@ -24,36 +24,43 @@ from typing import Any, TypeVar
 
 _POLL_SECONDS = 0.2
 _MAX_SECONDS = 20
-"""The longest time that the end of an interpreter may take."""
+"""Longest time that the exit of the interpreter may take, in seconds."""
 _given_up = threading.Event()
 _waits = threading.Lock()
 _left = threading.Lock()
 
 
 def give_up() -> None:
-    """Note that there may be collectives that do not end."""
+    """Record that this process may have collectives that do not complete."""
     _given_up.set()
 
 
 def has_given_up() -> bool:
-    """Return whether there may be collectives that do not end."""
+    """Return whether this process may have collectives that do not complete."""
     return _given_up.is_set()
 
 
 def claim_final_wait() -> bool:
-    """Return True at the first call only: one thread is enough to wait for the main thread's end."""
+    """Return True at the first call and False afterwards. One thread is sufficient to wait for the end of the main
+    thread."""
     return _waits.acquire(blocking=False)
 
 
 def wait_for_main_thread() -> None:
-    """Wait until only the end of the interpreter is left."""
-    while threading.main_thread().is_alive():  # `join` would take part in how the interpreter ends it
+    """Wait until the main thread has ended, so that only the shutdown of the interpreter remains."""
+    while threading.main_thread().is_alive():  # `join` would interfere with the shutdown of the main thread
         time.sleep(_POLL_SECONDS)
 
 
 def leak_until_exit(things: Iterable[object]) -> None:
-    """Keep the objects alive beyond the interpreter, which otherwise ends in order, with its output and exit status.
-    Then the process ends at once, where the C library is GNU's; on other systems it waits for no thread, either."""
+    """Keep objects alive until the process has ended, so that their destructors do not run.
+
+    The interpreter still shuts down in order, with its output and exit status. With the GNU C library, the process then
+    ends immediately. On other systems, it does not wait for threads of these objects either.
+
+    Args:
+        things: the objects, such as process groups.
+    """
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
     if sys.platform == "linux":
@@ -64,14 +71,16 @@ def leak_until_exit(things: Iterable[object]) -> None:
 
 
 def abandon_thread() -> None:
-    """Note that a thread stays behind in a call of torch, so that it does not disturb the end."""
+    """Record that a thread remains blocked in a call of torch, so that it does not disturb the exit of the process."""
     if _left.acquire(blocking=False):
         atexit.register(leak_until_exit, ())
 
 
 def _pause_on_terminate(library: ctypes.CDLL) -> None:
-    """Pause a thread that C++ would abort until the process ends. An alarm bounds that time, unless alarms are already
-    in use."""
+    """Pause a thread that the C++ runtime would terminate, until the process ends.
+
+    An alarm limits the time, unless the process already uses alarms.
+    """
     try:
         set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
     except (OSError, AttributeError):  # another C++ library
@@ -82,11 +91,14 @@ def _pause_on_terminate(library: ctypes.CDLL) -> None:
 
 
 def skip_final_gc() -> None:
-    """Skip the final garbage collection, which takes seconds on a busy machine while other ranks or the launcher wait.
-    Files that it would have closed are flushed now."""
+    """Flush all open files and skip the final garbage collection.
+
+    On a busy machine, the final garbage collection takes seconds, during which other ranks or the launcher wait. It
+    would have closed the files.
+    """
     for thing in gc.get_objects():
         if issubclass(type(thing), io.IOBase):
-            with suppress(Exception):  # whatever kind of file it is
+            with suppress(Exception):  # file objects of any class, which may raise any error
                 thing.flush()
     gc.freeze()
 
@@ -96,8 +108,10 @@ _CALL_POLL_SECONDS = 0.1
 
 
 class SerialCaller:
-    """Makes calls one after the other, in a thread that the end of the process does not wait for. A `with` block ends
-    the thread after the last call."""
+    """Makes calls one after another in a daemon thread, for which the process does not wait when it exits.
+
+    Use it as a context manager. At the end of the `with` block, the thread ends after its last call.
+    """
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
@@ -110,8 +124,13 @@ class SerialCaller:
         self._calls.put(None)
 
     def __call__(self, call: Callable[[], T], meanwhile: Callable[[], object]) -> T:
-        """Return the result of `call`, or raise its error. `meanwhile` is called repeatedly until then; an error of it
-        is raised instead, and ends the caller."""
+        """Make a call in the thread, and return its result or raise its error.
+
+        Args:
+            call: the function to call.
+            meanwhile: called repeatedly in the current thread until the call has ended. If it raises an error, the call
+                is abandoned and the error is raised.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._make, name="lightning_pipes asking", daemon=True)
             self._thread.start()

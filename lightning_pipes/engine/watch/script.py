@@ -1,4 +1,4 @@
-"""Finds the command that starts this program once more, as another rank."""
+"""Finds the command that starts the current program again, for another rank."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ _first_directory = os.getcwd()
 
 
 def find_command() -> tuple[Sequence[str], str] | None:
-    """Return the command that starts this program again, with the directory to start it in; None if it can't be started
-    again, because it has no file, as a program from standard input or the text behind `python -c`.
+    """Return the command that starts the current program again, and the directory in which to start it.
 
-    The directory is the one in which this program was started: it may have changed to another one since, and will do so
-    in the new process.
+    The directory is the working directory at the start of this program. If the program has changed its working
+    directory since then, the new process will do the same.
+
+    Returns:
+        The command and the directory. None if the program can't be started again because it does not have a file, such
+        as a program from standard input or from `python -c`.
     """
     import __main__
 
@@ -23,7 +26,7 @@ def find_command() -> tuple[Sequence[str], str] | None:
     if name is not None and name != "__main__":
         return [sys.executable, "-m", name, *sys.argv[1:]], _first_directory
     given = sys.argv[0]
-    if name == "__main__":  # a zip file, or a folder with a __main__.py
+    if name == "__main__":  # a zip file, or a directory with a __main__.py
         found = Path(_first_directory, given)
         return ([sys.executable, str(found), *sys.argv[1:]], _first_directory) if found.exists() else None
     file = getattr(__main__, "__file__", None)
@@ -31,6 +34,6 @@ def find_command() -> tuple[Sequence[str], str] | None:
         return None
     directory = _first_directory
     if not os.path.isabs(given) and file.endswith(os.sep + given):
-        directory = file.removesuffix(given)  # Python has made the path of the script absolute at its start
+        directory = file.removesuffix(given)  # Python made the path of the script absolute when it started
     path = Path(directory, file)
     return ([sys.executable, str(path), *sys.argv[1:]], directory) if path.exists() else None
