@@ -1,1 +1,1 @@
-"""Samples a rank's device and machine during training, to detect other load."""
+"""Samples the device and the machine of a rank during training, to detect load from other programs."""

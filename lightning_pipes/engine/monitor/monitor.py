@@ -1,7 +1,7 @@
-"""A thread that samples a rank's device and machine during training, and keeps the samples.
+"""Samples the device and the machine of a rank in a thread during training, and keeps the samples.
 
-DynPipe's engine records latencies, use of units and free memory every few hundred milliseconds (S III). Times of stages
-come from the run's own timeline, not from here.
+The engine of DynPipe records latencies, the utilization of units, and free memory every few hundred milliseconds
+(section III). The times of stages are not measured here, because they are taken from the timeline of the run.
 """
 
 from __future__ import annotations
@@ -25,31 +25,35 @@ from lightning_pipes.ir.clock import read_seconds
 from lightning_pipes.sim.shown.training_record import Curves
 
 OVERHEAD = 0.005
-"""The share of a core that sampling may take: where samples cost more, there are fewer."""
+"""The share of a core that sampling may take. If a sample costs more, samples are taken less often."""
 MAX_HERTZ = 10.0
-"""GPUs update their numbers every 100 ms at most."""
+"""Maximum sampling rate. GPUs update their values every 100 ms at most."""
 MIN_SECONDS = 1e-9
-"""The shortest time that a sample stands for, because two readings of a clock may be equal."""
+"""Shortest time that a sample stands for, in seconds. It is necessary because two readings of the clock may be
+equal."""
 _SETTLING = 0.9
 _STOP_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
 class Monitor:
-    """Samples sources from `start` to `stop`. An unavailable source, or one that fails later, is missing; that is
-    logged once and has no other effect.
+    """Samples sources of metrics between `start` and `stop`.
+
+    The metrics of a source are missing if the source is not available, or if it fails later. This is logged once and
+    has no other effect.
 
     Args:
-        sources: those that could be had, the best first.
-        hertz: samples in a second, or fewer where they would take more than 0.5 % of a core.
-        window: seconds that features summarise: two steps of the training at least, because samples of shorter windows
-        depend on their position in a step.
+        sources: the sources to sample. Sources that are not available are skipped.
+        hertz: samples per second. The rate is lower if sampling would take more than 0.5 % of a core.
+        window: the time that features summarize, in seconds. It should cover at least two training steps, because the
+            features of shorter windows depend on their position in a step.
         label: the owner of the device, for messages.
-        extra: names of values from `record_values`, kept beside the samples.
-        memory: metrics of free bytes of the device, the best first, as `free_metrics` has them.
+        extra: names of values from `record_values`, which are kept together with the samples.
+        memory: names of metrics with the free bytes of the device, in order of preference, as `free_metrics` returns
+            them.
 
     Raises:
-        InputError: hertz or window make no sense.
+        InputError: `hertz` or `window` is out of range.
     """
 
     def __init__(
@@ -72,38 +76,45 @@ class Monitor:
         self._memory = tuple(memory)
         self._window = SampleWindow(max(2, round(window * hertz)), window)
         self._history = SampleHistory()
-        self._read_at: dict[Source, float] = {}  # when a source last answered
+        self._read_at: dict[Source, float] = {}  # time of the last successful read of each source
         self._ticked = 0.0
-        self._unasked = 0  # samples since the last call of `since_last`
+        self._unasked = 0  # number of samples since the last call of `since_last`
         self._failed: set[str] = set()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._began = 0.0
         self.cost = 0.0
-        """Seconds of a core that a sample takes, on average over the last ones."""
+        """CPU seconds that a sample takes, as a moving average."""
 
     def start(self) -> None:
-        """Start sampling in a thread of its own."""
+        """Start sampling in a separate thread."""
         self._thread = threading.Thread(target=self._work, name="monitor", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop sampling; the samples remain available."""
+        """Stop sampling. The samples remain available."""
         self._stopped.set()
         if self._thread is not None:
-            self._thread.join(_STOP_SECONDS)  # a driver that hangs is not waited for
+            self._thread.join(_STOP_SECONDS)  # the timeout prevents waiting for a driver that hangs
             self._thread = None
 
     def features(self) -> Mapping[str, float]:
-        """Return the mean of each metric over the last window by name, and its 95th percentile with `_p95` behind the
-        name; NaN where it is missing. Empty before the first sample."""
+        """Return features of the last window by name.
+
+        The features are the mean of each metric, under its name, and its 95th percentile, under its name followed by
+        `_p95`. Missing values are NaN. The result is empty before the first sample.
+        """
         with self._lock:
             return self._window.features(self._metrics)
 
     def since_last(self) -> tuple[Mapping[str, float], int | None]:
-        """Return the mean of each metric since the last call, over the last window at most and the last sample at
-        least; and the result of `free_bytes`."""
+        """Return values since the last call of this method.
+
+        Returns:
+            The mean of each metric over the samples since the last call, limited to the last window and including at
+            least the last sample, and the result of `free_bytes`.
+        """
         with self._lock:
             samples = [*self._window.samples][-max(1, self._unasked) :]
             self._unasked = 0
@@ -111,19 +122,23 @@ class Monitor:
         return means, self.free_bytes()
 
     def free_bytes(self) -> int | None:
-        """Return the free bytes of the device at the last sample; None where no source reports them."""
+        """Return the number of free bytes of the device at the last sample, or None if no source reports it."""
         with self._lock:
             last = self._window.samples[-1] if self._window.samples else None
             now = {} if last is None else dict(zip(self._metrics, last.values, strict=True))
         return next((int(now[name]) for name in self._memory if name in now and not math.isnan(now[name])), None)
 
     def record_values(self, numbers: Mapping[str, float]) -> None:
-        """Keep these values in the curves from now on. Unknown names are left out."""
+        """Set the values of extra columns, which are kept with each following sample.
+
+        Args:
+            numbers: values by name. Names that were not passed as `extra` are ignored.
+        """
         with self._lock:
             self._extra.update((name, value) for name, value in numbers.items() if name in self._extra)
 
     def to_curves(self) -> Curves:
-        """Return all samples over time."""
+        """Return all samples as curves over time."""
         with self._lock:
             points = [point.tolist() for point in self._history.points]
         columns = [*zip(*points, strict=True)] or [()] * (1 + len(self._metrics) + len(self._extra))
@@ -137,14 +152,17 @@ class Monitor:
     # ---- in the thread
 
     def open(self) -> None:
-        """Open all available sources, and log them. For sampling without the thread, with `take_sample` and `close`."""
+        """Open all available sources, and log which sources are used.
+
+        Together with `take_sample` and `close`, this method allows sampling without the thread.
+        """
         without = []
         for source in self._wanted:
             try:
                 source.open()
             except SourceError as error:
                 without.append(f"{source.name} ({error})")
-            except Exception as error:  # training goes on without it, whatever is wrong with it
+            except Exception as error:  # training continues without the source, whatever the error is
                 without.append(f"{source.name} ({type(error).__name__}: {error})")
             else:
                 self._sources.append(source)
@@ -167,7 +185,7 @@ class Monitor:
     def close(self) -> None:
         """Close all open sources."""
         for source in self._sources:
-            with suppress(Exception):  # of a driver that is gone, say; nothing is read any more
+            with suppress(Exception):  # the driver may be gone, but nothing is read any longer
                 source.close()
 
     def _work(self) -> None:
@@ -182,11 +200,11 @@ class Monitor:
         self.close()
 
     def _read(self, source: Source) -> Sample:
-        """Return the current values of a source; its rates cover the time since its last answer."""
+        """Read a source. Its rates cover the time since its last successful read."""
         missing = np.full(len(source.metrics), math.nan)
         try:
             found = np.asarray(source.read(), float)
-        except Exception as error:  # of any kind: training does not end by it
+        except Exception as error:  # no error of a source may end the training
             if source.name not in self._failed:
                 self._failed.add(source.name)
                 _log.warning(
@@ -205,12 +223,12 @@ class Monitor:
 
 
 def _sample(values: Sequence[float] | Row, seconds: float) -> Sample:
-    """Return values that stand for the same seconds."""
+    """Return a sample whose values stand for the same time."""
     return Sample(np.array(values, float), np.full(len(values), seconds))
 
 
 def _joined(samples: Sequence[Sample]) -> Sample:
-    """Return the columns of all samples, one after another."""
+    """Concatenate the columns of samples."""
     empty = Sample(np.empty(0), np.empty(0))
     return Sample(*(np.concatenate(each) for each in zip(empty, *samples, strict=True)))
 
@@ -223,8 +241,8 @@ class Sample(NamedTuple):
     """A row of metrics.
 
     Attributes:
-        values: NaN for what is missing.
-        seconds: that each value stands for.
+        values: the values of the metrics, with NaN for missing values.
+        seconds: the time that each value stands for, in seconds.
     """
 
     values: Row
@@ -232,7 +250,10 @@ class Sample(NamedTuple):
 
 
 def mean_of(samples: Iterable[Sample]) -> Sample:
-    """Return the mean of each column over time, and the seconds of it; NaN for a column without values."""
+    """Return the time-weighted mean of each column, and the time that it covers.
+
+    The mean is NaN for columns without values.
+    """
     values, seconds = _tables(samples)
     total = seconds.sum(axis=0)
     weighted = (np.where(seconds > 0, values, 0.0) * seconds).sum(axis=0)
@@ -240,9 +261,12 @@ def mean_of(samples: Iterable[Sample]) -> Sample:
 
 
 def p95_of(samples: Iterable[Sample]) -> Row:
-    """Return the value that each column does not exceed for 95 % of the time; NaN for a column without values."""
+    """Return the value that each column does not exceed for 95 % of the time.
+
+    The result is NaN for columns without values.
+    """
     values, seconds = _tables(samples)
-    order = np.argsort(values, axis=0)  # what is missing is last
+    order = np.argsort(values, axis=0)  # NaN is sorted last
     until = np.cumsum(np.take_along_axis(seconds, order, axis=0), axis=0)
     place = (until < (_P95 - _ROUNDING) * until[-1]).sum(axis=0)
     found: Row = np.take_along_axis(values, np.take_along_axis(order, place[None], axis=0), axis=0)[0]
@@ -255,11 +279,11 @@ def _tables(samples: Iterable[Sample]) -> tuple[Row, Row]:
 
 
 class SampleWindow:
-    """The last samples.
+    """The most recent samples.
 
     Args:
-        most: samples.
-        seconds: of the past that they cover; older ones are dropped.
+        most: the maximum number of samples.
+        seconds: the length of the window in seconds. Older samples are dropped.
     """
 
     def __init__(self, most: int, seconds: float = math.inf) -> None:
@@ -271,7 +295,8 @@ class SampleWindow:
         """Add a sample.
 
         Args:
-            covers: seconds since the last one.
+            sample: the sample.
+            covers: seconds since the previous sample.
         """
         self.samples.append(sample)
         self._covered.append(covers)
@@ -280,7 +305,11 @@ class SampleWindow:
             self._covered.popleft()
 
     def features(self, names: Iterable[str]) -> dict[str, float]:
-        """Return the mean of each column by its name, and the 95th percentile with `_p95` behind it."""
+        """Return the mean of each column under its name, and its 95th percentile under its name followed by `_p95`.
+
+        Args:
+            names: the names of the columns.
+        """
         if not self.samples:
             return {}
         means, highs = mean_of(self.samples).values, p95_of(self.samples)
@@ -289,17 +318,19 @@ class SampleWindow:
 
 
 class SampleHistory:
-    """All samples with their times, in bounded memory: beyond `most` points, each becomes the mean of two
-    neighbours."""
+    """All samples with their times, in bounded memory.
+
+    Whenever the number of points reaches `most`, adjacent points are replaced by their means.
+    """
 
     def __init__(self, most: int = 400) -> None:
         self._most = most
-        self._each = 1  # samples in a point
+        self._each = 1  # number of samples that are averaged in each point
         self._waiting: list[Sample] = []
         self._points: list[Sample] = []
 
     def add(self, sample: Sample) -> None:
-        """Add a sample; its first column is the time."""
+        """Add a sample, whose first column is the time."""
         self._waiting.append(sample)
         if len(self._waiting) < self._each:
             return
@@ -312,17 +343,23 @@ class SampleHistory:
 
     @property
     def points(self) -> Sequence[Row]:
-        """Rows, the oldest first."""
+        """The points from oldest to newest."""
         return [point.values for point in self._points]
 
 
 def sources_for(device: torch.device) -> Sequence[Source]:
-    """Return sources about `device` and the machine, for the calling thread: hardware counters, the driver's numbers,
-    torch's, and Linux's. An unavailable source raises when it is opened."""
+    """Return all sources for `device` and the machine.
+
+    These are the hardware counters of the GPU, and the values of its driver, of torch, and of Linux. A source that is
+    not available raises an error when it is opened. The calling thread is assumed to be the computing thread.
+    """
     uuid = uuid_of(device.index or 0) if device.type == "cuda" else None
     return [GpmSource(uuid), NvmlSource(uuid), CudaSource(device), *host_sources(threading.get_native_id())]
 
 
 def free_metrics(device: torch.device) -> Sequence[str]:
-    """Return the metrics of free bytes on `device`, the best first; the machine's only for a CPU."""
+    """Return the names of metrics with the free bytes of `device`, in order of preference.
+
+    The memory of the machine is used only for a CPU.
+    """
     return ("host.available_bytes",) if device.type == "cpu" else ("gpu.free_bytes", "gpu.torch_free_bytes")

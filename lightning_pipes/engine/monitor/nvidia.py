@@ -1,6 +1,6 @@
-"""NVIDIA's management library, and the device of a rank.
+"""Sources of metrics for NVIDIA GPUs, from the NVIDIA Management Library (NVML) and from torch.
 
-The library ignores CUDA_VISIBLE_DEVICES in its numbering, so a device is found by its UUID.
+NVML numbers devices without regard to CUDA_VISIBLE_DEVICES, so the device of a rank is identified by its UUID.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class Nvidia:
-    """A device, while it is open.
+    """A device in NVML.
 
     Args:
-        uuid: as `uuid_of` gives it; None where the rank computes on no GPU of NVIDIA's.
+        uuid: the UUID that `uuid_of` returns, or None if the rank does not compute on an NVIDIA GPU.
 
     Attributes:
-        api: the module `pynvml` of nvidia-ml-py.
-        handle: the device, for its functions.
+        api: the module `pynvml` of the package nvidia-ml-py.
+        handle: the device, as an argument for functions of `api`.
     """
 
     api: ModuleType
@@ -38,7 +38,7 @@ class Nvidia:
         """Load the library and find the device.
 
         Raises:
-            SourceError: there is none.
+            SourceError: the library or the device is not available.
         """
         if self._uuid is None:
             raise SourceError("this rank computes on no CUDA device")
@@ -59,17 +59,19 @@ class Nvidia:
 
     @property
     def permanent_errors(self) -> tuple[type[Exception], ...]:
-        """Errors of calls that this device, driver or user will never support."""
+        """The errors of calls that this device, driver or user will never support."""
         api = self.api
-        missing = getattr(
-            api, "NVMLLibraryMismatchError", api.NVMLError_FunctionNotFound
-        )  # of some calls, no NVMLError
+        # Some calls raise NVMLLibraryMismatchError, which is not an NVMLError.
+        missing = getattr(api, "NVMLLibraryMismatchError", api.NVMLError_FunctionNotFound)
         return api.NVMLError_NotSupported, api.NVMLError_FunctionNotFound, api.NVMLError_NoPermission, missing
 
 
 def uuid_of(device: int) -> str | None:
-    """Return the UUID of one of torch's CUDA devices, as NVIDIA's library names it; None where torch does not know
-    it."""
+    """Return the UUID of a CUDA device of torch in the format of NVML, or None if torch does not provide it.
+
+    Args:
+        device: the index of the device in torch.
+    """
     import torch
 
     found = getattr(torch.cuda.get_device_properties(device), "uuid", None)
@@ -80,7 +82,7 @@ def uuid_of(device: int) -> str | None:
 
 
 class CudaSource(Source):
-    """Memory: free bytes of the device, and bytes that torch holds in this process."""
+    """Measures the free memory of the device, and the memory that torch holds in this process."""
 
     name: ClassVar[str] = "torch.cuda"
     metrics = ("gpu.torch_free_bytes", "gpu.torch_allocated_bytes", "gpu.torch_reserved_bytes")
@@ -102,18 +104,21 @@ class CudaSource(Source):
 
 
 _PCIE_TX, _PCIE_RX, _POWER = 197, 198, 186
-"""Fields that are read at once: counters of bytes, where nvmlDeviceGetPcieThroughput counts for 20 ms; milliwatts."""
+"""Fields that can be read without waiting: two counters of bytes, and milliwatts. In contrast,
+nvmlDeviceGetPcieThroughput measures for 20 ms."""
 _SLOWED = 0x4 | 0x8 | 0x20 | 0x40 | 0x80
-"""Of the reasons for a clock: power cap, slow-downs by hardware, heat, a brake of the power supply."""
+"""Reasons for a reduced clock: the power cap, slowdowns by hardware, temperature, and the brake of the power supply."""
 _SM, _MEMORY = 1, 2
 _MEGA = 1e6
 
 
 class NvmlSource(Source):
-    """Calls that return at once; a call that the driver does not support is made once, and missing afterwards.
+    """Measures with NVML calls that return immediately.
+
+    A call that the driver does not support is made only once. Its metrics are missing afterwards.
 
     Args:
-        uuid: of the device.
+        uuid: the UUID of the device, as in `Nvidia`.
     """
 
     name: ClassVar[str] = "nvml"
@@ -184,7 +189,7 @@ def _slowed(api: Any, handle: Any) -> list[float]:
 
 
 def _value(field: Any) -> float:
-    """Return the number in a field, according to the field's own type; NaN where there is none."""
+    """Return the number in a field according to the type of the field, or NaN if the field does not have a value."""
     if field.nvmlReturn:
         return math.nan
     names = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
@@ -193,13 +198,13 @@ def _value(field: Any) -> float:
 
 MEBI = 2.0**20
 LEAST_SECONDS = 0.1
-"""The shortest time between two samples that the device supports."""
+"""Shortest interval between two samples that the device supports, in seconds."""
 
 
 class _Metric(NamedTuple):
     number: int
     name: str
-    scale: float  # from what the library gives: 0 to 100, or MiB/s
+    scale: float  # converts the values of the library, which are percentages or MiB/s
 
 
 _ASKED = (
@@ -219,17 +224,18 @@ _ASKED = (
     _Metric(174, "context_switch_active_share", 0.01),
 )
 _ACTIVE, _OCCUPANCY = 1, 2
-"""Places in `_ASKED`. Their difference is the paper's most informative counter: unallocated warps in active
-multiprocessors."""
+"""Indices in `_ASKED`. Their difference is the most informative counter of the paper: the unallocated warps in
+active multiprocessors."""
 
 
 class GpmSource(Source):
-    """Differences of two samples that the device takes by itself, one at each tick, without waiting.
+    """Measures hardware counters as differences between two samples of the device. Each read takes one sample, without
+    waiting.
 
-    A metric that the driver does not know is missing.
+    Metrics that the driver does not support are missing.
 
     Args:
-        uuid: of the device.
+        uuid: the UUID of the device, as in `Nvidia`.
     """
 
     name: ClassVar[str] = "gpm"
@@ -240,7 +246,7 @@ class GpmSource(Source):
         self._device = Nvidia(uuid)
         self._samples: list[Any] = []
         self._asked: Any = None
-        self._at = 0.0  # when the last one was taken
+        self._at = 0.0  # time of the last sample
 
     def open(self) -> None:
         self._device.open()
@@ -254,7 +260,7 @@ class GpmSource(Source):
         except (api.NVMLError, *self._device.permanent_errors, SourceError) as error:
             self.close()
             raise SourceError(_reason(api, error)) from error
-        asked = self._asked = api.c_nvmlGpmMetricsGet_t()  # of 19 KB, so made once
+        asked = self._asked = api.c_nvmlGpmMetricsGet_t()  # created only once, because its size is 19 KB
         asked.version, asked.numMetrics = api.NVML_GPM_METRICS_GET_VERSION, len(_ASKED)
         for place, metric in enumerate(_ASKED):
             asked.metrics[place].metricId = metric.number

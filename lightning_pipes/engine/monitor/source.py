@@ -1,4 +1,5 @@
-"""Sources of numbers about a device or a machine. Those of the machine, its cores and memory, are read from Linux."""
+"""Sources of metrics about a device or a machine. The metrics of the machine, its cores and its memory, are read
+from Linux."""
 
 from __future__ import annotations
 
@@ -20,17 +21,18 @@ Row = npt.NDArray[np.float64]
 
 
 class SourceError(Exception):
-    """A source that can't be read, with a readable reason."""
+    """Raised if a source is not available. The message contains the reason."""
 
 
 class Source(ABC):
-    """Numbers of one origin. One thread opens, reads and closes it.
+    """Base class for metrics from one source. A single thread opens, reads and closes a source.
 
     Attributes:
-        name: of the source.
-        metrics: what `read` returns, in order: the name of each, which begins with that of its device and ends in its
-            unit. Shares are from 0 to 1; `cores` are seconds of computing in a second.
-        lost: unavailable metrics of an available source, with readable reasons; the monitor logs each once.
+        name: the name of the source.
+        metrics: the names of the metrics that `read` returns, in order. A name begins with the device and ends with the
+            unit. The unit `share` is a number from 0 to 1, and `cores` is seconds of computation per second.
+        lost: metrics of an open source that turned out to be unavailable, with their reasons. The monitor logs each of
+            them once.
     """
 
     name: ClassVar[str]
@@ -41,37 +43,41 @@ class Source(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Prepare the source.
+        """Prepare the source for reading.
 
         Raises:
-            SourceError: it is not available here, with the reason.
+            SourceError: the source is not available. The message contains the reason.
         """
 
     @abstractmethod
     def read(self) -> Sequence[float] | Row:
-        """Return the metrics now, or since the last call. A missing metric is NaN and never 0, which would count as
-        measured.
+        """Return the metrics at this moment or, for rates, since the last call.
+
+        Missing metrics must be NaN. They must not be 0, because 0 would be a measured value.
 
         Raises:
-            Exception: of any kind: it can't be read any more, or not this time.
+            Exception: any exception means that the source can't be read, now or at all.
         """
 
-    def close(self) -> None:  # noqa: B027  # most hold nothing
-        """Release resources."""
+    def close(self) -> None:  # noqa: B027  # most sources do not hold resources
+        """Release the resources of the source."""
 
 
 class Rates:
-    """Converts counters that only grow into their growth per second since the last call."""
+    """Converts counters that only increase to rates since the last call."""
 
     def __init__(self) -> None:
         self._at = math.nan
         self._last: Row | None = None
 
     def per_second(self, counters: Sequence[float] | Row, now: float | None = None) -> Row:
-        """Return the growth of each counter per second; NaN at the first call, and where one went back, as it wraps.
+        """Return the increase of each counter per second since the last call.
+
+        The result is NaN at the first call, and for counters that have decreased, for example because of an overflow.
 
         Args:
-            now: seconds of a clock that does not jump; by default those of this moment.
+            counters: the current values of the counters.
+            now: the current time on a monotonic clock, in seconds. By default, the clock is read.
         """
         now = read_seconds() if now is None else now
         found = np.asarray(counters, float)
@@ -90,11 +96,13 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 class SchedulerSource(Source):
-    """How long threads of this process have run, and have waited for a core while runnable: the cost of a neighbour on
-    the same cores. Waiting for messages counts as neither.
+    """Measures how long the threads of this process ran, and how long they waited for a core while they were runnable.
+
+    The waiting time shows the cost of other processes on the same cores. Waiting for messages counts neither as running
+    nor as waiting.
 
     Args:
-        thread: the native number of the one that computes.
+        thread: the native ID of the computing thread.
     """
 
     name: ClassVar[str] = "schedstat"
@@ -115,7 +123,7 @@ class SchedulerSource(Source):
         self._tasks = Rates()
         self._shared = Rates()
         self._threads: dict[str, tuple[float, float]] = {}
-        self._of_threads = np.zeros(2)  # cumulative, also of threads that have ended
+        self._of_threads = np.zeros(2)  # cumulative, including threads that have ended
 
     def open(self) -> None:
         _readable(f"{_TASKS}/{self._compute}/schedstat")
@@ -125,11 +133,11 @@ class SchedulerSource(Source):
         compute, read_at = [math.nan] * 3, read_seconds()
         for name in os.listdir(_TASKS):
             if name == own:
-                continue  # the cost of sampling is no load of the training
+                continue  # the cost of sampling is not part of the training
             try:
                 run, wait, slices = map(int, _text(f"{_TASKS}/{name}/schedstat").split())
             except (OSError, ValueError):
-                continue  # it has ended
+                continue  # the thread has ended
             if name == self._compute:
                 compute, read_at = [run * _NANO, wait * _NANO, float(slices)], read_seconds()
             before = self._threads.get(name, (0, 0))
@@ -141,10 +149,10 @@ class SchedulerSource(Source):
 
 
 class MachineSource(Source):
-    """How busy the cores are on which a thread may run, and all cores, with the work of all processes.
+    """Measures the load of all processes on the cores on which a thread may run, and on all cores of the machine.
 
     Args:
-        thread: the native number of the one that computes.
+        thread: the native ID of the computing thread.
     """
 
     name: ClassVar[str] = "/proc/stat"
@@ -180,13 +188,14 @@ class MachineSource(Source):
         user, nice, system, _, _, interrupts, soft, stolen = table[places].mean(axis=0)
         busy = user + nice + system + interrupts + soft + stolen
         all_cores = table.mean(axis=0)
-        all_busy = all_cores.sum() - all_cores[3] - all_cores[4]  # idle, and idle until a disk answers
+        all_busy = all_cores.sum() - all_cores[3] - all_cores[4]  # without idle and iowait
         rates = self._rates.per_second([busy, system, interrupts + soft, stolen, all_busy])
         return np.append(rates, runnable)
 
 
 class PressureSource(Source):
-    """The share of time in which some process of the machine waited for a core, for memory, or for a disk (PSI)."""
+    """Measures the share of time in which at least one process of the machine waited for a core, for memory, or for
+    a disk (PSI)."""
 
     name: ClassVar[str] = "/proc/pressure"
     metrics = ("host.cpu_pressure_share", "host.memory_pressure_share", "host.io_pressure_share")
@@ -203,13 +212,13 @@ class PressureSource(Source):
 
     @staticmethod
     def _total(what: str) -> float:
-        """Return seconds since the machine started: "some avg10=... avg60=... avg300=... total=MICROSECONDS"."""
+        """Parse the seconds since boot from a line "some avg10=... avg60=... avg300=... total=MICROSECONDS"."""
         some = _text(f"/proc/pressure/{what}").splitlines()[0]
         return int(some.rpartition("total=")[2]) / 1e6
 
 
 class ThrottleSource(Source):
-    """How long this process's control group was throttled because its quota was used up."""
+    """Measures how long the control group of this process was throttled because its CPU quota was exhausted."""
 
     name: ClassVar[str] = "cgroup"
     metrics = ("host.throttled_cores",)
@@ -228,8 +237,10 @@ class ThrottleSource(Source):
 
     @staticmethod
     def _seconds() -> float | None:
-        """Return seconds since the group was created; None where nothing is counted. A process may move to another
-        group."""
+        """Return the throttled seconds since the group was created, or None if they are not counted.
+
+        The group is looked up at each call, because a process may be moved to another group.
+        """
         for file in _statistics():
             try:
                 found = dict(line.split() for line in _text(file).splitlines())
@@ -243,7 +254,7 @@ class ThrottleSource(Source):
 
 
 class MemorySource(Source):
-    """Memory of the machine that is available without swapping, and memory of this process."""
+    """Measures the memory of the machine that is available without swapping, and the memory of this process."""
 
     name: ClassVar[str] = "psutil"
     metrics = ("host.available_bytes", "host.resident_bytes")
@@ -261,7 +272,11 @@ class MemorySource(Source):
 
 
 def host_sources(thread: int) -> Sequence[Source]:
-    """Return all sources about the machine, for a process with computing thread `thread`."""
+    """Return all sources about the machine.
+
+    Args:
+        thread: the native ID of the computing thread.
+    """
     return [SchedulerSource(thread), MachineSource(thread), PressureSource(), ThrottleSource(), MemorySource()]
 
 
@@ -278,7 +293,8 @@ def _readable(path: str) -> None:
 
 
 def _statistics() -> Iterable[Path]:
-    """Yield the files that count for the groups of this process, of either version of control groups."""
+    """Yield the possible paths of the CPU statistics of this process's control group, for both versions of control
+    groups."""
     try:
         lines = _text("/proc/self/cgroup").splitlines()
     except OSError:

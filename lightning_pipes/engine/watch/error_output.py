@@ -18,7 +18,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 
 class RemoteError(Exception):
-    """The base of errors that only repeat an error of another rank, which prints its traceback there."""
+    """Base class of errors that only repeat an error of another rank. The other rank prints the traceback."""
 
 
 class KnownFailure(Protocol):
@@ -58,7 +58,7 @@ def shows_all_tracebacks() -> bool:
 
 
 def shorten_traceback(error: BaseException) -> None:
-    """Remove the traceback and the context of an error, unless all ranks print their tracebacks.
+    """Remove the traceback of an error and suppress its context, unless all ranks print their tracebacks.
 
     This affects code that prints exceptions without the exception hook, such as Hydra.
     """

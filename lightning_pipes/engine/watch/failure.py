@@ -1,9 +1,10 @@
-"""Propagates a failure on one rank to all others, so that no rank waits for a dead one.
+"""Propagates a failure on one rank to all other ranks, so that no rank waits for a failed one.
 
-The side channel is the store of the rendezvous. The first rank to fail writes its failure there, and all ranks read it
-several times a second. Broken connections, and ended processes of this host, are reported the same way. A stopped
-process or a cut link breaks nothing; there the heartbeat expires. Each rank checks the next one in a ring, so that the
-load of the store grows only as the number of ranks.
+The store of the rendezvous serves as the side channel. The first rank that fails writes its failure to the store, and
+all ranks read it several times a second. Broken connections, and processes of the same host that have ended, are
+reported in the same way. A stopped process or an interrupted link does not break a connection, but its heartbeat
+expires. Each rank checks the heartbeat of the next rank in a ring, so that the load on the store grows only linearly
+with the number of ranks.
 """
 
 from __future__ import annotations
@@ -35,31 +36,32 @@ _log = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
 REASON_SECONDS = 5 * POLL_SECONDS
 SETUP_SECONDS = 1800.0
-"""How long ranks wait for each other while they connect, unless the run has another timeout."""
+"""Default for the time that ranks wait for each other while they connect, in seconds."""
 GRACE_SECONDS = 7.0
-"""How long a rank that knows of a failure may take to exit by itself before its watchdog ends it."""
+"""How long a rank may take to exit after it has learned of a failure, in seconds. After that, its watchdog ends it."""
 PUBLISH_SECONDS = 2.0
-"""How long a failing rank waits for the store to accept its report."""
+"""How long a failing rank waits for the store to accept its report, in seconds."""
 LOG_SECONDS = 30.0
-"""How often a rank logs the ranks that it waits for."""
+"""Interval at which a rank logs the ranks that it is waiting for, in seconds."""
 HEARTBEAT_TIMEOUT = 120.0
-"""Long enough for any call that keeps Python's lock, such as loading a large pickle."""
+"""Default timeout of heartbeats in seconds. It is longer than any call that holds the GIL, such as loading a large
+pickle."""
 WAIT_SECONDS = 3.0
-"""How long a rank waits for one thing until it tells the others for what."""
+"""How long a rank waits for the same event before it publishes the reason for other ranks, in seconds."""
 _REFUSED = "refused"
-"""Among the texts of ranks on a topic: one of them has given it up."""
+"""Key that marks an exchange of texts in which a rank has given up."""
 T = TypeVar("T")
 
 
 class PeerFailure(PipelineError):  # noqa: N818 - reads as what it is: the failure is on another rank
-    """Another rank failed; the message names it, its stage, its instruction and the cause."""
+    """Another rank failed. The message contains the rank, its stage, its instruction, and the cause."""
 
 
 class _FailureReport:
     """A failure to be written to the store.
 
     Attributes:
-        first: the failure that was written first, once the store has answered.
+        first: the failure that was written first. It is set after the store has answered.
     """
 
     def __init__(self, text: str) -> None:
@@ -68,12 +70,13 @@ class _FailureReport:
         self._answered = threading.Event()
 
     def set_answer(self, first: str | None) -> None:
-        """Set the store's answer, or None where the store failed."""
+        """Set the answer of the store, or None if the store failed."""
         self.first = first
         self._answered.set()
 
     def wait(self, seconds: float) -> str | None:
-        """Return the failure that was written first; None where the store has not answered in time."""
+        """Wait for the store, and return the failure that was written first. Return None if the store does not
+        answer in time."""
         self._answered.wait(seconds)
         return self.first
 
@@ -81,23 +84,29 @@ class _FailureReport:
 class FailureWatch:
     """Propagates the first failure of any rank to all ranks.
 
-    It creates all its threads at the start, because a process that is out of memory can't start another one.
+    All threads are created in the constructor, because a process that runs out of memory can't start new threads.
 
     Args:
-        store: the c10d store of the process group; None for ranks in one process.
-        rank: the global rank.
-        ranks: how many there are in all.
-        heartbeat_timeout: seconds after which a rank without a heartbeat, or a store without an answer, is given up.
-        store_host: the host of the store, for messages.
-        enforce: end the process when it has not closed the watch `GRACE_SECONDS` after a failure on another rank: a
-        rank that is blocked in a collective neither sees exceptions nor runs signal handlers. After any failure, end it
-            also when it has not ended `GRACE_SECONDS` after its main thread.
-        ended: returns the known ends of ranks, including ranks that have not reached the store.
+        store: the c10d store of the process group, or None for ranks that share one process.
+        rank: the global rank of this process.
+        ranks: the number of ranks.
+        heartbeat_timeout: seconds without a heartbeat after which a rank is declared dead. The same limit applies to
+            answers of the store.
+        store_host: a description of the host of the store, for messages.
+        enforce: whether the watchdog ends the process if it has not closed the watch `GRACE_SECONDS` after a failure on
+            another rank. This is necessary because a rank that is blocked in a collective neither sees exceptions nor
+            runs signal handlers. After any failure, the watchdog also ends the process if it has not exited
+            `GRACE_SECONDS` after the end of its main thread.
+        ended: returns descriptions of how ranks are known to have ended, by rank. These may include ranks that have not
+            reached the store.
+        setup_seconds: how long ranks wait for each other while they connect. It limits the time that the setup of a
+            rank may take.
 
     Attributes:
-        setup_seconds: how long ranks wait for each other while they connect; the setup of a rank may take that long.
+        setup_seconds: how long ranks wait for each other while they connect, as in the arguments.
         stages: the stages of each global rank, for messages.
-        doing: the reason why this rank waits, for messages; None while it computes.
+        doing: a description of what this rank is waiting for, for messages. None while the rank computes.
+        error: the failure of the run, or None.
     """
 
     def __init__(
@@ -132,7 +141,7 @@ class FailureWatch:
         self._polls = 0
         self._n_meetings = 0
         self._waits_for: tuple[object | None, int] = None, 0
-        """What this rank waited for in the last look, and in how many looks before."""
+        """The value of `doing` in the last poll, and the number of consecutive earlier polls with the same value."""
         self._reports: SimpleQueue[_FailureReport | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         if store is not None:
@@ -149,29 +158,37 @@ class FailureWatch:
             fault_point("watch.made")
 
     def sub_store(self) -> Any:
-        """Return a part of the store for one purpose of this run; ranks that call this equally often get the same
-        part."""
+        """Return a part of the store for one purpose of this run.
+
+        Ranks that call this method the same number of times get the same part.
+        """
         return self.sub_store_factory()()
 
     def sub_store_factory(self) -> Callable[[], Any]:
-        """Return a function that returns that part of the store, with a connection of its own; connecting takes up to a
-        tenth of a second."""
+        """Return a function that returns such a part of the store.
+
+        Each call of the function opens a separate connection to the store, which takes up to a tenth of a second.
+        """
         self._stores += 1
         prefix = f"{self._prefix}/{self._stores}"
         return lambda: sub_store_of(self._store, prefix)
 
     @property
     def seal(self) -> Seal | None:
-        """The seal of data from other ranks; None where there is none."""
+        """The seal of data from other ranks, or None if the ranks do not share a secret."""
         return seal_of(self._store)
 
     def name(self, rank: int) -> str:
-        """Return a rank and its stages, as messages name it."""
+        """Return the name of a rank for messages, which includes its stages."""
         stages = self.stages.get(rank, ())
         return f"rank {rank}" + (f" (stage {', '.join(map(str, stages))})" if stages else "")
 
     def on_failure(self, listener: Callable[[BaseException], None]) -> None:
-        """Call `listener(error)` from another thread when any rank fails; at once if one has failed."""
+        """Register a listener for failures.
+
+        When a rank fails, `listener(error)` is called, usually from another thread. If a rank has already failed, it is
+        called immediately.
+        """
         with self._lock:
             self._listeners.append(listener)
             error = self.error
@@ -179,14 +196,21 @@ class FailureWatch:
             listener(error)
 
     def report_failure(self, error: BaseException, where: str = "") -> None:
-        """Report this rank's failure to all ranks, unless another failure was first."""
+        """Report a failure of this rank to all ranks, unless another failure was reported first.
+
+        Args:
+            error: the exception that this rank raised.
+            where: the place of the failure, for the message.
+        """
         failed = f"rank {self._rank} failed in {where}" if where else f"{self.name(self._rank)} failed"
         text = f": {error}" if str(error) else ""  # KeyboardInterrupt has none
         self._publish_failure(f"{failed}: {type(error).__name__}{text}", is_remote=False)
 
     def report_lost_peer(self, peer: int, error: BaseException) -> None:
-        """Report a broken connection to `peer`. If the peer has reported a failure, that is the failure; else the peer
-        is gone."""
+        """Report a broken connection to `peer`.
+
+        If the peer has reported a failure, that failure is the cause. Otherwise, the peer is reported as ended.
+        """
         if self._closed.is_set():
             return
         if self._store is not None and self._closed.wait(2 * POLL_SECONDS):
@@ -196,28 +220,42 @@ class FailureWatch:
             self._publish_failure(f"{self.name(peer)} has ended or can't be reached: {lost}")
 
     def has_ended(self, rank: int) -> bool:
-        """Return whether the process of `rank` is known to have ended; a process of another host never is."""
+        """Return whether the process of `rank` is known to have ended. The result is always False for processes of
+        other hosts."""
         process = None if self._store is None else self._heartbeat.known_process(rank)
         return process is not None and process.has_ended()
 
     def remote_failure(self) -> str | None:
-        """Return the failure of another rank, which this one has logged; None if there is none."""
+        """Return the failure of another rank if this rank has logged one. Otherwise, return None."""
         return self._failure if self._announced.is_set() and self._is_remote else None
 
     def wait_for_reports(self) -> None:
-        """Wait until the other ranks have logged this rank's failure, have left the run, or have ended; no longer than
-        they may take to end."""
+        """Wait until each other rank has logged the failure of this rank, has left the run, or has ended.
+
+        The wait is limited to `GRACE_SECONDS`.
+        """
         if self._announced.is_set() and self._store is not None:
             self._acknowledged.wait(GRACE_SECONDS)
 
     def check(self) -> None:
-        """Raise PeerFailure if any rank has failed."""
+        """Raise the failure of the run if a rank has failed.
+
+        Raises:
+            PeerFailure: a rank has failed.
+        """
         if self.error is not None:
             raise self.error
 
     def call(self, fn: Callable[[], T]) -> T:
-        """Return the result of `fn()`, which waits for other ranks where exceptions can't interrupt it. It runs in a
-        thread of its own, which is abandoned when a rank fails.
+        """Call a function that waits for other ranks and that exceptions can't interrupt.
+
+        The function runs in a separate thread, which is abandoned when a rank fails.
+
+        Args:
+            fn: the function to call.
+
+        Returns:
+            The result of the function.
 
         Raises:
             PeerFailure: a rank has failed.
@@ -243,15 +281,16 @@ class FailureWatch:
         return result
 
     def meet(self, call: str, line: str) -> None:
-        """Wait for all ranks to make a call that all of them must make, wherever each of them makes it.
+        """Wait until all ranks have made a call that every rank must make. Each rank may make it at a different place.
 
         Args:
-            call: the name of the function, which is the same on all ranks.
-            line: the caller's file and line.
+            call: the name of the function, which must be equal on all ranks.
+            line: the file and line of the caller.
 
         Raises:
             PeerFailure: a rank has failed.
-            PipelineError: a rank makes another call, or waits for something else, which will not happen as all wait.
+            PipelineError: a rank made a different call, or all ranks wait for different events, so that none of them
+                can continue.
         """
         if self._store is None:
             return
@@ -284,12 +323,13 @@ class FailureWatch:
                 )
 
     def _find_wait(self, other: int) -> str:
-        """Return what another rank has been waiting for, after a number of the wait; empty if it does not wait."""
+        """Return the reason why another rank waits, preceded by a number that identifies the wait. Return an empty
+        text if the rank does not wait."""
         key = f"{self._prefix}/wait/{other}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _publish_wait(self) -> None:
-        """Tell other ranks for what this one waits, and when it waits no longer."""
+        """Publish the reason why this rank waits, and clear it when the wait is over."""
         doing, looks = self.doing, self._waits_for[1] + 1
         published = looks * POLL_SECONDS > WAIT_SECONDS
         if doing is None or doing is not self._waits_for[0]:
@@ -313,11 +353,11 @@ class FailureWatch:
         """Wait until all ranks have reached the store.
 
         Args:
-            timeout: seconds to wait for the last one.
-            check: called repeatedly meanwhile; may raise.
+            timeout: seconds to wait for the last rank.
+            check: called repeatedly during the wait. It may raise an exception.
 
         Raises:
-            PeerFailure: a rank has ended, or does not reach the store in time.
+            PeerFailure: a rank has ended, or has not reached the store in time.
         """
         started = time.monotonic()
         why = explain_missing_tasks()
@@ -339,14 +379,14 @@ class FailureWatch:
         self.check()
 
     def wait_for_values(self, store: Any, keys: Mapping[int, str]) -> dict[int, str]:
-        """Return the values that ranks store while they connect.
+        """Wait for values that other ranks store while they connect, and return them by rank.
 
         Args:
-            store: a part of the run's store.
-            keys: of each rank, under which it stores its value.
+            store: a part of the store of the run.
+            keys: the key under which each rank stores its value, by rank.
 
         Raises:
-            PeerFailure: a rank has failed, or does not store its value within `setup_seconds`.
+            PeerFailure: a rank has failed, or has not stored its value within `setup_seconds`.
         """
         deadline = time.monotonic() + self.setup_seconds
         while missing := [rank for rank, key in keys.items() if not store.check([key])]:
@@ -357,30 +397,37 @@ class FailureWatch:
         return {rank: store.get(key).decode() for rank, key in keys.items()}
 
     def report_late_ranks(self, ranks: Sequence[int]) -> None:
-        """Report that ranks have not connected within `setup_seconds`, and raise PeerFailure."""
+        """Report that ranks have not connected within `setup_seconds`.
+
+        Raises:
+            PeerFailure: always, with the first failure of the run.
+        """
         late = f"{_ranks(ranks)} did not connect to the other ranks within {self.setup_seconds:.0f} s"
         self._publish_failure(f"{late}. If setup takes longer on a rank, set PipelineStrategy(timeout=...)")
         self.check()
 
     def exchange_texts(self, topic: str, text: str | None, timeout: float) -> list[str]:
-        """Return the texts of all ranks on a topic, after a failure; none if a rank has ended, sends no text in time,
-        or refuses. A rank that joins when another has given up gets none, too, and at once.
+        """Exchange one text per rank after a failure.
 
         Args:
-            topic: is new in this run.
-            text: None refuses.
-            timeout: seconds.
+            topic: a name that has not been used in this run.
+            text: the text of this rank. None refuses the exchange.
+            timeout: seconds to wait for the texts of the other ranks.
+
+        Returns:
+            The texts of all ranks. The result is empty if a rank has ended, does not send its text in time, or refuses.
+            Ranks that join after another rank has given up get an empty result immediately.
         """
         found: list[str] = []
         if self._store is not None:
             thread = threading.Thread(target=self._exchange, args=(topic, text, timeout, found), daemon=True)
-            thread.start()  # the store may be stopped, and block it
+            thread.start()  # a separate thread, because a stopped store would block this one
             thread.join(timeout + POLL_SECONDS)
         return list(found)
 
     def _exchange(self, topic: str, text: str | None, timeout: float, found: list[str]) -> None:
         keys, until = [str(rank) for rank in range(len(self._others) + 1)], time.monotonic() + timeout
-        with suppress(RuntimeError):  # the store has ended
+        with suppress(RuntimeError):  # raised if the store has ended
             store = sub_store_of(self._store, f"{self._prefix}/{topic}")
             if text is not None:
                 store.set(str(self._rank), text)
@@ -394,20 +441,28 @@ class FailureWatch:
                 time.sleep(POLL_SECONDS / 10)
 
     def raise_reason(self) -> None:
-        """Raise PeerFailure once a failure is known that explains another error; return after a second if there is
-        none."""
+        """Raise the failure of the run that explains another error, waiting for it if necessary.
+
+        If no failure becomes known within `REASON_SECONDS`, the method returns.
+
+        Raises:
+            PeerFailure: a rank has failed.
+        """
         until = time.monotonic() + REASON_SECONDS
-        while time.monotonic() < until:  # a failing rank writes to the store first, and closes connections afterwards
+        # A failing rank first writes to the store, and then closes its connections.
+        while time.monotonic() < until:
             self.check()
             time.sleep(POLL_SECONDS / 4)
 
     def close(self) -> None:
-        """Stop watching; this process needs no further heartbeats. The watchdog leaves it alone until its main thread
-        has ended."""
+        """Stop watching. This process does not need the heartbeats of other ranks any longer.
+
+        Afterwards, the watchdog does not end this process until its main thread has ended.
+        """
         fault_point("watch.close")
         self._closed.set()
         self._reports.put(None)
-        until = time.monotonic() + 1.0  # that long only where the store does not answer
+        until = time.monotonic() + 1.0  # reached only if the store does not answer
         while self._threads:
             thread = self._threads.pop()
             if thread is not threading.current_thread() and self.error is None:
@@ -415,8 +470,11 @@ class FailureWatch:
         fault_point("watch.closed")
 
     def _watch(self) -> None:
-        """Read the store for failures, the next rank's heartbeat, and ended processes of this host. Its calls block
-        where the store is stopped."""
+        """Check for failures in the store, for the heartbeat of the next rank, and for processes of this host that have
+        ended.
+
+        The calls of this thread block if the store is stopped.
+        """
         silence, looks = StallTimer(2 * BEAT_SECONDS), round(BEAT_SECONDS / POLL_SECONDS)
         try:
             while self.error is None and not self._closed.wait(POLL_SECONDS):
@@ -434,13 +492,14 @@ class FailureWatch:
                 self._wait_for_others()
         except Exception as error:
             if not self._closed.is_set():
-                what = to_one_line(str(error))  # torch adds the C++ calls below it
+                what = to_one_line(str(error))  # torch appends a C++ stack trace
                 self._accept_failure(f"{self._store_host}, which hosts the store of this run, has ended ({what})")
         finally:
             self._acknowledged.set()
 
     def _wait_for_others(self) -> None:
-        """Mark that this rank has logged the failure of the run, and wait for the marks of ranks that still can."""
+        """Mark that this rank has logged the failure of the run, and wait for the marks of all ranks that can still
+        set one."""
         self._announced.wait()
         connection = self._heartbeat.connection
         connection.set(self._acknowledged_key(self._rank), "")
@@ -456,7 +515,7 @@ class FailureWatch:
             time.sleep(POLL_SECONDS / 4)
 
     def _check_process(self, other: int) -> None:
-        """Publish a failure if the process of another rank is known to have ended in the middle of this run."""
+        """Publish a failure if the process of another rank is known to have ended during this run."""
         process = self._heartbeat.find_process(other)
         if process is not None and process.has_ended() and not self._has_left(other):
             how = self._ended().get(other)
@@ -466,9 +525,9 @@ class FailureWatch:
             )
 
     def _check_heartbeat(self, silence: StallTimer) -> None:
-        """Publish a failure if the next rank has exited, or its heartbeat has expired."""
+        """Publish a failure if the next rank has exited or its heartbeat has expired."""
         if self._heartbeat.find_process(self._neighbour) is None:
-            return  # it has not connected yet; its setup may take an hour
+            return  # the rank has not connected yet; its setup may take an hour
         seconds = silence.stalled_seconds(self._heartbeat.count_beats(self._neighbour), time.monotonic())
         ended = self._heartbeat.has_exited(self._neighbour)
         if (not ended and seconds <= self._timeout) or self._has_left(self._neighbour):
@@ -492,7 +551,7 @@ class FailureWatch:
         return " by itself, while others were in a run, in which all ranks must take part"
 
     def _run_watchdog(self) -> None:
-        """Detect a store that does not answer, and end a process that is blocked; never blocks itself."""
+        """Detect a store that does not answer, and end this process if it is blocked. This thread does not block."""
         silence = StallTimer(2 * POLL_SECONDS)
         while not self._closed.wait(POLL_SECONDS):
             now = time.monotonic()
@@ -504,7 +563,7 @@ class FailureWatch:
                         f"for {seconds:.0f} s: it is stopped, or can't be reached"
                     )
                     self._accept_failure(text)
-                    self._reports.put(_FailureReport(text))  # for a host that goes on one day
+                    self._reports.put(_FailureReport(text))  # written if the host continues later
             elif self._enforce and self._failed_at is not None and now > self._failed_at + GRACE_SECONDS:
                 self._end_process(f"is still blocked {GRACE_SECONDS:.0f} s after the failure")
         if self.error is not None and self._enforce and process_exit.claim_final_wait():
@@ -513,16 +572,21 @@ class FailureWatch:
             self._end_process(f"has not exited {GRACE_SECONDS:.0f} s after the end of its script, which failed")
 
     def _end_process(self, what: str) -> None:
-        with suppress(Exception):  # whatever becomes of the words
+        with suppress(Exception):  # the process must end even if printing fails
             print(f"[rank {self._rank}] {what}, and is stopped: {to_one_line(str(self.error))}", file=sys.stderr)
             sys.stderr.flush()
         os._exit(1)
 
     def _publish_failure(self, text: str, is_remote: bool = True) -> None:
-        """Make `text` the failure of the run, unless there is one; `is_remote` if it is not this rank's own."""
+        """Make `text` the failure of the run, unless a failure was written before.
+
+        Args:
+            text: the description of the failure.
+            is_remote: whether the failure happened on another rank.
+        """
         text = to_printable(text)
         first = None
-        # The store may be gone with its host; closed connections then inform the others.
+        # The store may have ended with its host. Closed connections then inform the other ranks.
         if self._store is not None and not self._closed.is_set():
             words = _FailureReport(text)
             self._reports.put(words)
@@ -533,7 +597,7 @@ class FailureWatch:
             self._accept_failure(first)
 
     def _write(self) -> None:
-        """Write failures into the store, which may block, and read back the one that was written first."""
+        """Write failures to the store, and read the one that was written first. This thread may block."""
         while (words := self._reports.get()) is not None:
             try:
                 words.set_answer(self._heartbeat.report_connection.compare_set(self._key, "", words.text).decode())
@@ -553,7 +617,7 @@ class FailureWatch:
             self._failure, self._is_remote = text, is_remote and not text.startswith(f"rank {self._rank} ")
             listeners = list(self._listeners)
         process_exit.give_up()
-        if is_remote:  # at once: the launcher may kill this process before its own error is printed
+        if is_remote:  # log it immediately: the launcher may kill this process before its own error is printed
             _log.error("[rank %d] %s", self._rank, to_one_line(text))
         self._announced.set()
         for listener in listeners:

@@ -1,7 +1,8 @@
-"""Watches the process that started this one, and the processes that this one started as ranks of one job.
+"""Watches the process that started this one, and the processes that this one started as ranks of the same job.
 
-A rank with a dead launcher is alone: no process restarts or stops it. So it ends, wherever it is. A launcher that is
-itself a rank ends when one of its ranks dies, and waits for them at its own end.
+If the launcher of a rank has ended, no process can restart or stop the rank any longer, so the rank ends itself,
+regardless of what it is doing. A launcher that is a rank itself ends when one of the ranks that it started fails, and
+waits for these ranks when it exits.
 """
 
 from __future__ import annotations
@@ -31,21 +32,22 @@ from lightning_pipes.ir import PipelineError
 _log = logging.getLogger(__name__)
 
 LAUNCHER = "LIGHTNING_PIPES_LAUNCHER"
-"""The environment variable with the process id of the launcher."""
+"""The environment variable that contains the process ID of the launcher."""
 TERMINATED = 128 + 15
-"""The exit status of an orderly end after SIGTERM."""
+"""Exit status of a process that exits in order after SIGTERM."""
 GRACE_SECONDS = 6.0
-"""How long a process continues after its launcher, or a rank that it has started, has died. It may already be about to
-end with a more specific error."""
+"""How long a process continues after its launcher, or a rank that it has started, has failed, in seconds. In this
+time, the process may end with a more specific error."""
 _REASON_SECONDS = 1.0
-"""How long the end of a started rank may be explained by a failure of the run before it is logged."""
+"""How long to wait for a failure of the run that explains the end of a started rank, before that end is logged, in
+seconds."""
 _WAIT_SECONDS = 4.0
-"""How long a failed process waits at its end for the ranks that it has started."""
+"""How long a failed process waits for the ranks that it has started when it exits, in seconds."""
 _POLL_SECONDS = 0.3
 _CHECK_SECONDS = 1.0
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _first_pids = os.getpid(), os.getppid()
-"""This process and its parent at import; a fork has other ones."""
+"""The process IDs of this process and its parent at import. They differ from the current ones in a forked process."""
 
 
 class LauncherEndedError(PipelineError):
@@ -53,11 +55,11 @@ class LauncherEndedError(PipelineError):
 
 
 class RankStoppedError(PipelineError):
-    """A rank that was started with this one is stopped."""
+    """A rank of the same job on this host is stopped."""
 
 
 class _Launcher:
-    """Watches the launcher, once `start_watching` has found one."""
+    """Watches the launcher, if `start_watching` has found one."""
 
     def __init__(self) -> None:
         self.pid = 0
@@ -85,11 +87,11 @@ class _Launcher:
 
 
 class _Launched:
-    """Processes that this one has started as ranks."""
+    """Watches the processes that this one has started as ranks."""
 
     def __init__(self) -> None:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        """By rank."""
+        """The processes by rank."""
         self._should_watch = True
 
     def start_watching(self, processes: dict[int, subprocess.Popen[bytes]]) -> None:
@@ -100,13 +102,13 @@ class _Launched:
 
     def send_signal(self, signum: int) -> None:
         for process in self.processes.values():
-            process.send_signal(signum)  # nothing to those that have ended
+            process.send_signal(signum)  # has no effect on processes that have ended
 
     def stop_watching(self) -> None:
         self._should_watch = False
 
     def exited_ranks(self) -> dict[int, str]:
-        """Return how ranks have ended."""
+        """Return how ranks have ended, by rank."""
         return {
             rank: how_it_ended(process.returncode)
             for rank, process in self.processes.items()
@@ -114,7 +116,7 @@ class _Launched:
         }
 
     def _watch(self) -> None:
-        """End this process and all processes it started after one of them has died."""
+        """End this process and all processes that it has started if one of them has failed."""
         while True:
             codes = {rank: process.poll() for rank, process in self.processes.items()}
             if not self._should_watch:
@@ -132,7 +134,7 @@ class _Launched:
             time.sleep(_POLL_SECONDS)
 
     def _wait_at_exit(self) -> None:
-        """Wait for the started processes: they are ranks of the job that ends with this process."""
+        """Wait for the started processes, because they are ranks of the job that ends with this process."""
         until = time.monotonic() + _WAIT_SECONDS
         while any(process.poll() is None for process in self.processes.values()):
             if process_exit.has_given_up() and time.monotonic() > until:
@@ -150,23 +152,27 @@ _launcher_watch, _launched_ranks = _Launcher(), _Launched()
 
 
 def exit_with_launcher(stop_timeout: float) -> None:
-    """End this process when its launcher ends, if that is Lightning or torchrun.
+    """End this process when its launcher ends, if the launcher is Lightning or torchrun.
 
     Args:
-        stop_timeout: seconds for which other processes may be stopped.
+        stop_timeout: how long other processes of this host may be stopped until `StartupWatch` reports it, in seconds.
     """
     _launcher_watch.stop_timeout = stop_timeout
     _launcher_watch.start_watching()
 
 
 def exit_with_parent(pid: int) -> None:
-    """End this process when process `pid` ends, which has forked it."""
+    """End this process when process `pid`, which has forked it, ends."""
     _launcher_watch.watch_parent(pid)
 
 
 @contextmanager
 def environment_for_children(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables in the environment of processes that are started in the block."""
+    """Set environment variables for the processes that are started within the `with` block.
+
+    Args:
+        variables: the values of the variables, which are reset at the end of the block.
+    """
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -180,35 +186,47 @@ def environment_for_children(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def watch_launched(first_rank: int, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Watch processes that this one has started as ranks, from `first_rank` on."""
+    """Watch processes that this one has started as ranks.
+
+    Args:
+        first_rank: the rank of the first process. The others have consecutive ranks.
+        processes: the started processes.
+    """
     _launched_ranks.start_watching(dict(enumerate(processes, first_rank)))
 
 
 def stop_watching_launched() -> None:
-    """Report no end of the started ranks from now on: this process ends them."""
+    """Stop reporting the end of started ranks, because this process is about to end them."""
     _launched_ranks.stop_watching()
 
 
 def signal_launched(signum: int) -> None:
-    """Pass a signal on to the ranks that this process has started."""
+    """Send a signal to the ranks that this process has started."""
     _launched_ranks.send_signal(signum)
 
 
 def exited_ranks() -> dict[int, str]:
-    """Return which ranks started by this process have ended, and how."""
+    """Return the ranks started by this process that have ended, with a description of how they ended."""
     return _launched_ranks.exited_ranks()
 
 
 def check_launcher() -> None:
-    """Raise LauncherEndedError if the launcher has ended."""
+    """Check that the launcher is alive.
+
+    Raises:
+        LauncherEndedError: the launcher has ended.
+    """
     if _launcher_watch.gone:
         raise LauncherEndedError(f"process {_launcher_watch.pid}, which has started this one, has ended")
 
 
 class StartupWatch:
-    """Watches the processes of this host before the ranks connect and have heartbeats. A slow process may load much
-    then, but a stopped one can be detected. `exit_with_launcher` sets the timeout of a stop. Creating a watch also
-    watches the launcher."""
+    """Watches the processes of this host until the ranks are connected and have heartbeats.
+
+    In this phase, a process may legitimately be busy for a long time, for example because it loads data, but a stopped
+    process can be detected. `exit_with_launcher` sets the timeout for stopped processes. Creating this object also
+    starts watching the launcher.
+    """
 
     def __init__(self) -> None:
         _launcher_watch.start_watching()
@@ -217,11 +235,12 @@ class StartupWatch:
         self._next = 0.0
 
     def check(self) -> None:
-        """Check now and then; may be called as often as needed.
+        """Check the launcher and, at most once a second, the other processes. This method may be called at any
+        frequency.
 
         Raises:
             LauncherEndedError: the launcher has ended.
-            RankStoppedError: a rank that it has started is stopped.
+            RankStoppedError: another rank of this host has been stopped for longer than the timeout.
         """
         check_launcher()
         now = time.monotonic()
@@ -239,8 +258,11 @@ class StartupWatch:
 
 
 def _host_processes() -> Iterator[tuple[str, int]]:
-    """Yield the other processes that the same launcher has started as ranks, with their names, and the launcher itself
-    if it is a rank."""
+    """Yield the names and process IDs of the other ranks on this host.
+
+    These are the ranks that this process has started, the ranks that its launcher has started, and the launcher if it
+    is a rank.
+    """
     for rank, process in _launched_ranks.processes.items():
         yield f"rank {rank}", process.pid
     if not _launcher_watch.pid or _launcher_watch.gone:
@@ -255,12 +277,15 @@ def _host_processes() -> Iterator[tuple[str, int]]:
 
 
 def how_it_ended(code: int) -> str:
-    """Return the meaning of an exit status, in words."""
+    """Return a description of an exit status."""
     return f"was ended by signal {-code}" if code < 0 else f"has ended with exit status {code}"
 
 
 def _launcher() -> int:
-    """Return the process that has started this one as a rank; 0 if there is none, or a rank has started this one."""
+    """Return the ID of the process that started this one as a rank.
+
+    The result is 0 if there is no such process, for example if this process is not a rank but was started by a rank.
+    """
     if os.environ.get("LOCAL_RANK", "0") != "0" and LAUNCHER in os.environ:
         pid = int(os.environ[LAUNCHER])
         return pid if os.getppid() == pid or has_ended(pid) else 0
@@ -271,7 +296,7 @@ def _launcher() -> int:
 
 
 def _in_environment(pid: int, name: str) -> str | None:
-    """Return the value of a variable in the environment of a process; None where it is not set or not readable."""
+    """Return the value of an environment variable of a process, or None if it is not set or not readable."""
     with suppress(OSError):
         pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
         return next((pair.partition("=")[2] for pair in pairs if pair.startswith(f"{name}=")), None)

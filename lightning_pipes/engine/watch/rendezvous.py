@@ -1,7 +1,8 @@
-"""A part of the launcher's store that no earlier attempt has written to.
+"""Selects a part of the launcher's store to which no earlier attempt has written.
 
-Torchrun's store outlives the processes that it starts. After a restart it still has the addresses of dead ones, and
-gloo would connect there. The count of restarts can't name a fresh part, because each node counts its own.
+The store of torchrun outlives the processes that torchrun starts. After a restart, it still contains the addresses of
+processes that have ended, and gloo would connect to them. The restart count does not identify an attempt, because each
+node counts its own restarts.
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ _POLL_SECONDS = 0.1
 
 
 def launcher_hosts_store() -> bool:
-    """Return whether torchrun hosts the store, instead of rank 0."""
+    """Return whether torchrun hosts the store. Otherwise, rank 0 hosts it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def explain_missing_tasks() -> str:
-    """Explain missing ranks in a SLURM job without `srun`; return an empty text outside of such a job."""
+    """Return an explanation for missing ranks in a SLURM job that was started without `srun`.
+
+    Outside of such a job, the result is empty.
+    """
     tasks = os.environ.get("SLURM_NTASKS", "1")
-    if tasks == "1" or "SLURM_STEP_ID" in os.environ or launcher_hosts_store():  # every step of srun has a number
+    # Each step that srun starts has an ID.
+    if tasks == "1" or "SLURM_STEP_ID" in os.environ or launcher_hosts_store():
         return ""
     return (
         f". This process is in a job of SLURM with {tasks} tasks, of which each is a rank, but it was not started by "
@@ -42,12 +47,23 @@ def explain_missing_tasks() -> str:
 
 
 def store_host() -> str:
-    """Return the host of the store, as messages name it."""
+    """Return the name of the host of the store, for messages."""
     return "the launcher" if launcher_hosts_store() else "rank 0"
 
 
 def wait_for_host(address: str, port: int, timeout: timedelta, check: Callable[[], None]) -> None:
-    """Wait until the store listens there; a store's own client would wait without a message."""
+    """Wait until the store listens at an address. The client of the store would also wait, but without a message.
+
+    Args:
+        address: the host of the store.
+        port: the port of the store.
+        timeout: how long to wait.
+        check: called repeatedly during the wait. It may raise an exception.
+
+    Raises:
+        ConnectionRefusedError: the launcher hosted the store, and has ended.
+        TimeoutError: the store does not listen at this address in time.
+    """
     until = time.monotonic() + timeout.total_seconds()
     while True:
         check()
@@ -56,7 +72,7 @@ def wait_for_host(address: str, port: int, timeout: timedelta, check: Callable[[
                 return
         except OSError as error:
             if launcher_hosts_store() and isinstance(error, ConnectionRefusedError):
-                raise ConnectionRefusedError(  # it was there before it started this process
+                raise ConnectionRefusedError(  # the launcher created the store before it started this process
                     f"the launcher has ended: it hosted the store of this run at {address}:{port}, where no "
                     f"process listens now ({error})"
                 ) from error
@@ -69,10 +85,15 @@ def wait_for_host(address: str, port: int, timeout: timedelta, check: Callable[[
 
 
 def launcher_store(timeout: timedelta, check: Callable[[], None] = lambda: None) -> TCPStore:
-    """Return a connection to the launcher's store.
+    """Connect to the store of the launcher.
+
+    Args:
+        timeout: how long to wait for the launcher.
+        check: called repeatedly during the wait. It may raise an exception.
 
     Raises:
-        TimeoutError: there is none, or the launcher does not answer, such as a stopped one.
+        ConnectionRefusedError: the launcher has ended.
+        TimeoutError: the launcher does not answer, for example because it is stopped.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     until = time.monotonic() + timeout.total_seconds()
@@ -84,7 +105,7 @@ def launcher_store(timeout: timedelta, check: Callable[[], None] = lambda: None)
             seconds = timeout.total_seconds()
             raise TimeoutError(f"the launcher has not answered within {seconds:.0f} s: it hosts the store of this run")
 
-    # A store's client waits for its first answer without end, whatever its timeout.
+    # The client of a store waits for its first answer indefinitely, regardless of its timeout.
     with SerialCaller() as asking:
         return asking(partial(TCPStore, address, port, is_master=False, timeout=timeout), check_timeout)
 
@@ -92,12 +113,21 @@ def launcher_store(timeout: timedelta, check: Callable[[], None] = lambda: None)
 def attempt_store(
     rank: int, size: int, timeout: timedelta, check: Callable[[], None] = lambda: None
 ) -> PrefixStore | None:
-    """Return the part of the launcher's store that belongs to this attempt's `size` processes; None without such a
-    store.
+    """Return the part of the launcher's store that belongs to the processes of this attempt.
+
+    Args:
+        rank: the global rank of this process.
+        size: the number of ranks.
+        timeout: how long to wait for the launcher and for the other ranks.
+        check: called repeatedly during the wait. It may raise an exception.
+
+    Returns:
+        The part of the store, or None if the launcher does not host a store.
 
     Raises:
-        TimeoutError: ranks are missing.
-        ConnectionAbortedError: a rank has ended since it was seen.
+        ConnectionAbortedError: a rank has ended since this rank has seen it.
+        ConnectionRefusedError: the launcher has ended.
+        TimeoutError: the launcher does not answer, or ranks are missing.
     """
     if not launcher_hosts_store():
         return None
@@ -108,10 +138,21 @@ def attempt_store(
 def agree_on_name(
     store: TCPStore, rank: int, size: int, timeout: timedelta, check: Callable[[], None] = lambda: None
 ) -> str:
-    """Return a name that rank 0 has just created, the same on all ranks.
+    """Return a name that rank 0 creates for this attempt, and that is equal on all ranks.
 
-    Each other rank writes a fresh number. Rank 0 answers every such number that it finds, also those of dead ranks,
-    until each rank has confirmed to have this name.
+    Each other rank writes a random number to the store. Rank 0 answers each number that it finds, including the numbers
+    of ranks that have ended, until every rank has confirmed that it received this name.
+
+    Args:
+        store: the store of the launcher.
+        rank: the global rank of this process.
+        size: the number of ranks.
+        timeout: how long to wait for the other ranks.
+        check: called repeatedly during the wait. It may raise an exception.
+
+    Raises:
+        ConnectionAbortedError: a rank has ended since this rank has seen it.
+        TimeoutError: ranks are missing.
     """
     own = secrets.token_hex(8)
     fault_point("rendezvous")
@@ -143,7 +184,8 @@ def agree_on_name(
             if not store.check([f"lightning_pipes/asks/{other}"]):
                 continue
             number = store.get(f"lightning_pipes/asks/{other}").decode()
-            before = answered.get(other)  # checked first: a rank that has confirmed may already ask for the next name
+            # Check the confirmation first, because a rank that has confirmed may already request the next name.
+            before = answered.get(other)
             if before is not None and store.check([f"lightning_pipes/confirms/{own}/{before}"]):
                 missing.remove(other)
             elif number != before:
@@ -155,14 +197,15 @@ def agree_on_name(
 
 
 class _LivenessCheck:
-    """Processes of this attempt that were seen alive; the store also has dead ones of earlier attempts."""
+    """Remembers the processes of this attempt that were seen alive. The store also contains processes of earlier
+    attempts, which have ended."""
 
     def __init__(self, store: TCPStore) -> None:
         self._store = store
         self._seen: set[str] = set()
 
     def check_rank(self, rank: int) -> None:
-        """Raise ConnectionAbortedError if the rank was alive and has ended."""
+        """Raise ConnectionAbortedError if the process of the rank was alive in an earlier check and has ended since."""
         if not self._store.check([f"lightning_pipes/asks/{rank}"]):
             return
         number = self._store.get(f"lightning_pipes/asks/{rank}").decode()

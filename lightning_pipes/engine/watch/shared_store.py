@@ -1,6 +1,7 @@
-"""The store for the rendezvous of a run's ranks, protected from other users and hosts.
+"""The store for the rendezvous of the ranks of a run, which is protected from other users and hosts.
 
-On one host no socket listens that another host can reach; values that other users of this host could write are signed.
+If all ranks run on one host, no socket listens on an address that other hosts can reach. Values that other users of
+this host could write are signed.
 """
 
 from __future__ import annotations
@@ -30,13 +31,17 @@ _held: socket.socket | None = None
 
 
 def run_store(rank: int, size: int, local: int, timeout: timedelta, check: Callable[[], None]) -> Any:
-    """Return the store of this job's `size` processes, `local` of them on this host; the same in all of its runs.
+    """Return the store of the processes of this job. All runs of a job use the same store.
 
-    Only values that these processes write count. Where all are on one host, other hosts can't reach it, nor the
-    connections made later.
+    Only values that were written by these processes are accepted. If all of them run on one host, other hosts can reach
+    neither the store nor the connections that are made later.
 
     Args:
-        check: called while other ranks are missing; may raise.
+        rank: the global rank of this process.
+        size: the number of processes of the job.
+        local: the number of processes on this host, unless the environment variable LOCAL_WORLD_SIZE is set.
+        timeout: how long to wait for other ranks and for each answer of the store.
+        check: called repeatedly while other ranks are missing. It may raise an exception.
 
     Raises:
         TimeoutError: ranks are missing, or the host of the store does not answer.
@@ -51,7 +56,7 @@ def run_store(rank: int, size: int, local: int, timeout: timedelta, check: Calla
         try:
             _store = _call_while_answering(partial(_open_store, rank, size, one_host, timeout), timeout, check)
         except BaseException:
-            give_up()  # processes that this one has started may wait for the store
+            give_up()  # processes that this one has started may be waiting for the store
             raise
     return _store
 
@@ -64,8 +69,11 @@ def _open_store(rank: int, size: int, one_host: bool, timeout: timedelta, check:
 def _call_while_answering(
     opened: Callable[[Callable[[], None]], Any], timeout: timedelta, check: Callable[[], None]
 ) -> Any:
-    """Return the result of `opened`, which calls its argument whenever the store has answered. TimeoutError is raised
-    when the store has not answered for long, such as that of a stopped host: most calls of a store have no timeout."""
+    """Return the result of `opened`, which calls its argument each time the store has answered.
+
+    If the store does not answer within `timeout`, for example because its host is stopped, TimeoutError is raised. Most
+    calls of a store do not have a timeout of their own.
+    """
     answered, left = time.monotonic(), False
 
     def mark_answer() -> None:
@@ -90,26 +98,37 @@ def _call_while_answering(
 
 
 def current_store() -> Any:
-    """Return the store that `run_store` has returned; None where processes used another rendezvous."""
+    """Return the store of `run_store`, or None if the processes used a different rendezvous."""
     return _store
 
 
 def single_process_store() -> HashStore:
-    """Return a store for one process, which needs no port."""
+    """Return a store for a single process, which does not need a port."""
     return HashStore()
 
 
 def keep_store(store: Any) -> Any:
-    """Keep a store alive for as long as a process group may use it: torch keeps only its own half of our stores."""
+    """Keep a store alive for as long as a process group may use it, and return it.
+
+    A process group keeps only the C++ part of a store that is implemented in Python.
+    """
     _kept.append(store)
     return store
 
 
 def adopt_store(default: Any, rank: int, size: int, local: int) -> Any:
-    """Return the store of a foreign process group, in which only values that ranks write count from now on. Collective.
+    """Return a signed store on top of the store of a process group that was created by other code.
+
+    Only values that were written by ranks are accepted from then on. This is a collective call.
+
+    Args:
+        default: the store of the process group.
+        rank: the global rank of this process.
+        size: the number of ranks.
+        local: the number of ranks on this host, unless the environment variable LOCAL_WORLD_SIZE is set.
 
     Raises:
-        PipelineError: the ranks do not believe each other.
+        PipelineError: the ranks have different secrets, or could not exchange one.
     """
     global _adopted
     if _adopted[0] is not default:
@@ -118,13 +137,14 @@ def adopt_store(default: Any, rank: int, size: int, local: int) -> Any:
 
 
 def store_on_loopback(port: int, timeout: timedelta) -> TCPStore:
-    """Return a store that this process hosts, unreachable from other hosts.
+    """Create a store that this process hosts, and that other hosts can't reach.
 
     Args:
-        port: 0 for any that is free.
+        port: the port of the store, or 0 for any free port.
+        timeout: the timeout of the store.
 
     Raises:
-        PipelineError: the port is taken.
+        PipelineError: the port is in use.
     """
     listener = _take_held_port(port) or _bind_port(port)
     listener.listen(socket.SOMAXCONN)
@@ -135,20 +155,25 @@ def store_on_loopback(port: int, timeout: timedelta) -> TCPStore:
 
 
 def hold_port(port: int) -> None:
-    """Reserve a free port until this process hosts its store there, because starting other processes may take half a
-    minute."""
+    """Reserve a free port until this process hosts its store there.
+
+    This is necessary because starting the other processes may take half a minute.
+
+    Args:
+        port: the port to reserve. If it is in use, the call has no effect.
+    """
     global _held
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        listener.bind((LOOPBACK, port))  # not SO_REUSEADDR, with which another could bind it, too
-    except OSError:  # perhaps the last run's; hosting the store reports it
+        listener.bind((LOOPBACK, port))  # without SO_REUSEADDR, with which another process could bind it as well
+    except OSError:  # the port may still belong to the last run; hosting the store reports the error
         listener.close()
     else:
         _held = listener
 
 
 def _take_held_port(port: int) -> socket.socket | None:
-    """Return the socket that holds the port, at the first call."""
+    """Return the socket that reserves the port at the first call, and None afterwards."""
     global _held
     if _held is None or _held.getsockname()[1] != port:
         return None
@@ -171,7 +196,7 @@ def _bind_port(port: int) -> socket.socket:
 
 
 def _stay_on_host() -> None:
-    """Make gloo listen on the loopback interface, unless the environment names another interface."""
+    """Make gloo listen on the loopback interface, unless the environment specifies another interface."""
     if _GLOO_INTERFACE not in os.environ:
         found = (n for n, all_of in psutil.net_if_addrs().items() if any(a.address == LOOPBACK for a in all_of))
         name = next(found, None)

@@ -1,9 +1,10 @@
-"""Authenticates ranks: a rank accepts data only from ranks that share its secret.
+"""Authenticates ranks. A rank accepts data only from ranks that have the same secret.
 
-Ranks communicate through sockets that gloo and torch's store listen on, and neither authenticates a client. So each
-value in the store, and each object in a message, carries a MAC (keyed BLAKE2) that needs the secret. Ranks of one host
-get the secret from rank 0 through a socket that identifies the user at the other end. Ranks of several hosts find it in
-their environment; without one, they accept nothing but data from each other.
+Ranks communicate through sockets on which gloo and the store of torch listen, and neither of them authenticates its
+clients. Each value in the store and each object in a message therefore carries a MAC (keyed BLAKE2), which can be
+computed only with the secret. Ranks on one host get the secret from rank 0 through a socket that identifies the user of
+the peer. Ranks on several hosts read it from their environment. Without a secret, they accept only plain data from each
+other, and no other objects.
 """
 
 from __future__ import annotations
@@ -29,36 +30,46 @@ from lightning_pipes.engine.watch import plain
 from lightning_pipes.ir import PipelineError
 
 SECRET = "LIGHTNING_PIPES_SECRET"
-"""The environment variable with the secret, the same for all processes of a run: any text that is hard to guess."""
+"""The environment variable that contains the secret, which is any text that is hard to guess. All processes of a run
+need the same value."""
 _CODE_BYTES = 32
 _POLL_SECONDS = 0.05
 _EXCHANGE_SECONDS = 60.0
 _TIMEOUT = timedelta(minutes=30)
-_PEER = struct.Struct("3i")  # process, user and group at the other end of a socket
+_PEER = struct.Struct("3i")  # IDs of the process, the user and the group at the other end of a socket
 _SOCKET_KEY, _PROOF = "lightning_pipes/door", "lightning_pipes/proofs"
 _SOCKET_PREFIX = "\0lightning_pipes-"
-"""The prefix of our Unix sockets' names, which are abstract names, not files."""
+"""Prefix of the names of our Unix sockets. They are abstract names, which do not exist as files."""
 _log = logging.getLogger(__name__)
 _own_secret = ""
 """The secret that this process has created for its child processes."""
 
 
 class ForgedError(PipelineError):
-    """Data that no rank of this run has written."""
+    """Raised for data that was not written by a rank of this run."""
 
 
 class Seal:
-    """Creates and checks MACs with a shared secret."""
+    """Computes and verifies MACs with a shared secret."""
 
     def __init__(self, secret: bytes) -> None:
-        self._keyed = hashlib.blake2b(key=secret, digest_size=_CODE_BYTES)  # OpenSSL's HMAC takes nine times as long
+        self._keyed = hashlib.blake2b(key=secret, digest_size=_CODE_BYTES)  # nine times as fast as OpenSSL's HMAC
 
     def sign(self, data: bytes, name: str = "") -> bytes:
-        """Return a MAC followed by the data; both belong to `name`."""
+        """Return a MAC followed by the data.
+
+        Args:
+            data: the bytes to sign.
+            name: the name of the data, such as its key in the store. The MAC is valid only for this name.
+        """
         return self._code(data, name) + data
 
     def open(self, signed: bytes | memoryview, name: str = "") -> bytes:
-        """Return the data.
+        """Verify the MAC of signed data, and return the data.
+
+        Args:
+            signed: a MAC followed by the data.
+            name: the name that was passed to `sign`.
 
         Raises:
             ForgedError: the MAC is wrong.
@@ -76,7 +87,8 @@ class Seal:
 
 
 class TrustedPeerSeal(Seal):
-    """The seal for peers authenticated otherwise, such as by a socket that identifies its peer's user."""
+    """A seal without MACs, for peers that are authenticated by other means, such as a socket that identifies the
+    user of the peer."""
 
     def __init__(self) -> None:
         super().__init__(b"")
@@ -92,17 +104,31 @@ TRUSTED = TrustedPeerSeal()
 
 
 def dumps(thing: Any, seal: Seal | None, aside: Any = None) -> bytes:
-    """Return the bytes of an object; `aside` as for `plain.dumps`."""
+    """Serialize an object, and sign it if there is a seal.
+
+    Args:
+        thing: the object to serialize.
+        seal: signs the bytes. None returns them unsigned.
+        aside: passed to `plain.dumps`.
+    """
     data = plain.dumps(thing, aside)
     return data if seal is None else seal.sign(data)
 
 
 def loads(data: bytes | memoryview, seal: Seal | None, aside: Iterable[Any] = ()) -> Any:
-    """Return the object of these bytes: any object sent with the secret, or else one that is data.
+    """Deserialize an object.
+
+    With a seal, any object is accepted, because only ranks with the secret can have sent it. Without a seal, only plain
+    data is accepted.
+
+    Args:
+        data: the bytes that `dumps` returned.
+        seal: verifies the bytes, or None.
+        aside: the buffers that belong to the object, as in `plain.loads`.
 
     Raises:
-        ForgedError: it was not signed with the secret.
-        NotPlainError: there is no secret, and it is not data.
+        ForgedError: the object was not signed with the secret.
+        NotPlainError: there is no secret, and the object is not plain data.
     """
     if seal is not None:
         return pickle.loads(seal.open(data), buffers=aside)
@@ -117,16 +143,17 @@ def loads(data: bytes | memoryview, seal: Seal | None, aside: Iterable[Any] = ()
 
 
 def to_printable(text: str) -> str:
-    """Return the text without control characters for a terminal; line breaks stay."""
+    """Replace all control characters except line breaks and tabs, so that the text can be printed to a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 class SignedStore(Store):
-    """A store in which only values written by ranks of this run count. Other values are ignored, and named once in the
-    log. Counts that `add` makes can't be signed.
+    """A store that accepts only values written by ranks of this run.
+
+    Other values are ignored, and each of their keys is logged once. The counters of `add` can't be signed.
 
     Attributes:
-        seal: of the run.
+        seal: the seal of the run.
     """
 
     def __init__(self, store: Any, seal: Seal, prefix: str = "") -> None:
@@ -138,7 +165,7 @@ class SignedStore(Store):
         self._named: set[str] = set()
 
     def sub_store(self, prefix: str) -> SignedStore:
-        """Return a part of the store, with a connection of its own."""
+        """Return a part of the store with a separate connection."""
         return SignedStore(self._store.clone(), self.seal, f"{self._prefix}{prefix}/")
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -186,7 +213,7 @@ class SignedStore(Store):
             opened = b"" if not found else self._opened(name, found)
             if opened is not None:
                 return opened
-            before = found  # a stranger's value counts as missing
+            before = found  # a value that is not signed counts as missing
             if expected:
                 return bytes(expected) if isinstance(expected, bytes) else expected.encode()
 
@@ -208,7 +235,7 @@ class SignedStore(Store):
 
     def clone(self) -> SignedStore:
         made = SignedStore(self._store.clone(), self.seal, self._prefix)
-        self._clones.append(made)  # torch may be the caller, and keeps only its own half of it
+        self._clones.append(made)  # if torch is the caller, it keeps only the C++ part of the store
         return made
 
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 - as torch calls them
@@ -227,24 +254,25 @@ class SignedStore(Store):
 
 
 def sub_store_of(store: Any, prefix: str) -> Any:
-    """Return a part of any store, with a connection of its own."""
+    """Return a part of any store with a separate connection."""
     return store.sub_store(prefix) if isinstance(store, SignedStore) else PrefixStore(prefix, store.clone())
 
 
 def seal_of(store: Any) -> Seal | None:
-    """Return the seal of data from ranks that use this store; None where there is none."""
+    """Return the seal of a store, or None if the ranks that use the store do not share a secret."""
     return store.seal if isinstance(store, SignedStore) else None
 
 
 def secret_for_children() -> dict[str, str]:
-    """Return the environment variables for child processes; this process keeps the secret to itself."""
+    """Return the environment variables that pass the secret to child processes. The environment of this process is
+    not changed."""
     global _own_secret
     _own_secret = os.environ.get(SECRET) or _own_secret or secrets.token_hex(32)
     return {SECRET: _own_secret}
 
 
 def seal_from_environment() -> Seal | None:
-    """Return the seal of the secret in the environment; None where there is none."""
+    """Return the seal for the secret in the environment, or None if the environment does not contain a secret."""
     text = os.environ.get(SECRET)
     return Seal(_secret(text)) if text else None
 
@@ -261,16 +289,22 @@ def seal_store(
     timeout: timedelta = _TIMEOUT,
     check: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Return the store, in which only values written by ranks count from now on, if they share a secret. Collective.
+    """Wrap a store so that only values written by ranks of this run are accepted.
+
+    If the ranks do not share a secret, the store is returned unchanged. This is a collective call.
 
     Args:
-        one_host: all ranks are on this host, and belong to one user.
-        size: the number of ranks without a secret in their environment.
-        timeout: how long the others wait for rank 0.
-        check: called meanwhile; may raise.
+        store: the store that all ranks use.
+        rank: the global rank of this process.
+        one_host: whether all ranks run on this host. Rank 0 then passes a new secret to the other ranks, which must
+            belong to the same user.
+        size: the number of ranks that get the secret in this way, including rank 0.
+        timeout: how long the other ranks wait for rank 0.
+        check: called repeatedly during the wait. It may raise an exception.
 
     Raises:
-        PipelineError: ranks have different secrets, or a stranger has written to the store.
+        PipelineError: ranks have different secrets, or another process has written to the store.
+        TimeoutError: rank 0 did not connect in time.
     """
 
     def wait(key: str) -> bytes:
@@ -301,7 +335,7 @@ def seal_store(
 
 
 def _check_same(store: Any, rank: int, secret: bytes, wait: Callable[[str], bytes]) -> None:
-    """Raise PipelineError if rank 0 has another secret."""
+    """Raise PipelineError if rank 0 has a different secret."""
     proof = hmac.digest(secret, _PROOF.encode(), "sha256").hex()
     if rank == 0:
         store.set(_PROOF, proof)
@@ -313,7 +347,7 @@ def _check_same(store: Any, rank: int, secret: bytes, wait: Callable[[str], byte
 
 
 def _serve_secret(store: Any, size: int) -> bytes:
-    """Create a secret, and serve it to each other rank that requests it."""
+    """Create a secret, and send it to each other rank that connects."""
     secret = secrets.token_bytes(32)
     name = f"{_SOCKET_PREFIX}{secrets.token_hex(16)}"
     door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -330,7 +364,7 @@ def _serve_secret(store: Any, size: int) -> bytes:
                         if same_user(connection):
                             connection.sendall(secret)
                             left -= 1
-                except OSError:  # it has ended meanwhile
+                except OSError:  # the peer may have ended
                     time.sleep(_POLL_SECONDS)
 
     threading.Thread(target=accept_ranks, name="lightning_pipes secret", daemon=True).start()
@@ -339,7 +373,7 @@ def _serve_secret(store: Any, size: int) -> bytes:
 
 
 def _request_secret(store: Any, wait: Callable[[str], bytes]) -> bytes:
-    """Return the secret of rank 0."""
+    """Request the secret from rank 0."""
     name = wait(_SOCKET_KEY).decode(errors="replace")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_EXCHANGE_SECONDS)
@@ -361,6 +395,6 @@ def _request_secret(store: Any, wait: Callable[[str], bytes]) -> bytes:
 
 
 def same_user(connection: socket.socket) -> bool:
-    """Return whether the process at the other end of a Unix socket belongs to this process's user."""
+    """Return whether the process at the other end of a Unix socket belongs to the user of this process."""
     _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return bool(uid == os.getuid())
