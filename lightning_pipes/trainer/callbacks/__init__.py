@@ -1,1 +1,1 @@
-"""Callbacks of ours."""
+"""Lightning callbacks of lightning_pipes."""

@@ -1,4 +1,4 @@
-"""A callback that measures how gradients change with weights, in a few steps of one process."""
+"""A callback that measures how gradients change with the weights, in a few training steps of one process."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from lightning_pipes.planning.replanning import GradientSample
 
 
 class GradientProbe(pl.Callback):
-    """Measure constants of convergence with gradients that are S batches old on S stages (DynPipe, section IV-B2).
+    """Measures the convergence constants of training with stale gradients, which are S batches old on S stages.
 
-    It needs a short run of the model in one process: `Trainer(devices=1, max_steps=20, callbacks=[probe])`. Before
-    every step it takes the gradient of the first batch at the present weights, with the same dropout masks each time.
-    Training is unchanged: gradients, buffers, random numbers and logs are restored.
+    The constants are defined in section IV-B2 of DynPipe. They are measured in a short run of the model in one process:
+    `Trainer(devices=1, max_steps=20, callbacks=[probe])`. Before each step, the callback computes the gradient of the
+    first batch at the current weights, with the same dropout masks each time. The training is not affected, because
+    gradients, buffers, random number generators and logs are restored.
 
         constants = Constants.from_probes(probe.loss, probe.probes)
 
     Attributes:
-        loss: loss of the first batch before training.
-        probes: measurements of each step but the first.
+        loss: the loss of the first batch before training.
+        probes: the measurements of all steps except the first.
     """
 
     def __init__(self) -> None:
@@ -85,7 +86,8 @@ def _gradients(
 
 @contextmanager
 def _untouched(module: pl.LightningModule) -> Iterator[None]:
-    """Restore buffers and random numbers after the block, which draws the same numbers each time and logs nothing."""
+    """Run the block with a fixed seed and without logging. Buffers and random number generators are restored after
+    the block."""
     buffers = [(b, b.clone()) for b in module.buffers()]
     names = ("log", "log_dict")
     with forked_rng(module.device):

@@ -1,4 +1,4 @@
-"""A callback that watches what else happens on every rank's device and machine."""
+"""A callback that monitors the load on the device and the machine of each rank."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from lightning_pipes.trainer.loop.run import PipelineRun
 from lightning_pipes.trainer.ranks.notices import Notices
 
 SAID_EVERY = 1.0
-"""Seconds at least between two times that a rank says how it is."""
+"""Minimum time between two publications of a rank's state, in seconds."""
 _FORWARD, _BACKWARD = "pipeline.forward_seconds", "pipeline.backward_seconds"
 _BACKWARDS = {Kind.B, Kind.I, Kind.W}
 _WHERE = "on_train_batch_end"
 
 
 class StageTimes(NamedTuple):
-    """Seconds of a stage for one micro-batch, on average since the last report; NaN for what has not run."""
+    """Mean times of one micro-batch on a stage since the last report, in seconds. NaN if no such operation has run."""
 
     forward: float
     backward: float
 
 
 class RankState(NamedTuple):
-    """How a rank is.
+    """The state of a rank.
 
     Attributes:
-        features: of its device and machine, as `Monitor.features` has them.
-        stages: of those that it holds, by number.
-        free: bytes on its device; None where nothing says.
+        features: features of the device and the machine, as returned by `Monitor.features`.
+        stages: the times of the stages that the rank holds, by stage number.
+        free: the number of free bytes on the device, or None if it is unknown.
     """
 
     features: Mapping[str, float]
@@ -46,26 +46,27 @@ class RankState(NamedTuple):
 
 
 class InterferenceMonitor(PipelineCallback):
-    """Sample every rank's device and machine during training, for planners, loggers and the report.
+    """Samples the device and the machine of each rank during training, for planners, loggers and the report.
 
-    This is DynPipe's profiler (section III): hardware counters of the GPU where available (GPM), else values of the
-    driver and torch; on Linux also the time that the computing thread waited for a core, pressure, quotas and memory.
-    A value that a rank can't read is missing, and the log lists the sources once. Each rank samples in a thread of its
-    own, which takes at most 0.5 % of a core. No rank waits for another.
+    This is the profiler of DynPipe (section III). It reads the hardware counters of the GPU if they are available
+    (GPM), and otherwise values of the driver and of torch. On Linux, it also reads the time that the computing thread
+    waited for a core, and information about pressure, quotas and memory. A value that a rank can't read is missing, and
+    the log lists the sources once. Each rank samples in a separate thread, which takes at most 0.5 % of a core. No rank
+    waits for another rank.
 
-    Every `every_n_steps` steps each logger gets the latest values of all ranks, named as by Lightning's
-    DeviceStatsMonitor: `InterferenceMonitor.on_train_batch_end/host.compute_wait_share.rank0`. They are means over the
-    window. The seconds of each stage for one micro-batch are
-    `InterferenceMonitor.on_train_batch_end/stage1.forward_seconds` and `.backward_seconds`. `strategy.report.save(...)`
-    has all curves. A planner that replans finds the features in `Problem.seen`.
+    Every `every_n_steps` batches, each logger receives the latest values of all ranks. They are means over the window,
+    and are named like the metrics of Lightning's DeviceStatsMonitor, for example
+    `InterferenceMonitor.on_train_batch_end/host.compute_wait_share.rank0`. The seconds that each stage needs for one
+    micro-batch are logged as `InterferenceMonitor.on_train_batch_end/stage1.forward_seconds` and `.backward_seconds`.
+    `strategy.report.save(...)` saves all curves. A planner that replans finds the features in `Problem.seen`.
 
     Args:
-        hertz: samples per second, at most 10.
-        window: seconds over which logged values are averaged; at least two steps of the training.
-        every_n_steps: batches between two entries in the log.
+        hertz: the number of samples per second, at most 10.
+        window: the time over which logged values are averaged, in seconds. It should cover at least two training steps.
+        every_n_steps: the number of batches between two entries in the log.
 
     Raises:
-        PipelineError: an argument is out of range, or the trainer's strategy is no PipelineStrategy.
+        PipelineError: an argument is out of range, or the strategy of the trainer is not a PipelineStrategy.
     """
 
     def __init__(self, hertz: float = 4.0, window: float = 5.0, every_n_steps: int = 50) -> None:
@@ -117,9 +118,9 @@ class InterferenceMonitor(PipelineCallback):
         self._stop()
 
     def everyone(self) -> list[RankState | None]:
-        """Return the last published state of each global rank while `fit` runs; None where none is published.
+        """Return the last published state of each global rank, or None for ranks that have not published a state.
 
-        The call is not collective and does not block.
+        The method may be called while `fit` runs. It is not a collective call and does not block.
         """
         return [self._own if rank == self._rank else self._notices.find(str(rank)) for rank in self._ranks]
 
@@ -140,7 +141,7 @@ class InterferenceMonitor(PipelineCallback):
         self._notices.put(str(self._rank), self._own)
 
     def _fresh(self, run: PipelineRun) -> Iterable[Event]:
-        """Events of this rank since its last report: of batches under way, and of windows that have ended."""
+        """Yield the events of this rank since its last report, from batches in flight and from finished windows."""
         yield from (e for e in run.engine.events_so_far if e.end > self._until)
         for window in reversed(run.windows):
             fresh = [e for e in window.events if e.end > self._until]
@@ -159,7 +160,16 @@ class InterferenceMonitor(PipelineCallback):
 
 
 def stage_times(events: Iterable[Event]) -> dict[int, StageTimes]:
-    """Return the mean seconds of a forward and of a backward of each stage."""
+    """Return the mean time of a forward and of a backward of each stage.
+
+    The backward is the sum of the means of B, I and W.
+
+    Args:
+        events: events with times in nanoseconds.
+
+    Returns:
+        The times in seconds, by stage number.
+    """
     took: dict[tuple[int, Kind], list[int]] = {}
     for _, i, start, end in events:
         if i.kind is Kind.F or i.kind in _BACKWARDS:
@@ -176,7 +186,7 @@ def stage_times(events: Iterable[Event]) -> dict[int, StageTimes]:
 
 
 def _named(rank: int, state: RankState) -> dict[str, float]:
-    """Return the metrics of a rank under their logged names, without missing values and percentiles."""
+    """Return the metrics of a rank by the names under which they are logged, without missing values and percentiles."""
     found = {f"{name}.rank{rank}": value for name, value in state.features.items() if not name.endswith("_p95")}
     for stage, times in state.stages.items():
         found |= {f"stage{stage}.forward_seconds": times.forward, f"stage{stage}.backward_seconds": times.backward}

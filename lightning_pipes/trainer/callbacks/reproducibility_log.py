@@ -1,4 +1,4 @@
-"""A callback that writes what two trainings can be compared by, down to the last bit."""
+"""A callback that logs the information needed to compare two training runs bit by bit."""
 
 from __future__ import annotations
 
@@ -20,20 +20,26 @@ from lightning_pipes.trainer.loop.run import StageListener
 
 
 class ReproducibilityLog(PipelineCallback, StageListener):
-    """Writes losses, the order of reads and steps of layers, and hashes of weights, to find where two runs differ.
+    """Logs losses, the order in which layers are read and stepped, and hashes of weights, to find where two runs
+    differ.
 
-    Every `every_n_batches` it hashes the parameters and buffers of the layers that the batch has stepped. At the end of
-    an epoch it hashes all layers. `lightning-pipes compare RUN RUN` shows the first difference.
+    For every `every_n_batches`-th batch, the callback hashes the parameters and buffers of the layers that the batch
+    has stepped. At the end of an epoch, it hashes all layers. `lightning-pipes compare RUN RUN` prints the first
+    difference.
 
-    For schedules that do not flush. Nothing waits for it: a stage takes the hash of its own layers where it steps them,
-    so the batches may be at any place in the pipeline, and the training is the same with and without.
+    The callback is meant for schedules that do not flush, and it does not cause any waiting. A stage hashes its own
+    layers when it steps them, while the batches may be anywhere in the pipeline. The training is the same with and
+    without the callback.
 
     Args:
-        directory: the run's folder; by default the Trainer's. Files are in `reproducibility/` there, one for each rank.
-        every_n_batches: of which the layers are hashed; 1 finds the very first difference.
+        directory: the directory of the run, by default the Trainer's `default_root_dir`. The files are written to its
+            subdirectory `reproducibility`, one for each rank.
+        every_n_batches: the interval, in batches, at which layers are hashed. With 1, the very first difference is
+            found.
 
     Raises:
-        PipelineError: every_n_batches is below 1; when training starts, batches do not overlap.
+        PipelineError: `every_n_batches` is below 1. When training starts: the schedule flushes, so that batches do not
+            overlap.
     """
 
     def __init__(self, directory: str | Path | None = None, every_n_batches: int = 50) -> None:
@@ -75,7 +81,7 @@ class ReproducibilityLog(PipelineCallback, StageListener):
     def after_optimizer_step(self, stage: Stage, item: Item) -> None:
         names = sorted(_stepped(stage, item))
         self._seen.update(names)
-        if item.use is not None:  # others step what is at home here
+        if item.use is not None:  # layers that belong to this stage may be stepped by other stages
             self._seen.update(
                 name for number in range(len(item.use.layers)) for name in item.use.stepped_layers(number)
             )
@@ -102,7 +108,11 @@ class ReproducibilityLog(PipelineCallback, StageListener):
 
 
 def hash_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return a hash of the parameters and buffers of a layer: names, types, shapes and bits."""
+    """Return a hash of the parameters and buffers of a layer, which covers their names, dtypes, shapes and bits.
+
+    Args:
+        tensors: the parameters and buffers by name.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in tensors.items():
         plain = tensor.detach().cpu().contiguous()

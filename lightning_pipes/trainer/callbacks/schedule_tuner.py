@@ -1,4 +1,4 @@
-"""A callback that switches to the schedule that is fastest on the measured links, between two batches."""
+"""A callback that switches between batches to the schedule that is fastest on the measured links."""
 
 from __future__ import annotations
 
@@ -38,26 +38,30 @@ from lightning_pipes.trainer.reports.report import Window
 from lightning_pipes.trainer.reports.stage_bytes import StageBytes, with_bytes
 
 OVERHEAD = 0.005
-"""The share of the time that deciding may take: where it takes more, it is done more rarely."""
+"""The share of time that decisions may take. If they take more, they are made less often."""
 PROBED, PROBES = (2**12, 2**17), 5
-"""Bytes of the messages that probe links, and how many of each count."""
+"""Sizes of the messages that probe links, in bytes, and the number of messages of each size."""
 RARER = 20
-"""How many times more rarely at most; the first decision sets things up."""
+"""Maximum factor by which decisions are made less often because of their cost. It is limited because the first
+decision includes setup work."""
 
 FIRST = 2
-"""Batches before the first decision: the very first includes what is done once. The next decision has a whole window
-of steps."""
+"""Number of batches before the first decision, because the very first batch includes work that is done only once.
+The second decision follows after a full window of steps."""
 
 LARGE = 3000
-"""Forwards of a stage, over all candidates, from which on compiled code is loaded beforehand: going through all of them
-would take about 10 ms without."""
+"""Number of forwards of all stages, in all candidates, above which compiled code is loaded in advance. Without it,
+evaluating all candidates would take about 10 ms."""
 
 _log = logging.getLogger(__name__)
 
 
 class _Report(NamedTuple):
-    """The report of a rank to rank 0: its last steps, its stages' bytes, its position in the pipeline, bytes of its
-    device, and its links, if they were probed."""
+    """The report of a rank to rank 0.
+
+    It contains the last steps of the rank, the bytes of its stages, its position in the pipeline, the memory of its
+    device in bytes, and its links if they were probed.
+    """
 
     steps: list[StepSample]
     stages: dict[int, StageBytes]
@@ -67,8 +71,14 @@ class _Report(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """The order of rank 0 to all ranks: what runs from the next batch on, exactly that and verified, None for no
-    change; how many batches later it decides again, and whether clocks have jumped."""
+    """The decision of rank 0 for all ranks.
+
+    Attributes:
+        change: the verified candidate that runs from the next batch on, or None if nothing changes.
+        wait: the number of batches until the next decision.
+        measure_clock_offsets: whether the clocks have jumped, so that their offsets must be measured again.
+        metrics: the values to log, by name.
+    """
 
     change: Candidate | None
     wait: int
@@ -78,13 +88,14 @@ class _Order(NamedTuple):
 
 @dataclass(frozen=True)
 class TuningRecord:
-    """One decision, as rank 0 keeps it.
+    """The record of one decision on rank 0.
 
     Attributes:
-        batch: how many batches had been trained.
-        decision: the ranking, and what it changed to.
-        measured: seconds of a step as it was, on average over the last steps.
-        seconds: what it took to sum up the last steps and decide, without waiting for other ranks to end the batch.
+        batch: the number of batches trained before the decision.
+        decision: the ranking of the candidates, and the selected candidate.
+        measured: the mean duration of the last steps before the decision, in seconds.
+        seconds: the time needed to summarize the last steps and to decide, in seconds. It does not include the time
+            spent waiting for other ranks to finish the batch.
     """
 
     batch: int
@@ -94,44 +105,53 @@ class TuningRecord:
 
     @property
     def error(self) -> float:
-        """The predicted step over the measured one, less 1."""
+        """The relative error of the prediction for the current schedule: predicted step time / measured step time -
+        1."""
         return self.decision.current.seconds / self.measured - 1 if self.measured else 0.0
 
 
 class ScheduleTuner(PipelineCallback):
-    """Simulate other orders on measured times every few batches, and change to the fastest.
+    """Simulates other schedules with measured times every few batches, and switches to the fastest one.
 
-    This is Ada-Grouper's tuner (Wang et al. 2023, arXiv:2303.01675, sections 3.2.2 and 4.3), without suspending
-    training: messages carry time stamps, by which every step measures its links. All ranks change between the same two
-    batches. Layers stay on their ranks, and gradients are the same to the bit if micro-batches keep their size.
+    This is the tuner of Ada-Grouper (Wang et al. 2023, arXiv:2303.01675, sections 3.2.2 and 4.3), but it does not
+    suspend the training. Messages carry time stamps, so that the links are measured in every step. All ranks switch
+    between the same two batches. Layers stay on their ranks, and gradients are bitwise equal as long as the size of
+    micro-batches does not change.
 
-    With `PipelineStrategy("kfkb", schedule_args={"k": "auto"})` (Hydra: schedule=kfkb schedule.k=auto) a trainer
-    without a tuner gets one with defaults. The schedule with which a run begins has the candidates
-    (`list_candidates`). They include orders with a split backward where layers were measured (`partition="auto"`).
+    With `PipelineStrategy("kfkb", schedule_args={"k": "auto"})` (Hydra: schedule=kfkb schedule.k=auto), a tuner with
+    default arguments is added to a trainer without one. The candidates are provided by the schedule with which a run
+    begins (`list_candidates`). They include orders with a split backward if layers were measured (`partition="auto"`).
 
-    Every logger gets `tuner/predicted_ms` (of a step after the decision), `tuner/gain` (the share that this saves, 0
-    where nothing changes), `tuner/error` (of the last prediction), `tuner/unsteadiness` (of the worst link: standard
-    deviation over mean of its transfers), `tuner/slack` (the fewest inputs that waited at a launch while the pipeline
-    was full), `tuner/stalled` (the share of a step that the rank with the least stalls waited) and `tuner/ms` (the cost
-    of deciding). The order stays where `tuner/stalled` is below `hysteresis`.
+    Each logger receives these metrics:
+
+    - `tuner/predicted_ms`: the predicted duration of a step after the decision.
+    - `tuner/gain`: the share of a step that the change saves, or 0 if nothing changes.
+    - `tuner/error`: the error of the last prediction.
+    - `tuner/unsteadiness`: the standard deviation of the transfer times divided by their mean, on the worst link.
+    - `tuner/slack`: the minimum number of inputs that waited at a launch while the pipeline was full.
+    - `tuner/stalled`: the share of a step that the rank with the fewest stalls waited. If it is below `hysteresis`, the
+      order does not change.
+    - `tuner/ms`: the cost of the decision.
 
     Args:
-        interval: batches, or time, between decisions. It grows where deciding would take more than 0.5 % of it.
-        memory_limit: bytes that every rank may hold, such as "16GiB"; by default the memory of its GPU, without limit
-            on CPU.
-        sizes: samples of a micro-batch to choose from; by default the size stays. Another size changes the order of
-            summation, and the batches that layers such as BatchNorm see.
+        interval: the number of batches, or the time, between decisions. The interval is extended if deciding would take
+            more than 0.5 % of it.
+        memory_limit: the number of bytes that each rank may hold, such as "16GiB". By default, it is the memory of the
+            GPU, and not limited on the CPU.
+        sizes: the micro-batch sizes to choose from, in samples. By default, the size does not change. A different size
+            changes the order of summation, and the batches that layers such as BatchNorm see.
         hysteresis: the smallest predicted gain that causes a change, as a share of a step.
-        window: steps over which transfers are averaged.
-        probe: whether links are measured by messages of their own while training waits. To compare. The paper sends
-            each plan's own tensors; this fits latency and bandwidth to messages of 4 and 128 KiB.
+        window: the number of steps over which transfer times are averaged.
+        probe: whether links are measured with separate messages while training waits. This option exists for
+            comparisons. In contrast to the paper, which sends the tensors of each plan, latency and bandwidth are
+            fitted to messages of 4 and 128 KiB.
 
     Attributes:
-        decisions: all of this run, on rank 0.
+        decisions: all decisions of this run, on rank 0.
 
     Raises:
-        PipelineError: an argument is out of range; when training starts, the strategy is no PipelineStrategy, or its
-            schedule has no candidates.
+        PipelineError: an argument is out of range. When training starts: the strategy is not a PipelineStrategy, or its
+            schedule does not have candidates.
     """
 
     def __init__(
@@ -184,11 +204,12 @@ class ScheduleTuner(PipelineCallback):
         if order.change is not None:
             adopt_candidate(strategy.current_run, order.change)
             strategy.schedule = order.change.schedule
-        for logger in trainer.loggers:  # silent everywhere but on rank 0
+        for logger in trainer.loggers:  # loggers ignore the call on ranks other than 0
             logger.log_metrics(order.metrics, trainer.global_step)
 
     def _prepare(self, plan: Plan) -> None:
-        """Set up everything that needs no measurements, in the first batch: it is slow anyway."""
+        """Set up everything that does not need measurements. This happens after the first batch, which is slow
+        anyway."""
         nothing_known = CostModel.uniform(plan.n_stages, forward=1.0, backward=2.0)
         candidates = self._source.list_candidates(plan, nothing_known, None, self.sizes)
         if sum(c.n_microbatches for c in candidates) * plan.n_stages > LARGE:
@@ -196,7 +217,7 @@ class ScheduleTuner(PipelineCallback):
         self._chooser.prepare(candidates, nothing_known)
 
     def _decide(self, strategy: PipelineHost) -> _Order:
-        """Return the order of rank 0, by what all ranks have measured. Collective."""
+        """Gather the measurements of all ranks, and return the decision of rank 0. This is a collective call."""
         began = read_seconds()
         run, control = strategy.current_run, strategy.control
         windows = list(run.windows)
@@ -210,10 +231,10 @@ class ScheduleTuner(PipelineCallback):
         )
         waited = read_seconds()
         reports = control.gather(mine, to=control.ranks[0])
-        began += read_seconds() - waited  # for the last rank, as all do after a batch anyway
+        began += read_seconds() - waited  # exclude waiting for the last rank, which happens after each batch anyway
         order = None
         if reports is not None:
-            latest = reversed(windows)  # the largest, which is not a short last batch
+            latest = reversed(windows)  # use the latest plan with the largest batch, and not a short last batch
             plan = max((w.plan for w in latest), key=lambda plan: plan.jobs[0].rows)
             order = self._order(reports, strategy.schedule, plan, _gap(windows), began)
         agreed: _Order = control.broadcast(order, control.ranks[0])
@@ -233,7 +254,8 @@ class ScheduleTuner(PipelineCallback):
         if current is None or current.schedule != schedule:
             current = Candidate(candidates[0].schedule if schedule.tunes_online else schedule, plan, ())
         if not current.peak_bytes or limit is None or all(map(le, current.peak_bytes, limit)):
-            candidates = (*candidates, current)  # with what links once asked for, or with another size
+            # The current candidate may come from earlier link speeds, or may have a different size.
+            candidates = (*candidates, current)
         decision = self._chooser.decide(candidates, current, self._averages, base)
         self._running = decision.chosen.candidate
         took = [max(s.took for s in samples) for samples in zip(*(r.steps for r in reports), strict=True)]
@@ -248,7 +270,10 @@ class ScheduleTuner(PipelineCallback):
         return _Order(change, wait, jumped, _metrics(tuned))
 
     def _limit(self, reports: Sequence[_Report], ranks: int) -> list[int] | None:
-        """Return the bytes that each rank of the pipeline may hold, the least of all replicas; None without a limit."""
+        """Return the number of bytes that each rank of the pipeline may hold, or None without a limit.
+
+        With several replicas, the smallest limit of each rank is used.
+        """
         if self.memory_limit is not None:
             return [self.memory_limit] * ranks
         known = [
@@ -257,7 +282,7 @@ class ScheduleTuner(PipelineCallback):
         return [min(found) for found in known] if all(known) else None
 
     def _wait(self, step: float, tuned: TuningRecord) -> int:
-        """Return the batches until the next decision."""
+        """Return the number of batches until the next decision."""
         if isinstance(self.interval, timedelta):
             batches = round(self.interval.total_seconds() / step) if step else 1
         else:
@@ -269,7 +294,7 @@ class ScheduleTuner(PipelineCallback):
 def _probe_links(
     sample: StepSample, links: Mapping[tuple[int, int], Link], stages: Mapping[int, StageBytes], plan: Plan
 ) -> StepSample:
-    """Return the sample with what its transfers would take over the links as they were probed, if they were."""
+    """Replace the transfer times of a sample by the times over the probed links, if links were probed."""
     means = dict(sample.means)
     for kind, stage, rows in sample.means if links else ():
         if kind in SENDS:
@@ -280,7 +305,7 @@ def _probe_links(
 
 
 def _gap(windows: Sequence[Window]) -> float:
-    """Return the seconds from one batch to the next, on average."""
+    """Return the mean time from one batch to the next in seconds."""
     begins = [min(e.start for e in w.events) for w in windows if w.events]
     return (begins[-1] - begins[0]) / 1e9 / (len(begins) - 1) if len(begins) > 1 else 0.0
 
@@ -299,7 +324,7 @@ def _metrics(tuned: TuningRecord) -> dict[str, float]:
 
 
 def add_tuner(trainer: pl.Trainer, schedule: Schedule | Policy) -> None:
-    """Give the trainer a ScheduleTuner if the schedule wants one and there is none."""
+    """Add a ScheduleTuner to the trainer if the schedule needs one and the trainer does not have one."""
     callbacks = private.callbacks(trainer)
     if schedule.tunes_online and not any(isinstance(c, ScheduleTuner) for c in callbacks):
         callbacks.append(ScheduleTuner())

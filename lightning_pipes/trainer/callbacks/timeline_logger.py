@@ -1,4 +1,4 @@
-"""Scalars of the pipeline for any logger."""
+"""A callback that logs scalars of the pipeline to all loggers."""
 
 from __future__ import annotations
 
@@ -11,19 +11,26 @@ from lightning_pipes.trainer.loop.host import PipelineCallback
 
 
 class TimelineLogger(PipelineCallback):
-    """Log the step time, bubble and slowest stage of the last batch every `every_n_steps` optimizer steps.
+    """Logs the step time, the bubble and the slowest stage of the last batch every `every_n_steps` optimizer steps.
 
-    Every logger of the trainer gets `pipeline/step_ms` (from the first instruction of a batch to the last, in
-    milliseconds), `pipeline/bubble` (the share of that in which ranks idle, 0 to 1), `pipeline/efficiency` (the busiest
-    rank's share), `pipeline/slowest_stage` (the number of the stage that computes longest, or of the busiest rank's
-    first stage where ranks hold several) and `pipeline/slowest_ratio` (its time over the median of the others).
+    Each logger of the trainer receives these metrics:
 
-    A sibling of a job array logs neither bubble nor efficiency, because ranks compute for other siblings meanwhile.
-    With data_parallel the values are those of the first pipeline. With a schedule that does not flush between batches
-    they are logged at the end of an epoch.
+    - `pipeline/step_ms`: the time from the first instruction of a batch to the last, in milliseconds.
+    - `pipeline/bubble`: the share of this time in which ranks idle, from 0 to 1.
+    - `pipeline/efficiency`: the share of this time in which the busiest rank computes.
+    - `pipeline/slowest_stage`: the number of the stage with the longest computing time. If ranks hold several stages,
+      it is the first stage of the busiest rank.
+    - `pipeline/slowest_ratio`: the computing time of the busiest rank divided by the median of the other ranks.
+
+    A sibling of a job array logs neither the bubble nor the efficiency, because its ranks also compute for other
+    siblings. With `data_parallel`, the values describe the first pipeline. With a schedule that does not flush between
+    batches, they are logged at the end of an epoch.
+
+    Args:
+        every_n_steps: the number of optimizer steps between two entries.
 
     Raises:
-        PipelineError: every_n_steps is below 1, or the trainer's strategy is no PipelineStrategy.
+        PipelineError: `every_n_steps` is below 1, or the strategy of the trainer is not a PipelineStrategy.
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
@@ -38,7 +45,7 @@ class TimelineLogger(PipelineCallback):
         step = trainer.global_step
         if step == self._logged or step == 0 or step % self.every_n_steps:
             return
-        self._logged = step  # batches that only add to gradients do not count
+        self._logged = step  # batches that only accumulate gradients do not count
         if self.pipeline(trainer).flushes:
             self._log(trainer)
 
@@ -49,5 +56,5 @@ class TimelineLogger(PipelineCallback):
     def _log(self, trainer: pl.Trainer) -> None:
         timing = self.pipeline(trainer).last_timing()
         if timing is not None:
-            for logger in trainer.loggers:  # silent everywhere but on rank 0
+            for logger in trainer.loggers:  # loggers ignore the call on ranks other than 0
                 logger.log_metrics(timing.metrics, trainer.global_step)

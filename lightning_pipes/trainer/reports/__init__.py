@@ -1,1 +1,1 @@
-"""Reports on runs."""
+"""Reports on training runs."""

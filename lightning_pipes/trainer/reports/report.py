@@ -1,4 +1,4 @@
-"""A measured run compared with its prediction and its replay, with advice."""
+"""Compares a measured run with its prediction and its replay, and gives advice."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 KEPT_WINDOWS = 10
 KEPT_STEPS = 100
-"""The first batches of a run, whose time alone is kept: what was predicted a moment before is compared with them."""
+"""Number of batches after a prediction whose step times are recorded, to be compared with the prediction."""
 CHANGED = 0.1
-"""By what share the last steps differ from the first ones where that is worth a word: the machine does something else
-too, or the data changed."""
+"""Relative difference between the last steps and the first steps above which it is mentioned. Such a difference
+means that the machine has other load as well, or that the data changed."""
 AMONG_SIBLINGS = "measured, among siblings"
 
 
 @dataclass(frozen=True)
 class Window:
-    """One batch's way through one rank: what was ordered, and when it ran on the rank's monotonic clock.
+    """One window on one rank: the executed order, and the events with times on the monotonic clock of the rank.
 
     Attributes:
-        uses: the layers of each of its batches, where an endless policy ordered several.
+        uses: the layers of each batch of the window, if an endless policy ordered several batches.
     """
 
     plan: Plan
@@ -50,18 +50,18 @@ class Window:
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """A step as it was predicted when the run was decided, before any step that it is compared with.
+    """A prediction of a step, made when the run was decided and before any step with which it is compared.
 
     Attributes:
-        timeline: simulated by the profile of the decision, up to the optimizers' part.
-        order: what orders it.
+        timeline: the timeline up to the optimizer step, simulated with the profile of the decision.
+        order: the program or policy that orders the step.
     """
 
     timeline: Timeline
     order: Program | Policy
 
     def is_of(self, window: Window) -> bool:
-        """Return whether the window ran by the plan and the order that were predicted."""
+        """Return whether the window was run with the plan and the order of this prediction."""
         mine, theirs = self.timeline.plan, window.plan
         return (mine.layers, mine.ranks, mine.jobs) == (theirs.layers, theirs.ranks, theirs.jobs) and (
             self.order == window.order
@@ -70,24 +70,24 @@ class PredictedStep:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Facts of a run besides its windows.
+    """Information about a run that is not contained in its windows.
 
     Attributes:
-        schedule: its name.
-        settings: of the schedule.
-        stages: bytes, of the stages where they are known.
-        memory: bytes of every rank's device, None where there is no limit.
-        profile: of the layers, where it is known.
-        facts: for people, by name.
-        choice: why it is this schedule, or this cut, for people; empty where nothing was chosen.
-        predicted: the step as predicted by the profile that the choice was made by; None without one.
-        unpredicted: why nothing was predicted, as a clause.
-        siblings: how many trainings at a time shared the ranks.
-        measured: seconds of a step up to the optimizers' part, the median of the first `KEPT_STEPS` since the
-            prediction.
+        schedule: the name of the schedule.
+        settings: the settings of the schedule.
+        stages: the bytes of the stages for which they are known.
+        memory: the memory of the device of each rank in bytes, or None for a rank without a limit.
+        profile: the profile of the layers, if it is known.
+        facts: descriptions for readers, by name.
+        choice: the reason for the choice of the schedule or the cut, for readers. Empty if nothing was chosen.
+        predicted: the step as predicted with the profile on which the choice was based, or None without a profile.
+        unpredicted: the reason why there is no prediction, as a clause.
+        siblings: the number of training jobs that shared the ranks at a time.
+        measured: the median duration of the first `KEPT_STEPS` steps since the prediction, in seconds, up to the
+            optimizer step.
         steps: the number of these steps.
-        monitored: what a monitor saw on every rank; empty without one.
-        peaks: bytes that every rank has needed at most, None where nothing counts them.
+        monitored: the curves of the monitor on each rank. Empty without a monitor.
+        peaks: the peak memory of each rank in bytes, or None for a rank on which it is not measured.
     """
 
     schedule: str = ""
@@ -107,7 +107,8 @@ class RunInfo:
 
 
 class ReportFiles(NamedTuple):
-    """The files of a report: a picture, a trace for Perfetto, the page, and what `lightning-pipes report` reads."""
+    """The paths of the files of a report: a picture, a trace for Perfetto, the page, and the input of
+    `lightning-pipes report`."""
 
     picture: Path
     trace: Path
@@ -117,17 +118,23 @@ class ReportFiles(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """The last training batches of a run."""
+    """A report on the last training batches of a run."""
 
     record: RunRecord
 
     @classmethod
     def from_windows(cls, windows: Sequence[Sequence[Window]], about: RunInfo | None = None) -> PipelineReport:
-        """Return the report on the windows of every pipeline rank; only batches of the most frequent plan count, among
-        those with the layers where they were at last.
+        """Create a report from the windows of all pipeline ranks.
+
+        Among the batches for which the layers were on the same ranks as in the last batch, only batches of the most
+        frequent plan are used.
+
+        Args:
+            windows: the windows of each pipeline rank, in the same order on all ranks.
+            about: further information about the run.
 
         Raises:
-            PlanError: nothing was trained.
+            PlanError: no batch was trained.
         """
         about = about or RunInfo()
         rounds = list(zip(*windows, strict=True))
@@ -138,7 +145,7 @@ class PipelineReport:
             )
         rounds = [round_ for round_ in rounds if round_[0].plan.layers == rounds[-1][0].plan.layers]
         if about.predicted is not None and about.steps:
-            rounds = rounds[-about.steps :]  # those that came after the prediction
+            rounds = rounds[-about.steps :]  # keep only batches after the prediction
         counts = Counter(id(round_[0].plan) for round_ in rounds)
         common = counts.most_common(1)[0][0]
         first = next(r[0] for r in rounds if id(r[0].plan) == common)
@@ -174,16 +181,18 @@ class PipelineReport:
 
     @property
     def measured(self) -> Timeline:
-        """The most typical of the last steps, on all ranks: the one whose operations run closest to their median
-        times."""
+        """The most typical of the last steps on all ranks, in which the times of the operations are closest to their
+        medians."""
         assert self.record.measured is not None
         return self.record.measured
 
     @property
     def predicted(self) -> Timeline | None:
-        """The step as it was predicted before it ran, by the profile that the cut or the schedule was chosen by.
+        """The step as predicted before it ran, with the profile on which the choice of the cut or the schedule was
+        based.
 
-        None if there was no profile, or if the schedule or the cut changed later; `prediction_text` has the reason.
+        None if there was no profile, or if the schedule or the cut changed later. `prediction_text` contains the
+        reason.
         """
         return self.record.predicted
 
@@ -191,39 +200,42 @@ class PipelineReport:
     def replayed(self) -> Timeline:
         """The measured step, simulated with the recorded time of each of its operations.
 
-        It predicts nothing: it differs from `measured` by the time that belongs to no operation and no message.
+        This is not a prediction. It differs from `measured` by the time that is not part of any operation or message.
         """
         assert self.record.replayed is not None
         return self.record.replayed
 
     @property
     def bubble_measured(self) -> float | None:
-        """The bubble of `measured`: the share of the step in which ranks do not compute, the mean of all ranks, 0 to 1.
+        """The bubble of `measured`, which is the mean share of the step in which ranks do not compute, from 0 to 1.
 
-        None for a sibling of a job array, because the ranks compute for other siblings meanwhile.
+        None for a sibling of a job array, because its ranks also compute for other siblings.
         """
         return self.record.bubble
 
     @property
     def bubble_predicted(self) -> float | None:
-        """The bubble of `predicted`; None if nothing was predicted."""
+        """The bubble of `predicted`, or None if there is no prediction."""
         return None if self.predicted is None else self.predicted.mean_bubble
 
     @property
     def bubble_replayed(self) -> float | None:
-        """The bubble of `replayed`; None for a sibling of a job array."""
+        """The bubble of `replayed`, or None for a sibling of a job array."""
         return None if self.record.siblings > 1 else self.replayed.mean_bubble
 
     @property
     def prediction_text(self) -> str:
-        """The predicted step compared with the measured one, or why nothing was predicted; empty for siblings."""
+        """A comparison of the predicted step with the measured step, or the reason why there is no prediction.
+
+        Empty for siblings of a job array.
+        """
         return self.record.prediction_text
 
     @cached_property
     def advice(self) -> Advice:
-        """Advice on slow parts and on changes, found by simulating changes.
+        """Advice on slow parts and on improvements, which are found by simulating changes.
 
-        It takes seconds of work, with a progress bar, for hundreds of micro-batches.
+        With hundreds of micro-batches, this takes seconds, and a progress bar is shown.
         """
         from lightning_pipes.planning.advice import advise_run
         from lightning_pipes.planning.formatting import progress_bar
@@ -232,10 +244,17 @@ class PipelineReport:
             return advise_run(self.record, show_progress)
 
     def save(self, directory: str | Path) -> ReportFiles:
-        """Write timeline.png, timeline.json for Perfetto, the page report.html, and run.json, from which
-        `lightning-pipes report` writes the page again; return their paths.
+        """Write the files of the report.
 
-        The picture shows the measured step, and below it the predicted one if there was a prediction.
+        The files are the picture timeline.png, the trace timeline.json for Perfetto, the page report.html, and
+        run.json, from which `lightning-pipes report` can write the page again. The picture shows the measured step and,
+        if there was a prediction, the predicted step below it.
+
+        Args:
+            directory: the directory for the files, which is created if necessary.
+
+        Returns:
+            The paths of the files.
         """
         from lightning_pipes.sim import save_chrome_trace, save_png
         from lightning_pipes.sim.page import page
@@ -262,8 +281,10 @@ class PipelineReport:
 
 
 def find_typical_step(steps: Sequence[Timeline]) -> int:
-    """Return the position of the step that is closest to the medians of all: of its length, and of when each operation
-    starts and ends. A hiccup in one operation delays all that follow, so such a step is far from the medians.
+    """Return the index of the step that is closest to the medians of all steps.
+
+    The compared values are the makespan of each step, and the start and end of each operation. A delay in a single
+    operation also delays all following operations, so that such a step is far from the medians.
 
     Args:
         steps: timelines of the same operations.
@@ -283,7 +304,7 @@ def find_typical_step(steps: Sequence[Timeline]) -> int:
 
 
 def _prediction(about: RunInfo, window: Window) -> tuple[Timeline | None, str]:
-    """Return the prediction of a window, or None and the reason, as a clause."""
+    """Return the prediction of a window, or None and the reason why there is no prediction, as a clause."""
     if about.siblings > 1:
         return None, "siblings of a job array share the ranks"
     if about.predicted is None:
@@ -296,7 +317,7 @@ def _prediction(about: RunInfo, window: Window) -> tuple[Timeline | None, str]:
 
 
 def _choice(about: RunInfo, measured: Timeline) -> str:
-    """Return the choice and its reason, and whether it came true."""
+    """Return the choice with its reason, and compare the predicted step time with the measured one."""
     if about.predicted is None or about.siblings > 1:
         return about.choice
     predicted = f"A step up to the optimizer: {seconds_text(about.predicted.timeline.makespan)} predicted, "
@@ -306,22 +327,26 @@ def _choice(about: RunInfo, measured: Timeline) -> str:
 
 
 def _between(windows: Sequence[Window]) -> float | None:
-    """Return the seconds from the end of one window to the start of the next on one rank, the median; None for one
-    window."""
+    """Return the median time from the end of one window to the start of the next on one rank, in seconds.
+
+    The result is None if there is only one window.
+    """
     ends = [(min(e.start for e in w.events), max(e.end for e in w.events)) for w in windows if w.events]
     gaps = [max(0, start - end) / 1e9 for (_, end), (start, _) in pairwise(ends)]
     return median(gaps) if gaps else None
 
 
 def describe_memory(windows: Sequence[Sequence[Window]], about: RunInfo) -> str:
-    """Return sentences on the peak of each rank in the largest of the last batches; empty where nothing is known.
+    """Return a description of the peak memory of each rank in the largest of the last batches.
 
-    Nothing is simulated: where batches overlap, or a policy orders them, only what was measured is reported.
+    The result is empty if nothing is known. If batches overlap or are ordered by a policy, nothing is estimated, and
+    only measured values are described.
 
     Args:
-        windows: of every rank, as a report takes them.
+        windows: the windows of each rank, as for `PipelineReport.from_windows`.
+        about: further information about the run.
     """
-    if about.siblings > 1:  # they share the ranks' memory
+    if about.siblings > 1:  # the siblings share the memory of the ranks
         return ""
     last = windows[0][-1].plan
     window = max((w for w in windows[0] if w.plan.layers == last.layers), key=lambda w: w.plan.jobs[0].rows)

@@ -1,4 +1,5 @@
-"""Bytes that each stage holds: weights and states counted, activations seen in its first micro-batch."""
+"""Determines the bytes of each stage: weights and states are counted, and activations are measured in its first
+micro-batch."""
 
 from __future__ import annotations
 
@@ -20,9 +21,13 @@ from lightning_pipes.ir import Span
 
 
 class StageBytes(NamedTuple):
-    """Bytes of one stage: weights with buffers, and gradients with optimizer states.
+    """The bytes of one stage.
 
-    Per sample it has the bytes kept from forward to backward, and those sent on.
+    Attributes:
+        weights: the size of parameters and buffers.
+        states: the size of gradients and optimizer states.
+        activations: the bytes per sample that are kept from the forward to the backward.
+        output: the bytes per sample that are sent to the next stage.
     """
 
     weights: int
@@ -38,26 +43,33 @@ class _Seen:
 
 
 class SavedBytes:
-    """Measures the bytes that the first micro-batch of every stage saves for its backward; later ones run as they are.
+    """Measures the bytes that the first micro-batch of each stage saves for its backward. Later micro-batches are not
+    affected.
 
     Attributes:
-        seen: by stage, what was measured.
+        seen: the measured values by stage.
     """
 
     def __init__(self) -> None:
         self.seen: dict[int, _Seen] = {}
 
     def watch_body(self, number: int, body: Body) -> Body:
-        """Return the body of stage `number`, watched once."""
+        """Wrap the body of a stage, so that its first micro-batch in training is measured.
+
+        Args:
+            number: the number of the stage.
+            body: the function that runs the stage.
+        """
 
         def watch(stage: Stage, item: Item, span: Span, received: Any) -> Any:
             if number in self.seen or not torch.is_grad_enabled() or not item.training:
                 return body(stage, item, span, received)
             there = {storage_of(t) for layer in stage.layers.values() for t in _state(layer)}
-            there |= {storage_of(t) for t in tensors_in(item.data.batch)}  # whole, whatever is saved of it
+            there |= {storage_of(t) for t in tensors_in(item.data.batch)}  # the batch is kept as a whole anyway
             with saved_for_backward() as found:
                 out = body(stage, item, span, received)
-            there |= {storage_of(t) for layer in stage.layers.values() for t in _state(layer)}  # FSDP2 has gathered it
+            # FSDP2 has gathered the parameters by now.
+            there |= {storage_of(t) for layer in stage.layers.values() for t in _state(layer)}
             self.seen[number] = _Seen(
                 sum(size for _, size in found.keys() - there) / span.rows,
                 sum(t.nbytes for t in tensors_in(out)) / span.rows,
@@ -67,19 +79,24 @@ class SavedBytes:
         return watch
 
     def forget_stages(self) -> None:
-        """Stages have other layers now."""
+        """Discard all measured values, because stages have different layers now."""
         self.seen.clear()
 
     def of_a_sample(self, number: int) -> float | None:
-        """Return the bytes that stage `number` keeps from forward to backward of one sample; None before it was
-        seen."""
+        """Return the bytes that a stage keeps from forward to backward for one sample, or None if they are not
+        measured yet."""
         seen = self.seen.get(number)
         return None if seen is None else seen.activations
 
     def measured_stages(
         self, stages: Mapping[int, Iterable[nn.Module]], optimizers: Iterable[Optimizer]
     ) -> dict[int, StageBytes]:
-        """Return the bytes of stages with a measured first micro-batch, by number."""
+        """Return the bytes of all stages whose first micro-batch was measured, by stage number.
+
+        Args:
+            stages: the layers of each stage of this rank, by stage number.
+            optimizers: the optimizers, whose states are counted.
+        """
         states: dict[torch.Tensor, int] = {}
         for optimizer in optimizers:
             for parameter, values in optimizer.state.items():
@@ -101,7 +118,8 @@ class SavedBytes:
 
 
 def with_bytes(costs: CostModel, stages: Mapping[int, StageBytes]) -> CostModel:
-    """`costs` with those bytes, if they are known of every stage."""
+    """Return `costs` with the bytes of the stages. If the bytes of some stages are unknown, return `costs`
+    unchanged."""
     if set(stages) != set(range(costs.n_stages)):
         return costs
     ordered = [stages[number] for number in range(costs.n_stages)]

@@ -1,4 +1,4 @@
-"""Where the time of one window went, from a few numbers of each rank: cheap enough to ask while training."""
+"""Summarizes the time of one window from a few numbers per rank. This is cheap enough to be done during training."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from lightning_pipes.ir import COMPUTE, Kind
 from lightning_pipes.sim.timeline import Event
 
 _IDLE = ("pipeline/bubble", "pipeline/efficiency")
-"""Values that say nothing of a rank that computes for others meanwhile."""
+"""Metrics that are not meaningful if the ranks also compute for other siblings."""
 
 
 class Share(NamedTuple):
     """The time of one rank in a window.
 
     Attributes:
-        took: nanoseconds from its first instruction to the end of its last.
-        stages: nanoseconds of each stage.
-        batches: their number.
-        steps: nanoseconds of optimizer steps, where the schedule orders them.
+        took: nanoseconds from the start of its first instruction to the end of its last.
+        stages: nanoseconds of computation for each stage.
+        batches: the number of batches in the window.
+        steps: nanoseconds of optimizer steps, if the schedule orders them.
     """
 
     took: int
@@ -31,7 +31,7 @@ class Share(NamedTuple):
 
     @classmethod
     def from_events(cls, events: Iterable[Event]) -> Share:
-        """Return the share of one rank by its events."""
+        """Compute the share of one rank from its events."""
         first, last, stages, batches, steps = None, 0, dict[int, int](), 1, 0
         for _, i, start, end in events:
             if i.kind in COMPUTE:
@@ -46,17 +46,18 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Timing:
-    """One window on all ranks.
+    """The timing of one window on all ranks.
 
     Attributes:
-        seconds: of a batch, on the rank that took longest from its first instruction to its last. Clocks are not
-            compared; the rank of the first stage begins first and ends last.
-        bubble: the mean share of the time in which ranks idle, 0 to 1; optimizer steps that the schedule orders are
-            work, as in `Timeline.bubble`.
-        efficiency: the busiest rank's share, 0 to 1, as `Timeline.efficiency`.
+        seconds: seconds per batch, on the rank with the longest time from its first instruction to its last. The clocks
+            of different ranks are not compared. The rank of the first stage begins first and ends last.
+        bubble: the mean share of time in which ranks idle, from 0 to 1. Optimizer steps that the schedule orders count
+            as work, as in `Timeline.bubble`.
+        efficiency: the busy share of the busiest rank, from 0 to 1, as in `Timeline.efficiency`.
         slowest: the first stage of the busiest rank.
-        ratio: the busiest rank's time over the median of the others'; 1 where there are none.
-        alone: whether what is idle in it was idle, and not busy for siblings of a job array.
+        ratio: the computing time of the busiest rank divided by the median of the other ranks. 1 if there are no other
+            ranks.
+        alone: whether the ranks do not compute for siblings of a job array in their idle time.
     """
 
     seconds: float
@@ -68,7 +69,12 @@ class Timing:
 
     @classmethod
     def from_shares(cls, shares: Sequence[Share], alone: bool = True) -> Timing:
-        """Return the timing from the shares of all ranks, in their order."""
+        """Compute the timing from the shares of all ranks.
+
+        Args:
+            shares: the shares in the order of the ranks.
+            alone: the value of the attribute `alone`.
+        """
         busy = [sum(share.stages.values()) for share in shares]
         took = max(1, *(share.took for share in shares))
         worked = [stages + share.steps for stages, share in zip(busy, shares, strict=True)]
@@ -86,7 +92,8 @@ class Timing:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return metrics by logged name; no bubble and no efficiency with siblings."""
+        """The metrics by the names under which they are logged. The bubble and the efficiency are left out for
+        siblings."""
         found = {
             "pipeline/step_ms": 1e3 * self.seconds,
             "pipeline/bubble": self.bubble,
