@@ -194,8 +194,10 @@ class Outbox:
 
 
 class _StageOut:
-    """Copies tensors from the GPU to pinned memory on a separate stream, and posts each message after its copy has
-    finished."""
+    """Copies tensors from the GPU to pinned memory on a separate stream.
+
+    Each message is posted after its copy has finished.
+    """
 
     def __init__(
         self, device: torch.device, post: Callable[[Wire], None], lost: Callable[[BaseException], None]

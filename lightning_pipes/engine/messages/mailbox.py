@@ -49,8 +49,7 @@ class Mailbox:
         return key in self._messages
 
     def arrival_time(self, key: Key) -> int:
-        """Return the time at which the message arrived, in nanoseconds of the monotonic clock, or 0 if it has not
-        arrived."""
+        """Return the arrival time of a message in nanoseconds of the monotonic clock, or 0 if it has not arrived."""
         message = self._messages.get(key)
         return 0 if message is None else message.arrived
 

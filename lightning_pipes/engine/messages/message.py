@@ -214,8 +214,10 @@ class Encoder:
         return wire, tensors
 
     def _serialize(self, leaves: list[Any]) -> bytes:
-        """Serialize the leaves. If they are frozen and identical to the leaves of the last message, return the same
-        bytes again."""
+        """Serialize the leaves.
+
+        If the leaves are frozen and identical to the leaves of the last message, the same bytes are returned again.
+        """
         last, known = self._last_frozen
         if len(leaves) == len(last) and all(map(is_, leaves, last)):
             return known
@@ -330,8 +332,11 @@ class Decoder:
         return Message(key, signature.build_tree(tensors, values), signature.flags, sent, posted, arrived)
 
     def _load(self, data: bytes) -> Sequence[Any]:
-        """Deserialize the leaves. If the bytes are equal to those of the last message and its leaves are frozen,
-        return the same leaves again."""
+        """Deserialize the leaves.
+
+        If the bytes are equal to those of the last message and its leaves are frozen, the same leaves are returned
+        again.
+        """
         if data == self._last_frozen[0]:
             return self._last_frozen[1]
         leaves: Sequence[Any] = loads(data, self._seal)

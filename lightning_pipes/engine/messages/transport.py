@@ -89,8 +89,7 @@ class _Stream:
             self._stream.synchronize()
 
     def publish_tensors(self, tree: Any) -> None:
-        """Wait for the work of this stream, and record that the stream of the computing thread uses the tensors of
-        `tree`."""
+        """Wait for this stream, and record that the stream of the computing thread uses the tensors of `tree`."""
         if self._stream is not None:
             self._stream.synchronize()
             record_stream_use(self._user, tree)
@@ -146,8 +145,10 @@ class DirectOutbox:
 
 
 class DirectInbox:
-    """The receiving end of a direct channel. The thread that receives a header also receives the tensors that it
-    describes."""
+    """The receiving end of a direct channel.
+
+    The thread that receives a header also receives the tensors that it describes.
+    """
 
     def __init__(
         self,
@@ -275,8 +276,10 @@ class GlooTransport:
 
 
 class LoopbackTransport:
-    """A transport for ranks in one process. Messages are encoded and decoded as usual, and put into the mailbox of
-    the receiver immediately."""
+    """A transport for ranks in one process.
+
+    Messages are encoded and decoded as usual, and put into the mailbox of the receiver immediately.
+    """
 
     def __init__(self, mailboxes: Sequence[Mailbox], rank: int) -> None:
         self.mailbox = mailboxes[rank]

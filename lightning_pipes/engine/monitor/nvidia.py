@@ -229,10 +229,9 @@ active multiprocessors."""
 
 
 class GpmSource(Source):
-    """Measures hardware counters as differences between two samples of the device. Each read takes one sample, without
-    waiting.
+    """Measures hardware counters as differences between two samples of the device.
 
-    Metrics that the driver does not support are missing.
+    Each read takes one sample, without waiting. Metrics that the driver does not support are missing.
 
     Args:
         uuid: the UUID of the device, as in `Nvidia`.

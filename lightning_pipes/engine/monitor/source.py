@@ -1,5 +1,7 @@
-"""Sources of metrics about a device or a machine. The metrics of the machine, its cores and its memory, are read
-from Linux."""
+"""Sources of metrics about a device or a machine.
+
+The metrics of the machine, its cores and its memory, are read from Linux.
+"""
 
 from __future__ import annotations
 
@@ -194,8 +196,10 @@ class MachineSource(Source):
 
 
 class PressureSource(Source):
-    """Measures the share of time in which at least one process of the machine waited for a core, for memory, or for
-    a disk (PSI)."""
+    """Measures the share of time in which processes waited for a core, for memory, or for a disk (PSI).
+
+    A period counts if at least one process of the machine waited.
+    """
 
     name: ClassVar[str] = "/proc/pressure"
     metrics = ("host.cpu_pressure_share", "host.memory_pressure_share", "host.io_pressure_share")
@@ -293,8 +297,10 @@ def _readable(path: str) -> None:
 
 
 def _statistics() -> Iterable[Path]:
-    """Yield the possible paths of the CPU statistics of this process's control group, for both versions of control
-    groups."""
+    """Yield the possible paths of the CPU statistics of this process's control group.
+
+    The paths cover both versions of control groups.
+    """
     try:
         lines = _text("/proc/self/cgroup").splitlines()
     except OSError:

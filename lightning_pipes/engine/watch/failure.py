@@ -75,8 +75,10 @@ class _FailureReport:
         self._answered.set()
 
     def wait(self, seconds: float) -> str | None:
-        """Wait for the store, and return the failure that was written first. Return None if the store does not
-        answer in time."""
+        """Wait for the store, and return the failure that was written first.
+
+        The result is None if the store does not answer in time.
+        """
         self._answered.wait(seconds)
         return self.first
 
@@ -220,8 +222,10 @@ class FailureWatch:
             self._publish_failure(f"{self.name(peer)} has ended or can't be reached: {lost}")
 
     def has_ended(self, rank: int) -> bool:
-        """Return whether the process of `rank` is known to have ended. The result is always False for processes of
-        other hosts."""
+        """Return whether the process of `rank` is known to have ended.
+
+        The result is always False for processes of other hosts.
+        """
         process = None if self._store is None else self._heartbeat.known_process(rank)
         return process is not None and process.has_ended()
 
@@ -323,8 +327,10 @@ class FailureWatch:
                 )
 
     def _find_wait(self, other: int) -> str:
-        """Return the reason why another rank waits, preceded by a number that identifies the wait. Return an empty
-        text if the rank does not wait."""
+        """Return the reason why another rank waits, preceded by a number that identifies the wait.
+
+        The result is empty if the rank does not wait.
+        """
         key = f"{self._prefix}/wait/{other}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
@@ -470,8 +476,7 @@ class FailureWatch:
         fault_point("watch.closed")
 
     def _watch(self) -> None:
-        """Check for failures in the store, for the heartbeat of the next rank, and for processes of this host that have
-        ended.
+        """Check the store for failures, the heartbeat of the next rank, and the processes of this host.
 
         The calls of this thread block if the store is stopped.
         """
@@ -498,8 +503,7 @@ class FailureWatch:
             self._acknowledged.set()
 
     def _wait_for_others(self) -> None:
-        """Mark that this rank has logged the failure of the run, and wait for the marks of all ranks that can still
-        set one."""
+        """Mark that this rank has logged the failure of the run, and wait for the marks of the other ranks."""
         self._announced.wait()
         connection = self._heartbeat.connection
         connection.set(self._acknowledged_key(self._rank), "")

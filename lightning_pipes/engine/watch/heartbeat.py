@@ -17,11 +17,11 @@ BEAT_SECONDS = 1.0
 
 
 class StallTimer:
-    """Measures how long a counter has not changed. It uses the clock of the observer, so that clocks of different hosts
-    need not agree.
+    """Measures how long a counter has not changed.
 
-    At most `gap` seconds are counted between two checks. A process that was stopped, or suspended together with all
-    others, therefore does not mistake its own suspension for a stall of another process.
+    The time is measured with the clock of the observer, so that clocks of different hosts need not agree. At most `gap`
+    seconds are counted between two checks. A process that was stopped, or suspended together with all others, therefore
+    does not mistake its own suspension for a stall of another process.
     """
 
     def __init__(self, gap: float) -> None:
@@ -44,8 +44,9 @@ class StallTimer:
 
 
 class Heartbeat:
-    """Increments a counter once a second for as long as the process lives. This includes the time between runs, in
-    which user code may take hours.
+    """Increments a counter once a second for as long as the process lives.
+
+    The heartbeat continues between runs, when user code may take hours.
 
     Attributes:
         connection: a connection to the store for calls that return immediately. A call that waits for a key needs a
@@ -70,8 +71,7 @@ class Heartbeat:
         return int(self.connection.get(key)) if self.connection.check([key]) else 0
 
     def known_process(self, rank: int) -> Process | None:
-        """Return the process of `rank` without a request to the store, or None if `find_process` has not found it
-        yet."""
+        """Return the process of `rank` if `find_process` has already found it, and None otherwise."""
         return self._processes.get(rank)
 
     def find_process(self, rank: int) -> Process | None:

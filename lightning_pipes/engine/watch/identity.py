@@ -57,8 +57,8 @@ class Process(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Process | None:
-        """Return the process for the text that `str(process)` returns, or None if the text does not have that
-        format."""
+        """Return the process with the text form `text`, or None if the text does not have the format of
+        `str(process)`."""
         parts = text.split("-")
         if len(parts) != 5 or not all(part.isdigit() for part in parts[3:]):
             return None

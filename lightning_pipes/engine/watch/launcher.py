@@ -235,8 +235,9 @@ class StartupWatch:
         self._next = 0.0
 
     def check(self) -> None:
-        """Check the launcher and, at most once a second, the other processes. This method may be called at any
-        frequency.
+        """Check the launcher and, at most once a second, the other processes.
+
+        This method may be called at any frequency.
 
         Raises:
             LauncherEndedError: the launcher has ended.

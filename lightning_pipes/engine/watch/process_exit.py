@@ -41,8 +41,10 @@ def has_given_up() -> bool:
 
 
 def claim_final_wait() -> bool:
-    """Return True at the first call and False afterwards. One thread is sufficient to wait for the end of the main
-    thread."""
+    """Return True at the first call and False afterwards.
+
+    One thread is sufficient to wait for the end of the main thread.
+    """
     return _waits.acquire(blocking=False)
 
 

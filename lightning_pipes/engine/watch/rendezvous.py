@@ -197,8 +197,10 @@ def agree_on_name(
 
 
 class _LivenessCheck:
-    """Remembers the processes of this attempt that were seen alive. The store also contains processes of earlier
-    attempts, which have ended."""
+    """Remembers the processes of this attempt that were seen alive.
+
+    The store also contains processes of earlier attempts, which have ended.
+    """
 
     def __init__(self, store: TCPStore) -> None:
         self._store = store

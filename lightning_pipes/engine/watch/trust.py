@@ -87,8 +87,10 @@ class Seal:
 
 
 class TrustedPeerSeal(Seal):
-    """A seal without MACs, for peers that are authenticated by other means, such as a socket that identifies the
-    user of the peer."""
+    """A seal without MACs, for peers that are authenticated by other means.
+
+    An example is a socket that identifies the user of the peer.
+    """
 
     def __init__(self) -> None:
         super().__init__(b"")
@@ -264,8 +266,10 @@ def seal_of(store: Any) -> Seal | None:
 
 
 def secret_for_children() -> dict[str, str]:
-    """Return the environment variables that pass the secret to child processes. The environment of this process is
-    not changed."""
+    """Return the environment variables that pass the secret to child processes.
+
+    The environment of this process is not changed.
+    """
     global _own_secret
     _own_secret = os.environ.get(SECRET) or _own_secret or secrets.token_hex(32)
     return {SECRET: _own_secret}

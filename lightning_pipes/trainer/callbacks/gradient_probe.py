@@ -86,8 +86,10 @@ def _gradients(
 
 @contextmanager
 def _untouched(module: pl.LightningModule) -> Iterator[None]:
-    """Run the block with a fixed seed and without logging. Buffers and random number generators are restored after
-    the block."""
+    """Run the block with a fixed seed and without logging.
+
+    Buffers and random number generators are restored after the block.
+    """
     buffers = [(b, b.clone()) for b in module.buffers()]
     names = ("log", "log_dict")
     with forked_rng(module.device):

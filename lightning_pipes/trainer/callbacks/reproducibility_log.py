@@ -20,12 +20,11 @@ from lightning_pipes.trainer.loop.run import StageListener
 
 
 class ReproducibilityLog(PipelineCallback, StageListener):
-    """Logs losses, the order in which layers are read and stepped, and hashes of weights, to find where two runs
-    differ.
+    """Logs losses, the order of the reads and steps of layers, and hashes of weights.
 
-    For every `every_n_batches`-th batch, the callback hashes the parameters and buffers of the layers that the batch
-    has stepped. At the end of an epoch, it hashes all layers. `lightning-pipes compare RUN RUN` prints the first
-    difference.
+    The logs of two runs show where the runs differ: `lightning-pipes compare RUN RUN` prints the first difference. For
+    every `every_n_batches`-th batch, the callback hashes the parameters and buffers of the layers that the batch has
+    stepped. At the end of an epoch, it hashes all layers.
 
     The callback is meant for schedules that do not flush, and it does not cause any waiting. A stage hashes its own
     layers when it steps them, while the batches may be anywhere in the pipeline. The training is the same with and

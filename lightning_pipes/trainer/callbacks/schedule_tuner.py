@@ -105,8 +105,8 @@ class TuningRecord:
 
     @property
     def error(self) -> float:
-        """The relative error of the prediction for the current schedule: predicted step time / measured step time -
-        1."""
+        """The relative error of the predicted step time with the current schedule, compared with the measured step
+        time."""
         return self.decision.current.seconds / self.measured - 1 if self.measured else 0.0
 
 
@@ -137,7 +137,7 @@ class ScheduleTuner(PipelineCallback):
         interval: the number of batches, or the time, between decisions. The interval is extended if deciding would take
             more than 0.5 % of it.
         memory_limit: the number of bytes that each rank may hold, such as "16GiB". By default, it is the memory of the
-            GPU, and not limited on the CPU.
+            GPU. On the CPU, there is no limit by default.
         sizes: the micro-batch sizes to choose from, in samples. By default, the size does not change. A different size
             changes the order of summation, and the batches that layers such as BatchNorm see.
         hysteresis: the smallest predicted gain that causes a change, as a share of a step.
@@ -208,8 +208,10 @@ class ScheduleTuner(PipelineCallback):
             logger.log_metrics(order.metrics, trainer.global_step)
 
     def _prepare(self, plan: Plan) -> None:
-        """Set up everything that does not need measurements. This happens after the first batch, which is slow
-        anyway."""
+        """Set up everything that does not need measurements.
+
+        This happens after the first batch, which is slow anyway.
+        """
         nothing_known = CostModel.uniform(plan.n_stages, forward=1.0, backward=2.0)
         candidates = self._source.list_candidates(plan, nothing_known, None, self.sizes)
         if sum(c.n_microbatches for c in candidates) * plan.n_stages > LARGE:
