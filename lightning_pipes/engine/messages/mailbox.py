@@ -61,9 +61,9 @@ class Mailbox:
         return self._messages.pop(key, None)
 
     def take_new(self, window: int) -> list[Instruction]:
-        """Return the receives of one window whose messages have arrived since the last call.
+        """Return the receives of one window for messages that have arrived since the last call.
 
-        Receives whose message was already taken are left out. The new messages of other windows remain new.
+        Receives are left out if their message was already taken. The new messages of other windows remain new.
 
         Args:
             window: the number of the window.

@@ -138,7 +138,7 @@ def pinned_bytes(size: int) -> torch.Tensor:
 
 
 class FrozenLeaf:
-    """Base class for leaves of messages whose content does not change after they were sent.
+    """Base class for leaves of messages that do not change after they were sent.
 
     Consecutive messages often contain the same object. It is then serialized by the sender and deserialized by the
     receiver only once.

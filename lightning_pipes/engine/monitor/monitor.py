@@ -27,7 +27,7 @@ from lightning_pipes.sim.shown.training_record import Curves
 OVERHEAD = 0.005
 """The share of a core that sampling may take. If a sample costs more, samples are taken less often."""
 MAX_HERTZ = 10.0
-"""Maximum sampling rate. GPUs update their values every 100 ms at most."""
+"""Maximum sampling rate. GPUs do not update their values more often than every 100 ms."""
 MIN_SECONDS = 1e-9
 """Shortest time that a sample stands for, in seconds. It is necessary because two readings of the clock may be
 equal."""
@@ -223,7 +223,7 @@ class Monitor:
 
 
 def _sample(values: Sequence[float] | Row, seconds: float) -> Sample:
-    """Return a sample whose values stand for the same time."""
+    """Return a sample of values that all stand for the same time."""
     return Sample(np.array(values, float), np.full(len(values), seconds))
 
 
@@ -330,7 +330,7 @@ class SampleHistory:
         self._points: list[Sample] = []
 
     def add(self, sample: Sample) -> None:
-        """Add a sample, whose first column is the time."""
+        """Add a sample. The first column of a sample is its time."""
         self._waiting.append(sample)
         if len(self._waiting) < self._each:
             return

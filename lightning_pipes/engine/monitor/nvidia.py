@@ -113,7 +113,7 @@ _MEGA = 1e6
 
 
 class NvmlSource(Source):
-    """Measures with NVML calls that return immediately.
+    """Reads metrics of the device with NVML calls that return immediately.
 
     A call that the driver does not support is made only once. Its metrics are missing afterwards.
 

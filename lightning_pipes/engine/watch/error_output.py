@@ -22,13 +22,13 @@ class RemoteError(Exception):
 
 
 class KnownFailure(Protocol):
-    """Provides the failure of a run, as this rank has recorded it, for the output of errors."""
+    """Provides the failure of a run, as recorded by this rank, to the code that prints errors."""
 
     def remote_failure(self) -> str | None:
         """Return the failure of another rank if this rank has logged one. Otherwise, return None."""
 
     def wait_for_reports(self) -> None:
-        """Wait until the other ranks have logged the failure of this rank, or are no longer able to."""
+        """Wait until each other rank has logged the failure of this rank, or can't log it any more."""
 
 
 _failure: KnownFailure | None = None

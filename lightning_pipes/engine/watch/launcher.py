@@ -36,8 +36,8 @@ LAUNCHER = "LIGHTNING_PIPES_LAUNCHER"
 TERMINATED = 128 + 15
 """Exit status of a process that exits in order after SIGTERM."""
 GRACE_SECONDS = 6.0
-"""How long a process continues after its launcher, or a rank that it has started, has failed, in seconds. In this
-time, the process may end with a more specific error."""
+"""How long a process continues after its launcher has ended, or a rank that it has started has failed, in seconds. In
+this time, the process may end with a more specific error."""
 _REASON_SECONDS = 1.0
 """How long to wait for a failure of the run that explains the end of a started rank, before that end is logged, in
 seconds."""

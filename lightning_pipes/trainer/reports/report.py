@@ -29,8 +29,8 @@ KEPT_WINDOWS = 10
 KEPT_STEPS = 100
 """Number of batches after a prediction whose step times are recorded, to be compared with the prediction."""
 CHANGED = 0.1
-"""Relative difference between the last steps and the first steps above which it is mentioned. Such a difference
-means that the machine has other load as well, or that the data changed."""
+"""Relative difference between the last steps and the first steps above which it is mentioned. It means that other
+programs use the machine too, or that the data changed."""
 AMONG_SIBLINGS = "measured, among siblings"
 
 
@@ -107,8 +107,10 @@ class RunInfo:
 
 
 class ReportFiles(NamedTuple):
-    """The paths of the files of a report: a picture, a trace for Perfetto, the page, and the input of
-    `lightning-pipes report`."""
+    """The paths of the files of a report.
+
+    The files are a picture, a trace for Perfetto, the page, and the input of `lightning-pipes report`.
+    """
 
     picture: Path
     trace: Path
@@ -181,18 +183,19 @@ class PipelineReport:
 
     @property
     def measured(self) -> Timeline:
-        """The most typical of the last steps on all ranks, in which the times of the operations are closest to their
-        medians."""
+        """The most typical of the last steps, on all ranks.
+
+        In this step, the times of the operations are closest to their medians.
+        """
         assert self.record.measured is not None
         return self.record.measured
 
     @property
     def predicted(self) -> Timeline | None:
-        """The step as predicted before it ran, with the profile on which the choice of the cut or the schedule was
-        based.
+        """The step as it was predicted before it ran.
 
-        None if there was no profile, or if the schedule or the cut changed later. `prediction_text` contains the
-        reason.
+        The prediction uses the profile on which the choice of the cut or the schedule was based. It is None if there
+        was no profile, or if the schedule or the cut changed later. `prediction_text` contains the reason.
         """
         return self.record.predicted
 

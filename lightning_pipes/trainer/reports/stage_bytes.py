@@ -1,5 +1,7 @@
-"""Determines the bytes of each stage: weights and states are counted, and activations are measured in its first
-micro-batch."""
+"""Determines the bytes of each stage.
+
+Weights and states are counted, and activations are measured in the first micro-batch of the stage.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,9 @@ class _Seen:
 
 
 class SavedBytes:
-    """Measures the bytes that the first micro-batch of each stage saves for its backward. Later micro-batches are not
-    affected.
+    """Measures the bytes that the first micro-batch of each stage saves for its backward.
+
+    Later micro-batches are not affected.
 
     Attributes:
         seen: the measured values by stage.
@@ -83,15 +86,17 @@ class SavedBytes:
         self.seen.clear()
 
     def of_a_sample(self, number: int) -> float | None:
-        """Return the bytes that a stage keeps from forward to backward for one sample, or None if they are not
-        measured yet."""
+        """Return the bytes that a stage keeps from forward to backward for one sample.
+
+        The result is None if the stage has not been measured yet.
+        """
         seen = self.seen.get(number)
         return None if seen is None else seen.activations
 
     def measured_stages(
         self, stages: Mapping[int, Iterable[nn.Module]], optimizers: Iterable[Optimizer]
     ) -> dict[int, StageBytes]:
-        """Return the bytes of all stages whose first micro-batch was measured, by stage number.
+        """Return the bytes of the stages that have been measured, by stage number.
 
         Args:
             stages: the layers of each stage of this rank, by stage number.
@@ -118,8 +123,7 @@ class SavedBytes:
 
 
 def with_bytes(costs: CostModel, stages: Mapping[int, StageBytes]) -> CostModel:
-    """Return `costs` with the bytes of the stages. If the bytes of some stages are unknown, return `costs`
-    unchanged."""
+    """Return `costs` with the bytes of the stages, or unchanged if the bytes of a stage are unknown."""
     if set(stages) != set(range(costs.n_stages)):
         return costs
     ordered = [stages[number] for number in range(costs.n_stages)]

@@ -92,8 +92,10 @@ class Timing:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics by the names under which they are logged. The bubble and the efficiency are left out for
-        siblings."""
+        """The metrics by the names under which they are logged.
+
+        The bubble and the efficiency are left out for siblings.
+        """
         found = {
             "pipeline/step_ms": 1e3 * self.seconds,
             "pipeline/bubble": self.bubble,
