@@ -1,4 +1,4 @@
-"""Runs programs on torch: stages, transport, executor, and the one interface that every schedule is driven by."""
+"""Runs programs on torch: stages, transports, executors, and one interface for all schedules."""
 
 from lightning_pipes.engine.compute.rng import AFTER_LAYERS, BEFORE_LAYERS
 from lightning_pipes.engine.compute.spans import Item

@@ -1,4 +1,4 @@
-"""One interface for every schedule: inject a batch, make progress, drain."""
+"""The interface between schedules and torch: inject batches into a window, run instructions, drain the window."""
 
 from __future__ import annotations
 
@@ -52,31 +52,34 @@ class Watch(Protocol):
     doing: object | None
 
     def check(self) -> None:
-        """Raise PeerFailure if any rank has failed."""
+        """Raise `PeerFailure` if any rank has failed."""
 
     def report_failure(self, error: BaseException, where: str = "") -> None:
-        """Report a failure of this rank to the others."""
+        """Report a failure of this rank to the other ranks."""
 
 
 class Turns(Protocol):
-    """Shares a rank among engines."""
+    """Decides when each of several engines on the same rank runs its window."""
 
     def window(self) -> int:
-        """Return the number of a new window, the same on all ranks and no other engine's."""
+        """Return a number for a new window. It is the same on all ranks, and no other engine uses it."""
 
     def finish(self, engine: Engine) -> None:
-        """Return when the open window of `engine` is through on this rank, by `advance`."""
+        """Run the open window of `engine` to its end by calls of `Engine.advance`, then return."""
 
 
 AHEAD = 2
-"""Batches that are known before they begin where layers take turns: those of one are brought while another runs."""
+"""The number of batches that are injected ahead of their first task if layers are offloaded.
+
+The layers of the next batch can then be loaded while another batch runs.
+"""
 _AFTER = SENDS | {Kind.STEP}
-"""Kinds of instructions that run at once after a computation."""
+"""The kinds of instructions that run directly after a computation."""
 
 
 @dataclass(frozen=True)
 class _Window:
-    """The batches between two flushes, under way."""
+    """An open window: the batches between two flushes, with their order and the executor that runs them."""
 
     order: InstructionOrder
     executor: Executor
@@ -84,23 +87,25 @@ class _Window:
 
 
 class Engine:
-    """Runs one rank of a pipeline.
+    """Runs the instructions of one rank of a pipeline.
 
-    All ranks make the same calls in the same order. A window opens with the first `inject` and ends with `drain`.
+    All ranks must make the same calls in the same order. A window opens with the first call of `inject` and ends with
+    `drain`.
 
     Args:
-        plan: what is ordered.
-        order: a program, or a policy that picks among what is ready.
-        stages: this rank's stages, of every job.
-        transport: to the other ranks.
-        rank: this rank of the pipeline.
-        device: where its tensors are.
-        seed: what all random streams start from.
-        watch: gets this rank's failure, and wakes it when another fails.
-        turns: whose engine this is, where several share the rank; it decides when a window is worked on.
+        plan: the plan that the order refers to.
+        order: a program, or a policy that chooses among the ready instructions.
+        stages: the stages of this rank, for every job.
+        transport: sends messages to the other ranks and receives messages from them.
+        rank: the rank of this process in the pipeline.
+        device: the device on which this rank computes; the CPU by default.
+        seed: the seed from which the seeds of all random streams are derived.
+        watch: receives the failures of this rank, and raises an error here if another rank fails.
+        turns: decides when the engine runs its window, if several engines share the rank.
 
     Raises:
-        PlanError: `stages` are not those that the plan gives to this rank, or an endless policy can't order it.
+        PlanError: `stages` are not the stages that the plan assigns to this rank, or the plan can't be run by an
+            endless policy.
     """
 
     def __init__(
@@ -117,7 +122,7 @@ class Engine:
         turns: Turns | None = None,
     ) -> None:
         self.events: list[Event] = []
-        """Events of this rank in the window that was drained last, in nanoseconds of its monotonic clock."""
+        """Events of this rank in the last drained window, with times in nanoseconds of its monotonic clock."""
         self._transport = transport
         self._rank = rank
         self._device = device or torch.device("cpu")
@@ -138,13 +143,19 @@ class Engine:
         self._program = self._prepare_order(plan, order)
 
     def adopt(self, plan: Plan, order: Program | Policy, stages: Sequence[Stage] | None = None) -> None:
-        """Change to another plan with its stages on the same ranks, or another order, from the next window on.
+        """Use another plan or another order from the next window on.
+
+        The new plan must have the same stages on the same ranks. The layers in the stages may differ if `stages` is
+        given.
 
         Args:
-            stages: of this rank, where other layers are in them than before.
+            plan: the new plan.
+            order: a program for the new plan, or a policy.
+            stages: the new stages of this rank; needed if the new plan assigns layers to stages differently.
 
         Raises:
-            PlanError: a window is open, or the plan moves a stage; or it changes stages, and none are given.
+            PlanError: a window is open, the plan moves a stage to another rank, or the plan changes the layers of
+                stages and `stages` is missing.
         """
         if self._window is not None:
             raise PlanError("a plan can be swapped between windows only; drain first")
@@ -161,11 +172,12 @@ class Engine:
         self.plan, self._program = plan, self._prepare_order(plan, order)
 
     def inject(self, item: Item) -> None:
-        """Add one batch to the window; nothing runs yet.
+        """Add one batch to the window, without running any instruction of it.
 
         Raises:
-            PlanError: the batch has more samples than the plan cuts, uses layers that its stages do not have, or reads
-                layers late in an order that is fixed in advance.
+            PlanError: the batch has no samples or more samples than the plan, uses layers that its stages don't have,
+                reads layers late although the order is fixed in advance, or has a cut of its own although the order is
+                not an endless policy or mirrors are not enabled.
         """
         if self._watch is not None:
             self._watch.check()
@@ -204,10 +216,10 @@ class Engine:
             self._memory.look_ahead()
 
     def progress(self, wait: bool = True) -> bool:
-        """Run the instructions that can run for the batches injected so far; return whether any did.
+        """Run the instructions that are ready, and return whether any instruction was run.
 
-        It returns where the order needs another batch. Without `wait` it also returns where it would block on a
-        message.
+        The method returns when the order needs another batch, or when nothing is left to run. If `wait` is false, it
+        also returns when it would have to wait for a message.
 
         Raises:
             PeerFailure: another rank failed.
@@ -219,17 +231,20 @@ class Engine:
             return self._progress(window, wait)
 
     def end_window(self) -> None:
-        """Accept no more batches; `progress` runs what is left of the window, or `drain`, which waits."""
+        """Close the window to further batches.
+
+        Afterwards, `progress` or `drain` runs the remaining instructions.
+        """
         if self._window is not None:
             self._window.order.close()
 
     @property
     def is_satisfied(self) -> bool:
-        """Whether nothing is left to run without another batch."""
+        """Whether nothing is left to run until another batch is injected."""
         return self._window is None or self._window.order.is_satisfied
 
     def drain(self) -> None:
-        """Run everything that is left of the window and close it."""
+        """Run all remaining instructions of the window, then close it."""
         if self._window is None:
             return
         self.end_window()
@@ -239,16 +254,18 @@ class Engine:
 
     @property
     def is_open(self) -> bool:
-        """Whether a window is open: batches were injected and not drained."""
+        """Whether a window is open, so that batches were injected and not yet drained."""
         return self._window is not None
 
     def enable_mirrors(self, mirrors: Mirrors, layers: Mapping[int, nn.Module]) -> None:
         """Allow batches with cuts of their own, from the next window on.
 
-        Layers go to the ranks where batches use them, and are at home again when the window is drained.
+        Layers are sent to the ranks on which batches use them. When the window is drained, all layers are back on the
+        ranks that own them.
 
         Args:
-            layers: all of the model, as `Stage` takes them.
+            mirrors: the copies of other ranks' layers on this rank.
+            layers: all layers of the model, in the form that `Stage` takes.
 
         Raises:
             PlanError: a window is open.
@@ -259,10 +276,12 @@ class Engine:
         self._equip_stages()
 
     def enable_offload(self, memory: LayerMemory, predictor: PredictorChoice | None = None) -> None:
-        """Load the layers that batches use to the device on demand, from the next window on.
+        """Load the layers of batches to the device only when they are used, from the next window on.
 
         Args:
-            predictor: says what comes next; without, a rank goes by what it has begun and has ready.
+            memory: the memory of this rank that loads and offloads layers.
+            predictor: predicts the next tasks. If it is None, the rank uses only the batches that it has begun and the
+                instructions that are ready.
 
         Raises:
             PlanError: a window is open.
@@ -273,7 +292,7 @@ class Engine:
         self._equip_stages()
 
     def average_over_replicas(self, averages: ReplicaAverages) -> None:
-        """Average the gradients of each batch over replicas, from the next window on.
+        """Average the gradients of each batch over replicas separately, from the next window on.
 
         Raises:
             PlanError: a window is open.
@@ -295,12 +314,16 @@ class Engine:
         self._give_versions(self.plan)
 
     def evaluate(self, item: Item, micro_batches: int | None = None) -> list[tuple[Span, Any]]:
-        """Run forward only, without gradients; return the output of the last stage by span, empty on ranks without it.
+        """Run only the forward of a batch, without gradients.
 
-        Any number of samples will do.
+        The batch may have any number of samples.
 
         Args:
-            micro_batches: into which the samples are cut; as many as in training by default.
+            item: the batch.
+            micro_batches: the number of micro-batches into which the batch is cut; by default, the number in training.
+
+        Returns:
+            The outputs of the last stage with their spans; an empty list on ranks without the last stage.
 
         Raises:
             PlanError: a window is open.
@@ -322,35 +345,37 @@ class Engine:
 
     @property
     def rank(self) -> int:
-        """This rank of the pipeline."""
+        """The rank of this process in the pipeline."""
         return self._rank
 
     @property
     def is_training(self) -> bool:
-        """Whether the open window has backwards."""
+        """Whether a window is open that also runs backwards."""
         return self._window is not None and self._window.training
 
     @property
     def holds_weights(self) -> bool:
-        """Whether weights are to stay where they are: a backward to come differentiates by what they are now."""
+        """Whether the weights must not change, because a later backward of the open window refers to their current
+        values."""
         return self._window is not None and self._window.executor.holds_weights
 
     @property
     def events_so_far(self) -> list[Event]:
-        """Events of this rank in the open window so far; `events` once it is drained."""
+        """Events of this rank in the open window so far. After the window is drained, they are in `events`."""
         return [] if self._window is None else list(self._window.executor.events)
 
     def next_ready(self) -> Instruction | None:
-        """Return an instruction that can be run now; None if there is none."""
+        """Return an instruction that can run now, or None if no instruction is ready."""
         window = self._window
         return (
             None if window is None else window.order.next_instruction(self._transport.mailbox, window.executor.window)
         )
 
     def ready_since(self) -> int | None:
-        """Return when `next_ready` became ready, in nanoseconds of the monotonic clock; None if there is nothing.
+        """Return the time at which the instruction of `next_ready` became ready, or None if no instruction is ready.
 
-        What waits for no message is ready now: it follows what this rank has just done.
+        The time is in nanoseconds of the monotonic clock. For an instruction that needs no message, it is the current
+        time, because such an instruction follows a computation that this rank has just finished.
         """
         i = self.next_ready()
         if i is None or self._window is None:
@@ -358,7 +383,10 @@ class Engine:
         return self._transport.mailbox.arrival_time((self._window.executor.window, i)) or read_nanoseconds()
 
     def advance(self) -> None:
-        """Run what comes next, to the end of one computation and its sends. The caller's random state changes."""
+        """Run the next instructions until one computation and its sends are finished.
+
+        The method may change the caller's random state, which `progress` restores.
+        """
         window, computed = self._window, False
         assert window is not None, "nothing was injected"
         while (i := self.next_ready()) is not None and not (computed and i.kind not in _AFTER):
@@ -366,7 +394,9 @@ class Engine:
             self._run(window, i)
 
     def measure_clock_offsets(self) -> None:
-        """Find out how the clocks of neighbours differ, for the times of transfers; all ranks must call it.
+        """Measure how the clocks of neighboring ranks differ, so that the times of transfers can be compared.
+
+        All ranks must call this method.
 
         Raises:
             PlanError: a window is open.
@@ -376,7 +406,7 @@ class Engine:
         self._offsets = measure_offsets(self.plan, self._rank, self._transport)
 
     def probe_links(self, sizes: Sequence[int], repeats: int) -> dict[tuple[int, int], Link]:
-        """See `measure_links`, with the transport of this engine.
+        """Measure the links of this rank by `measure_links`, using the transport of this engine.
 
         Raises:
             PlanError: a window is open.
@@ -386,7 +416,7 @@ class Engine:
         return measure_links(self.plan, self._rank, self._transport, sizes, repeats, self._device)
 
     def close(self) -> None:
-        """End the transport; all ranks must call it."""
+        """Close the transport. All ranks must call this method."""
         self._transport.close()
 
     def _set_stages(self, plan: Plan, stages: Sequence[Stage]) -> None:
@@ -402,7 +432,8 @@ class Engine:
         self._equip_stages()
 
     def _equip_stages(self) -> None:
-        """Tell stages of the copies of other ranks' layers, and of the memory in which layers take turns."""
+        """Pass the mirrors, the memory for offloaded layers, and the replica averages to the stages, if they are
+        enabled."""
         if self._mirrors is not None:
             self._mirrors[0].memory = self._memory
         for stage in self._stages:

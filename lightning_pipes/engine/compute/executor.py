@@ -1,4 +1,4 @@
-"""Runs one rank's instructions on torch, for any schedule."""
+"""Runs the instructions of one rank on torch, for every schedule."""
 
 from __future__ import annotations
 
@@ -34,15 +34,26 @@ from lightning_pipes.ir.clock import read_nanoseconds
 from lightning_pipes.sim.timeline import Event
 
 Records = list[tuple[SavedForward, Sequence[Any]]]
-"""Forwards and the gradients of their outputs."""
+"""Forwards, each with the gradients of its outputs."""
 
 _NOTHING = nullcontext()
 KEPT_EVENTS = 100_000
-"""The most events that are kept; an endless window drops the oldest."""
+"""The maximum number of events that an executor stores. In an endless window the oldest events are dropped."""
 
 
 class Executor:
-    """The state of one window on one rank: computed and received tensors, and forwards that wait for backward."""
+    """Runs instructions on one rank and holds the state of one window.
+
+    The state consists of computed and received tensors, and of the forwards that wait for their backward.
+
+    Args:
+        plan: the plan of the window.
+        stages: the stages of this rank, for every job.
+        transport: sends and receives messages.
+        rank: the rank of this process in the pipeline.
+        window: the number of the window.
+        offsets: the nanoseconds to add to the clock of each neighboring rank to get the clock of this rank.
+    """
 
     def __init__(
         self,
@@ -58,7 +69,7 @@ class Executor:
         self.window = window
         self.events: deque[Event] = deque(maxlen=KEPT_EVENTS)
         self.outputs: list[tuple[Span, Any]] = []
-        """The results of the last stage in evaluation."""
+        """The outputs of the last stage in an evaluation, with their spans."""
         self._stages = {(stage.number, stage.job): stage for stage in stages}
         self._transport = transport
         self._offsets = offsets or {}
@@ -68,9 +79,9 @@ class Executor:
         self._split: dict[Instruction, tuple[split.WeightGradients, list[WeightVersion | None]]] = {}
         self._versions: dict[tuple[int, int, int], WeightVersion | None] = {}
         self._late: dict[tuple[int, int], LateWeights] = {}
-        self._rows_left: dict[tuple[int, int, int], int] = {}  # rows without weight gradients so far
+        self._rows_left: dict[tuple[int, int, int], int] = {}  # rows whose weight gradients are not computed yet
         self._steps: Counter[tuple[int, int]] = Counter()
-        self._updates: Counter[tuple[int, int]] = Counter()  # of each stage in this window
+        self._updates: Counter[tuple[int, int]] = Counter()  # by stage and job, in this window
         self._last_arrival: dict[tuple[int, Kind], int] = {}
 
     def add(self, item: Item, batch: int) -> None:
@@ -83,7 +94,7 @@ class Executor:
                     late.enter(batch, item.use)
 
     def run(self, i: Instruction) -> None:
-        """Run one instruction; its needs must be met."""
+        """Run one instruction. Everything that it needs must be available."""
         item = self._items[i.job, i.batch]
         fault_point(i.kind)
         if i.kind is Kind.STEP:
@@ -93,7 +104,7 @@ class Executor:
                 self.events.append(Event(self.rank, i, started, read_nanoseconds()))
             return
         span = i.span if i.span.stop <= item.rows else i.span.clip_to(item.rows)
-        if span.start == span.stop:  # a short batch ends before this span
+        if span.start == span.stop:  # the batch is short and ends before this span
             return
         if i.kind is Kind.RF or i.kind is Kind.RB:
             self._receive(i, span)
@@ -108,7 +119,10 @@ class Executor:
                 self.events.append(Event(self.rank, i, started, read_nanoseconds()))
 
     def upcoming_versions(self, upcoming: Iterable[Instruction]) -> Iterator[WeightVersion]:
-        """Yield the weights that upcoming instructions will read, in order, as far as forwards have chosen them."""
+        """Yield the weight versions that upcoming instructions will read, in order.
+
+        Only versions that were already chosen by a forward are included.
+        """
         for i in upcoming:
             version = self._versions.get((i.stage, i.job, i.batch))
             if version is not None and i.kind in COMPUTE and i.kind is not Kind.STEP:
@@ -116,11 +130,11 @@ class Executor:
 
     @property
     def holds_weights(self) -> bool:
-        """Whether forwards with the weights that they read wait for their backward."""
+        """Whether some forwards wait for their backward and still refer to the weights that they read."""
         return bool(self._split) or any(not saved.recompute for held in self._saved.values() for saved in held)
 
     def _compute(self, i: Instruction, item: Item, span: Span) -> None:
-        """Run a forward (F), a backward (B) or one of its halves (I, W)."""
+        """Run a forward (F), a full backward (B), or one half of a backward (I, W)."""
         if i.kind is Kind.F:
             self._forward(i, item)
             return
@@ -154,7 +168,8 @@ class Executor:
     def _last_backward_context(
         self, stage: Stage, i: Instruction, item: Item, span: Span
     ) -> AbstractContextManager[None]:
-        """Return the stage's context around the weight gradients of the batch's last samples."""
+        """Return the context of a stage for the last weight gradients of a batch; an empty context for earlier
+        gradients."""
         batch = (i.stage, i.job, i.batch)
         if batch not in self._rows_left:
             own = self.plan.local_spans(Kind.B, i.stage, self.rank, i.job) if self.plan.replicas else ()
@@ -201,8 +216,10 @@ class Executor:
                 self.outputs.append((part, output))
 
     def _split_forward(self, i: Instruction, item: Item) -> list[tuple[Span, list[Span]]]:
-        """Return the samples of every run of a forward, with the spans of its graphs. There are several graphs where
-        one run creates none, and backward recreates them one after the other."""
+        """Return the samples of each run of a forward, with the spans of the graphs that backward needs for it.
+
+        A run has several graphs if it creates none itself, because forward runs again before each backward.
+        """
         whole = i.span.clip_to(item.rows)
         if not item.training:
             return [(whole, [whole])]
@@ -212,7 +229,8 @@ class Executor:
         return [(part, [part]) for part in kept]
 
     def _version_of(self, stage: Stage, i: Instruction, item: Item) -> WeightVersion | None:
-        """Return the weights that the first forward of this batch read: the whole batch uses the same weights."""
+        """Return the weights that the first forward of this batch read, because the whole batch must read the same
+        weights."""
         batch = (i.stage, i.job, i.batch)
         if batch not in self._versions:
             late = self._late.get((i.stage, i.job))
@@ -226,7 +244,7 @@ class Executor:
         return self._versions[batch]
 
     def _take_saved(self, i: Instruction, item: Item, span: Span) -> Records:
-        """Return the forwards that a backward differentiates, each with the gradients of its outputs."""
+        """Remove and return the forwards that a backward differentiates, each with the gradients of its outputs."""
         held = self._saved[i.stage, i.job, i.batch]
         mine, others = list[SavedForward](), list[SavedForward]()
         for saved in held:
@@ -241,10 +259,10 @@ class Executor:
         return [(saved, remove_marks(gradients.take_span(saved.span))[0]) for saved in mine]
 
     def _run_again(self, stage: Stage, item: Item, records: Records) -> None:
-        """Run forwards again, for their graphs."""
+        """Run forwards again to create their graphs."""
         for saved, _ in records:
             received, flags = saved.received
-            if stage.offload is None:  # else it may run once more
+            if stage.offload is None:  # otherwise it may have to run once more
                 saved.received = None
             saved.entered, saved.outputs = [], []
             entered = autograd.enter_stage(received, flags, saved)
@@ -269,11 +287,12 @@ class Executor:
         for kind in SENDS | RECEIVES:
             self._buffers.pop((kind, *batch), None)
         self._steps[i.job, i.batch] += 1
-        if self._steps[i.job, i.batch] == len(self.plan.stages[self.rank]):  # this rank is through with the batch
+        if self._steps[i.job, i.batch] == len(self.plan.stages[self.rank]):  # this rank has finished the batch
             del self._steps[i.job, i.batch], self._items[i.job, i.batch]
 
     def _pass_on(self, send: Kind, i: Instruction, span: Span, tree: Any) -> None:
-        """Put the tree into the neighbour's buffer, or into our send buffer where the neighbour is on another rank."""
+        """Put the tree into the receive buffer of the neighboring stage, or into the send buffer if that stage is on
+        another rank."""
         if not self.plan.is_remote_edge(i.stage if send is Kind.SF else i.stage - 1):
             receive = receive_of(i._replace(kind=send))
             self._buffer_of(receive.kind, receive).put(span, tree)
@@ -291,12 +310,12 @@ class Executor:
         assert message is not None, f"{i} was run before its message was there"
         if i.kind is Kind.RF:
             self._buffer_of(i.kind, i).put(span, (message.tree, message.flags))
-        else:  # a list of gradients; a single one travels bare
+        else:  # a list of gradients; a single gradient is sent without a list
             self._buffer_of(i.kind, i).put(span, message.tree if isinstance(message.tree, list) else [message.tree])
         if message.arrived:
             send = send_of(i)
             source = self.plan.rank_of(send)
-            sent = message.sent + self._offsets.get(source, 0)  # by this rank's clock
+            sent = message.sent + self._offsets.get(source, 0)  # on the clock of this rank
             started = max(sent, message.posted, self._last_arrival.get((source, i.kind), 0))
             self._last_arrival[source, i.kind] = message.arrived
             self.events.append(Event(source, send, min(started, message.arrived), message.arrived))
@@ -313,6 +332,6 @@ class Executor:
 
 
 def _copy_rows(tree: Any, span: Span, part: Span) -> Any:
-    """Return rows like `take_rows`, in memory of their own, so that each part can be freed separately."""
+    """Return rows as `take_rows` does, in separate memory, so that each part can be freed separately."""
     rows = take_rows(tree, span, part)
     return rows if part == span else pytree.tree_map_only(torch.Tensor, torch.clone, rows)

@@ -1,4 +1,4 @@
-"""Consecutive layers that run as a unit on one rank."""
+"""Stages: consecutive layers that run as a unit on one rank."""
 
 from __future__ import annotations
 
@@ -32,17 +32,19 @@ from lightning_pipes.ir import Kind, LayerUse, PlanError, Span
 from lightning_pipes.ir.clock import read_seconds
 
 MIXING = (BatchNorm,)
-"""Layers in which a sample's output depends on the others, while they train."""
+"""Layers in which the output for a sample depends on the other samples during training."""
 
 
 class SampleIndependenceCheck:
-    """Checks that no sample's output depends on other samples, in a forward that runs again in parts for its backwards.
+    """Checks that the output for a sample does not depend on the other samples of a micro-batch.
 
-    Otherwise a gradient would belong to an output that the next stage never received.
+    The check is needed if a forward runs once for all samples and again, in parts, before its backwards. If samples
+    were mixed, the gradients would belong to outputs that the next stage has never received.
 
     Args:
         stage: the number of the stage.
         span: the samples of the forward.
+        device: the device whose random generator is checked.
     """
 
     def __init__(self, stage: int, span: Span, device: torch.device) -> None:
@@ -52,8 +54,12 @@ class SampleIndependenceCheck:
         self._seeded: dict[str, Any] | None = None
 
     def note_seeded(self, seeded_for: str, everything: bool) -> None:
-        """Note that the random generators were seeded for `seeded_for`, which must draw no numbers; with `everything`
-        those of Python and NumPy count too."""
+        """Record the states of the random generators after they were seeded for code that must not draw random numbers.
+
+        Args:
+            seeded_for: a description of the code, for the error message.
+            everything: whether the generators of Python and NumPy are checked in addition to the generators of torch.
+        """
         state = random_state(self._device)
         self._seeded_for, self._seeded = (
             seeded_for,
@@ -61,7 +67,7 @@ class SampleIndependenceCheck:
         )
 
     def check_drawn(self) -> None:
-        """Refuse code that drew random numbers since the last seeding.
+        """Check that no random numbers were drawn since the last call of `note_seeded`.
 
         Raises:
             PlanError: random numbers were drawn.
@@ -70,10 +76,10 @@ class SampleIndependenceCheck:
             self._refuse(f"{self._seeded_for} draws random numbers")
 
     def check_layer(self, number: int, layer: nn.Module) -> None:
-        """Refuse layers that are known to mix samples.
+        """Check that a layer contains no module that is known to mix samples.
 
         Raises:
-            PlanError: it is one.
+            PlanError: the layer contains such a module.
         """
         for part in layer.modules():
             if isinstance(part, MIXING) and part.training:
@@ -81,10 +87,12 @@ class SampleIndependenceCheck:
 
     @contextmanager
     def check_buffers(self, number: int, layer: nn.Module) -> Iterator[None]:
-        """Refuse a layer that changes its buffers in the block: a forward in parts would read other values.
+        """Check that a layer does not change its buffers inside the block.
+
+        If it did, the second forward, which runs in parts, would read other values than the first one.
 
         Raises:
-            PlanError: it changes one.
+            PlanError: the layer changes a buffer.
         """
         before = {name: (buffer, buffer._version) for name, buffer in layer.named_buffers()}
         yield
@@ -103,37 +111,42 @@ _TORCH = {"torch", "cuda"}
 
 
 Body = Callable[["Stage", Item, Span, Any], Any]
-"""Computes what a stage sends on: body(stage, item, span, received)."""
+"""Computes the output that a stage sends: body(stage, item, span, received)."""
 
 
 def layers_only(stage: Stage, item: Item, span: Span, received: Any) -> Any:
-    """Run the received tensors through the layers: the body of a middle stage."""
+    """Run the received tensors through the layers of the stage: the body of a middle stage."""
     return stage.run_layers(item, span, received)
 
 
 IN_PLACE = "a leaf Variable that requires grad"
-"""Autograd's error for a layer that works in place on received tensors, which are leaves only in a stage."""
+"""The autograd error for a layer that works in place on received tensors, which are leaves of the graph only in a
+stage."""
 
 
 def clone_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a received tensor, for a layer that works in place."""
+    """Return a copy of a received tensor if it is a leaf that requires gradients; other tensors are returned unchanged.
+
+    A layer that works in place can change the copy.
+    """
     return tensor.clone() if tensor.requires_grad and tensor.is_leaf else tensor
 
 
 class Stage:
-    """The layers of one stage, and the code around them.
+    """The layers of one stage, and the code that runs around them.
 
     Args:
-        number: the stage's number.
-        layers: consecutive layers by their number in the whole model; may be empty.
-        body: called once a micro-batch, with samples on axis 0. Stage 0 gets None, other stages get the output of the
-            stage before. The last stage returns the scalar loss of the micro-batch in training, scaled so that the
-            losses of a batch add up to the objective; other stages return the input of the next one.
+        number: the number of the stage.
+        layers: consecutive layers by their number in the whole model. A stage may have no layers.
+        body: called once for each micro-batch; axis 0 of its tensors is samples. Stage 0 receives None, and every other
+            stage receives the output of the previous stage. During training, the last stage returns the scalar loss of
+            the micro-batch, scaled so that the losses of a batch add up to the objective; other stages return the input
+            of the next stage.
         step: called when the gradients of a batch are complete; updates the weights and clears the gradients.
-        recompute: keep only what was received and run forward again before backward.
-        job: the sibling whose layers these are.
-        last_backward: creates the context of the backward that completes the gradients of a batch.
-        named: the layers whose names batches use, where `layers` wrap those.
+        recompute: whether only the received tensors are saved, and forward runs again before backward.
+        job: the number of the job to which the layers belong.
+        last_backward: returns the context of the backward that completes the gradients of a batch.
+        named: the layers to which the names in batches refer, if `layers` are wrappers around them.
     """
 
     def __init__(
@@ -158,24 +171,27 @@ class Stage:
         self.seed = 0
         self.device = torch.device("cpu")
         self.clock: Callable[[int, int, float], None] | None = None
-        """Gets the number of each layer, the samples, and the seconds of its forward in training."""
+        """Called after the forward of each layer in training with the layer's number, the number of samples, and the
+        seconds."""
         self.predict: Callable[[Item], Change] | None = None
-        """Predicts updates of the weights that a batch reads before them; None has it read the weights as they are."""
+        """Returns, for a batch, a function that predicts the change of each parameter by one update; None predicts
+        nothing."""
         self.cuts_differ = False
-        """Whether stages and links cut the batch that runs in different ways."""
+        """Whether the stages and links cut the batch that is running differently."""
         self.unsampled_ids: frozenset[int] = frozenset()
-        """Ids of received tensors that hold no samples, although they may have as many rows."""
+        """Ids of received tensors that hold no samples, although their axis 0 may be as long as the micro-batch."""
         self.recomputing = False
-        """Whether the body runs for the second time on the same samples."""
+        """Whether the body is running for the second time on the same samples."""
         self.written_buffers: dict[tuple[nn.Module, str], torch.Tensor] = {}
-        """The buffers after a second run of the layers, by module and name: that run writes to copies of them."""
+        """The buffers after a second run of the layers, by module and name. The second run writes to copies of the
+        buffers."""
         self.weights = WeightVersions(self.layers, max_versions=1)
         self.show_version: Callable[[WeightVersion], AbstractContextManager[None]] | None = None
-        """Returns the context in which the body, and what it runs again in backward, finds the weights of a version."""
+        """Returns a context in which the body, and code that backward runs again, reads the weights of a version."""
         self.offload: LayerOffload | None = None
-        """Has the layers on the device where they take turns there."""
+        """Keeps layers on the device while tasks use them, if layers are offloaded."""
         self.replica_averages: ReplicaAverages | None = None
-        """Averages gradients over replicas where batches overlap."""
+        """Averages gradients over replicas batch by batch, if batches overlap."""
         self._version: WeightVersion | None = None
         self._read_only_ids: frozenset[int] = frozenset()  # ids of parameters that the batch does not step
         self._recompute = recompute
@@ -183,11 +199,11 @@ class Stage:
         self._in_parts: SampleIndependenceCheck | None = None
         self._warned_not_splittable = False
         self._unsplit_in_row = 0
-        self._changes_input: bool | None = None  # whether a layer works in place on what was received; None: unknown
+        self._changes_input: bool | None = None  # whether a layer works in place on received tensors; None: unknown
 
     @property
     def recompute(self) -> bool:
-        """Whether forward runs again before backward; during a forward, whether it does so for these samples."""
+        """Whether forward runs again before backward. During a forward, whether it will run again for its samples."""
         return self._recompute or self._in_parts is not None
 
     def forward(
@@ -202,11 +218,19 @@ class Stage:
         """Run the body with the weights of `version`.
 
         Args:
+            item: the batch.
+            span: the samples of the micro-batch.
+            received: the output of the previous stage for these samples; None on stage 0.
+            version: the weights to read; None for the live weights.
             again: whether this is the second run on these samples.
-            in_parts: whether it will run again on some of these samples at a time.
+            in_parts: whether forward will run again in parts, each on some of these samples.
+
+        Returns:
+            The output of the body.
 
         Raises:
-            PlanError: what runs in parts could give something else than in one piece.
+            PlanError: the result of a run in parts could differ from the result of this run, or the batch changes
+                buffers of layers that it only reads or reads late.
         """
         self._version, self.recomputing = version, again
         if item.use is None:
@@ -229,29 +253,33 @@ class Stage:
 
     @property
     def buffers_before(self) -> BuffersBefore:
-        """The buffers that a second forward reads, as they were before the first one."""
+        """The values of buffers before the first forward, which the second forward must read again."""
         return self._buffers
 
     def begin_backward(self) -> None:
-        """Forget what earlier backwards have read of buffers."""
+        """Discard the buffer values that earlier backwards have used."""
         self._buffers.forget_taken()
 
     def use_mirrors(self, mirrors: Mirrors, layers: Mapping[int, nn.Module]) -> None:
-        """Let batches with a cut of their own run any of `layers` here: all layers of the model, in the form that
-        `Stage` takes."""
+        """Allow batches with a cut of their own to run any layer of the model on this stage.
+
+        Args:
+            mirrors: the copies of other ranks' layers on this rank.
+            layers: all layers of the model by number, in the form that `Stage` takes.
+        """
         self._mirrored = MirroredLayers(self.number, mirrors, layers)
         self._parts = LayerParameters(self.number, mirrors.layers, mirrors)
 
     def enable_offload(self, memory: LayerMemory) -> None:
-        """Load layers onto the device only for the tasks that need them."""
+        """Load layers to the device only for the tasks that need them."""
         self.offload = LayerOffload(memory, self.number, self._parts, self._recompute)
 
     def task_context(self, kind: Kind, item: Item) -> AbstractContextManager[None]:
-        """Return the context of a task: its layers are on the device."""
+        """Return a context in which the layers of a task are on the device."""
         return nullcontext() if self.offload is None else self.offload.task_context(kind, item)
 
     def compute_context(self, kind: Kind, item: Item, version: WeightVersion | None) -> AbstractContextManager[None]:
-        """Return the context of a task that reads the weights of `version`."""
+        """Return a context in which the layers of a task are on the device and the weights of `version` can be read."""
         if version is not None and self.show_version is not None:
             return self.show_version(version)
         return self.weights.on_device(version) if self.offload is None else self._task_and_weights(kind, item, version)
@@ -262,15 +290,15 @@ class Stage:
             yield
 
     def check_use(self, use: LayerUse) -> None:
-        """Refuse a batch that uses layers of other stages.
+        """Check that the stage has all layers that a batch uses on it.
 
         Raises:
-            PlanError: it does.
+            PlanError: the stage has no layer of such a name.
         """
         self._parts.check(use)
 
     def late_weights(self) -> LateWeights:
-        """Return the keeper of layer versions that batches of a new window read late."""
+        """Return a new store for the layer versions that the batches of a window read late."""
         return LateWeights(self.number, self.layers, self._parts)
 
     def _check_read_only(self, item: Item, kept: Mapping[str, tuple[torch.Tensor, int]]) -> None:
@@ -284,16 +312,17 @@ class Stage:
                 )
 
     def stepped_parameters(self, item: Item) -> list[nn.Parameter]:
-        """Return the parameters of the layers that `item` steps here."""
+        """Return the parameters of the layers of this stage that `item` steps."""
         if item.use is None:
             return [p for layer in self.layers.values() for p in layer.parameters()]
         return self._parts.parameters(item.use.stepped_layers(self.number))
 
     def send_gradients(self, item: Item, late: Mapping[int, torch.Tensor | None]) -> None:
-        """Send the complete gradients of `item` to the other replicas, where they are averaged batch by batch.
+        """Send the complete gradients of `item` to the other replicas, if gradients are averaged batch by batch.
 
         Args:
-            late: those of parameters that it has read late, by the ids of the parameters.
+            item: the batch.
+            late: the gradients of the parameters that the batch has read late, by the ids of the live parameters.
         """
         if self.replica_averages is not None:
             names, parameters = self._stepped_names(item), self.stepped_parameters(item)
@@ -301,7 +330,7 @@ class Stage:
             self.replica_averages.send(self.number, item.number, names, gradients, self._buffers_of(names))
 
     def average_gradients(self, item: Item) -> None:
-        """Replace the gradients of `item` by averages over replicas, where they are averaged batch by batch."""
+        """Replace the gradients of `item` by their averages over replicas, if gradients are averaged batch by batch."""
         if self.replica_averages is not None:
             names = self._stepped_names(item)
             parameters = self.stepped_parameters(item)
@@ -315,14 +344,22 @@ class Stage:
         return [t for t in tensors if not isinstance(t, nn.Parameter)]
 
     def named_tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """Return parameters and buffers of a layer, or of a part of one, on this stage, by their name within it."""
+        """Return the parameters and buffers of a layer of this stage, or of a part of a layer, by their names within
+        it."""
         return self._parts.named_tensors(name)
 
     def run_layers(self, item: Item, span: Span, x: Any, is_made_again: bool = False) -> Any:
-        """Run `x` through the layers; each layer draws from its own random stream.
+        """Run `x` through the layers. Each layer draws random numbers from its own stream.
 
         Args:
-            is_made_again: whether a second run for the backward gets another `x`, so that layers may change this one.
+            item: the batch.
+            span: the samples of the micro-batch.
+            x: the input of the first layer.
+            is_made_again: whether the second run before backward computes its input again, so that layers may change
+                `x` in place.
+
+        Returns:
+            The output of the last layer.
         """
         first_of_two = not is_made_again and self.recompute and item.training and not self.recomputing
         if first_of_two and self._changes_input is not False:  # the second run needs `x` as it is
@@ -335,7 +372,7 @@ class Stage:
     def _run_all(self, item: Item, span: Span, x: Any) -> Any:
         mirrored = self._mirrored
         layers = self.layers if mirrored is None else mirrored.layers_of(item.use, self.layers)
-        # One after another: between layers, whose data fills the caches, each takes ten times as long.
+        # All seeds are computed first. Between layers, whose data fills the caches, each seed would take ten times as long.
         seeds = [self._stream(item, span, number) for number in layers]
         for seed, (number, layer) in zip(seeds, layers.items(), strict=True):
             self._seed(seed, number)
@@ -362,7 +399,7 @@ class Stage:
         return x
 
     def _run_layer_with_memory(self, seed: int, item: Item, span: Span, number: int, layer: nn.Module, x: Any) -> Any:
-        """Run a layer, again where other layers had to leave the device for it."""
+        """Run a layer, and run it again if other layers had to be evicted from the device to make room for it."""
         if self.offload is None:
             return self._run_layer(item, span, number, layer, x)
         tensors = trees.tensors_in(x)
@@ -385,12 +422,12 @@ class Stage:
                 self._buffers.keep_copies(key, self._mirrored.buffers(item.use, number))
             return self._mirrored.run(item.use, number, layer, x, self._read_only_ids, changes, before)
         tensors = self._tensors(number, layer)
-        if self.recomputing:  # running statistics have seen this micro-batch already
+        if self.recomputing:  # running statistics already include this micro-batch
             before = self._buffers.take_kept(key)
             copies = {name: before.get(name, b).clone() for name, b in layer.named_buffers()}
             tensors.update(copies)
             out = functional_call(layer, tensors, (x,)) if tensors else layer(x)
-            for name in copies:  # a layer may have put another tensor in the place of the copy
+            for name in copies:  # a layer may have replaced the copy by another tensor
                 part, _, last = name.rpartition(".")
                 self.written_buffers[layer.get_submodule(part), last] = tensors[name]
             return out
@@ -407,11 +444,16 @@ class Stage:
         run: Callable[[], None],
         run_forward: Callable[[], None] | None,
     ) -> None:
-        """Run a backward; where other layers had to leave the device for it, again from its forward, without the
-        gradients of the first attempt.
+        """Run a backward, and run it again if other layers had to be evicted from the device to make room for it.
+
+        Before the second attempt, the gradients of the failed one are discarded and the graph is created by another
+        forward.
 
         Args:
-            run_forward: makes the graph again; None where that can't be done.
+            item: the batch.
+            versions: the weight versions that the forwards have read.
+            run: runs the backward.
+            run_forward: creates the graph again; None if this is not possible, so that the backward is not repeated.
         """
         if self.offload is None:
             run()
@@ -441,12 +483,13 @@ class Stage:
                     p.grad = total if p.grad is None else total.add_(p.grad)
 
     def note_split(self, why: str) -> None:
-        """Warn once that a split backward gains nothing on this stage, if two in a row were not split.
+        """Record whether a backward could be split, and warn once if two backwards in a row could not.
 
-        A single one may have been measured, by hooks of ours.
+        In that case a split backward has no benefit on this stage. A single backward is ignored, because the split may
+        have been prevented by the hooks with which saved tensors are measured.
 
         Args:
-            why: the reason why the latest one was not split; empty if it was.
+            why: the reason why the latest backward was not split; empty if it was split.
         """
         self._unsplit_in_row = self._unsplit_in_row + 1 if why else 0
         if self._unsplit_in_row == 2 and not self._warned_not_splittable:
@@ -458,11 +501,11 @@ class Stage:
             )
 
     def seed_user_code(self, item: Item, span: Span, layer: int) -> None:
-        """Give user code before or after the layers its own random stream; see `seed_for_layer`."""
+        """Seed the random generators for user code that runs before or after the layers; see `seed_for_layer`."""
         self._seed(self._stream(item, span, layer), layer)
 
     def prepare_user_seeds(self, item: Item, spans: Iterable[Span]) -> None:
-        """Compute the seeds of user code for several micro-batches at a time, which takes a tenth of the time."""
+        """Compute the seeds of user code for several micro-batches at once, which takes a tenth of the time."""
         for span in spans:
             self._stream(item, span, BEFORE_LAYERS)
             self._stream(item, span, AFTER_LAYERS)
@@ -471,7 +514,7 @@ class Stage:
         return stream_seed(self.seed, self.job, layer, item.number, span)
 
     def _seed(self, seed: int, layer: int) -> None:
-        """Seed for a layer, or for user code around the layers."""
+        """Seed the random generators for a layer, or for user code around the layers."""
         if self._in_parts is not None:
             self._in_parts.check_drawn()
         seed_for_layer(layer, seed, self.device)
