@@ -1,4 +1,4 @@
-"""Forward and backward of one micro-batch on one stage."""
+"""Forward and backward of a micro-batch on one stage."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lightning_pipes.engine.private_torch import FunctionNode, like_root, run_ba
 from lightning_pipes.ir import PlanError, Span
 
 Flags = tuple[bool, ...]
-"""For each tensor of a tree, in order, whether a gradient for it is wanted."""
+"""For each tensor of a tree, in order, whether its sender wants a gradient."""
 
 
 Root = torch.Tensor | GradientEdge
 
 
 def _root(tensor: torch.Tensor) -> Root:
-    """Return the root of backward for `tensor`, without keeping its data alive."""
+    """Return the root of backward for `tensor`, without keeping its data alive if possible."""
     node: Any = tensor.grad_fn
     if node is None or isinstance(node, FunctionNode):
-        return tensor  # a leaf has no node, and one written in Python does not keep the graph alive
+        return tensor  # a leaf has no node, and a node written in Python does not keep the graph alive
     return GradientEdge(node, tensor.output_nr)
 
 
@@ -36,14 +36,16 @@ class SavedForward:
     """The tensors that a forward saves for its backward.
 
     Attributes:
-        span: the samples.
-        version: the weights that were read; None for the live ones.
-        outputs: roots of backward, one for each output tensor flagged to the receiver; None where no gradient flows.
-            Roots are edges of the graph where possible, so that an output without other users is freed once sent.
-        entered: received tensors with gradients that the sender wants.
-        unsampled: positions of those among them that the sender has marked as `Unsampled`.
-        received: the received tree; kept only for recomputation.
-        sent_flags: the flags sent before the graph existed; for recomputation.
+        span: the samples of the forward.
+        version: the weights that were read; None for the live weights.
+        outputs: the roots of backward, one for each output tensor whose flag was sent to the receiver; None where no
+            gradient flows. Roots are edges of the graph if possible, so that an output that has no other users is freed
+            after it is sent.
+        entered: the received tensors whose gradients the sender wants.
+        unsampled: the positions in `entered` of tensors that the sender has marked as `Unsampled`.
+        received: the received tree with its flags; kept only for recomputation.
+        recompute: whether forward runs again before backward.
+        sent_flags: the flags that were sent before the graph existed; used only for recomputation.
     """
 
     span: Span
@@ -57,10 +59,16 @@ class SavedForward:
 
 
 def enter_stage(tree: Any, flags: Flags, saved: SavedForward) -> Any:
-    """Return the tree with tensors that want gradients as leaves of a graph."""
+    """Return the tree, in which the tensors whose gradients are wanted are leaves of a new graph.
+
+    Args:
+        tree: the received tree.
+        flags: for each of its tensors, whether its gradient is wanted.
+        saved: receives the leaves and their marks.
+    """
     if isinstance(tree, torch.Tensor):
         if flags[0]:
-            if tree.requires_grad:  # entered before: it may run twice
+            if tree.requires_grad:  # the tensor was entered before, because forward may run twice
                 tree = tree.detach()
             saved.entered = [tree.requires_grad_()]
         return tree
@@ -81,13 +89,15 @@ def enter_stage(tree: Any, flags: Flags, saved: SavedForward) -> Any:
 
 
 def leave_stage(tree: Any, saved: SavedForward, flags: Flags | None = None) -> tuple[Any, Flags]:
-    """Return the tree detached from the graph, and the flags of tensors that want gradients; saves the roots of
-    backward.
+    """Return the tree, detached from the graph, with flags for the tensors that require gradients.
 
-    `flags` that were sent before the graph existed override the tensors' own.
+    Args:
+        tree: the output of the stage.
+        saved: receives the roots of backward.
+        flags: flags that were sent before the graph existed, which are used instead of the tensors' own flags.
 
     Raises:
-        PlanError: the tree has another number of tensors than flags that were sent.
+        PlanError: the number of tensors differs from the number of flags that were sent.
     """
     if isinstance(tree, torch.Tensor) and flags is None:
         if not tree.requires_grad:
@@ -114,7 +124,7 @@ def leave_stage(tree: Any, saved: SavedForward, flags: Flags | None = None) -> t
 
 
 def may_want_gradients(tree: Any) -> Flags:
-    """Return for each tensor of a tree that was computed without a graph whether a gradient could exist."""
+    """Return, for each tensor of a tree that was computed without a graph, whether it can have a gradient."""
     return tuple(
         leaf.is_floating_point() or leaf.is_complex()
         for leaf in pytree.tree_leaves(tree)
@@ -123,21 +133,30 @@ def may_want_gradients(tree: Any) -> Flags:
 
 
 def input_gradients(saved: SavedForward) -> list[Any]:
-    """Take the gradients to send back: one entry per tensor that the sender flagged, None where no gradient flowed."""
+    """Remove and return the gradients of the received tensors, which are sent to the previous stage.
+
+    Returns:
+        One entry for each tensor whose gradient the sender wants; None if no gradient has flowed to it.
+    """
     gradients = [
         Unsampled(t.grad) if at in saved.unsampled and t.grad is not None else t.grad
         for at, t in enumerate(saved.entered)
     ]
     for t in saved.entered:
-        t.grad = None  # a later pass over the graph must not add to what is on its way
+        t.grad = None  # a later pass over the graph must not add to gradients in flight
     return gradients
 
 
 def backward(records: Sequence[tuple[SavedForward, Sequence[Any]]], last: bool) -> None:
-    """Run the full backward of several forwards at once; gradients add to the parameters and to the input tensors."""
+    """Run the full backward of several forwards at once, and add the gradients to parameters and received tensors.
+
+    Args:
+        records: the forwards, each with the gradients of its outputs.
+        last: whether this is the last stage, whose outputs are losses.
+    """
     roots, gradients = roots_of(records, last)
     if roots and all(g is not None and g.device.type == "cpu" for g in gradients):
-        run_backward(roots, gradients)  # type: ignore[arg-type]  # none is missing
+        run_backward(roots, gradients)  # type: ignore[arg-type]  # no gradient is None
     elif roots:
         torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]  # tensors and edges may be mixed
 
@@ -145,7 +164,10 @@ def backward(records: Sequence[tuple[SavedForward, Sequence[Any]]], last: bool) 
 def roots_of(
     records: Sequence[tuple[SavedForward, Sequence[Any]]], last: bool
 ) -> tuple[list[Root], list[torch.Tensor | None]]:
-    """Return the roots of backward and their gradients; None stands for a value that is no scalar loss."""
+    """Return the roots of backward and their gradients.
+
+    On the last stage, the gradient of an output that is not a scalar loss is None, for which autograd raises an error.
+    """
     roots: list[Root] = []
     gradients: list[torch.Tensor | None] = []
     for saved, received in records:
@@ -160,7 +182,7 @@ def roots_of(
 
 
 def _loss_gradient(loss: Root) -> torch.Tensor | None:
-    """Return the gradient of a loss with respect to itself; None where autograd defines none."""
+    """Return the gradient of a loss with respect to itself, or None if autograd does not define it."""
     like = like_root(loss)
     if math.prod(like.shape) != 1 or not like.dtype.is_floating_point:
         return None

@@ -1,4 +1,4 @@
-"""The parameters and buffers of a stage, by the layer names that batches use."""
+"""Parameters and buffers of a stage, by the layer names that batches use."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ T = TypeVar("T")
 
 
 class LayerParameters:
-    """Parameters by name: "5" are those of layer number 5, "5.2" those of its child "2".
+    """Finds the parameters and buffers of layers by name.
+
+    The name "5" stands for layer number 5, and the name "5.2" stands for the child "2" of this layer.
 
     Args:
-        stage: its number.
-        layers: its layers, by their number in the whole model.
-        mirrors: the copies of other ranks' layers that batches run here, if any.
+        stage: the number of the stage.
+        layers: the layers of the stage, by their number in the whole model.
+        mirrors: the copies of other ranks' layers that batches use on this rank, if any.
     """
 
     def __init__(self, stage: int, layers: Mapping[int, nn.Module], mirrors: Mirrors | None = None) -> None:
@@ -34,30 +36,30 @@ class LayerParameters:
         self._found: dict[str, tuple[nn.Parameter, ...]] = {}
 
     def check(self, use: LayerUse) -> None:
-        """Refuse names of layers that are not on this stage.
+        """Check that this stage has all layers that a batch uses on it.
 
         Raises:
-            PlanError: there is one.
+            PlanError: the stage has no layer of such a name.
         """
         for name in use.layers[self._stage] if len(use.layers) > self._stage else ():
             self._module(name)
 
     def modules(self, names: Iterable[str]) -> dict[str, nn.Module]:
-        """Return the modules under these names."""
+        """Return the modules with these names."""
         return {name: self._module(name) for name in sorted(names)}
 
     def parameters(self, names: Iterable[str]) -> list[nn.Parameter]:
-        """Return the parameters under these names on this rank, each once."""
+        """Return the parameters of the layers with these names on this rank, without duplicates."""
         return list({id(p): p for name in sorted(names) for p in self._parameters_of(name)}.values())
 
     def named_tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """Return the parameters and buffers under this name on this rank, by their name within it."""
+        """Return the parameters and buffers of the layer with this name on this rank, by their names within it."""
         mirrors = self._mirrors_of(name)
         own = self._module(name).named_parameters() if mirrors is None else mirrors.copies[name].parameters.items()
         return {**dict(own), **dict(self._buffers(name))}
 
     def read_only_ids(self, use: LayerUse | None) -> frozenset[int]:
-        """Return the ids of trainable parameters that a batch uses and does not step."""
+        """Return the ids of the trainable parameters that a batch uses but does not step."""
         if use is None or use.steps is None:
             return frozenset()
         stepped = {id(p) for p in self.parameters(use.stepped_layers(self._stage))}
@@ -65,7 +67,7 @@ class LayerParameters:
         return frozenset(id(p) for p in read if p.requires_grad and id(p) not in stepped)
 
     def read_only_buffers(self, use: LayerUse | None) -> dict[str, torch.Tensor]:
-        """Return the buffers of layers that a batch only reads, or reads late, so that it must not change them."""
+        """Return the buffers that a batch must not change, because it does not step their layers or reads them late."""
         if use is None or (use.steps is None and not use.delays):
             return {}
         here, late = use.layers[self._stage], {name for name, _ in use.delays}
@@ -77,25 +79,25 @@ class LayerParameters:
         return self._module(name).named_buffers() if mirrors is None else mirrors.copies[name].buffers.items()
 
     def buffer_places(self, name: str) -> list[tuple[dict[str, torch.Tensor | None], str]]:
-        """Return the buffers under this name on this rank: dictionaries, and keys in them."""
+        """Return the places of the buffers of a layer on this rank, as dictionaries with a key of each."""
         mirrors = self._mirrors_of(name)
         if mirrors is None:
             tables = [module._buffers for module in self._module(name).modules()]
         else:
-            tables = [mirrors.copies[name].buffers]  # type: ignore[list-item]  # none is missing
+            tables = [mirrors.copies[name].buffers]  # type: ignore[list-item]  # no buffer of a copy is None
         return [(table, key) for table in tables for key in table]
 
     def is_remote(self, name: str) -> bool:
-        """Return whether another rank owns the layer."""
+        """Return whether the layer belongs to another rank."""
         return self._mirrors_of(name) is not None
 
     def _mirrors_of(self, name: str) -> Mirrors | None:
-        """Return the mirrors of a layer that another rank owns; None for other layers."""
+        """Return the mirrors if the layer belongs to another rank, and None otherwise."""
         return self._mirrors if self._mirrors is not None and self._mirrors.is_remote(name) else None
 
     def _parameters_of(self, name: str) -> tuple[nn.Parameter, ...]:
         mirrors = self._mirrors_of(name)
-        if mirrors is not None:  # a batch under way may use what is not here yet
+        if mirrors is not None:  # a batch in flight may use a layer that has not arrived yet
             return tuple(mirrors.copies[name].parameters.values()) if name in mirrors.copies else ()
         if name not in self._found:
             self._found[name] = tuple(self._module(name).parameters())
@@ -115,46 +117,60 @@ class LayerParameters:
 
 
 class LayerOffload:
-    """One stage's access to the memory of its rank.
+    """Loads and offloads the layers of one stage.
 
-    A stage that recomputes needs its layers only while a task runs. Any other stage, such as the last, keeps those of a
-    batch from its first forward to its step, because autograd refers to them meanwhile.
+    A stage that recomputes needs its layers only while a task runs. Any other stage, such as the last one, keeps the
+    layers of a batch on the device from the first forward to the step of the batch, because the autograd graph refers
+    to them.
 
     Args:
+        memory: the layers of this rank.
+        stage: the number of the stage.
+        parts: finds the layers that batches use.
         recompute: whether the stage recomputes.
     """
 
     def __init__(self, memory: LayerMemory, stage: int, parts: LayerParameters, recompute: bool) -> None:
         self._memory, self._stage, self._parts, self._recompute = memory, stage, parts, recompute
-        self._task: tuple[bool, int] | None = None  # direction and batch of the last one
-        self._kept: dict[int, Mapping[str, nn.Module]] = {}  # of batches under way, by number
+        self._task: tuple[bool, int] | None = None  # whether the last task was a forward, and its batch
+        self._kept: dict[int, Mapping[str, nn.Module]] = {}  # layers of batches in flight, by batch number
 
     def enter(self, use: LayerUse) -> None:
-        """Register a batch that uses these layers."""
+        """Register a batch and the layers that it uses."""
         own = self._own_layers(use)
         self._memory.enter(self._parts.modules(name for name in own if not self._parts.is_remote(name)))
         self._memory.pin_layers(self._parts.modules(use.layers[self._stage] - own))
 
     def run_with_memory(self, compute: Callable[[], T], undo: Callable[[], bool]) -> T:
-        """Return the result of a computation. Where the device has no memory for it, layers that no computation uses
-        leave, and it runs again (NASPipe, S4.2).
+        """Run a computation, and run it again with fewer layers on the device if it runs out of memory.
+
+        After each failure, the layers that no computation uses are evicted from the device (NASPipe, S4.2).
 
         Args:
-            undo: called after a failure; returns whether everything is as it was before.
+            compute: the computation.
+            undo: called after a failure; returns whether the state before the computation was restored.
+
+        Returns:
+            The result of the computation.
 
         Raises:
-            torch.OutOfMemoryError: none can leave, or something has changed.
+            torch.OutOfMemoryError: no layer can be evicted, or the state before the computation could not be restored.
         """
         while True:
             try:
                 return compute()
             except torch.OutOfMemoryError as error:
-                failure = error.with_traceback(None)  # which keeps the tensors of the attempt
+                failure = error.with_traceback(None)  # the traceback keeps the tensors of the failed run alive
             if not undo() or not self._memory.evict_idle():
                 raise failure
 
     def keep_buffers(self, use: LayerUse | None, number: int) -> Callable[[], None]:
-        """Return a function that restores the buffers of a layer as they are now."""
+        """Return a function that restores the current buffers of a layer.
+
+        Args:
+            use: the layers that the batch uses.
+            number: the number of the layer.
+        """
         names = (
             () if use is None else (name for name in use.layers[self._stage] if name.partition(".")[0] == str(number))
         )
@@ -169,8 +185,11 @@ class LayerOffload:
         return restore
 
     def has_room(self, use: LayerUse) -> bool:
-        """Return whether a forward may begin. Where no later event would make room it may begin, and fails with an
-        error."""
+        """Return whether a forward may begin because the device has room for its layers.
+
+        If no batch in flight keeps layers on the device, a forward may always begin, because waiting would not make
+        room. If its layers don't fit then, it fails with an error.
+        """
         return not self._kept or self._memory.has_room(self._own_layers(use))
 
     @contextmanager
@@ -178,8 +197,8 @@ class LayerOffload:
         """Keep the layers of a task on the device inside the block.
 
         Raises:
-            PipelineError: the batch does not say which layers it uses.
-            PlanError: no room.
+            PipelineError: the batch does not specify the layers that it uses.
+            PlanError: the layers don't fit on the device.
         """
         if item.use is None:
             raise PipelineError(
@@ -202,6 +221,7 @@ class LayerOffload:
         memory.release(parts)
 
     def _own_layers(self, use: LayerUse) -> frozenset[str]:
-        """Return the layers that a batch has for itself, from its forward to its step, and copies that it reads."""
+        """Return the layers that no other batch uses between this batch's forward and step, and the copies that it
+        reads."""
         copies = {name for name in use.layers[self._stage] if self._parts.is_remote(name)}
         return (use.stepped_layers(self._stage) - {name for name, _ in use.delays}) | copies

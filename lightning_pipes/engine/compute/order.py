@@ -1,4 +1,4 @@
-"""Chooses the next instruction of a rank: fixed in advance, or among the ready ones."""
+"""The orders in which a rank runs its instructions: fixed in advance, or chosen among the ready instructions."""
 
 from __future__ import annotations
 
@@ -42,24 +42,36 @@ from lightning_pipes.ir.program import shift_batches
 from lightning_pipes.sim.predictor import WaitingSubnet
 
 BatchKey = tuple[int, int]
-"""A job and the number of its batch in the window."""
+"""A job, and the number of one of its batches in the window."""
 
 
 class InstructionOrder(Protocol):
-    """Chooses instructions for one rank and one window."""
+    """Chooses the instructions of one rank in one window."""
 
     def add(self, item: BatchKey, rows: int, use: LayerUse) -> None:
-        """Add a batch that uses these layers."""
+        """Add a batch.
+
+        Args:
+            item: the job and the number of the batch.
+            rows: the number of samples.
+            use: the layers that the batch uses.
+        """
 
     def next_instruction(self, mailbox: Mailbox, number: int) -> Instruction | None:
-        """Return the instruction to run now; None if none can run yet. `number` is the window's. Another call before
-        `mark_begun` may return a better one that has become ready."""
+        """Return the instruction to run now, or None if no instruction can run yet.
+
+        If the method is called again before `mark_begun`, it may return another instruction that has become ready.
+
+        Args:
+            mailbox: the received messages.
+            number: the number of the window.
+        """
 
     def mark_begun(self, i: Instruction) -> None:
-        """Mark `i`, which `next_instruction` returned, as begun."""
+        """Mark the instruction `i`, which was returned by `next_instruction`, as begun."""
 
     def wait(self, mailbox: Mailbox, number: int) -> None:
-        """Wait until something has arrived that `next_instruction` may return.
+        """Wait until a message or a layer arrives, so that `next_instruction` may return an instruction.
 
         Raises:
             PeerFailure: a rank has failed.
@@ -67,26 +79,29 @@ class InstructionOrder(Protocol):
 
     @property
     def waiting_for(self) -> str:
-        """A phrase for the target of `wait`."""
+        """A phrase that describes what `wait` is waiting for."""
 
     def mark_done(self, i: Instruction) -> None:
-        """Mark `i`, which was begun, as done."""
+        """Mark the begun instruction `i` as done."""
 
     def close(self) -> None:
-        """Close the window: no more batches follow."""
+        """Close the window. No more batches are added."""
 
     @property
     def needs_next_batch(self) -> bool:
-        """Whether the next batch must be known before anything else runs."""
+        """Whether another batch must be added before any instruction runs."""
 
     @property
     def is_satisfied(self) -> bool:
-        """Whether nothing is left to do without another batch."""
+        """Whether nothing is left to run until another batch is added."""
 
 
 class StaticOrder:
-    """The rank's row of a lowered program. A receive runs once its message has arrived, every other instruction at
-    once."""
+    """The order of a lowered program on one rank.
+
+    A receive is ready when its message has arrived. Every other instruction is ready when its predecessors in the
+    program are done.
+    """
 
     needs_next_batch = False
 
@@ -131,7 +146,10 @@ class StaticOrder:
         return "nothing" if i is None else f"{i.describe()} from stage {send_of(i).stage}"
 
     def close(self) -> None:
-        """Close the window. Instructions of batches that were not added are skipped, and an endless program ends."""
+        """Close the window.
+
+        Instructions of batches that were not added are skipped, and an endless program ends.
+        """
         self._closed = True
         if self._program.is_endless:
             row = self._program.unroll(max(self._batches.values(), default=0)).head[self._rank]
@@ -144,7 +162,7 @@ class StaticOrder:
         return self._current() is None
 
     def upcoming_instructions(self) -> Iterator[Instruction]:
-        """Yield the remaining instructions of known batches, in order, from the running one on."""
+        """Yield the remaining instructions of the added batches in order, including the one that is running."""
         program, rank, others = self._program, self._rank, 0
         most = len(program.head[rank]) + len(program.cycle[rank]) if program.is_endless else None
         for i in () if self._next is None else chain((self._next,), copy(self._upcoming)):
@@ -153,18 +171,18 @@ class StaticOrder:
                 yield i
             else:
                 others += 1
-                if others == most:  # a whole turn of later batches: no known batch follows
+                if others == most:  # a whole cycle of later batches: no added batch follows
                     return
 
     def _current(self) -> Instruction | None:
-        """Return the next instruction with samples; None if its batch is not known yet, or at the end."""
+        """Return the next instruction with samples, or None if its batch was not added yet or the program has ended."""
         while (i := self._next) is not None:
             if i.batch < self._batches[i.job]:
                 if i.kind is Kind.STEP or i.span.start < self._rows[i.job, i.batch]:
                     return i
             elif not self._closed:
                 return None
-            self._advance()  # skip instructions of batches or samples that were never added
+            self._advance()  # skip instructions of batches or samples that do not exist
         return None
 
     def _advance(self) -> None:
@@ -173,13 +191,18 @@ class StaticOrder:
 
 
 class ReadyOrder:
-    """Lets a policy choose among ready instructions; messages are received and sent at once.
+    """Lets a policy choose among the ready instructions. Messages are sent and received as soon as possible.
 
-    In an endless window the needs of batches follow from the layers that they use, and ended batches are forgotten.
+    In an endless window, the dependencies between batches follow from the layers that they use, and finished batches
+    are forgotten.
 
     Args:
-        has_room: returns whether a forward of a stage finds room for the layers of its batch.
-        ahead: the number of batches to know before they begin, as far as the policy's depth allows.
+        policy: chooses among the ready instructions.
+        plan: the plan of the window.
+        rank: the rank that runs the instructions.
+        has_room: returns whether the device has room for the layers that the forward of a batch uses on a stage.
+        ahead: the number of batches to be added before their first instruction, as far as the depth of the policy
+            allows.
     """
 
     def __init__(
@@ -198,33 +221,38 @@ class ReadyOrder:
         self._ledger = Ledger(plan, plan.stages[rank])
         self._transfers: deque[Instruction] = deque()
         self._ready: list[Instruction] = []  # sorted
-        self._unchecked: list[Instruction] = []  # receives whose message may have arrived before they were added
+        self._unchecked: list[Instruction] = []  # receives whose message may have arrived earlier
         self._rows: dict[BatchKey, int] = {}
-        self._left: dict[BatchKey, int] = {}  # instructions of the batches under way, the oldest batch first
-        self._begun: dict[int, None] = {}  # batches under way of which something has run, in that order
-        self._halfway: dict[tuple[int, int], None] = {}  # stage and batch: some forwards or backwards have run, not all
+        self._left: dict[BatchKey, int] = {}  # remaining instructions of batches in flight, oldest first
+        self._begun: dict[int, None] = {}  # batches in flight that have begun, in the order in which they began
+        self._halfway: dict[tuple[int, int], None] = {}  # stage and batch, between first and last forward or backward
         self._newest = -1
         self._closed = False
-        self._receives = 0  # those not run yet
+        self._receives = 0  # the number of receives that have not run yet
         self._in_flight: dict[int, int] = dict.fromkeys(plan.stages[rank], 0)
         self._last: Instruction | None = None
         self._deliveries: LayerDeliveries | None = None
         self._replica_averages: ReplicaAverages | None = None
         self._upcoming: UpcomingTasks | None = None
         self._entrances: dict[tuple[int, int], tuple[Need, ...]] = {}
-        """The needs, besides data, of batches whose forward has not begun, by stage and batch."""
+        """The needs, apart from data, of batches whose forward has not begun, by stage and batch."""
 
     def enable_deliveries(self, mirrors: Mirrors, mailbox: Mailbox, number: int) -> None:
-        """Move layers to the ranks where batches use them, in the window `number`. Call it before the first batch;
-        deliveries wake waiters of `mailbox`."""
+        """Send layers to the ranks on which batches use them. This must be called before the first batch is added.
+
+        Args:
+            mirrors: the copies of other ranks' layers on this rank.
+            mailbox: the mailbox whose waiting callers are notified when a layer arrives.
+            number: the number of the window.
+        """
         self._deliveries = LayerDeliveries(self._ledger, self._rank, number, mirrors, mailbox.notify)
 
     def wait_for_replicas(self, averages: ReplicaAverages) -> None:
-        """Let steps wait for the gradients of other replicas. Call it before the first batch."""
+        """Make steps wait for the gradients of other replicas. This must be called before the first batch is added."""
         self._replica_averages = averages
 
     def predict_by(self, upcoming: UpcomingTasks) -> None:
-        """Let `upcoming` predict the next tasks. Call it before the first batch."""
+        """Use `upcoming` to predict the next tasks. This must be called before the first batch is added."""
         self._upcoming = upcoming
 
     def add(self, item: BatchKey, rows: int, use: LayerUse) -> None:
@@ -238,11 +266,11 @@ class ReadyOrder:
         self._unchecked += receives
         self._receives += len(receives)
         for i in mine:
-            if i.kind in RECEIVES and not i.span.clip_to(rows).rows:  # nothing will be sent for rows that are not there
+            if i.kind in RECEIVES and not i.span.clip_to(rows).rows:  # no message is sent for missing rows
                 self._add_ready(self._tracker.complete(send_of(i)))
 
     def _needs_of_newest(self, use: LayerUse) -> dict[Instruction, tuple[Need, ...]]:
-        """Return the needs of the newest batch besides its data: other batches, layers and gradients of other ranks."""
+        """Return the needs of the newest batch apart from data: other batches, layers, and gradients of replicas."""
         batch, plan = self._newest, self._plan
         waits: dict[Instruction, tuple[Need, ...]] = {**self._ledger.enter(batch, use)}
         if self._replica_averages is not None:
@@ -264,7 +292,7 @@ class ReadyOrder:
         return waits
 
     def _waiting_batches(self, stage: int) -> list[WaitingSubnet]:
-        """Return the batches with an input on a stage, before their forward there."""
+        """Return the batches whose input for a stage is available and whose forward on that stage has not begun."""
         found, span = [], self._plan.spans(Kind.F, stage)[0]
         for (at, batch), needs in self._entrances.items():
             if at == stage and not self._tracker.unmet_needs(F(stage, span, batch=batch)):
@@ -275,7 +303,7 @@ class ReadyOrder:
         return found
 
     def _take_deliveries(self) -> None:
-        """Process arrived layers and gradients; once all batches have ended, return layers to their owners."""
+        """Process layers and gradients that have arrived, and return layers to their owners after the last batch."""
         if self._replica_averages is not None:
             for reduction in self._replica_averages.take_arrived():
                 self._add_ready(self._tracker.complete(reduction))
@@ -318,11 +346,11 @@ class ReadyOrder:
             self._upcoming.begin_task(i, self._waiting_batches)
 
     def upcoming_layers(self) -> Iterator[str]:
-        """Yield the layers of the probable next tasks, the first one first.
+        """Yield the layers of the next tasks in the order in which they will probably be needed.
 
-        Where nothing else predicts them, ready tasks other than forwards come first, and batches with some but not all
-        forwards or backwards of a stage. Then ready forwards and returning batches alternate, because their order is
-        unknown.
+        If no predictor is used, ready tasks other than forwards come first, together with batches that have run some,
+        but not all, of their forwards or backwards on a stage. After these, ready forwards alternate with batches that
+        will return for their backward, because their relative order is unknown.
         """
         uses = self._ledger.uses
         if self._upcoming is not None:
@@ -377,7 +405,7 @@ class ReadyOrder:
             self._forget_batch(item)
 
     def _forget_batch(self, item: BatchKey) -> None:
-        """Forget a batch after its last instruction here."""
+        """Delete the records of a batch after its last instruction on this rank."""
         del self._left[item]
         self._begun.pop(item[1], None)
         if self._policy.is_endless:

@@ -1,7 +1,7 @@
-"""Sums gradients that several ranks hold parts of: flattened into buckets, during backward.
+"""Sums gradients whose parts are on several ranks. They are flattened into buckets during backward.
 
-A bucket also carries a mark per parameter. A parameter without a gradient on all ranks keeps none, so that its
-optimizer state and weight decay stay unchanged.
+A bucket also contains one mark for each parameter. If a parameter has no gradient on any rank, its gradient remains
+None, so that its optimizer state and weight decay stay unchanged.
 """
 
 from __future__ import annotations
@@ -17,29 +17,32 @@ from lightning_pipes.engine.residency.mirrors import PendingTree, TreeTransport
 from lightning_pipes.ir import PipelineError, Reduction
 
 BUCKET_BYTES = 25 * 2**20
-"""Bytes of a bucket as in torch's DistributedDataParallel: large enough for bandwidth, small enough to leave early."""
+"""The bytes of a bucket, as in torch's DistributedDataParallel.
+
+The size is large enough to use the bandwidth, and small enough that the first bucket is sent early.
+"""
 
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
 Wait = Callable[[], object]
 AllReduce = Callable[[torch.Tensor], Wait]
-"""Starts to sum a tensor in place over some ranks; what it returns waits for the end."""
+"""Starts to sum a tensor in place over some ranks, and returns a function that waits for the end."""
 
 
 def is_distributed(tensor: object) -> bool:
-    """Return whether a tensor is a DTensor, of which several ranks may have parts."""
-    return hasattr(tensor, "to_local")  # its class takes long to import
+    """Return whether a tensor is a DTensor, whose parts may be on several ranks."""
+    return hasattr(tensor, "to_local")  # importing its class takes long
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, without a graph; writing to it changes the tensor."""
+    """Return the part of a tensor on this rank, without a graph. Writing to it changes the tensor."""
     part: Any = tensor.detach()
     return cast(torch.Tensor, part.to_local()) if is_distributed(part) else part
 
 
 def complete_gradient(parameter: Any) -> None:
-    """Give a gradient the placements of its parameter: summands of tensor-parallel ranks are added up.
+    """Redistribute a gradient to the placements of its parameter, which sums the parts of tensor-parallel ranks.
 
-    Collective over the mesh of a parameter that is distributed.
+    For a distributed parameter, this is a collective call on its mesh.
     """
     gradient: Any = parameter.grad
     if gradient is not None and is_distributed(parameter) and gradient.placements != parameter.placements:
@@ -47,7 +50,7 @@ def complete_gradient(parameter: Any) -> None:
 
 
 class Bucket:
-    """Gradients of one type that travel together."""
+    """Gradients of one dtype that are reduced together."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = tuple(parameters)
@@ -55,7 +58,7 @@ class Bucket:
         self._wait: Wait = lambda: None
 
     def start(self, all_reduce: AllReduce) -> None:
-        """Start to reduce the current `.grad`s; types of less than four bytes are summed in float32.
+        """Start to reduce the current gradients. Types of less than four bytes are summed in float32.
 
         Raises:
             PipelineError: a gradient is sparse.
@@ -71,8 +74,10 @@ class Bucket:
         self._wait = all_reduce(self._flat)
 
     def finish(self, divisor: int = 1) -> None:
-        """Wait, and replace every `.grad` by the sum over the ranks, divided. A `.grad` that is None on all ranks stays
-        None."""
+        """Wait for the sums over the ranks, and replace each gradient by its sum divided by `divisor`.
+
+        A gradient that is None on all ranks stays None.
+        """
         self._wait()
         assert self._flat is not None, "start was not called"
         sizes = [local_part(p).numel() for p in self.parameters]
@@ -89,7 +94,7 @@ class Bucket:
 
 
 class TrainableParameters:
-    """The parameters that have been trainable at some time: a hook may freeze and unfreeze them."""
+    """The parameters that were trainable at least once, because hooks may freeze and unfreeze parameters."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = tuple(parameters)
@@ -97,23 +102,24 @@ class TrainableParameters:
         self.add_trainable()
 
     def add_trainable(self) -> bool:
-        """Add parameters that are trainable now; return whether any is new."""
+        """Add the parameters that are trainable now, and return whether any of them is new."""
         before = len(self._known)
         self._known.update(id(p) for p in self._parameters if p.requires_grad)
         return len(self._known) > before
 
     def is_known(self, parameter: nn.Parameter) -> bool:
-        """Return whether the parameter has been trainable at some time."""
+        """Return whether the parameter was trainable at least once."""
         return id(parameter) in self._known
 
 
 def make_buckets(parameters: Iterable[nn.Parameter], size: int = BUCKET_BYTES) -> list[Bucket]:
-    """Return parameters in buckets of about `size` bytes: the last ones first, as backward reaches them."""
+    """Return the parameters in buckets of about `size` bytes, starting with the last parameters, which backward reaches
+    first."""
     return [Bucket(group) for group in group_by_bytes(reversed(list(parameters)), size)]
 
 
 def group_by_bytes(tensors: Iterable[Tensor], size: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
-    """Yield tensors of one type and device in groups of about `size` bytes, in their order."""
+    """Yield the tensors in groups of about `size` bytes, each of one dtype and device, in their order."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
@@ -129,15 +135,15 @@ def group_by_bytes(tensors: Iterable[Tensor], size: int = BUCKET_BYTES) -> Itera
 class Reducer:
     """Averages the gradients of this rank's stages over the replicas of the pipeline.
 
-    In a stage's last backward of a batch a bucket leaves as soon as its gradients are complete, and always in the
-    same order, so that replicas agree; the rest of that backward, of other stages and of other ranks goes on
-    meanwhile.
+    In the last backward of a batch on a stage, a bucket is sent as soon as its gradients are complete. Buckets are
+    always sent in the same order, so that the replicas agree. The rest of this backward, and the backwards of other
+    stages and ranks, continue in the meantime.
 
     Args:
         parameters: the parameters of each stage, in the order of its layers.
-        all_reduce: sums over the ranks that hold the same stage in all replicas.
+        all_reduce: sums a tensor over the ranks that hold the same stage in all replicas.
         replicas: the number of replicas.
-        size: bytes of a bucket.
+        size: the bytes of a bucket.
     """
 
     def __init__(
@@ -155,16 +161,18 @@ class Reducer:
         self._in_flight: list[Bucket] = []
         self._started = 0
         self._waiting: list[tuple[Bucket, set[int]]] = []
-        """Buckets of the stage under way, in order, each with the ids of the parameters that are not complete."""
+        """The buckets of the stage that runs its last backward, in order, each with the ids of its incomplete
+        parameters."""
         self._hooks: list[Any] = []
         self._fill()
 
     @contextmanager
     def last_backward(self, stage: int) -> Iterator[None]:
-        """Wrap the backward of a stage that completes the gradients of a batch.
+        """Reduce gradients inside the block, which contains the backward of a stage that completes the gradients of a
+        batch.
 
         Raises:
-            PipelineError: a gradient is sparse, or comes in two parts.
+            PipelineError: a gradient is sparse, or is accumulated in several parts.
         """
         if self._trained.add_trainable():
             self.remove()
@@ -178,13 +186,13 @@ class Reducer:
             self._waiting = []
 
     def finish(self) -> None:
-        """Wait for all buckets; every `.grad` becomes the average over the replicas."""
+        """Wait for all buckets, and replace each gradient by its average over the replicas."""
         for bucket in self._in_flight:
             bucket.finish(self._replicas)
         self._in_flight = []
 
     def is_own_hook(self, hook: Callable[..., object]) -> bool:
-        """Return whether a parameter's hook belongs to this reducer."""
+        """Return whether a hook on a parameter belongs to this reducer."""
         return getattr(hook, "__self__", None) is self
 
     def remove(self) -> None:
@@ -225,35 +233,37 @@ class Reducer:
 
 
 class ReplicaAverages:
-    """Averages gradients over replicas where batches overlap: batch by batch, summed in the order of replicas.
+    """Averages gradients over replicas batch by batch, if batches overlap.
 
-    Replicas run batches in orders of their own, so that collective calls would not match. Each rank sends its part of a
-    batch's gradients to the same stage of the other replicas, and steps the batch once it has all parts. No rank
-    blocks, and the oldest batch waits for no other one, so that nothing gets stuck. Buffers of the layers that a batch
-    steps become those of the first replica, as under torch's DistributedDataParallel.
+    Each replica runs batches in its own order, so collective calls would not match. Instead, each rank sends its part
+    of a batch's gradients to the same stage in the other replicas, and steps the batch when it has received all parts.
+    No rank blocks, and the oldest batch does not wait for any other batch, so that a deadlock is not possible. Parts
+    are always summed in the order of the replicas. The buffers of the layers that a batch steps are set to the values
+    of the first replica, as in torch's DistributedDataParallel.
 
     Args:
-        transport: to the ranks with the same stages, which are numbered by replica.
-        replica: the number of this one.
-        replicas: how many there are.
+        transport: sends to the ranks with the same stages, which are numbered by replica.
+        replica: the number of this replica.
+        replicas: the number of replicas.
     """
 
     def __init__(self, transport: TreeTransport, replica: int, replicas: int) -> None:
         self._transport, self._replica, self._replicas = transport, replica, replicas
         self._expected: dict[Reduction, tuple[tuple[int, int], dict[int, PendingTree]]] = {}
-        self._parts: dict[tuple[int, int], dict[int, Any]] = {}  # by stage and number of a batch, and by replica
+        self._parts: dict[tuple[int, int], dict[int, Any]] = {}  # by stage and batch number, then by replica
         self._has_arrivals = False
 
     @property
     def n_expected(self) -> int:
-        """Number of sums with parts in flight to this rank."""
+        """The number of sums that wait for parts of other replicas."""
         return len(self._expected)
 
     def expect(self, reduction: Reduction, number: int, notify: Callable[[], None]) -> None:
         """Expect the parts of a batch on a stage of this rank.
 
         Args:
-            number: of the batch in the run, which is the same on all replicas.
+            reduction: the sum, by stage and batch in the window.
+            number: the number of the batch since training began, which is the same in all replicas.
             notify: called on any thread when a part arrives.
         """
 
@@ -267,7 +277,7 @@ class ReplicaAverages:
         self._expected[reduction] = key, parts
 
     def take_arrived(self) -> list[Reduction]:
-        """Return the sums whose parts have all arrived since the last call.
+        """Return the sums that became complete since the last call, because all their parts have arrived.
 
         Raises:
             PeerFailure: a rank has failed.
@@ -289,11 +299,14 @@ class ReplicaAverages:
         gradients: Sequence[torch.Tensor | None],
         buffers: Sequence[torch.Tensor],
     ) -> None:
-        """Send this rank's part of a batch, whose gradients are complete on a stage.
+        """Send the complete gradients of a batch on a stage to the other replicas.
 
         Args:
-            number: of the batch in the run.
-            names: of the layers that it steps.
+            stage: the number of the stage.
+            number: the number of the batch since training began.
+            names: the names of the layers that the batch steps.
+            gradients: the gradients of the parameters of these layers.
+            buffers: the buffers of these layers, which only the first replica sends.
 
         Raises:
             PipelineError: a gradient is sparse.
@@ -313,10 +326,19 @@ class ReplicaAverages:
         parameters: Sequence[nn.Parameter],
         buffers: Iterable[torch.Tensor],
     ) -> None:
-        """Replace the gradients of a batch on a stage by their averages; one that all replicas lack stays None.
+        """Replace the gradients of a batch on a stage by their averages over the replicas.
+
+        A gradient that is None in all replicas stays None.
+
+        Args:
+            stage: the number of the stage.
+            number: the number of the batch since training began.
+            names: the names of the layers that the batch steps.
+            parameters: the parameters of these layers.
+            buffers: the buffers of these layers, which are set to the values of the first replica.
 
         Raises:
-            PipelineError: replicas have the batch step different layers.
+            PipelineError: the batch steps different layers in different replicas.
         """
         names = list(names)
         parts = self._parts.pop((stage, number))
@@ -342,10 +364,10 @@ class ReplicaAverages:
 
 
 def _check_dense(gradient: torch.Tensor | None) -> None:
-    """Refuse a gradient that can't be summed over ranks.
+    """Check that a gradient can be summed over ranks.
 
     Raises:
-        PipelineError: it is sparse.
+        PipelineError: the gradient is sparse.
     """
     if gradient is not None and gradient.layout is not torch.strided:
         raise PipelineError(

@@ -1,6 +1,7 @@
-"""Random numbers that do not depend on a layer's rank.
+"""Random numbers that do not depend on the rank of a layer.
 
-Every (job, layer, batch, span) has its own stream, so dropout gives the same masks on any number of stages.
+Each combination of job, layer, batch and span has its own stream, so dropout uses the same masks for any number of
+stages.
 """
 
 from __future__ import annotations
@@ -24,23 +25,31 @@ AFTER_LAYERS = -2
 """The layer number of user code that runs after the last layer."""
 
 _PLAIN = {int, float, str, type(None)}
-"""Types in states of generators that `==` compares."""
+"""The types in generator states that `==` can compare."""
 
 
 @lru_cache(maxsize=4096)
 def stream_seed(seed: int, job: int, layer: int, number: int, span: Span) -> int:
-    """Return a 63-bit seed that is the same on every rank and machine."""
+    """Return a 63-bit seed that is the same on every rank and machine.
+
+    Args:
+        seed: the seed of the run.
+        job: the number of the job.
+        layer: the number of the layer, or `BEFORE_LAYERS` or `AFTER_LAYERS`.
+        number: the number of the batch since training began.
+        span: the samples of the micro-batch.
+    """
     text = f"{seed}/{job}/{layer}/{number}/{span.start}:{span.stop}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def replica_seed(seed: int, replica: int) -> int:
-    """Return the seed of a replica of the pipeline; the first replica has the seed of a single one."""
+    """Return the seed of a replica of the pipeline. The first replica has the seed of a pipeline without replicas."""
     return seed if not replica else stream_seed(seed, replica, BEFORE_LAYERS, 0, Span(0, 0))
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of the generators of torch, Python and NumPy."""
+    """Return the states of the generators of torch, Python and NumPy, and of the GPU if `device` is one."""
     state = {"torch": torch.default_generator.get_state(), "python": random.getstate(), "numpy": numpy_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -48,7 +57,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the states of `random_state`; a GPU's generator stays unchanged where the state is from a CPU."""
+    """Restore the states that `random_state` returned. The generator of a GPU is not changed if the state is from a
+    CPU."""
     torch.default_generator.set_state(state["torch"])
     random.setstate(state["python"])
     set_numpy_state(state["numpy"])
@@ -57,7 +67,7 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 class RngUse:
-    """Detects whether code draws random numbers between `start` and `stop`."""
+    """Detects whether code draws random numbers between calls of `start` and `stop`."""
 
     def __init__(self, device: torch.device) -> None:
         self.was_used = False
@@ -65,11 +75,11 @@ class RngUse:
         self._state: Any = None
 
     def start(self) -> None:
-        """Start watching."""
+        """Start to watch the generators."""
         self._state = self._now()
 
     def stop(self) -> None:
-        """Stop watching."""
+        """Stop watching the generators, and update `was_used`."""
         self.was_used = self.was_used or self._now() != self._state
 
     def _now(self) -> Any:
@@ -80,7 +90,7 @@ def comparable_state(state: Any) -> Any:
     """Return the state of generators in a form that `==` can compare."""
     if isinstance(state, dict):
         return {name: comparable_state(part) for name, part in state.items()}
-    if isinstance(state, tuple):  # Python's generator has 625 numbers
+    if isinstance(state, tuple):  # the state of Python's generator has 625 numbers
         return state if _PLAIN.issuperset(map(type, state)) else [comparable_state(part) for part in state]
     if isinstance(state, torch.Tensor):
         return state.numpy().tobytes()
@@ -88,7 +98,7 @@ def comparable_state(state: Any) -> Any:
 
 
 def same_random_state(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Return whether two results of `random_state` would give the same random numbers, for all generators in both."""
+    """Return whether two results of `random_state` are equal for all generators that are in both of them."""
     return all(comparable_state(a[name]) == comparable_state(b[name]) for name in a.keys() & b.keys())
 
 
@@ -103,7 +113,7 @@ def forked_rng(device: torch.device) -> Iterator[None]:
 
 
 def seed_all(seed: int, device: torch.device, everything: bool = False) -> None:
-    """Seed torch's generators, and with `everything` also Python's and NumPy's."""
+    """Seed the generators of torch. If `everything` is true, seed the generators of Python and NumPy, too."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -113,6 +123,9 @@ def seed_all(seed: int, device: torch.device, everything: bool = False) -> None:
 
 
 def seed_for_layer(layer: int, seed: int, device: torch.device) -> None:
-    """Seed generators for that layer: torch's, and for code before the layers also Python's and NumPy's. These continue
-    in code after the layers, because layers do not seed them."""
+    """Seed the generators for a layer, or for user code around the layers.
+
+    The generators of torch are always seeded. The generators of Python and NumPy are seeded only before the layers.
+    They continue in code after the layers, because layers do not seed them.
+    """
     seed_all(seed, device, everything=layer == BEFORE_LAYERS)

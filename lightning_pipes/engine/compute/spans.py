@@ -1,9 +1,10 @@
-"""Batches of the engine and rows of their pytrees: cut, joined, and buffered until they are used.
+"""Batches of the engine, and operations that cut, join and buffer the rows of their pytrees.
 
-Tensors with axis 0 as long as the span hold rows, if this is true for all spans that are there, unless the sender has
-marked them as `Unsampled`. Every other leaf on an edge, such as masks, flags and None, belongs to a whole micro-batch.
-If the joined micro-batches have different numbers there, such as an auxiliary loss, the average over rows is taken, and
-each of them gets its share of the gradient. Where sender and receiver cut a batch equally, nothing here copies.
+A tensor holds rows if the length of its axis 0 is the number of samples in the span. This must be true for all
+available spans, and the sender must not have marked the tensor as `Unsampled`. Every other leaf on an edge, such as a
+mask, a flag or None, belongs to a whole micro-batch. If such leaves, for example an auxiliary loss, have different
+values in micro-batches that are joined, their average over rows is used, and each micro-batch receives its share of the
+gradient. If the sender and the receiver cut a batch in the same way, nothing is copied here.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from lightning_pipes.ir import LayerUse, PlanError, Span
 
 @dataclass(eq=False)
 class Item:
-    """One batch of one job, as one rank sees it.
+    """One batch of one job on one rank.
 
     Attributes:
-        number: counts the job's batches since training began, so that random numbers repeat after a resume.
-        rows: samples in this batch; fewer than the plan's where the last batch is short.
+        number: the number of the batch since training began, counted by job. Random numbers depend on it, so that they
+            repeat after training is resumed.
+        rows: the number of samples in the batch. It is smaller than in the plan if the last batch is short.
         data: data for the bodies of this rank's stages; the engine does not read it.
-        job: the sibling it belongs to.
-        training: forward and backward, or forward only without gradients.
-        use: the layers that it uses, and those of them that it steps; None means all.
+        job: the job to which the batch belongs.
+        training: whether forward and backward are run, instead of forward only without gradients.
+        use: the layers that the batch uses, and those of them that it steps; None means all layers.
     """
 
     number: int
@@ -40,7 +42,7 @@ class Item:
 
 
 class Unsampled(NamedTuple):
-    """A tensor of an edge, or its gradient, that belongs to the whole micro-batch, however long its first axis is."""
+    """A tensor on an edge, or its gradient, that belongs to a whole micro-batch regardless of its length on axis 0."""
 
     tensor: Any
 
@@ -54,12 +56,12 @@ def _unwrap(leaf: Any) -> Any:
 
 
 def mark_unsampled(tree: Any, ids: Collection[int]) -> Any:
-    """Return the tree with the tensors of these ids marked."""
+    """Return the tree with the tensors of these ids marked as `Unsampled`."""
     return pytree.tree_map_only(torch.Tensor, lambda t: Unsampled(t) if id(t) in ids else t, tree) if ids else tree
 
 
 def remove_marks(tree: Any) -> tuple[Any, frozenset[int]]:
-    """Return the tree without the marks of tensors, and the ids of the tensors that were marked."""
+    """Return the tree without the marks of `Unsampled` tensors, and the ids of the tensors that were marked."""
     if isinstance(tree, torch.Tensor):
         return tree, frozenset()
     leaves, spec = pytree.tree_flatten(tree, is_leaf=_is_unsampled)
@@ -68,13 +70,16 @@ def remove_marks(tree: Any) -> tuple[Any, frozenset[int]]:
 
 
 def take_rows(tree: Any, span: Span, part: Span, apart: Collection[int] = ()) -> Any:
-    """Return the rows `part` of a tree that holds the rows `span`; other leaves are repeated, and tensors marked.
+    """Return some rows of a tree. Leaves without rows are repeated, and tensors without rows are marked as `Unsampled`.
 
     Args:
-        apart: positions of leaves that hold no rows, although their length may be the number of rows of this span.
+        tree: a tree that holds the rows `span`.
+        span: the rows of the tree.
+        part: the rows to return.
+        apart: positions of leaves that hold no rows, although their length may be the number of rows in this span.
 
     Raises:
-        PlanError: the tree has a list with a tensor for each sample.
+        PlanError: the tree contains a list with one tensor for each sample.
     """
     if part == span:
         return tree
@@ -90,17 +95,19 @@ def take_rows(tree: Any, span: Span, part: Span, apart: Collection[int] = ()) ->
 
 
 def join_rows(pieces: Sequence[tuple[Span, Any]], apart: Collection[int] = ()) -> Any:
-    """Join trees of neighbouring spans into one.
+    """Join the trees of neighboring spans.
 
-    Floating-point tensors without rows are averaged over rows; the first tree gives the other leaves without rows.
-    Tensors without rows are marked, because they may be as long as the joined span.
+    If the values of a floating-point tensor without rows differ, they are averaged over rows. Other leaves without rows
+    are taken from the first tree. Tensors without rows are marked as `Unsampled`, because they may have the length of
+    the joined span.
 
     Args:
-        apart: see `take_rows`.
+        pieces: the spans with their trees.
+        apart: positions of leaves that hold no rows; see `take_rows`.
 
     Raises:
-        PlanError: the trees differ in structure, or have lists with a tensor for each sample, so their rows can't be
-            joined.
+        PlanError: the rows can't be joined, because the trees differ in structure, contain lists with one tensor for
+            each sample, or contain different values without rows that can't be averaged.
     """
     if len(pieces) == 1:
         return pieces[0][1]
@@ -119,7 +126,7 @@ def join_rows(pieces: Sequence[tuple[Span, Any]], apart: Collection[int] = ()) -
 
 
 def _average(column: Sequence[Any], spans: Sequence[Span]) -> Any:
-    """Return the average over rows of values without rows that differ; the first of all others."""
+    """Return the average over rows of values without rows, or the first value if all are equal or not tensors."""
     first, tensors = column[0], [leaf for leaf in column if isinstance(leaf, torch.Tensor)]
     if len(tensors) < len(column) or all(t is first or torch.equal(t, first) for t in tensors):
         return first
@@ -143,7 +150,10 @@ def _average(column: Sequence[Any], spans: Sequence[Span]) -> Any:
 
 
 def take_gradient_rows(tree: Any, span: Span, part: Span, apart: Collection[int] = ()) -> Any:
-    """Take rows like `take_rows`, but give each part its share of a gradient without rows: it must count once."""
+    """Take rows as `take_rows` does, but give each part only its share of a gradient without rows.
+
+    The shares add up to the gradient, so that it counts once.
+    """
     if part == span:
         return tree
     rows = slice(part.start - span.start, part.stop - span.start)
@@ -155,7 +165,7 @@ def take_gradient_rows(tree: Any, span: Span, part: Span, apart: Collection[int]
 
 
 def join_gradient_rows(pieces: Sequence[tuple[Span, Any]], apart: Collection[int] = ()) -> Any:
-    """Join like `join_rows`, but sum gradients without rows; a missing one counts as zero."""
+    """Join trees as `join_rows` does, but add up gradients without rows. A missing gradient counts as zero."""
     if len(pieces) == 1:
         return pieces[0][1]
     joined: list[Any] = []
@@ -183,7 +193,10 @@ def _holds_rows(leaf: Any, span: Span) -> bool:
 
 
 def _refuse_lists(tree: Any, span: Span) -> None:
-    """Raise PlanError for a list with a tensor of its own shape for each sample: gradients arrive without the list."""
+    """Raise PlanError if the tree contains a list with one tensor for each sample and the tensors differ in shape.
+
+    The rows of such a list can't be taken or joined, because gradients arrive without the list.
+    """
 
     def holds_samples(node: Any) -> bool:
         if not isinstance(node, (list, tuple)) or len(node) != span.rows:
@@ -211,21 +224,21 @@ def _flatten_same_structure(pieces: Sequence[tuple[Span, Any]]) -> tuple[list[tu
 
 
 class SpanBuffer:
-    """Rows that wait for their use, put and taken in any spans."""
+    """Stores rows until they are used. Rows can be put and taken in different spans."""
 
     def __init__(self, gradients: bool) -> None:
         self._pieces: dict[Span, Any] = {}
-        self._left: dict[Span, int] = {}  # rows of those of which some were taken
-        self._apart: set[int] = set()  # positions of tensors that hold no rows, seen by any of the pieces
+        self._left: dict[Span, int] = {}  # remaining rows of pieces that were taken in part
+        self._apart: set[int] = set()  # positions of tensors that hold no rows in at least one piece
         self._take = take_gradient_rows if gradients else take_rows
         self._join = join_gradient_rows if gradients else join_rows
 
     def put(self, span: Span, tree: Any) -> None:
-        """Keep the tree that holds the rows `span`."""
+        """Store a tree that holds the rows `span`."""
         self._pieces[span] = tree
 
     def take_span(self, span: Span) -> Any:
-        """Remove and return the tree with the rows `span`.
+        """Remove the rows `span`, and return them as one tree.
 
         Raises:
             PlanError: some of the rows are missing.

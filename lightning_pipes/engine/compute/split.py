@@ -1,9 +1,9 @@
-"""Splits backward in two: the input gradients at once, for the previous stage, and the weight gradients later.
+"""Splits backward into input gradients, which the previous stage needs at once, and weight gradients, which can wait.
 
-The graph of a stage has a trunk, the nodes on a path from its outputs to its inputs, and branches from the trunk to
-weights. The first part runs the trunk alone and keeps the gradients at nodes with branches. The second part starts at
-these nodes and runs the branches alone. Nothing large is computed twice, and only the tensors that the branches need
-stay alive in between.
+The graph of a stage consists of a trunk, which contains the nodes on paths from the outputs to the inputs, and of
+branches from the trunk to weights. The first half runs only the trunk and keeps the gradients that arrive at nodes with
+branches. The second half starts at these nodes and runs only the branches. No large operation runs twice, and only the
+tensors that the branches need stay alive between the two halves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Gradient = torch.Tensor | None
 
 
 class _InseparableError(Exception):
-    """The message names the obstacle to splitting."""
+    """Backward can't be split. The message names the obstacle."""
 
 
 @dataclass
@@ -31,10 +31,10 @@ class _Fork:
     """A node of the trunk with branches.
 
     Attributes:
-        arriving: where gradients arrive at the node.
-        branches: where they leave the trunk from it.
-        leaves: the weights behind its branches.
-        shared: whether these weights have other gradients too.
+        arriving: the edges at which gradients arrive at the node.
+        branches: the edges at which gradients leave the trunk from the node.
+        leaves: the weights at the ends of the branches.
+        shared: whether these weights also receive gradients from other branches.
     """
 
     arriving: list[GradientEdge]
@@ -45,10 +45,10 @@ class _Fork:
 
 @dataclass(eq=False)
 class WeightGradients:
-    """The second part of a backward, still to be run.
+    """The second half of a backward, which computes the weight gradients.
 
     Attributes:
-        inseparable: the reason why the first part did everything already; empty if it did not.
+        inseparable: the reason why the first half has computed all gradients already; empty if it has not.
     """
 
     inseparable: str = ""
@@ -58,7 +58,7 @@ class WeightGradients:
     _beside: list[tuple[GradientEdge, Gradient]] = field(default_factory=list)
 
     def compute(self) -> None:
-        """Add the gradients to the weights; frees the graph on the way."""
+        """Compute the gradients and add them to the weights. The graph is freed step by step."""
         whole, self._whole = self._whole, None
         if whole is not None:
             torch.autograd.backward(*whole)  # type: ignore[arg-type]  # tensors and edges may be mixed
@@ -71,7 +71,7 @@ class WeightGradients:
             arrived = [(e, g) for e, g in zip(fork.arriving, gradients, strict=True) if g is not None]
             if not fork.shared:
                 _backward(arrived, fork.leaves)
-            elif arrived:  # a weight gets its gradient in one piece: hooks may send it off
+            elif arrived:  # a weight must get its whole gradient at once, because hooks may send it
                 edges, got = [e for e, _ in arrived], [g for _, g in arrived]
                 found = torch.autograd.grad(edges, fork.branches, got, allow_unused=True)
                 beside += zip(fork.branches, found, strict=True)
@@ -84,16 +84,20 @@ def _backward(roots: Sequence[tuple[GradientEdge, Gradient]], leaves: Sequence[t
 
 
 def backward_inputs(records: Sequence[tuple[SavedForward, Sequence[Any]]], last: bool) -> WeightGradients:
-    """Compute the gradients of the input tensors, and return the remaining work for the weights.
+    """Compute the gradients of the received tensors, and return the remaining work for the weights.
 
-    Where they can't be had apart, both are computed now: layers written as autograd functions in Python, reentrant
-    checkpoints, layers whose saved tensors are packed by hooks (as by any other checkpoint), and weights that are used
-    several times in a row without an operation of their own in between, as in a recurrent cell.
+    Both are computed at once if they can't be separated. This is the case for layers that are autograd functions in
+    Python, reentrant checkpoints, layers whose saved tensors are packed by hooks (as by non-reentrant checkpoints), and
+    weights that are used several times in a row without an operation of their own in between, as in a recurrent cell.
+
+    Args:
+        records: the forwards, each with the gradients of its outputs.
+        last: whether this is the last stage, whose outputs are losses.
     """
     roots, gradients = roots_of(records, last)
     entered = [t for saved, _ in records for t in saved.entered]
     for saved, _ in records:
-        saved.outputs = []  # what is left to do holds as much of the graph as it needs
+        saved.outputs = []  # the remaining work refers to the parts of the graph that it needs
     if not roots or not entered:
         return WeightGradients(_whole=(roots, gradients) if roots else None)
     edges = [r if isinstance(r, GradientEdge) else get_gradient_edge(r) for r in roots]
@@ -124,14 +128,14 @@ def backward_inputs(records: Sequence[tuple[SavedForward, Sequence[Any]]], last:
 
 
 class _Graph:
-    """The graph behind some edges, and its trunk: the nodes that lead to `entered`."""
+    """The graph behind some edges, and its trunk: the nodes on paths from these edges to `entered`."""
 
     def __init__(self, edges: Sequence[GradientEdge], entered: Iterable[Node]) -> None:
         self.trunk = set(entered)
         self._edges = edges
         self._next: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
         self._arriving: dict[Node, set[int]] = defaultdict(set)
-        self._branches: dict[Node, list[GradientEdge]] = {}  # by node of the trunk, those next to the inputs first
+        self._branches: dict[Node, list[GradientEdge]] = {}  # by node of the trunk, nodes near the inputs first
         for edge in edges:
             self._arriving[edge.node].add(edge.output_nr)
         stack = [e.node for e in reversed(edges)]
@@ -141,7 +145,7 @@ class _Graph:
             if following is None:
                 following = self._next[node] = node.next_functions
                 stack.extend([n for n, _ in following if n is not None and n not in self._next])
-            else:  # all that follows has been seen
+            else:  # all following nodes have been visited
                 stack.pop()
                 if node not in self.trunk and not self.trunk.isdisjoint([n for n, _ in following]):
                     self.trunk.add(node)
@@ -155,11 +159,14 @@ class _Graph:
                 self._branches.setdefault(node, []).append(GradientEdge(n, number))
 
     def find_forks(self) -> tuple[list[_Fork], list[GradientEdge]]:
-        """Return the nodes of the trunk with branches, from the outputs on, and edges to vectors that are better
-        computed along the trunk. Those are weights of norms: both halves would read all data.
+        """Return the nodes of the trunk with branches, and the edges to weights that are better computed with the
+        trunk.
+
+        The nodes are in order from the outputs to the inputs. The edges lead to vectors, such as the weights of norms,
+        for which both halves would have to read all data.
 
         Raises:
-            _InseparableError: the branches can't be run without the trunk, or the trunk without the branches.
+            _InseparableError: the branches can't run without the trunk, or the trunk can't run without the branches.
         """
         if any(isinstance(node, CheckpointNode) for node in self._next):
             raise _InseparableError("a reentrant checkpoint")
@@ -183,14 +190,14 @@ class _Graph:
         return forks, vectors
 
     def release(self, kept: Iterable[Node]) -> None:
-        """Free the tensors that the trunk saved, except at the nodes `kept`. The trunk can't run again."""
+        """Free the tensors that nodes of the trunk have saved, except the nodes `kept`. The trunk can't run again."""
         for node in self.trunk.difference(kept):
             for tensor in saved_tensors(node):
                 if tensor.unpack_hook is None and tensor.data is not None:
                     tensor.register_hooks(_drop, _refuse)
 
     def _behind(self, nodes: list[Node]) -> dict[Node, None]:
-        """Return `nodes` and all nodes that follow them."""
+        """Return `nodes` and all nodes that follow them in backward."""
         found: dict[Node, None] = {}
         while nodes:
             node = nodes.pop()
@@ -215,7 +222,7 @@ class _Graph:
 
 
 def _leaf(node: Any) -> torch.Tensor:
-    """Return the tensor to which a node without followers adds its gradient."""
+    """Return the tensor to which a node without following nodes adds its gradient."""
     leaf: torch.Tensor = node.variable
     return leaf
 

@@ -120,8 +120,7 @@ def layers_only(stage: Stage, item: Item, span: Span, received: Any) -> Any:
 
 
 IN_PLACE = "a leaf Variable that requires grad"
-"""The autograd error for a layer that works in place on received tensors, which are leaves of the graph only in a
-stage."""
+"""The autograd error for layers that work in place on received tensors, which are graph leaves only within a stage."""
 
 
 def clone_leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -171,11 +170,9 @@ class Stage:
         self.seed = 0
         self.device = torch.device("cpu")
         self.clock: Callable[[int, int, float], None] | None = None
-        """Called after the forward of each layer in training with the layer's number, the number of samples, and the
-        seconds."""
+        """Receives the number of each layer, the number of samples, and the seconds of its forward in training."""
         self.predict: Callable[[Item], Change] | None = None
-        """Returns, for a batch, a function that predicts the change of each parameter by one update; None predicts
-        nothing."""
+        """Returns a function that predicts the change of a parameter by one update. If None, no update is predicted."""
         self.cuts_differ = False
         """Whether the stages and links cut the batch that is running differently."""
         self.unsampled_ids: frozenset[int] = frozenset()
@@ -183,7 +180,7 @@ class Stage:
         self.recomputing = False
         """Whether the body is running for the second time on the same samples."""
         self.written_buffers: dict[tuple[nn.Module, str], torch.Tensor] = {}
-        """The buffers after a second run of the layers, by module and name. The second run writes to copies of the
+        """The buffers that a second run of the layers has written, by module and name. They are copies of the real
         buffers."""
         self.weights = WeightVersions(self.layers, max_versions=1)
         self.show_version: Callable[[WeightVersion], AbstractContextManager[None]] | None = None
@@ -372,7 +369,7 @@ class Stage:
     def _run_all(self, item: Item, span: Span, x: Any) -> Any:
         mirrored = self._mirrored
         layers = self.layers if mirrored is None else mirrored.layers_of(item.use, self.layers)
-        # All seeds are computed first. Between layers, whose data fills the caches, each seed would take ten times as long.
+        # Compute all seeds first. Between layers, whose data fills the caches, each seed would take ten times as long.
         seeds = [self._stream(item, span, number) for number in layers]
         for seed, (number, layer) in zip(seeds, layers.items(), strict=True):
             self._seed(seed, number)

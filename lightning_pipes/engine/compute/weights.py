@@ -1,13 +1,13 @@
-"""Weight versions: a forward that runs ahead of an update must be differentiated with the weights that it read.
+"""Weight versions: a forward that runs ahead of an update must be differentiated with the weights that it has read.
 
-A version is a copy of the live parameters, made at the first forward after an update and never written to, so
-autograd's saved tensors stay valid while the optimizer changes the live ones. Rebinding `param.data` instead gives
-silently wrong gradients.
+A version is a copy of the live parameters. It is made at the first forward after an update and is never written to, so
+the tensors that autograd has saved stay valid while the optimizer changes the live parameters. Assigning to
+`param.data` instead would silently give wrong gradients.
 
 Layers that batches read late have versions by batch:
 
-    STEP 3 -> copy 3 --.            batch 7 reads layer 0 as batch 3 has left it: forward and backward on copy 3,
-    STEP 4 -> copy 4    `-> F7 B7   its gradient goes to the newest weights at its own STEP, after STEP 6
+    STEP 3 -> copy 3 --.            batch 7 reads layer 0 as batch 3 has left it: forward and backward use copy 3,
+    STEP 4 -> copy 4    `-> F7 B7   and its gradient is applied to the newest weights at STEP 7, after STEP 6
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from lightning_pipes.ir import LayerUse, PipelineError
 
 _NOTHING = nullcontext()
 Change = Callable[[nn.Parameter], torch.Tensor | None]
-"""Returns the predicted change of a parameter by an update; None where nothing is known."""
+"""Returns the predicted change of a parameter by one update, or None if no prediction is available."""
 
 
 @dataclass(eq=False)
 class WeightVersion:
-    """An earlier version of parameters, by layer and name, with gradients of its own.
+    """A version of parameters, by layer and name, which has gradients of its own.
 
     Attributes:
-        late: whether it covers some layers of one batch only, which keeps its gradients until its step.
-        key: its key among swapped states, if it is swapped.
+        parameters: the parameters by the number of their layer and by their name in the layer.
+        late: whether the version covers only some layers of one batch and keeps its gradients until the step of that
+            batch.
+        key: the key of the version among swapped states, if it is swapped.
     """
 
     parameters: dict[int, dict[str, nn.Parameter]]
@@ -46,18 +48,21 @@ class WeightVersion:
     key: Hashable = None
 
     def bind_to(self, device: torch.device) -> Binding:
-        """Return a binding of the parameters on `device`, which can be on the host while no computation uses them; see
-        `Swap`."""
+        """Return a binding of the parameters to `device`.
+
+        With it, the parameters can be moved to the host while no computation uses them; see `Swap`.
+        """
         named = {f"{n}.{name}": p for n, each in self.parameters.items() for name, p in each.items()}
         return Binding.from_parameters(named, device)
 
 
 class WeightVersions:
-    """The versions that forwards in flight have read.
+    """The weight versions that forwards in flight have read.
 
     Args:
         layers: the live layers by number.
-        max_versions: how many versions may live; with one, the live parameters are used and nothing is copied.
+        max_versions: the maximum number of versions that exist at the same time. If it is 1, the live parameters are
+            used and nothing is copied.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module], max_versions: int) -> None:
@@ -67,7 +72,7 @@ class WeightVersions:
         self._predicted: dict[int, WeightVersion] = {}
 
     def current_version(self) -> WeightVersion | None:
-        """Return the version to read now; None stands for the live parameters."""
+        """Return the version that a forward reads now; None stands for the live parameters."""
         if self.max_versions == 1:
             return None
         if self._newest is None:
@@ -75,11 +80,12 @@ class WeightVersions:
         return self._newest
 
     def predict_version(self, updates: int, change: Change) -> WeightVersion | None:
-        """Return the version to read now, extrapolated over the updates before that of its reader.
+        """Return the version that a forward reads now, extrapolated by the updates that precede the update of its
+        batch.
 
         Args:
-            updates: how many.
-            change: returns the change of a parameter by one of them.
+            updates: the number of these updates.
+            change: returns the change of a parameter by one update.
         """
         if self.max_versions == 1 or not updates:
             return self.current_version()
@@ -100,14 +106,14 @@ class WeightVersions:
         return WeightVersion(copies, key=self._next_key())
 
     def on_device(self, version: WeightVersion | None) -> AbstractContextManager[None]:
-        """Return the context of a computation that reads `version`: its weights are on the device."""
+        """Return a context in which the weights of `version` are on the device."""
         return _NOTHING
 
     def before_update(self, others: Iterable[WeightVersion | None]) -> None:
-        """Prepare for a change of the live parameters while `others` are still to be read."""
+        """Prepare for a change of the live parameters while `others` will still be read."""
 
     def collect_gradients(self, versions: Iterable[WeightVersion | None]) -> None:
-        """Move the gradients of versions to the live parameters, adding to existing gradients."""
+        """Move the gradients of versions to the live parameters, and add them to existing gradients."""
         if self.max_versions == 1:
             return
         for version in {id(v): v for v in versions if v is not None and not v.late}.values():
@@ -119,7 +125,7 @@ class WeightVersions:
                         copies[name].grad = None
 
     def after_update(self) -> None:
-        """Note that the live parameters have changed."""
+        """Record that the live parameters have changed."""
         self._newest = None
         self._predicted.clear()
 
@@ -131,20 +137,23 @@ class WeightVersions:
 
 
 class OffloadedVersions(WeightVersions):
-    """The versions of a stage that runs forward again before backward: the device has a few of them, the host the rest.
+    """The weight versions of a stage that runs forward again before backward.
 
-    Between a forward and its backward nothing refers to the weights then. So the live parameters themselves are the
-    newest version. They are copied only before a change, if a batch still has its backward to run. Copies and live
-    parameters together never exceed the number of versions in the plan.
+    Some of the versions are on the device, and the others are on the host. This is possible because nothing refers to
+    the weights between a forward and its backward. The live parameters themselves are the newest version. They are
+    copied only before they change, and only if a batch that has read them still needs its backward. The number of
+    copies and live parameters together never exceeds the number of versions in the plan.
 
-        F7  reads the live ones, which are version 5
-        B5  version 3 is at hand; version 4 is brought
-        STEP 5  version 3 is over; version 5 is copied, and goes to the host; the live ones become version 6
+        F7      reads the live parameters, which are version 5
+        B5      reads version 3, which is on the device; version 4 is loaded meanwhile
+        STEP 5  drops version 3; version 5 is copied and goes to the host; the live parameters become version 6
 
     Args:
-        stage: its number.
-        memory: where they take turns.
-        device: of the stage.
+        layers: the live layers by number.
+        max_versions: the number of versions in the plan.
+        stage: the number of the stage.
+        memory: the memory that loads and offloads the versions.
+        device: the device of the stage.
     """
 
     def __init__(
@@ -158,7 +167,7 @@ class OffloadedVersions(WeightVersions):
         super().__init__(layers, max_versions)
         self._stage, self._memory, self._device = stage, memory, device
         self._made = 0
-        self._changes: list[int] = []  # how often each live parameter had changed when the newest was read first
+        self._changes: list[int] = []  # version counters of the live parameters at the first read of the newest version
         self._kept: set[Hashable] = set()
 
     def current_version(self) -> WeightVersion | None:
@@ -168,10 +177,10 @@ class OffloadedVersions(WeightVersions):
 
     @contextmanager
     def on_device(self, version: WeightVersion | None) -> Iterator[None]:
-        """Keep the weights of `version` on the device inside the block, and load the next ones.
+        """Keep the weights of `version` on the device inside the block, and start to load the next versions.
 
         Raises:
-            PipelineError: code other than the optimizers has changed the live parameters.
+            PipelineError: the live parameters were changed by code other than the optimizers.
         """
         if version is not None and version.key in self._kept:
             with self._memory.lease_version(version.key):
@@ -212,7 +221,7 @@ class OffloadedVersions(WeightVersions):
 
 
 class _Place(NamedTuple):
-    """The place of a parameter: the number of its layer, and its name there."""
+    """The place of a parameter: the number of its layer, and its name in this layer."""
 
     layer: int
     name: str
@@ -220,27 +229,28 @@ class _Place(NamedTuple):
 
 
 class LateWeights:
-    """The versions of one stage's layers, from one flush to the next.
+    """The versions of the layers of one stage that batches read late, between two flushes.
 
-    A layer has as many as batches under way may ask for: with a constant delay d, at most d + 1 beside the live one.
+    A layer has as many versions as the batches in flight may read. With a constant delay d, these are at most d + 1
+    versions in addition to the live weights.
 
     Args:
-        stage: its number.
-        layers: its layers by number.
-        parts: the names in them.
+        stage: the number of the stage.
+        layers: the layers of the stage by number.
+        parts: finds the parameters of layers by the names that batches use.
     """
 
     def __init__(self, stage: int, layers: Mapping[int, nn.Module], parts: LayerParameters) -> None:
         self._stage, self._layers, self._parts = stage, layers, parts
         self._places: dict[str, list[_Place]] = {}
-        self._copies: dict[str, deque[tuple[int, list[torch.Tensor]]]] = {}  # with the batch that has left them
-        self._reads: dict[int, dict[str, int]] = {}  # of batches that have not begun
+        self._copies: dict[str, deque[tuple[int, list[torch.Tensor]]]] = {}  # each with the batch that stepped it
+        self._reads: dict[int, dict[str, int]] = {}  # versions by layer, for batches that have not begun
         self._latest: dict[str, int] = {}
         self._made: dict[int, WeightVersion] = {}
         self._steps: dict[int, frozenset[str]] = {}
 
     def enter(self, batch: int, use: LayerUse | None) -> None:
-        """Register the next batch, which uses these layers."""
+        """Register the next batch and the layers that it uses."""
         delays = () if use is None else [each for each in use.delays if each[0] in use.layers[self._stage]]
         here = {name: max(-1, batch - delay.by) for name, delay in delays}
         for name in here:
@@ -254,7 +264,11 @@ class LateWeights:
         self._drop_old()
 
     def make_version(self, batch: int) -> WeightVersion | None:
-        """Return the weights for the batch, which collect its gradients; None where it reads nothing late here."""
+        """Return the weights that the batch reads, which also collect its gradients.
+
+        Returns:
+            The version, or None if the batch reads no layer of this stage late.
+        """
         reads = self._reads.pop(batch, {})
         made: dict[int, dict[str, nn.Parameter]] = {}
         for name, read in reads.items():
@@ -267,7 +281,7 @@ class LateWeights:
         return self._made.get(batch)
 
     def gradients(self, batch: int) -> dict[int, torch.Tensor | None]:
-        """Return the gradients of what the batch has read late, by the ids of the live parameters."""
+        """Return the gradients of the parameters that the batch has read late, by the ids of the live parameters."""
         version = self._made.get(batch)
         if version is None:
             return {}
@@ -275,7 +289,7 @@ class LateWeights:
         return {id(place.live): version.parameters[place.layer][place.name].grad for place in places}
 
     def before_step(self, batch: int) -> None:
-        """Move the gradients of the batch to the live weights."""
+        """Move the gradients of the batch to the live parameters."""
         version = self._made.pop(batch, None)
         if version is not None:
             for name in self._steps[batch]:
@@ -283,7 +297,7 @@ class LateWeights:
                     place.live.grad = version.parameters[place.layer][place.name].grad
 
     def after_step(self, batch: int) -> None:
-        """Keep a copy of the live weights, which the batch has stepped."""
+        """Keep a copy of the live weights, which the batch has just stepped."""
         for name in self._steps.pop(batch, ()):
             self._keep(name, batch)
         self._drop_old()
@@ -297,7 +311,7 @@ class LateWeights:
         self._copies[name].append((batch, [place.live.detach().clone() for place in self._places[name]]))
 
     def _drop_old(self) -> None:
-        """Drop versions that no batch will read: later batches never read older versions."""
+        """Drop the versions that no batch will read. Later batches never read older versions than earlier batches."""
         for name, copies in self._copies.items():
             if len(copies) > 1:
                 waiting = (reads[name] for reads in self._reads.values() if name in reads)
@@ -307,14 +321,15 @@ class LateWeights:
 
 
 SMALL = 4096
-"""Elements of a buffer up to which it is kept whether or not it has ever changed."""
+"""The number of elements up to which a buffer is always copied, whether or not a forward has changed it before."""
 
 
 class BuffersBefore:
-    """The buffers of layers before a forward that runs again, because the second run must read the same values as the
-    first.
+    """Keeps the values of buffers before the first of two forwards, because the second forward must read the same
+    values.
 
-    Which of the large ones a layer changes is seen in its first forward; one that changes later is warned of.
+    The first forward of a layer shows which of its large buffers change. Later forwards copy only these large buffers.
+    If another one changes later, a warning is issued.
     """
 
     def __init__(self) -> None:
@@ -324,7 +339,10 @@ class BuffersBefore:
 
     @contextmanager
     def keep_before(self, key: Hashable, number: int, layer: nn.Module) -> Iterator[None]:
-        """Keep the buffers that a layer's forward changes in the block, until `take_kept` with `key`."""
+        """Keep the previous values of buffers that a layer's forward changes inside the block.
+
+        The values are kept until `take_kept` is called with `key`.
+        """
         now = {name: (buffer, buffer._version) for name, buffer in layer.named_buffers()}
         known = self._changing.get(number)
         copies = {
@@ -351,19 +369,23 @@ class BuffersBefore:
             self._kept[key] = {name: copies.get(name, now[name][0]) for name in changed}
 
     def keep_copies(self, key: Hashable, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Keep copies of these buffers until `take_kept` with `key`."""
+        """Keep copies of these buffers until `take_kept` is called with `key`."""
         self._kept[key] = {name: buffer.clone() for name, buffer in buffers.items()}
 
     def take_kept(self, key: Hashable) -> dict[str, torch.Tensor]:
-        """Remove and return the kept buffers."""
+        """Remove the buffers that were kept under `key`, and return them."""
         self._taken[key] = self._kept.pop(key, {})
         return self._taken[key]
 
     def forget_taken(self) -> None:
-        """Forget the buffers that `take_kept` returned."""
+        """Discard the buffers that `take_kept` has returned."""
         self._taken.clear()
 
     def put_back(self, key: Hashable = None) -> None:
-        """Keep the buffers of `take_kept` again, of `key` or of all keys, for runs that are repeated."""
+        """Keep buffers that `take_kept` has returned again, because a run is repeated.
+
+        Args:
+            key: the key of the buffers; by default, all buffers are kept again.
+        """
         keys = [key] if key is not None else list(self._taken)
         self._kept.update({each: self._taken[each] for each in keys if each in self._taken})
