@@ -1,1 +1,1 @@
-"""Computations of one rank."""
+"""The computations of one rank."""

@@ -1,4 +1,4 @@
-"""Measures the bytes of live tensors in a block."""
+"""Measures the bytes of the tensors that are alive inside a block."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from lightning_pipes.engine.trees import tensors_in
 
 
 class MemoryFootprint:
-    """Bytes of tensors that were created in a block."""
+    """The bytes of the tensors that were created inside a block."""
 
     def __init__(self) -> None:
         self._peak = self._left = 0
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of live bytes since the start of the block, or since `reset_peak`."""
+        """The maximum of the live bytes since the start of the block, or since the last call of `reset_peak`."""
         return self._peak
 
     @property
     def live_bytes(self) -> int:
-        """Bytes that are live now."""
+        """The bytes of the tensors that are alive now."""
         return self._left
 
     def reset_peak(self) -> None:
-        """Restart the measurement of the peak."""
+        """Start to measure a new peak."""
         self._peak = self._left
 
     def add(self, size: int) -> None:
-        """Count allocated bytes, or freed bytes as a negative number."""
+        """Count allocated bytes. A negative number stands for freed bytes."""
         self._left += size
         self._peak = max(self._peak, self._left)
 
 
 class _CudaFootprint(MemoryFootprint):
-    """Bytes according to the CUDA allocator."""
+    """The bytes that the CUDA allocator reports."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class _CudaFootprint(MemoryFootprint):
 
 
 class _StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that operations create on the CPU, each until its last tensor is freed."""
+    """Counts the storages that operations create on the CPU, until the last tensor of each storage is freed."""
 
     def __init__(self, footprint: MemoryFootprint) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -93,7 +93,10 @@ class _StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def count_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's values, and of the indices if it is sparse; other layouts count as if dense."""
+    """Return the bytes of a tensor's values. For a sparse COO tensor, the bytes of its indices are included.
+
+    Tensors of other layouts count as if they were dense.
+    """
     if tensor.layout is torch.sparse_coo:
         coalesced = tensor.detach().coalesce()
         return coalesced.indices().nbytes + coalesced.values().nbytes
@@ -102,12 +105,17 @@ def count_bytes(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def saved_for_backward() -> Iterator[dict[tuple[int, int], torch.Tensor]]:
-    """Yield a tensor of every storage that autograd saves in the block, by `storage_of`. The dict keeps them alive, so
-    that no later storage reuses their addresses. What transforms of torch.func save inside is not seen."""
+    """Yield a dictionary that collects one tensor of every storage that autograd saves inside the block.
+
+    The keys are the results of `storage_of`. The dictionary keeps the tensors alive, so that no later storage has the
+    same address. Tensors that are saved inside transforms of torch.func are not included.
+    """
     found: dict[tuple[int, int], torch.Tensor] = {}
 
     def keep_alias(tensor: torch.Tensor) -> torch.Tensor:
-        alias = tensor.detach()  # a tensor would keep its graph, which keeps this function, beyond any collector
+        alias = (
+            tensor.detach()
+        )  # a tensor with a graph would be in a reference cycle with this function that is never collected
         found.setdefault(storage_of(tensor), alias)
         return alias
 
@@ -116,7 +124,7 @@ def saved_for_backward() -> Iterator[dict[tuple[int, int], torch.Tensor]]:
 
 
 def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address of a tensor's storage and its bytes; (0, 0) for tensors without one."""
+    """Return the address and the bytes of a tensor's storage; (0, 0) for a tensor without storage."""
     tensor = unwrap_transformed(tensor)
     if not has_storage(tensor):
         return 0, 0
@@ -126,8 +134,11 @@ def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 @contextmanager
 def measure_footprint(device: torch.device) -> Iterator[MemoryFootprint]:
-    """Measure the bytes of tensors that this thread creates in the block: every storage on the CPU, which slows each
-    operation, and the allocator's numbers on a GPU."""
+    """Measure the bytes of the tensors that this thread creates inside the block.
+
+    On a GPU, the numbers come from the CUDA allocator. On the CPU, every storage is counted, which slows each operation
+    down.
+    """
     if device.type == "cuda":
         yield _CudaFootprint(device)
         return

@@ -221,7 +221,6 @@ class LayerOffload:
         memory.release(parts)
 
     def _own_layers(self, use: LayerUse) -> frozenset[str]:
-        """Return the layers that no other batch uses between this batch's forward and step, and the copies that it
-        reads."""
+        """Return the layers that only this batch uses until its step, and the copies that it reads."""
         copies = {name for name in use.layers[self._stage] if self._parts.is_remote(name)}
         return (use.stepped_layers(self._stage) - {name for name, _ in use.delays}) | copies

@@ -1,4 +1,4 @@
-"""Measures the costs of layers, one after the other, in the way the engine runs them."""
+"""Measures the costs of layers, one after the other, by running them as the engine does."""
 
 from __future__ import annotations
 
@@ -34,15 +34,18 @@ from lightning_pipes.ir.clock import read_seconds
 
 REPEATS = 5
 JOINED_BYTES = 2**21
-"""Bytes of a tensor joined from two: large against a kernel's launch, and small against a shared cache."""
+"""The bytes of the tensor that is joined from two halves to measure the time per byte.
+
+This is large compared with the launch of a kernel, and small compared with a shared cache.
+"""
 CallLayer = Callable[[nn.Module, Any], Any]
 Progress = Callable[[str, float], None]
-"""Called with the current measurement, and the completed share of all, 0 to 1."""
+"""Called with the name of the current measurement and the completed share of all measurements, from 0 to 1."""
 
 
 @dataclass
 class _LayerMeasurements:
-    """Measurements of one layer, by number of rows."""
+    """The measurements of one layer, by number of rows."""
 
     times: dict[Kind, dict[int, list[float]]] = field(default_factory=lambda: {k: {} for k in Kind})
     saved: dict[int, float] = field(default_factory=dict)
@@ -50,7 +53,7 @@ class _LayerMeasurements:
     working: dict[int, float] = field(default_factory=dict)
     keeps_input: bool = False
     in_place: bool = False
-    """Whether the layer works in place on its input, which must be a copy then, as on a stage."""
+    """Whether the layer works in place on its input, so that it must be given a copy, as in a stage."""
 
     def median_table(self, kind: Kind) -> Table:
         return tuple((rows, median(found)) for rows, found in sorted(self.times[kind].items()))
@@ -72,20 +75,26 @@ def profile_layers(
 ) -> ModelProfile:
     """Return the times and bytes of every layer for every number of rows in `inputs`.
 
-    Each layer runs forward and backward by itself, through the engine's own code, on the output of the layer before
-    it. Weights, buffers, gradients and random states are restored afterwards.
+    Each layer runs forward and backward separately, on the output of the previous layer, with the code that the engine
+    uses. Weights, buffers, gradients and random states are restored afterwards.
 
     Args:
-        inputs: by number of rows the input of the first layer; axis 0 of its tensors counts rows.
-        optimizer: the kind and settings of the measured step; without one steps take no time and no bytes.
+        layers: the layers in the order in which they run.
+        inputs: the input of the first layer by number of rows; axis 0 of its tensors is rows.
+        names: the names of the layers in the profile; by default, their numbers.
+        optimizer: an optimizer of the kind and settings whose step is measured; without it, steps take no time and no
+            bytes.
         call: runs a layer on its input.
-        split: whether to measure I and W too.
-        repeats: runs per number of rows, of which the median counts, after a warm-up run.
-        entered: whether the input of the first layer is the output of another layer, which counts its bytes.
-        seconds: no run begins after so many seconds, once every number of rows has a counted run.
+        device: the device of the layers; the CPU by default.
+        split: whether to measure the two halves of a split backward (I and W), too.
+        repeats: the number of runs for each number of rows, after a warm-up run; the profile contains their median.
+        seconds: no run begins after this number of seconds, except the warm-up and first counted run of each number of
+            rows.
+        entered: whether the input of the first layer is the output of another layer, which already counts its bytes.
+        progress: called before each run.
 
     Raises:
-        InputError: no layers or no inputs.
+        InputError: there are no layers or no inputs.
     """
     if not layers or not inputs:
         raise InputError(f"there is nothing to profile: {len(layers)} layers, {len(inputs)} inputs")
@@ -117,7 +126,7 @@ def profile_layers(
 
 
 def joining_seconds(device: torch.device) -> float:
-    """Return the measured seconds per byte in which a device joins tensors."""
+    """Return the measured seconds per byte for joining tensors on a device."""
     halves = [torch.zeros(JOINED_BYTES // 8, device=device) for _ in range(2)]
     times = []
     for _ in range(REPEATS + 1):
@@ -149,12 +158,12 @@ def _profile(name: str, seen: _LayerMeasurements, layer: nn.Module, step: float,
 
 
 def _copy_input(x: Any) -> Any:
-    """Return a copy of an input, which a first layer may change."""
+    """Return a copy of an input, because the first layer may change its input."""
     return trees.map_tensors(torch.clone, x)
 
 
 def _enter_layer(seen: _LayerMeasurements, x: Any, flags: autograd.Flags, saved: SavedForward) -> Any:
-    """Return the input of a layer, with tensors that want gradients as leaves."""
+    """Return the input of a layer, in which the tensors that want gradients are leaves of a new graph."""
     x = autograd.enter_stage(x, flags, saved) if flags else x
     return trees.map_tensors(clone_leaf, x) if seen.in_place else x
 
@@ -192,9 +201,9 @@ def _measure_times(
 
         x, flags = run_timed(number, Kind.STEP if in_two else Kind.F, forward)
         if not any(flags):
-            continue  # nothing up to here is trained
-        # At once, not after all other layers: at the peak of a whole model's activations one layer would pay for
-        # memory that the allocator has given back to the system in between.
+            continue  # no layer so far is trained
+        # Backward runs directly after the layer's forward. If it ran after the forwards of all layers, the time of the
+        # layer at the peak of activations would include allocating memory again that was returned to the system.
         records = [(saved, [torch.ones_like(t) for t, flag in zip(tensors_in(x), flags, strict=True) if flag])]
         if in_two:
             left = run_timed(number, Kind.I, partial(backward_inputs, records, False))
@@ -211,8 +220,10 @@ def _measure_saved(
     call: CallLayer,
     entered: bool,
 ) -> None:
-    """Measure the bytes that every layer saves for backward, and the bytes of its output; tensors saved by the layer
-    before count once."""
+    """Measure the bytes that every layer saves for backward, and the bytes of its output.
+
+    A tensor that the previous layer has already saved is not counted again.
+    """
     x = _copy_input(x)
     weights = {storage_of(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
     counted = {storage_of(t) for t in tensors_in(x)} if entered else set()
@@ -232,7 +243,7 @@ def _measure_saved(
         seen.keeps_input = bool(given & found.keys() & counted)
         seen.saved[rows] = sum(size for _, size in found.keys() - weights - counted)
         seen.output[rows] = sum(t.nbytes for t in tensors_in(x))
-        counted = (counted | found.keys()) & {storage_of(t) for t in tensors_in(x)}  # of what lives on
+        counted = (counted | found.keys()) & {storage_of(t) for t in tensors_in(x)}  # the storages that are still alive
 
 
 def _measure_working(
@@ -249,7 +260,7 @@ def _measure_working(
     for layer, seen in zip(layers, measured, strict=True):
         saved = SavedForward(Span(0, rows), None)
         for p in layer.parameters():
-            p.grad = torch.zeros_like(p) if p.requires_grad else None  # as from the second micro-batch on
+            p.grad = torch.zeros_like(p) if p.requires_grad else None  # as after the first micro-batch
         with measure_footprint(device) as bytes_:
             x, flags = autograd.leave_stage(call(layer, _enter_layer(seen, x, flags, saved)), saved)
             forward = bytes_.peak_bytes - bytes_.live_bytes
@@ -264,8 +275,11 @@ def _measure_working(
 
 
 def _step(layer: nn.Module, optimizer: Optimizer | None, device: torch.device) -> tuple[float, int]:
-    """Return the seconds of a second step of such an optimizer for copies of the layer's weights, and the bytes of its
-    state."""
+    """Measure a step of such an optimizer on copies of the layer's weights.
+
+    Returns:
+        The seconds of the second step, and the bytes of the optimizer state.
+    """
     own = _step_copy(layer, optimizer)
     if own is None:
         return 0.0, 0
@@ -277,20 +291,23 @@ def _step(layer: nn.Module, optimizer: Optimizer | None, device: torch.device) -
 
 
 def optimizer_state(layer: nn.Module, optimizer: Optimizer | None) -> list[torch.Tensor]:
-    """Return the state that such an optimizer has for the layer's weights after a step; both stay unchanged."""
+    """Return the state that such an optimizer has for the weights of a layer after a step.
+
+    Neither the optimizer nor the layer is changed.
+    """
     own = _step_copy(layer, optimizer)
     return [] if own is None else _state_tensors(own)
 
 
 def _step_copy(layer: nn.Module, optimizer: Optimizer | None) -> Optimizer | None:
-    """Return a copy of the optimizer that has stepped copies of the weights; None if there is nothing to step."""
+    """Return a copy of the optimizer that has stepped copies of the weights, or None if there is no weight to step."""
     trained = [p for p in layer.parameters() if p.requires_grad]
     if optimizer is None or not trained:
         return None
     copies = [nn.Parameter(p.detach().clone()) for p in trained]
     for p in copies:
         p.grad = torch.zeros_like(p)
-    own = copy.copy(optimizer)  # with all its settings, which its constructor may not take
+    own = copy.copy(optimizer)  # a copy keeps all settings, even those that the constructor does not accept
     own.param_groups = [{**optimizer.param_groups[0], "params": copies}]
     own.state = defaultdict(dict)
     own.step()

@@ -113,8 +113,10 @@ class TrainableParameters:
 
 
 def make_buckets(parameters: Iterable[nn.Parameter], size: int = BUCKET_BYTES) -> list[Bucket]:
-    """Return the parameters in buckets of about `size` bytes, starting with the last parameters, which backward reaches
-    first."""
+    """Return the parameters in buckets of about `size` bytes.
+
+    The last parameters are in the first bucket, because backward reaches them first.
+    """
     return [Bucket(group) for group in group_by_bytes(reversed(list(parameters)), size)]
 
 
@@ -161,8 +163,7 @@ class Reducer:
         self._in_flight: list[Bucket] = []
         self._started = 0
         self._waiting: list[tuple[Bucket, set[int]]] = []
-        """The buckets of the stage that runs its last backward, in order, each with the ids of its incomplete
-        parameters."""
+        """The buckets of the stage in its last backward, in order, each with the ids of its incomplete parameters."""
         self._hooks: list[Any] = []
         self._fill()
 

@@ -57,8 +57,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the states that `random_state` returned. The generator of a GPU is not changed if the state is from a
-    CPU."""
+    """Restore the states that `random_state` returned. A GPU's generator is not changed if the state is from a CPU."""
     torch.default_generator.set_state(state["torch"])
     random.setstate(state["python"])
     set_numpy_state(state["numpy"])

@@ -1,4 +1,4 @@
-"""Which tensors and objects may cross the border between two stages."""
+"""Checks whether tensors and objects can be sent from one stage to the next."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ _TRAVEL = "Between stages travel plain tensors, and objects that pickle."
 
 
 def check_sendable(leaf: Any, where: str) -> None:
-    """Refuse a leaf of a message that would arrive as something else.
+    """Check that a leaf of a message arrives unchanged.
 
     Args:
-        where: what returns the leaf, as the beginning of a sentence.
+        leaf: a leaf of a pytree.
+        where: the beginning of a sentence that describes the code which returns the leaf, for the error message.
 
     Raises:
-        PipelineError: it is a tensor of a subclass or with attributes, or an object with tensors that can't be opened.
+        PipelineError: the leaf is a tensor of a subclass or with attributes, an object that can't be pickled, or an
+            object with tensors that require gradients and can't be sent separately.
     """
     if isinstance(leaf, torch.Tensor):
         if type(leaf) not in _TENSORS:
@@ -58,7 +60,7 @@ def _refuse_attributes(tensor: torch.Tensor, where: str) -> None:
 
 
 class _TensorFinder(pickle.Pickler):
-    """Finds the tensors in an object that pickles itself."""
+    """Finds the tensors in an object that pickles itself, and whether any of them requires gradients."""
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), pickle.HIGHEST_PROTOCOL)

@@ -1,4 +1,4 @@
-"""Copies between a device and where its states wait, on the host or on a peer device, beside the computation."""
+"""Copies between a device and the host, or a peer device, that run in parallel to the computation."""
 
 from __future__ import annotations
 
@@ -15,55 +15,69 @@ import torch
 from lightning_pipes.ir.clock import read_nanoseconds, read_seconds
 
 Way = Literal["in", "out", "from peer", "to peer"]
-"""To the device, or to the host; the same with a peer device in the place of the host."""
+"""The direction of a copy: to the device or to the host; with a peer device, from the peer or to the peer."""
 
 
 class SlabCopier(Protocol):
-    """Copies slabs of bytes. A ticket stands for an operation that ends; copies of one direction run in turn."""
+    """Copies slabs of bytes. A ticket stands for an operation that will end. Copies in one direction run in order."""
 
     def copy(self, way: Way, target: torch.Tensor, source: torch.Tensor, after: Iterable[int] = ()) -> int:
-        """Start a copy that begins when the tickets `after` have ended; return its ticket.
+        """Start a copy, and return its ticket.
+
+        Args:
+            way: the direction of the copy.
+            target: the slab to which the bytes are copied.
+            source: the slab from which the bytes are copied.
+            after: tickets of operations that must end before the copy begins.
 
         Raises:
-            RuntimeError: an earlier copy failed.
+            RuntimeError: an earlier copy has failed.
         """
 
     def mark_computation(self) -> int | None:
-        """Return a ticket for all computation so far; None where that has ended already."""
+        """Return a ticket for all computation so far, or None if it has already ended."""
 
     def is_done(self, ticket: int) -> bool:
         """Return whether the operation has ended."""
 
     def order_after(self, ticket: int) -> int:
-        """Order all later computation after the copy, without making the host wait. Return the nanoseconds that the
-        device has waited in such calls, as far as they are known and were not returned before.
+        """Order all later computation after the copy. On a GPU, the host does not wait.
+
+        Returns:
+            The nanoseconds that the device has waited in calls of this method, if they are known and were not returned
+            before.
 
         Raises:
-            RuntimeError: the copy failed.
+            RuntimeError: the copy has failed.
         """
 
     def wait(self, ticket: int) -> None:
         """Wait on the host until the operation has ended.
 
         Raises:
-            RuntimeError: the copy failed.
+            RuntimeError: the copy has failed.
         """
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes per second while copying, as measured; None before the first copy."""
+        """The measured bytes per second during copies, or None before the first copy."""
 
     def close(self) -> int:
-        """Finish all copies in flight, and accept no more. Return waited nanoseconds that `order_after` has not
-        returned."""
+        """Finish all copies in flight, and accept no more copies.
+
+        Returns:
+            The nanoseconds of waits that `order_after` has not returned.
+        """
 
 
 class ThreadCopier:
-    """A thread for each direction. Device and host are the same memory here, so a slow link can be emulated.
+    """Copies on the CPU, with one thread for each direction.
+
+    Device and host share the same memory here, so a slow link can be emulated.
 
     Args:
-        bandwidth: bytes per second of each way, if slower than memory.
-        peer_bandwidth: the same of the link to a peer.
+        bandwidth: the bytes per second in each direction, if this is slower than memory.
+        peer_bandwidth: the bytes per second of the link to a peer in each direction, if this is slower than memory.
     """
 
     def __init__(self, bandwidth: float | None = None, peer_bandwidth: float | None = None) -> None:
@@ -76,7 +90,7 @@ class ThreadCopier:
         self._threads: list[threading.Thread] = []
 
     def _queue(self, way: Way) -> queue.SimpleQueue[tuple[int, Callable[[], None]] | None]:
-        """Return the queue of tasks of a way, and start its thread at the first call."""
+        """Return the task queue of a direction. The first call for a direction starts its thread."""
         if way not in self._tasks:
             tasks = self._tasks[way] = queue.SimpleQueue()
             self._threads.append(threading.Thread(target=self._work, args=(tasks,), name=f"copies {way}", daemon=True))
@@ -143,15 +157,16 @@ class ThreadCopier:
             ticket, run = task
             try:
                 run()
-            except BaseException as error:  # raised in waiting calls
+            except BaseException as error:  # the error is raised by later calls
                 self._error = error
             self._under_way.pop(ticket).set()
 
 
 class CudaCopier:
-    """A stream for each direction, and two for a peer. Copies are asynchronous where the host's slab is pinned.
+    """Copies on a GPU, with one stream for each direction and two more streams for a peer.
 
-    No tensor is freed while a copy uses it: the owner of a slab waits first, so `record_stream` is not needed.
+    Copies are asynchronous if the slab on the host is pinned. No tensor is freed while a copy uses it, because the
+    owner of a slab waits first. Therefore, `record_stream` is not needed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -163,7 +178,9 @@ class CudaCopier:
         self._tickets = itertools.count()
         self._events: dict[int, torch.cuda.Event] = {}
         self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event, int]] = []
-        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # around what computation waited for
+        self._waits: list[
+            tuple[torch.cuda.Event, torch.cuda.Event]
+        ] = []  # recorded before and after each wait of the computation
         self._bytes, self._busy = 0, 0.0
 
     def copy(self, way: Way, target: torch.Tensor, source: torch.Tensor, after: Iterable[int] = ()) -> int:
@@ -186,7 +203,7 @@ class CudaCopier:
         return event is None or _has_ended(event)
 
     def order_after(self, ticket: int) -> int:
-        if not self.is_done(ticket):  # the host goes on at once, so that the device finds work when the copy is there
+        if not self.is_done(ticket):  # the host continues, so that the device has work when the copy ends
             stream = torch.cuda.current_stream(self._device)
             before = self._event(stream)
             stream.wait_event(self._events[ticket])
@@ -226,7 +243,7 @@ class CudaCopier:
         return ticket
 
     def _collect_ended(self) -> None:
-        """Add up the copies that have ended."""
+        """Add up the bytes and times of copies that have ended."""
         self._events = {ticket: event for ticket, event in self._events.items() if not _has_ended(event)}
         for started, ended, size in self._timed:
             if _has_ended(ended):
@@ -240,20 +257,26 @@ def _has_ended(event: torch.cuda.Event) -> bool:
 
 
 def copier_for(device: torch.device, bandwidth: float | None = None, peer_bandwidth: float | None = None) -> SlabCopier:
-    """Return a copier between the host or a peer and `device`.
+    """Return a copier between `device` and the host, or a peer.
 
     Args:
-        bandwidth: of an emulated link; only where the device is the host itself.
-        peer_bandwidth: the same of the link to a peer.
+        device: the device.
+        bandwidth: the bytes per second of an emulated link; used only if the device is the CPU.
+        peer_bandwidth: the bytes per second of an emulated link to a peer; used only if the device is the CPU.
     """
     return CudaCopier(device) if device.type == "cuda" else ThreadCopier(bandwidth, peer_bandwidth)
 
 
 def is_peer_nearer(copier: SlabCopier, device: torch.device, host: torch.Tensor, peer: torch.Tensor) -> bool:
-    """Return whether a slab comes to the device from the peer's memory in less time than from the host's.
+    """Return whether a copy to the device takes less time from a peer's memory than from the host's memory.
+
+    Each slab is copied four times, and the shortest time counts.
 
     Args:
-        host, peer: slabs of one size; each is copied four times, and the fastest counts.
+        copier: makes the copies.
+        device: the device.
+        host: a slab on the host.
+        peer: a slab of the same size on the peer.
     """
 
     def measure_seconds(way: Way, source: torch.Tensor) -> float:
@@ -268,7 +291,7 @@ def is_peer_nearer(copier: SlabCopier, device: torch.device, host: torch.Tensor,
 
 
 class Stopwatch:
-    """Keeps the shortest time of timed computations on the device."""
+    """Measures computations on the device, and keeps the shortest time."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -279,14 +302,14 @@ class Stopwatch:
         self._shortest = float("inf")
 
     def start(self) -> None:
-        """Start timing a computation."""
+        """Start measuring a computation."""
         if self._on_gpu:
             self._began = self._now()
         else:
             self._started = read_seconds()
 
     def stop(self) -> None:
-        """Stop timing a computation that has run, or is enqueued on a GPU."""
+        """Stop measuring a computation, which has ended or, on a GPU, is enqueued."""
         if self._began is None:
             self._shortest = min(self._shortest, read_seconds() - self._started)
             return
@@ -296,7 +319,10 @@ class Stopwatch:
             self._read()
 
     def shortest_seconds(self) -> float:
-        """Return the seconds of the shortest computation; infinite where there was none. Waits until all have ended."""
+        """Return the seconds of the shortest computation, or infinity if no computation was measured.
+
+        The method waits until all measured computations have ended.
+        """
         while self._under_way:
             self._under_way[0][1].synchronize()
             self._read()

@@ -1,5 +1,8 @@
-"""Transfers of layers for the batches of one window: sent once they are up to date, awaited by forwards that use them,
-and returned to their owners at the end."""
+"""Transfers of layers between ranks for the batches of one window.
+
+A layer is sent when it is up to date. A forward that uses it waits for it. At the end of the window, layers are
+returned to the ranks that own them.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,14 @@ from lightning_pipes.ir import Instruction, Ledger, Transfer
 
 
 class LayerDeliveries:
-    """The deliveries of one rank.
+    """Sends and receives the layers of one rank in one window.
 
     Args:
-        ledger: decides on transfers.
-        window: its number.
+        ledger: decides which transfers are needed.
+        rank: the rank of this process in the pipeline.
+        window: the number of the window.
         mirrors: the copies of other ranks' layers on this rank.
-        notify: wakes the rank while it waits for messages.
+        notify: called on any thread when a layer arrives; wakes the rank if it is waiting for messages.
     """
 
     def __init__(self, ledger: Ledger, rank: int, window: int, mirrors: Mirrors, notify: Callable[[], None]) -> None:
@@ -31,21 +35,21 @@ class LayerDeliveries:
 
     @property
     def n_expected(self) -> int:
-        """Number of layers in flight to this rank."""
+        """The number of layers in flight to this rank."""
         return len(self._expected)
 
     @property
     def is_over(self) -> bool:
-        """Whether all layers are back at their owners."""
+        """Whether all layers have returned to their owners on this rank."""
         return self._returning and not self._expected
 
     def enter(self, batch: int) -> None:
-        """Start the transfers of one more batch of the ledger."""
+        """Start the transfers for the next batch, which was already added to the ledger."""
         for transfer in self._ledger.batch_transfers(batch):
             self._start(transfer)
 
     def missing_transfers(self, batch: int, stage: int) -> tuple[Transfer, ...]:
-        """Return the missing transfers of a batch's forwards on a stage."""
+        """Return the transfers that the forwards of a batch on a stage wait for."""
         return tuple(t for t in self._ledger.incoming_transfers(batch, stage) if t in self._expected)
 
     def take_arrived(self) -> list[Transfer]:
@@ -68,25 +72,27 @@ class LayerDeliveries:
 
     @property
     def installs_early(self) -> bool:
-        """Whether layers are installed as soon as a forward is ready, to be brought to the device before it begins."""
+        """Whether layers are installed when a forward becomes ready, so that they can be loaded before it begins."""
         return self._mirrors.memory is not None
 
     def before_forward(self, batch: int, stage: int) -> None:
-        """Install the layers of a batch for its forward; no earlier batch needs the previous ones."""
+        """Install the received layers of a batch before its forward. No earlier batch needs the replaced layers."""
         for transfer in self._ledger.incoming_transfers(batch, stage):
             if transfer in self._received:
                 self._mirrors.install_layer(transfer.name, self._received.pop(transfer))
 
     def after_step(self, step: Instruction) -> None:
-        """Send layers that waited for `step`, and drop copies without further use; the ledger knows that `step` has
-        run."""
+        """Send the layers that waited for `step`, and drop copies that are no longer needed.
+
+        The ledger must already have recorded that `step` has run.
+        """
         for transfer in self._leaving.pop(step, ()):
             self._send(transfer)
         for name in self._ledger.uses[step.batch].layers[step.stage]:
             self._forget(name)
 
     def return_layers(self) -> None:
-        """Return layers to their owners; all batches of the window have run here."""
+        """Return layers to their owners. All batches of the window must have run on this rank."""
         if not self._returning:
             self._returning = True
             for transfer in self._ledger.return_transfers():

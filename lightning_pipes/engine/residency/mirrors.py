@@ -1,8 +1,8 @@
-"""Copies of other ranks' layers that batches run here: weights, buffers and optimizer states, while they are current;
-see `ir.stream.ledger`.
+"""Mirrors: copies of other ranks' layers that batches run on this rank.
 
-The copies lie beside the module, whose own layers stay unchanged. So checkpoints, hooks and optimizers see each layer
-once, on the rank that owns it.
+A mirror contains weights, buffers and optimizer states. `ir.stream.ledger` decides how long it is up to date. Mirrors
+are stored outside the module, whose own layers are not changed. So checkpoints, hooks and optimizers find each layer
+only once, on the rank that owns it.
 """
 
 from __future__ import annotations
@@ -27,35 +27,41 @@ from lightning_pipes.ir import LayerUse, PlanError
 
 
 class PendingTree(Protocol):
-    """A tree that has not necessarily arrived."""
+    """A tree that may still be in flight."""
 
     def is_done(self) -> bool:
-        """Return whether it has arrived.
+        """Return whether the tree has arrived.
 
         Raises:
-            PeerFailure: a rank has failed before.
+            PeerFailure: a rank has failed before the tree arrived.
         """
 
     @property
     def content(self) -> Any:
-        """The content that was sent."""
+        """The tree that was sent."""
 
 
 class TreeTransport(Protocol):
-    """Carries trees of tensors from rank to rank of a pipeline."""
+    """Sends trees of tensors between the ranks of a pipeline."""
 
     def send(self, rank: int, key: Key, content: Any) -> None:
-        """Start to send; `content` may change afterwards."""
+        """Start to send a tree. The caller may change `content` afterwards."""
 
     def receive(self, rank: int, key: Key, on_arrival: Callable[[], None]) -> PendingTree:
-        """Return the content that `rank` sends, or has sent, under that key; calls `on_arrival`, on any thread, when it
-        has arrived."""
+        """Return the tree that `rank` sends, or has already sent, with this key.
+
+        Args:
+            rank: the sender.
+            key: the key of the tree.
+            on_arrival: called on any thread when the tree has arrived.
+        """
 
 
 class BulkTreeTransport:
-    """A tree transport over bulk transfers.
+    """A tree transport that uses bulk transfers.
 
     Args:
+        transfer: the bulk transfers of this process.
         ranks: the global rank of each rank of the pipeline.
     """
 
@@ -72,10 +78,13 @@ class BulkTreeTransport:
 
 @dataclass
 class Mirror:
-    """A copy of one layer, or of a part of one.
+    """A copy of one layer, or of a part of a layer.
 
     Attributes:
-        states: of the parameters, by optimizer; with the names of those tensors in them that stay on the host.
+        parameters: the parameters by name.
+        buffers: the buffers by name.
+        states: for each optimizer, the states of the parameters, each with the names of the tensors that stay on the
+            host.
     """
 
     parameters: dict[str, nn.Parameter]
@@ -83,7 +92,7 @@ class Mirror:
     states: list[dict[str, tuple[dict[str, Any], Sequence[str]]]]
 
     def as_module(self) -> nn.Module:
-        """Return a module with the copy's tensors."""
+        """Return a module with the tensors of the copy."""
         module = nn.Module()
         module._parameters.update(self.parameters)
         module.__dict__["_buffers"] = self.buffers
@@ -91,7 +100,7 @@ class Mirror:
 
 
 class _CopyOptimizer:
-    """One optimizer's part of a copy, in the form of an optimizer."""
+    """The states of one optimizer for a copy, with the attributes of an optimizer."""
 
     def __init__(self, mirror: Mirror, number: int) -> None:
         self._mirror, self._number = mirror, number
@@ -99,7 +108,7 @@ class _CopyOptimizer:
 
     @property
     def state(self) -> dict[torch.Tensor, Any]:
-        """The optimizer's state of the copy's parameters."""
+        """The optimizer's state for the parameters of the copy."""
         parameters, states = self._mirror.parameters, self._mirror.states[self._number]
         return {parameters[at]: state for at, (state, _) in states.items()}
 
@@ -108,16 +117,18 @@ class Mirrors:
     """The copies on one rank of layers that other ranks own, and their transfers.
 
     Args:
-        layers: all layers of the model, by number. Weights of layers that other ranks own are not read.
-        at_home: returns whether this rank owns a layer.
-        transport: to the other ranks.
-        optimizers: of the training, in the same order on every rank.
-        group_of: the group of an optimizer that a parameter belongs to: of optimizer number, number of the layer, and
-            name in it; None if to none.
+        layers: all layers of the model by number. The weights of layers that other ranks own are not read.
+        at_home: returns whether this rank owns the layer with a number.
+        transport: sends layers to the other ranks and receives layers from them.
+        optimizers: returns the optimizers of the training run, in the same order on every rank.
+        group_of: returns the index of the parameter group to which a parameter belongs, or None if it belongs to none.
+            Its arguments are the number of the optimizer, the number of the layer, and the name of the parameter in the
+            layer.
+        device: the device of the copies; the CPU by default.
 
     Attributes:
-        copies: of layers of other ranks, by name.
-        memory: where layers take turns on the device, copies included; None where all stay there.
+        copies: the copies of other ranks' layers by name.
+        memory: loads and offloads layers, including the copies; None if all layers stay on the device.
     """
 
     def __init__(
@@ -134,14 +145,14 @@ class Mirrors:
         self._device = device or torch.device("cpu")
         self.copies: dict[str, Mirror] = {}
         self.memory: LayerMemory | None = None
-        self._marks: dict[str, ChangeMarks] = {}  # of layers at home when they were sent to other ranks
+        self._marks: dict[str, ChangeMarks] = {}  # of own layers, when they were sent to other ranks
 
     def is_remote(self, name: str) -> bool:
-        """Return whether another rank owns the layer of that name."""
+        """Return whether another rank owns the layer with this name."""
         return not self._at_home(_number(name))
 
     def of_layer(self, number: int, names: Iterable[str]) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
-        """Return the parameters and buffers of a layer that belong to `names`, by name in the layer."""
+        """Return the parameters and buffers of the parts `names` of a layer, by their names in the layer."""
         parameters: dict[str, nn.Parameter] = {}
         buffers: dict[str, torch.Tensor] = {}
         for name in names:
@@ -152,17 +163,23 @@ class Mirrors:
         return parameters, buffers
 
     def replace_buffers(self, number: int, names: Iterable[str], found: Mapping[str, torch.Tensor]) -> None:
-        """Store the buffers of `of_layer` that a forward has replaced."""
+        """Store buffers that a forward has replaced by other tensors.
+
+        Args:
+            number: the number of the layer.
+            names: the parts of layers that the forward has used.
+            found: the new buffers by their names in the layer.
+        """
         for name in names:
             if _number(name) == number:
                 buffers = self.copies[name].buffers
                 buffers.update({key: found[_join(_part(name), key)] for key in buffers})
 
     def send(self, name: str, rank: int, key: Key) -> None:
-        """Send a layer in its current state.
+        """Send the current state of a layer.
 
         Raises:
-            PlanError: something is registered on a parameter, which would not see the copy's gradients.
+            PlanError: a parameter has a hook, which would not receive the gradients of the copy.
         """
         with nullcontext() if self.memory is None else self.memory.read_layer(name):
             if not self.is_remote(name):
@@ -171,11 +188,15 @@ class Mirrors:
             self._transport.send(rank, key, vars(self._state(name)))
 
     def receive(self, rank: int, key: Key, on_arrival: Callable[[], None]) -> PendingTree:
-        """Return the content that another rank sends under that key, for `install_layer`."""
+        """Return the tree that another rank sends with this key, whose content is passed to `install_layer`."""
         return self._transport.receive(rank, key, on_arrival)
 
     def install_layer(self, name: str, content: Any) -> None:
-        """Install a received layer. Where layers take turns it is on the host then."""
+        """Install a received layer. If layers are offloaded, the layer is on the host afterwards.
+
+        Raises:
+            PlanError: the layer belongs to this rank, and a hook has changed it while it was on another rank.
+        """
         state, module, memory = LayerState(**content), self._module(name), self.memory
         if self.is_remote(name):
             device = self._device
@@ -220,19 +241,21 @@ class Mirrors:
             memory.enter({name: module})
 
     def drop_copy(self, name: str) -> None:
-        """Drop the copy of a layer, if there is one."""
+        """Drop the copy of a layer, if it exists."""
         if self.copies.pop(name, None) is not None and self.memory is not None:
             self.memory.remove_layer(name, needed=False)
 
     def clear(self) -> None:
-        """Drop all copies: every layer is with its owner."""
+        """Drop all copies, because every layer has returned to its owner."""
         for name in tuple(self.copies):
             self.drop_copy(name)
 
     @contextmanager
     def in_optimizers(self, names: Iterable[str]) -> Iterator[None]:
-        """Add the copies of `is_remote` layers to the optimizers inside the block, in the groups of the layers' own
-        parameters, with their states."""
+        """Add the copies of other ranks' layers, with their states, to the optimizers inside the block.
+
+        The copies are added to the parameter groups of the parameters that they replace.
+        """
         mirrors = {name: self.copies[name] for name in sorted(names) if self.is_remote(name)}
         optimizers = self.optimizers()
         own = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
@@ -260,7 +283,7 @@ class Mirrors:
 
     @contextmanager
     def in_module(self, names: Iterable[str]) -> Iterator[None]:
-        """Replace the module's own parameters by the copies of `is_remote` layers inside the block."""
+        """Replace the module's own parameters by the copies of other ranks' layers inside the block."""
         own: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]] = []
         for name in sorted(name for name in names if self.is_remote(name)):
             for at, p in self.copies[name].parameters.items():
@@ -309,18 +332,19 @@ def _join(part: str, name: str) -> str:
 
 
 class MirroredLayers:
-    """All layers of the model as one stage runs them.
+    """All layers of the model, as one stage runs them.
 
     Args:
-        stage: its number.
-        layers: by number, which may be wrapped around those of `mirrors`.
+        stage: the number of the stage.
+        mirrors: the copies of other ranks' layers on this rank.
+        layers: the layers by number, which may be wrappers around the layers of `mirrors`.
     """
 
     def __init__(self, stage: int, mirrors: Mirrors, layers: Mapping[int, nn.Module]) -> None:
         self._stage, self._mirrors, self._layers = stage, mirrors, layers
 
     def layers_of(self, use: LayerUse | None, own: Mapping[int, nn.Module]) -> Mapping[int, nn.Module]:
-        """Return the layers that the stage runs for a batch; its `own` where the batch has no cut of its own."""
+        """Return the layers that the stage runs for a batch; its `own` layers if the batch has no cut of its own."""
         if use is None or use.cut is None:
             return own
         return {number: self._layers[number] for number in range(*use.cut[self._stage])}
@@ -330,7 +354,7 @@ class MirroredLayers:
         return self._mirrors.is_remote(str(number))
 
     def buffers(self, use: LayerUse, number: int) -> dict[str, torch.Tensor]:
-        """Return the buffers of an `is_remote` layer's parts that the batch uses."""
+        """Return the buffers of those parts of another rank's layer that the batch uses."""
         return self._mirrors.of_layer(number, use.layers[self._stage])[1]
 
     def run(
@@ -343,15 +367,22 @@ class MirroredLayers:
         changes: bool,
         before: Mapping[str, torch.Tensor],
     ) -> Any:
-        """Return the output of an `is_remote` layer for `x`, using the parts of it that the batch uses.
+        """Run a copy of another rank's layer, with the parts of it that the batch uses.
 
         Args:
-            only_read: ids of parameters that get no gradients.
-            changes: whether buffers may change.
-            before: buffers to read instead, where they do not.
+            use: the layers that the batch uses.
+            number: the number of the layer.
+            layer: the module of the layer.
+            x: the input of the layer.
+            only_read: the ids of parameters that receive no gradients.
+            changes: whether the forward may change buffers.
+            before: the buffers that are read instead of the current buffers, if they may not be changed.
+
+        Returns:
+            The output of the layer.
 
         Raises:
-            PlanError: it needs weights that the batch does not name.
+            PlanError: the layer uses weights that the batch does not specify.
         """
         names = sorted(use.layers[self._stage])
         parameters, buffers = self._mirrors.of_layer(number, names)

@@ -1,4 +1,4 @@
-"""Many tensors in one piece of memory, which a single copy moves."""
+"""Slabs: pieces of memory with many tensors, which a single copy moves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import NamedTuple
 import torch
 
 ALIGNMENT = 512
-"""Bytes; where the allocators of torch start tensors, too, so that kernels choose the same code."""
+"""The alignment of tensors in a slab, in bytes.
+
+The allocators of torch use the same alignment, so that kernels choose the same code.
+"""
 
 
 class _Slice(NamedTuple):
@@ -23,10 +26,11 @@ class _Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class SlabLayout:
-    """The place of each tensor in a slab.
+    """The places of tensors in a slab.
 
     Attributes:
-        nbytes: of the slab.
+        places: the place of each tensor, by name.
+        nbytes: the bytes of the slab.
     """
 
     places: dict[str, _Slice]
@@ -34,7 +38,7 @@ class SlabLayout:
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, torch.Tensor]) -> SlabLayout:
-        """Lay out one tensor after the other; strides are kept where a tensor has no holes."""
+        """Return a layout with one tensor after the other. The strides of tensors without holes are kept."""
         places, offset = {}, 0
         for name, tensor in tensors.items():
             nbytes = tensor.numel() * tensor.element_size()
@@ -44,8 +48,10 @@ class SlabLayout:
         return SlabLayout(places, offset)
 
     def view_tensors(self, slab: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the tensors in a slab. They share its version counter, so that autograd notices when it is
-        overwritten."""
+        """Return the tensors in a slab.
+
+        They share the version counter of the slab, so that autograd detects when the slab is overwritten.
+        """
         return {
             name: slab[at.offset : at.offset + at.nbytes].view(at.dtype).as_strided(at.shape, at.stride)
             if at.nbytes
@@ -59,9 +65,10 @@ class DeviceSlab:
     """A slab on the device.
 
     Attributes:
-        copies: tickets of the last copies from it and to it.
-        used: the ticket of the last computation with it, or with its memory before.
-        is_lost: whether other states must not use it.
+        slab: the memory.
+        used: the ticket of the last computation that used the slab, or its memory before the slab was allocated.
+        copies: the tickets of the last copies to the slab and from it.
+        is_lost: whether other states must not use the slab.
     """
 
     slab: torch.Tensor
@@ -71,13 +78,15 @@ class DeviceSlab:
 
     @property
     def pending_tickets(self) -> list[int]:
-        """Tickets of operations that must end before the slab is overwritten."""
+        """The tickets of operations that must end before the slab is overwritten."""
         return self.copies if self.used is None else [*self.copies, self.used]
 
 
 def host_slab(nbytes: int, pinned: bool) -> torch.Tensor:
-    """Return bytes on the host. Pinned ones are registered in place, because torch's own allocator would round up to a
-    power of two."""
+    """Return a slab on the host.
+
+    Pinned memory is registered in place, because torch's own allocator would round its size up to a power of two.
+    """
     slab = torch.empty(nbytes, dtype=torch.uint8)
     if pinned and nbytes:
         runtime, address = torch.cuda.cudart(), slab.data_ptr()  # type: ignore[no-untyped-call]

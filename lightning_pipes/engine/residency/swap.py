@@ -1,10 +1,10 @@
-"""Keeps tensors on the device while they are needed, and on the host otherwise: siblings, layers, weight versions.
+"""Keeps the tensors of siblings, layers and weight versions on the device only while they are needed.
 
-`sim.residency` decides on loads and evictions; this module moves the tensors. Each state has a slab on the host, or on
-a peer device that is nearer and has room, and states share slabs on the device. A slab on the device is overwritten
-only after three operations: the copy that filled it, the computation with it, and the copy of its changes to the host.
-The next load of the same state waits for that copy, too. Users keep their objects, and find them on the device while
-they are leased.
+`sim.residency` decides on loads and evictions, and this module moves the tensors. Each state has a slab on the host, or
+on a peer device that is nearer and has room. States share the slabs on the device. A slab on the device is overwritten
+only after three operations have ended: the copy that filled it, the computation that used it, and the copy of its
+changes to the host. The next load of the same state also waits for the copy to the host. Users keep their objects,
+which have their tensors on the device during a lease.
 """
 
 from __future__ import annotations
@@ -28,39 +28,43 @@ Tensors = dict[str, torch.Tensor]
 
 
 class MovableTensors(Protocol):
-    """An owner of tensors that can move between host and device; a `Binding` is one."""
+    """An owner of tensors that can be moved between host and device; `Binding` is an implementation."""
 
     def check(self) -> None:
         """Check that each tensor can be moved separately.
 
         Raises:
-            PlanError: they can't.
+            PlanError: a tensor can't be moved separately.
         """
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name."""
 
     def bind_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Use `tensors`, which have the current values.
+        """Use other tensors, which already have the current values.
 
         Raises:
-            PipelineError: a graph refers to one that it uses.
+            PipelineError: an autograd graph refers to a tensor that is replaced.
         """
 
 
 @dataclass
 class _State:
-    """A state, its owner and its places.
+    """A state, its owner, and its places on the host and on the device.
 
     Attributes:
-        bound: the owner of its tensors.
-        here: whether the owner's tensors are those on the device.
-        leased: whether they must stay there.
-        made: whether it was created on the device.
-        host: its slab on the host, or on the peer device where it is `with_peer`.
-        on_host: its tensors in this slab.
-        written: tickets of the copy that filled this slab.
-        on_device: its tensors in each slab on the device that it has used; views take longer to make than to bind.
+        bound: the owner of the tensors.
+        layout: the places of the tensors in a slab.
+        host: the slab of the state on the host, or on the peer device if `with_peer` is true.
+        on_host: the tensors in this slab.
+        with_peer: whether the state waits on the peer device instead of the host.
+        here: whether the owner uses the tensors on the device.
+        leased: whether the state is leased, so that it must stay on the device.
+        made: whether the state was created on the device.
+        slot: the slab of the state on the device; None if the state is not there.
+        written: tickets of the copy that filled the slab on the host.
+        on_device: the tensors in each slab on the device that the state has used. They are kept because making views
+            takes longer than binding them.
     """
 
     bound: MovableTensors
@@ -86,7 +90,7 @@ class _State:
         self.here = False
 
     def tensors_on_device(self) -> Tensors:
-        """Return the tensors of a resident state."""
+        """Return the tensors on the device of a resident state."""
         assert self.slot is not None, "it is on the host only"
         views = self.on_device.get(self.slot)
         if views is None:
@@ -95,27 +99,28 @@ class _State:
 
 
 class Swap(Generic[Key]):
-    """States of any kind by key, and their owners.
+    """States of any kind by key, which share the memory of a device.
 
         swap.add(key, Binding(module, optimizers, device))
-        swap.expect(keys)                       # or predict(keys)
-        with swap.lease(key, write=True):
+        swap.expect_leases(keys)                # or predict(keys)
+        with swap.lease_state(key, write=True):
             ...                                 # the module computes on the device
-        swap.prefetch()
+        swap.prefetch_states()
         swap.remove(key)
 
-    Between two leases a module must not compute: its parameters may lie on the host, or anywhere. A forward that is
-    still to be differentiated refers to weights, so its lease has to last until then, or it has to run again.
+    Between two leases a module must not compute, because its parameters may be on the host. If a forward will be
+    differentiated, its autograd graph refers to the weights. In this case, either its lease must last until the
+    backward, or the forward must run again.
 
     Args:
-        budget: bytes of the device for states.
-        copier: moves them; it is closed by `close`.
-        device: where.
-        slots: the most states on the device, if not only bytes count.
-        host_budget: bytes of the host, if they are to be bounded.
-        peer: a device near this one on which states wait in place of the host, if there is one.
-        peer_budget: bytes there; states that find no room wait on the host.
-        poison: fill what a state leaves on the device with NaN; for tests.
+        budget: the bytes for states on the device.
+        copier: copies slabs between host and device. It is closed by `close`.
+        device: the device that the states share.
+        slots: the maximum number of states on the device, in addition to the limit on bytes.
+        host_budget: the maximum bytes of states on the host, if they are limited.
+        peer: a device near this one on which states wait instead of the host, if there is one.
+        peer_budget: the bytes for states on the peer. States that find no room there wait on the host.
+        poison: whether memory on the device is filled with NaN when a state leaves it; used in tests.
     """
 
     def __init__(
@@ -136,27 +141,29 @@ class Swap(Generic[Key]):
         self._states: dict[Key, _State] = {}
         self._free: dict[int, deque[DeviceSlab]] = defaultdict(deque)
         self._slab_bytes = 0
-        self._spare: torch.Tensor | None = None  # of a state that was made; the next one is as large
+        self._spare: torch.Tensor | None = (
+            None  # the slab on the host of a dropped state, for the next one that is made
+        )
         self._residency: Residency[Key] = Residency(budget, {}, _Mover(self), slots)
 
     @property
     def statistics(self) -> Statistics:
-        """Counts of hits and loads of leases."""
+        """Counts of the hits and loads of leases."""
         return self._residency.statistics
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all states that wait on the host."""
+        """The bytes of all states whose slab is on the host."""
         return sum(state.layout.nbytes for state in self._states.values() if not state.with_peer)
 
     @property
     def _peer_bytes(self) -> int:
-        """Bytes of all states that wait on the peer."""
+        """The bytes of all states whose slab is on the peer."""
         return sum(state.layout.nbytes for state in self._states.values() if state.with_peer)
 
     @property
     def resident_keys(self) -> frozenset[Key]:
-        """Keys that are on the device, or in flight to it."""
+        """The keys of states that are on the device or in flight to it."""
         return self._residency.resident
 
     def __contains__(self, key: Key) -> bool:
@@ -168,18 +175,24 @@ class Swap(Generic[Key]):
         return state is not None and state.leased
 
     def bound_tensors(self, key: Key) -> MovableTensors | None:
-        """Return the owner of the key's tensors."""
+        """Return the owner of the tensors of a key, or None if the key is unknown."""
         state = self._states.get(key)
         return None if state is None else state.bound
 
     def add(self, key: Key, bound: MovableTensors, fits: Callable[[int], object] = lambda size: None) -> int:
-        """Add a state and move it to the host. Return its bytes.
+        """Add a state, and move it to the host.
 
         Args:
-            fits: called with the bytes first; if it raises, nothing has changed.
+            key: the key of the state.
+            bound: the owner of its tensors.
+            fits: called with the bytes of the state before its owner changes. If it raises an error, the state is not
+                added.
+
+        Returns:
+            The bytes of the state.
 
         Raises:
-            PlanError: it does not fit into the device's or the host's budget, or can't be moved.
+            PlanError: the state exceeds the budget of the device or of the host, or can't be moved.
         """
         bound.check()
         tensors = bound.named_tensors()
@@ -199,12 +212,13 @@ class Swap(Generic[Key]):
         return layout.nbytes
 
     def make(self, key: Key, bound: MovableTensors) -> None:
-        """Add a copy on the device of the tensors of `bound`, and make it use the copy. The host gets it when its place
-        is taken, or after `write_back`.
+        """Add a state on the device as a copy of the tensors of `bound`, which uses the copy afterwards.
+
+        The copy is written to the host when its place on the device is needed, or after `write_back`.
 
         Raises:
-            PlanError: it does not fit into the device's or the host's budget, can't be moved, or all that is there is
-                leased.
+            PlanError: the state exceeds the budget of the device or of the host, can't be moved, or all states on the
+                device are leased.
         """
         bound.check()
         tensors = bound.named_tensors()
@@ -226,7 +240,7 @@ class Swap(Generic[Key]):
         state.bind_to_device()
 
     def _layout(self, key: Key, tensors: Mapping[str, torch.Tensor]) -> tuple[SlabLayout, bool]:
-        """Return the layout of a state's slab, and whether the slab is to be on the peer."""
+        """Return the layout of a state's slab, and whether the state waits on the peer."""
         layout = SlabLayout.from_tensors(tensors)
         if self._peer is not None and self._peer_bytes + layout.nbytes <= self._peer_budget:
             return layout, True
@@ -238,7 +252,7 @@ class Swap(Generic[Key]):
         return layout, False
 
     def _waiting_slab(self, nbytes: int, with_peer: bool) -> torch.Tensor:
-        """Return memory in which a state waits."""
+        """Return a new slab on the host or on the peer."""
         if with_peer:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._peer)
         return host_slab(nbytes, self._device.type == "cuda")
@@ -248,12 +262,12 @@ class Swap(Generic[Key]):
         self._states[key].bound = bound
 
     def on_device(self, key: Key) -> Tensors | None:
-        """Return the state's tensors on the device, if its owner uses them."""
+        """Return the tensors of a state on the device, or None if its owner does not use them."""
         state = self._states[key]
         return state.tensors_on_device() if state.here else None
 
     def remove(self, key: Key) -> None:
-        """Give the owner of a key tensors of its own again, on the host."""
+        """Remove a state, if it exists, and give its owner separate tensors on the host."""
         state = self._states.get(key)
         if state is None:
             return
@@ -264,52 +278,53 @@ class Swap(Generic[Key]):
             own = {name: tensor.to("cpu", copy=True) for name, tensor in state.bound.named_tensors().items()}
         try:
             state.bound.bind_tensors(own)
-        except PipelineError:  # it fails, and its exception refers to a graph: no other state gets the memory
+        except PipelineError:  # a graph refers to a tensor, so no other state may use the memory
             if state.slot is not None:
                 state.slot.is_lost = True
         self._drop(key)
 
     def discard_state(self, key: Key) -> None:
-        """Drop a state that is not needed any more: its tensors have no values afterwards.
+        """Remove a state that is no longer needed. Its tensors have no values afterwards.
 
         Raises:
-            PlanError: it is leased.
+            PlanError: the state is leased.
         """
         self._drop(key)
 
     def _drop(self, key: Key) -> None:
         state = self._states[key]
-        state.here = False  # its owner does not follow
+        state.here = False  # its owner is not bound to the host
         copies = [*state.written, *(state.slot.copies if state.slot is not None else ())]
         self._residency.drop_state(key)
-        for ticket in copies:  # they use the host's slab
+        for ticket in copies:  # these copies use the slab on the host
             self._copier.wait(ticket)
         del self._states[key]
         if state.made:
             self._spare = state.host
 
     def expect_leases(self, keys: Iterable[Key]) -> None:
-        """Announce leases that follow the announced ones; no others may occur."""
+        """Announce the leases that follow the announced leases. No other leases are allowed."""
         self._residency.expect_leases(keys)
 
     def predict(self, keys: Iterable[Key]) -> None:
-        """Announce probable next leases, the first one first; unknown keys are skipped."""
+        """Announce the keys of probable next leases in order. Unknown keys are skipped."""
         self._residency.predict(key for key in keys if key in self._states)
 
     def prefetch_states(self) -> int:
-        """Start to load the next states, as far as there is room; return their number."""
+        """Start to load the next states if there is room, and return their number."""
         return self._residency.prefetch()
 
     def has_room(self, *keys: Key) -> bool:
-        """Return whether leases of all these keys would find room."""
+        """Return whether there is room for leases of all these keys at the same time."""
         return self._residency.has_room(*keys)
 
     @contextmanager
     def lease_state(self, key: Key, write: bool = False) -> Iterator[None]:
-        """Make the owner of a key compute on the device, for as long as the block runs.
+        """Make the owner of a key compute on the device inside the block.
 
         Args:
-            write: the block changes the state.
+            key: the key of the state.
+            write: whether the block changes the state.
 
         Raises:
             PlanError: there is no room, or another lease was expected.
@@ -321,7 +336,7 @@ class Swap(Generic[Key]):
             self.release(key)
 
     def acquire(self, key: Key, write: bool = False) -> None:
-        """Acquire a lease that lasts until `release`."""
+        """Acquire a lease that lasts until `release`. The arguments and errors are the same as for `lease_state`."""
         state = self._states[key]
         self._residency.lease(key, write)
         state.leased = True
@@ -333,7 +348,7 @@ class Swap(Generic[Key]):
         self._residency.mark_changed(key)
 
     def release(self, key: Key) -> None:
-        """Release a lease, if there is one; computation with the state may still be in flight."""
+        """Release the lease of a state, if there is one. Computation with the state may still be in flight."""
         state = self._states.get(key)
         if state is None or not state.leased:
             return
@@ -342,13 +357,13 @@ class Swap(Generic[Key]):
         state.leased = False
 
     def _mark_read(self, state: _State) -> None:
-        """Mark computation with a resident state, which may still be in flight."""
+        """Record that computation with a resident state may still be in flight."""
         assert state.slot is not None
         state.slot.used = self._copier.mark_computation()
 
     @contextmanager
     def read_state(self, key: Key) -> Iterator[None]:
-        """Let a state be read in the block where it is, on the device or on the host."""
+        """Allow reads of a state inside the block, whether it is on the device or on the host."""
         state = self._states[key]
         here = state.here
         if not here:
@@ -358,13 +373,17 @@ class Swap(Generic[Key]):
             self._mark_read(state)
 
     def write_back(self, key: Key) -> None:
-        """Start to write back the changes of leases, where states exceed the device."""
+        """Start to write the changes of a state to the host, if the states don't all fit on the device."""
         too_many = self._slots is not None and len(self._states) > self._slots
         if too_many or self.host_bytes + self._peer_bytes > self._budget:
             self._residency.start_write_back(key)
 
     def evict_idle(self) -> bool:
-        """Evict all states without a lease, and free their memory on the device; return whether there was one."""
+        """Evict all states without a lease, and free their memory on the device.
+
+        Returns:
+            Whether there was such a state.
+        """
         found = self._residency.evict_idle()
         for slabs in self._free.values():
             while slabs:
@@ -374,24 +393,26 @@ class Swap(Generic[Key]):
         return found
 
     def flush(self) -> None:
-        """Wait until the host has all changes of leases."""
+        """Wait until all changes of leased states are on the host."""
         self._residency.flush()
         for state in self._states.values():
             self._wait_for_host(state)
 
     def close(self) -> None:
-        """Finish the copies in flight. Remaining states stay in place."""
+        """Finish the copies in flight. The tensors of the remaining states stay where they are."""
         self.statistics.stall_ns += self._copier.close()
         self._states.clear()
 
     def _wait_for_host(self, state: _State) -> None:
-        """Wait until a state's write-back has reached the host."""
+        """Wait until the slab of a state on the host is up to date."""
         for ticket in state.written:
             self._copier.wait(ticket)
 
     def _take_slab(self, nbytes: int) -> DeviceSlab:
-        """Return a slab of an evicted state, or a new one; slabs of other sizes are freed where the budget requires
-        it."""
+        """Return the slab of an evicted state, or a new slab.
+
+        Before a new slab is allocated, free slabs of other sizes are released if the budget requires it.
+        """
         if self._free[nbytes]:
             return self._free[nbytes].popleft()
         for others in self._free.values():
@@ -407,7 +428,7 @@ class Swap(Generic[Key]):
 
 
 class _Mover:
-    """Carries out the decisions of a swap's residency."""
+    """Carries out the decisions of the residency of a swap."""
 
     def __init__(self, swap: Swap[Any]) -> None:
         self._swap = swap

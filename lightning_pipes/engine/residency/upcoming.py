@@ -1,4 +1,4 @@
-"""Upcoming tasks of the stages of a rank, by a predictor of `sim.predictor`."""
+"""Predicts the next tasks on the stages of a rank, with the predictors of `sim.predictor`."""
 
 from __future__ import annotations
 
@@ -20,21 +20,25 @@ from lightning_pipes.sim.predictor import (
 from lightning_pipes.sim.simulator import simulate
 
 PREDICTORS = ("in_turn", "algorithm_3", "simulated")
-"""By what the rank itself has begun and has ready; Algorithm 3 of NASPipe; the policy's order under estimated times."""
+"""The names of the predictors.
+
+"in_turn" uses only the batches that the rank has begun and the instructions that are ready. "algorithm_3" is Algorithm
+3 of NASPipe. "simulated" simulates the order of the policy with estimated times.
+"""
 CONTEXTS = 8
-"""How many batches ahead a simulated order is followed; what has no room is not brought."""
+"""The number of batches that a simulated order is followed ahead. Layers without room are not loaded."""
 Queue = Callable[[int], Sequence[WaitingSubnet]]
-"""Returns the batches that wait for their forward on a stage, the first one first."""
+"""Returns the batches that wait for their forward on a stage, in order."""
 
 
 @dataclass(frozen=True)
 class PredictorChoice:
-    """The predictor of the stages of a training.
+    """The predictor that all stages of a training run use.
 
     Attributes:
-        name: of `PREDICTORS`, but the first one.
+        name: one of `PREDICTORS`, except the first one.
         cost: returns the time of a layer, in any unit.
-        transport: brings the records of Algorithm 3 to other ranks, if there are any.
+        transport: sends the records of Algorithm 3 to other ranks, if there are any.
     """
 
     name: str
@@ -43,11 +47,15 @@ class PredictorChoice:
 
 
 class UpcomingTasks:
-    """The predictions for one rank and one window.
+    """Predicts the next tasks of one rank in one window.
 
     Args:
-        window: its number.
-        notify: called when a record has arrived.
+        choice: the predictor to use.
+        policy: the policy of the window.
+        plan: the plan of the window.
+        rank: the rank of this process in the pipeline.
+        window: the number of the window.
+        notify: called when a record has arrived from another rank.
     """
 
     def __init__(
@@ -64,13 +72,13 @@ class UpcomingTasks:
             stage: StepAheadPredictor(stage == plan.n_stages - 1) for stage in self._stages
         }
         self._notes = _Notes(choice.transport, plan, rank, window, notify) if choice.name == "algorithm_3" else None
-        self._uses: dict[int, LayerUse] = {}  # of the last batches, where their order is simulated
+        self._uses: dict[int, LayerUse] = {}  # of the last batches, if their order is simulated
         self._ran: list[Task] = []
         self._is_old = False
-        self._running: tuple[int, tuple[int, ...]] | None = None  # the stage, and what it needs next
+        self._running: tuple[int, tuple[int, ...]] | None = None  # the stage, and the batches that it needs next
 
     def enter(self, batch: int, use: LayerUse) -> None:
-        """Register one more batch."""
+        """Register the next batch and the layers that it uses."""
         if self._notes is not None:
             self._notes.enter(batch)
             return
@@ -80,7 +88,7 @@ class UpcomingTasks:
         self._is_old = True
 
     def begin_task(self, i: Instruction, queue: Queue) -> None:
-        """Predict what follows a forward or backward that begins now."""
+        """Predict the tasks after a forward or backward that begins now."""
         self._simulate()
         task = Task(i.batch, i.kind is not Kind.F, self._plan.spans(i.kind, i.stage).index(i.span))
         records = self._notes.take_records(i) if self._notes is not None and task.backward else ()
@@ -92,11 +100,11 @@ class UpcomingTasks:
             self._notes.send_records(i, prediction.pending)
 
     def end_task(self) -> None:
-        """Forget the prediction of the task that has run."""
+        """Discard the prediction for the task that has ended."""
         self._running = None
 
     def contexts(self, queue: Queue) -> Iterator[tuple[int, int]]:
-        """Yield stages and batches of probable next tasks, the first one first."""
+        """Yield the stages and batches of the next tasks, in the order in which they will probably run."""
         self._simulate()
         for stage in sorted(self._stages, key=lambda stage: self._running is None or stage != self._running[0]):
             if self._running is not None and stage == self._running[0]:
@@ -106,8 +114,10 @@ class UpcomingTasks:
             yield from ((stage, batch) for batch in wanted)
 
     def _simulate(self) -> None:
-        """Simulate the last batches again when another one has arrived: from the beginning of the window, or for as
-        long as what began before has ended."""
+        """Simulate the last batches again if a batch was added since the previous simulation.
+
+        It begins with the first batch of the window, or with a batch so far back that all earlier batches have ended.
+        """
         if not self._is_old:
             return
         self._is_old, first, uses = False, min(self._uses), list(self._uses.values())
@@ -123,7 +133,7 @@ class UpcomingTasks:
 
 
 class _LayerCosts:
-    """Costs of batches by their layers, in thousandths of any unit; links are free."""
+    """The costs of batches. A batch takes the time of its layers, in thousandths of the unit of `cost`."""
 
     overhead_ns = 0
     per_instruction = True
@@ -132,13 +142,16 @@ class _LayerCosts:
         self._seconds = [[sum(map(cost, names)) for names in use.layers] for use in uses]
 
     def duration_ns(self, i: Instruction, plan: Plan) -> int:
-        """Return the time of a task; a backward takes twice as long as a forward, and runs it again to recompute."""
+        """Return the time of a task.
+
+        A backward takes twice as long as a forward. If the stage recomputes, the time of a forward is added.
+        """
         again = bool(plan.recompute) and plan.recompute[i.stage]
         times = {Kind.F: 1, Kind.B: 2 + again}.get(i.kind, 0)
         return times * (1 + round(1000 * self._seconds[i.batch][i.stage]))
 
     def transfer_ns(self, i: Instruction, plan: Plan) -> tuple[int, int]:
-        """Return no time."""
+        """Return zero, because transfers take no time."""
         return 0, 0
 
     def link_between(self, source: int, target: int) -> Link:
@@ -146,18 +159,19 @@ class _LayerCosts:
         return FREE
 
     def memory_change(self, i: Instruction, plan: Plan) -> tuple[int, int]:
-        """Return no bytes."""
+        """Return zero bytes."""
         return 0, 0
 
     def resident_bytes(self, rank: int, plan: Plan) -> int:
-        """Return no bytes."""
+        """Return zero bytes."""
         return 0
 
 
 class _Notes:
-    """Records of pending backwards, which a stage tells the one before when a backward begins (Algorithm 3).
+    """Records of pending backwards, which a stage sends to the previous stage when a backward begins (Algorithm 3).
 
-    They go beside the gradient. One that arrives after it is of no use any more, and costs a wrong prediction at most.
+    A record is sent separately from the gradient. If it arrives after the gradient, it is ignored, and the only
+    consequence may be a wrong prediction.
     """
 
     def __init__(
@@ -168,7 +182,7 @@ class _Notes:
         self._local: dict[tuple[int, int], Sequence[Sequence[int]]] = {}
 
     def enter(self, batch: int) -> None:
-        """Expect the records of one more batch."""
+        """Expect the records of the next batch."""
         ranks = self._plan.ranks
         for stage in self._plan.stages[self._rank]:
             last = stage + 1 == self._plan.n_stages
@@ -177,13 +191,13 @@ class _Notes:
                 self._expected[stage, batch] = self._transport.receive(ranks[stage + 1], key, self._notify)
 
     def take_records(self, i: Instruction) -> tuple[PendingBackward, ...]:
-        """Take the records of the stage behind for the backward of a batch."""
+        """Return the records that the next stage has sent for the backward of a batch, and delete them."""
         expected = self._expected.pop((i.stage, i.batch), None)
         content = expected.content if expected is not None and expected.is_done() else ()
         return tuple(PendingBackward(*each) for each in (*self._local.pop((i.stage, i.batch), ()), *content))
 
     def send_records(self, i: Instruction, records: Sequence[PendingBackward]) -> None:
-        """Tell the stage before."""
+        """Send records to the previous stage."""
         stage, content = i.stage - 1, [tuple(each) for each in records]
         if stage < 0:
             return
